@@ -1,6 +1,6 @@
 """Known advisories against what is locked: when that was last asked, and what came of it.
 
-`python release/audit.py` reads the note beside it and needs no network: it says when the tools last
+`python release/audit.py` reads its note and needs no network: it says when the tools last
 ran, whether what is locked has changed since, and what they found (exit status 1). With `--run` it
 asks them again and rewrites the note: cargo-deny about Cargo.lock by the RustSec database,
 pip-audit about requirements/runtime.txt.
@@ -74,8 +74,8 @@ def ask_cargo_deny(*, offline: bool) -> dict[str, Any]:
     flags = ["--offline"] if offline else []
     command = ["cargo", "deny", *flags, "--format", "json", "check", "advisories"]
     asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    told = [json.loads(line) for line in asked.stderr.splitlines() if line.startswith("{")]
-    found = [one["fields"] for one in told if one["type"] == "diagnostic"]
+    lines = [json.loads(line) for line in asked.stderr.splitlines() if line.startswith("{")]
+    found = [one["fields"] for one in lines if one["type"] == "diagnostic"]
     errors = [one for one in found if one["severity"] == "error"]
     advisories = sorted({one["advisory"]["id"] for one in errors if one.get("advisory")})
     if asked.returncode and not advisories:

@@ -51,11 +51,11 @@ TEMPLATES = {
     "mistral": _LISTED + "{# [TOOL_CALLS] #}",
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
     "unknown": _LISTED,
-    "told": _LISTED,
+    "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
 }
 
-# A form that no parser of ours knows, told as transformers reads it.
+# A form that no parser of ours knows, described as transformers reads it.
 RESPONSE_TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -113,7 +113,7 @@ def tokenizer(family: str) -> Tokenizer:
         backend,
         special_tokens={"eos_token": "<|im_end|>"},
         chat_template=template,
-        response_template=RESPONSE_TEMPLATE if family == "told" else None,
+        response_template=RESPONSE_TEMPLATE if family == "described" else None,
     )
 
 

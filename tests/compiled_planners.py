@@ -162,12 +162,12 @@ def main() -> None:
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         kernels = replace_native_modules(patch, lambda kind, *_: Planned(kind, modules[kind], kept))
-        told: list[str | None] = []
+        reported: list[str | None] = []
         for heads, mode in itertools.product(HEADS, MODES):
             check = Check(heads, mode, kernels)
-            told += [*check.graphs(kept, rng), *check.steps(rng)]
-    wrong = [line for line in told if line]
-    print(f"{len(told)} plans, {len(wrong)} wrong", *wrong[:20], sep="\n")
+            reported += [*check.graphs(kept, rng), *check.steps(rng)]
+    wrong = [line for line in reported if line]
+    print(f"{len(reported)} plans, {len(wrong)} wrong", *wrong[:20], sep="\n")
     sys.exit(bool(wrong))
 
 

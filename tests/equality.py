@@ -3,8 +3,8 @@
 `python tests/equality.py --schedules 50` runs many and prints what was compared. The right answer
 is that of a lone run without the prefix cache; the right bytes of a full block are those of whoever
 wrote it first: a prefill, a chunk or a decode, before or after a preemption, with the cache or
-without. Where the model's weights are kept in blocks, lone runs compute with them widened, unless
-activations have eight bits: those give other numbers, which no schedule may change either.
+without. Where the model's weights are kept in blocks, lone runs compute with them dequantized,
+unless activations have eight bits: those give other numbers, which no schedule may change either.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import kv_layout
-from prefixcache.models.conversion import quantize_folder, widen_folder
-from prefixcache.text.grammar.guide import Guide
+from prefixcache.models.conversion import dequantize_folder, quantize_folder
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.vocabulary import Words
 from prefixcache.types.request import (
     CacheOptions,
@@ -320,7 +320,7 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
 class Bench:
     """One tiny model; lone cold runs against schedules.
 
-    `widened` is a folder with the same weights, dense, that lone runs then compute with, where
+    `dequantized` is a folder with the same weights, dense, that lone runs then compute with, where
     `activations` are exact.
     """
 
@@ -330,7 +330,7 @@ class Bench:
         dtype: str,
         *,
         invariant: bool = True,
-        widened: Path | None = None,
+        dequantized: Path | None = None,
         activations: Activations = "exact",
         threads: int = 1,
     ) -> None:
@@ -344,7 +344,7 @@ class Bench:
         lone = Schedule(
             seed=0, arrivals=(0,), max_num_batched_tokens=1024, enable_prefix_caching=False
         )
-        self._lone = self._engine(lone, widened or folder)
+        self._lone = self._engine(lone, dequantized or folder)
 
     def compare(self, schedule: Schedule) -> Counts:
         """Runs the schedule and counts answers and blocks that differ from those before."""
@@ -400,18 +400,18 @@ class Bench:
 
 
 def make_pair(
-    scratch: Path, dtype: str, block_format: str | None, **shape: Any
+    scratch: Path, dtype: str, quant_format: str | None, **shape: Any
 ) -> tuple[Path, Path | None]:
-    """A tiny model's folder, in blocks of a format if one is given, and its weights widened."""
+    """A tiny model's folder, in blocks of a format if one is given, and its weights dequantized."""
     dense = make_checkpoint(scratch / "dense", "qwen3", dtype=getattr(torch, dtype), **shape)
-    if block_format is None:
+    if quant_format is None:
         return dense, None
-    blocks, widened = scratch / "blocks", scratch / "widened"
+    blocks, dequantized = scratch / "blocks", scratch / "dequantized"
     blocks.mkdir()
-    widened.mkdir()
-    quantize_folder(dense, blocks, block_format)
-    widen_folder(blocks, widened, getattr(torch, dtype))
-    return blocks, widened
+    dequantized.mkdir()
+    quantize_folder(dense, blocks, quant_format)
+    dequantize_folder(blocks, dequantized, getattr(torch, dtype))
+    return blocks, dequantized
 
 
 def make_engine(
@@ -469,16 +469,16 @@ def run(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> dict
 @contextmanager
 def late_masks(seed: int) -> Generator[mock.Mock, None, None]:
     """Lets every sixth mask be late; the mock is called for each."""
-    choose, count, words = random.Random(seed), mock.Mock(), Guide.words
+    choose, count, words = random.Random(seed), mock.Mock(), AnswerMatcher.words
 
-    def often(guide: Guide, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
+    def often(matcher: AnswerMatcher, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
         if choose.random() < 1 / 6:
             count()
-            guide._was_late = True
+            matcher._was_late = True
             return None
-        return words(guide, 60, unwanted)
+        return words(matcher, 60, unwanted)
 
-    with mock.patch.object(Guide, "words", often):
+    with mock.patch.object(AnswerMatcher, "words", often):
         yield count
 
 
@@ -505,23 +505,23 @@ def main() -> None:
     arguments = parser.parse_args()
     total = Counts()
     shape = with_windows(arguments.window) if arguments.window else WIDE
-    for dtype, (block_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
+    for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
-            folder, widened = make_pair(Path(scratch), dtype, block_format, **shape)
+            folder, dequantized = make_pair(Path(scratch), dtype, quant_format, **shape)
             for threads in (1, 2):
                 bench = Bench(
                     folder,
                     dtype,
                     threads=threads,
                     invariant=not arguments.no_batch_invariant,
-                    widened=widened if activations == "exact" else None,
+                    dequantized=dequantized if activations == "exact" else None,
                     activations=activations,
                 )
                 counts = Counts()
-                count = arguments.schedules // (1 if block_format is None else 4)
+                count = arguments.schedules // (1 if quant_format is None else 4)
                 for seed in range(arguments.seed, arguments.seed + max(1, count)):
                     counts.add(bench.compare(random_schedule(seed)))
-                weights = f"{block_format or 'dense'}, {activations}"
+                weights = f"{quant_format or 'dense'}, {activations}"
                 print(f"{dtype}, {weights}, {threads} threads: {counts}", flush=True)
                 total.add(counts)
     print(f"all: {total}")

@@ -1,7 +1,7 @@
 """Recorded dialogues through HTTP: the cache, the batch and preemption change no bit of an answer.
 
 `python tests/equality_http.py` asks a server without prefix caching one request at a time, which
-computes with the default model's weights widened, where all others keep them in their blocks. Two
+computes with the default model's weights dequantized, where all others keep them quantized. Two
 servers with it then get the same requests, shuffled, in waves of random size: one with room for
 everything, one whose small pool and short steps force evictions, preemptions and chunks. A few
 requests go to `LLM` as well. Every text and every log probability must be the same number. With
@@ -29,7 +29,7 @@ from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
 from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
 from prefixcache.llm import CompletionOutput
-from prefixcache.models.conversion import widen_folder
+from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.tools.bench.servers import run_server
 from serving import metric
@@ -241,10 +241,10 @@ def main() -> None:
     options = parse_options()
     if options.flags["cpu_activations"] != "exact":
         run(options)
-    with TemporaryDirectory() as widened:
+    with TemporaryDirectory() as dequantized:
         dtype = getattr(torch, options.flags["dtype"])
-        widen_folder(resolve_model(DEFAULT_MODEL), Path(widened), dtype)
-        run(replace(options, lone_model=widened))
+        dequantize_folder(resolve_model(DEFAULT_MODEL), Path(dequantized), dtype)
+        run(replace(options, lone_model=dequantized))
 
 
 def run(options: Options) -> NoReturn:

@@ -108,11 +108,11 @@ class FakeOpenAI:
 def _choice(api: str, token: str, logprob: float, *, with_scores: bool) -> dict[str, Any]:
     if api == "chat":
         scores = [{"token": token, "logprob": logprob, "top_logprobs": [{"logprob": logprob}]}]
-        told = {"delta": {"content": token}, "logprobs": {"content": scores}}
+        reported = {"delta": {"content": token}, "logprobs": {"content": scores}}
     else:
         columns = {"tokens": [token], "token_logprobs": [logprob]}
-        told = {"text": token, "logprobs": {**columns, "top_logprobs": [{token: logprob}]}}
-    return told if with_scores else told | {"logprobs": None}
+        reported = {"text": token, "logprobs": {**columns, "top_logprobs": [{token: logprob}]}}
+    return reported if with_scores else reported | {"logprobs": None}
 
 
 def _common(one: str, other: str) -> int:

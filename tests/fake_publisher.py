@@ -1,4 +1,4 @@
-"""A publisher of KV events that drops messages, forgets batches and begins anew when told to."""
+"""A publisher of KV events that drops messages, forgets batches and starts again on demand."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FakePublisher:
         self._live.close()
         self._replay.close()
 
-    def begin_anew(self) -> None:
+    def start_again(self) -> None:
         """What another process does that takes the place of one that was killed."""
         self.close()
         self._open()
@@ -137,7 +137,7 @@ def _is_bound(socket: zmq.Socket[bytes], endpoint: str) -> bool:
 
 
 class Follower:
-    """What a reader knows; `restarts` are the updates with which it started anew."""
+    """What a reader knows; `restarts` are the updates with which it started again."""
 
     def __init__(self, reader: EventReader) -> None:
         self.reader = reader

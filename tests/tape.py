@@ -1,7 +1,7 @@
 """A CUDA graph's stand-in on the CPU: records what a step launches, and launches it again.
 
 What Python computed while recording is frozen, as in a real graph: a tensor that a replay should
-read but that was made anew by the host, or a number that became part of the recording, shows as a
+read but that the host made again, or a number that became part of the recording, shows as a
 wrong result. Work that a real capture forbids (reading a value back, uploading one) raises here.
 """
 

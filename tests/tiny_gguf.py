@@ -192,13 +192,13 @@ def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> n
         return random_blocks(kind.name, *values.shape, seed=seed)
 
 
-def random_blocks(block_format: str, outputs: int, inputs: int, *, seed: int) -> np.ndarray:
+def random_blocks(quant_format: str, outputs: int, inputs: int, *, seed: int) -> np.ndarray:
     """Rows of random valid blocks, as a GGUF file holds them, whose numbers are below 1."""
-    kind = gguf.GGMLQuantizationType[block_format]
+    kind = gguf.GGMLQuantizationType[quant_format]
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
-    for place, largest in _SCALES[block_format].items():
+    for place, largest in _SCALES[quant_format].items():
         scales = rng.uniform(-1, 1, (outputs, inputs // numbers, 1)) / largest
         data[:, :, place : place + 2] = scales.astype(np.float16).view(np.uint8)
     return data.reshape(outputs, -1)

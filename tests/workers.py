@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-# Tiny models gain nothing from threads, and beside other workers they lose much to waiting.
+# Tiny models gain nothing from threads, and next to other workers they lose much to waiting.
 # Processes that tests start take the limit from the environment.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -1,4 +1,4 @@
-"""What the cache costs through Python: thread CPU time, medians, beside the tests' plain reference.
+"""What the cache costs through Python: thread CPU time, medians, with the tests' plain reference.
 
     python benches/core/bench_python.py [--threads shared] [--repeats 25]
 

@@ -71,7 +71,7 @@ def build_all(*, hopper: bool) -> Iterator[Row]:
         row: Row = {"section": "jit_build", "what": spec.name, "value": seconds}
         compiled = spec.jit_library_path.exists()
         if compiled:
-            # From its own folder FlashInfer would compile it anew: another ninja has built it.
+            # From its own folder FlashInfer would compile it again: another ninja has built it.
             spec.aot_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(spec.jit_library_path, spec.aot_path)
         yield row | {"unit": "s for all of them", "ok": compiled}

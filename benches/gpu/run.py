@@ -246,7 +246,7 @@ def _missing(job: Job, left: float) -> str | None:
 
 
 def section_environment(jit: bool) -> dict[str, str]:
-    """Sections find the modules beside this file and the tests' references.
+    """Sections find the modules next to this file and the tests' references.
 
     Where kernels are prebuilt, none is compiled.
     """
@@ -320,8 +320,8 @@ def facts(device: str) -> dict[str, Any]:
         fields = "--query-gpu=name,driver_version,memory.total"
         command = ["nvidia-smi", fields, "--format=csv,noheader"]
         try:
-            told = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
-            found["gpu"] = told.stdout.strip()
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+            found["gpu"] = done.stdout.strip()
         except (OSError, subprocess.TimeoutExpired) as failure:
             found["gpu"] = f"unknown: {failure}"
     return found

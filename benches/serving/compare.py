@@ -7,8 +7,9 @@
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
 Of a model in a GGUF file all compute with the same numbers: we and llama.cpp keep its blocks;
-transformers, and we in another column, compute with them widened to each `--dtype`, llama.cpp with
-a BF16 copy. The plain read goes over as many bytes as a token's weights have, and computes nothing.
+transformers, and we in another column, compute with them dequantized to each `--dtype`, llama.cpp
+with a BF16 copy. The plain read goes over as many bytes as a token's weights have, and computes
+nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.models.blocks import read_index
-from prefixcache.models.conversion import widen_folder
+from prefixcache.models.conversion import dequantize_folder
+from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.tools.bench.machine import machine_facts, usable_cores
@@ -64,7 +65,7 @@ class Kind(str, Enum):
 
     SERVED = "served"
     INT8 = "int8"
-    WIDENED = "widened"
+    DEQUANTIZED = "dequantized"
     TORCH = "torch"
     TRANSFORMERS = "transformers"
     LLAMA = "llama"
@@ -76,7 +77,7 @@ class Kind(str, Enum):
 class Entry:
     """A column of the table: which contender, under which interpreter, with which options.
 
-    One that `reads_file` keeps the GGUF file's bytes, so its speed can be put beside a plain read.
+    One that `reads_file` keeps the GGUF file's bytes, so it can be compared with a plain read.
     """
 
     label: str
@@ -213,14 +214,14 @@ class Forms:
         file = self.folder / "model.gguf"
         return file if file.exists() else None
 
-    def widened(self, dtype: str) -> Path:
+    def dequantized(self, dtype: str) -> Path:
         """A folder of dense weights of that type, rounded once; the folder itself if it is one."""
         target = self._scratch / dtype
         if self.gguf is None:
             return self.folder
         if not target.exists():
             target.mkdir()
-            widen_folder(self.folder, target, getattr(torch, dtype))
+            dequantize_folder(self.folder, target, getattr(torch, dtype))
         return target
 
     def bfloat16_gguf(self) -> Path:
@@ -265,16 +266,16 @@ def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:
     if kind is Kind.INT8 and has_blocks:
         options = {"model": str(forms.folder), "dtype": dtype, "cpu_activations": "int8"}
         yield Entry(f"prefixcache {dtype}, int8", "ours", options, reads_file=True)
-    widened = {"dtype": dtype}
-    if kind in (Kind.WIDENED, Kind.TORCH, Kind.TRANSFORMERS):
-        widened["model"] = str(forms.widened(dtype))
-    if kind is Kind.WIDENED and has_blocks:
-        yield Entry(f"prefixcache {dtype}, widened", "ours", widened)
+    dequantized = {"dtype": dtype}
+    if kind in (Kind.DEQUANTIZED, Kind.TORCH, Kind.TRANSFORMERS):
+        dequantized["model"] = str(forms.dequantized(dtype))
+    if kind is Kind.DEQUANTIZED and has_blocks:
+        yield Entry(f"prefixcache {dtype}, dequantized", "ours", dequantized)
     if kind is Kind.TORCH:
-        options = {**widened, "batch_invariant": False, "attention": "torch"}
+        options = {**dequantized, "batch_invariant": False, "attention": "torch"}
         yield Entry(f"prefixcache, torch's kernels, {dtype}", "ours", options)
     if kind is Kind.TRANSFORMERS:
-        yield Entry(f"transformers {dtype}", "with_transformers", widened)
+        yield Entry(f"transformers {dtype}", "with_transformers", dequantized)
 
 
 def measure(
@@ -309,7 +310,7 @@ def measure(
 
 
 def _add_shares(results: Results, workers: Sequence[Worker], contexts: Sequence[int]) -> None:
-    """Round by round, the decode of one sequence beside the plain read of as many bytes."""
+    """Round by round, the decode of one sequence next to the plain read of as many bytes."""
     for context in contexts:
         row = _decode_row(1, context)
         read = results.values[row].get(READ, [])

@@ -78,7 +78,7 @@ def main() -> None:
         "int8": load("int8"),
         "exact, float32": load("exact", torch.float32),
     }
-    told: dict[str, list[Tensor]] = {way: [] for way in models}
+    reported: dict[str, list[Tensor]] = {way: [] for way in models}
     favourites: dict[str, list[Tensor]] = {way: [] for way in models}
     followed: dict[str, int] = dict.fromkeys(models, 0)
     equal: dict[str, int] = dict.fromkeys(models, 0)
@@ -89,16 +89,16 @@ def main() -> None:
         for way, model in models.items():
             logits = logits_of(model, cpu, tokens)[:-1].float()
             following = torch.tensor(tokens[1:])[:, None]
-            told[way].append(logits.log_softmax(-1).gather(1, following)[:, 0])
+            reported[way].append(logits.log_softmax(-1).gather(1, following)[:, 0])
             favourites[way].append(logits.argmax(-1))
             same = [a == b for a, b in zip(answers[way], answers["exact"], strict=True)]
             equal[way] += sum(same)
             followed[way] += common(answers[way], answers["exact"])
-    rows = sum(map(len, told["exact"]))
+    rows = sum(map(len, reported["exact"]))
     print(f"{arguments.model}: {len(all_tokens)} texts, {rows} tokens, bfloat16")
-    exact, best = torch.cat(told["exact"]), torch.cat(favourites["exact"])
+    exact, best = torch.cat(reported["exact"]), torch.cat(favourites["exact"])
     for way in models:
-        mine, favourite = torch.cat(told[way]), torch.cat(favourites[way])
+        mine, favourite = torch.cat(reported[way]), torch.cat(favourites[way])
         difference = mine - exact
         print(
             f"{way}: mean log probability {mine.mean():.4f} ({difference.mean():+.5f}, mean of "

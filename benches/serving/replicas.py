@@ -189,7 +189,7 @@ def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Hit rates as bars, beside each the spread of the load."""
+    """Hit rates as bars, with the load imbalance."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 * len(rows) + 0.8), layout="constrained")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.models.conversion import widen_folder
+from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import CacheOptions
@@ -86,10 +86,10 @@ class Transformers:
     def __init__(self, dtype: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch_dtype = getattr(torch, dtype)
-        with TemporaryDirectory() as widened:
-            widen_folder(resolve_model(DEFAULT_MODEL), Path(widened), torch_dtype)
+        with TemporaryDirectory() as dequantized:
+            dequantize_folder(resolve_model(DEFAULT_MODEL), Path(dequantized), torch_dtype)
             self._model = AutoModelForCausalLM.from_pretrained(
-                widened, dtype=torch_dtype, attn_implementation="sdpa"
+                dequantized, dtype=torch_dtype, attn_implementation="sdpa"
             ).eval()
 
     def answer(self, prompts: list[list[int]], tokens: int) -> list[Pair]:

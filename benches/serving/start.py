@@ -105,7 +105,7 @@ def drop_from_memory(file: Path) -> None:
 
 
 def new_memory(num_bytes: int) -> float:
-    """Seconds of the system for so many bytes of new memory in large pages, given back at once."""
+    """Seconds of the system for that many bytes of new memory in large pages, returned at once."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_stime

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 __all__ = [
     "BlockHashes",
-    "BlockNamer",
     "BlockPool",
+    "BlockPseudonyms",
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
@@ -304,7 +304,7 @@ class PrefixCache:
     def name_blocks(self, key: bytes) -> None:
         """Let the eviction policy go by names in place of hashes, in sequences made from now on.
 
-        They are those of a `BlockNamer` with this `key` of 32 bytes, so that a recording of them
+        They are the `BlockPseudonyms` of this `key` of 32 bytes, so that a recording of them
         can be replayed under `eviction_policy="reuse-queue"`. Once in a cache's life, ValueError
         after that.
         """
@@ -365,7 +365,7 @@ class PrefixCache:
 
         When both arrays are empty, what remains above is held, or goes before all that stays:
         `resize` ends the shrink. `resize` to the present size, or any other, takes it back.
-        RuntimeError while moves are under way, or another thread is inside a call.
+        RuntimeError while moves are in flight, or another thread is inside a call.
         """
     def finish_moves(self) -> int:
         """End the slice whose KV was copied: content is found in `to`, at its place in the order.
@@ -985,14 +985,9 @@ class ReplicaIndex:
 
         An item for each number up to the highest of a replica; 0 for numbers without a replica.
         """
-    def num_cached(self, replica: int) -> int:
-        """Blocks that a replica is known to have cached."""
     @property
     def num_blocks(self) -> int:
         """Different blocks; those of a cleared replica count until later calls took them out."""
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the index takes, up to what the allocator adds."""
 
 @final
 class ReplicaChooser:
@@ -1036,8 +1031,6 @@ class ReplicaChooser:
         """
     def note(self, replica: int, num_tokens: int) -> None:
         """A replica was given a prompt of which it computes so many tokens."""
-    def recent_tokens(self, replica: int) -> float:
-        """Tokens of work that a replica was given lately."""
 
 def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     """The value of a JSON text in UTF-8, read while the interpreter's other threads run.
@@ -1051,14 +1044,14 @@ def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     """
 
 @final
-class BlockNamer:
+class BlockPseudonyms:
     """Names the blocks of requests for one recording, by hashes under a `key` of 32 bytes.
 
     Names of blocks are equal where their content and all before it are; docs/recording.md has the
     hash. Any thread.
     """
 
-    def __new__(cls, key: bytes, block_size: int) -> BlockNamer: ...
+    def __new__(cls, key: bytes, block_size: int) -> BlockPseudonyms: ...
     @property
     def block_size(self) -> int:
         """Tokens in a block."""

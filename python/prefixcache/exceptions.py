@@ -2,19 +2,19 @@
 
 PrefixCacheError
 ├── InvalidRequestError      the caller's input is wrong; names the field
-│   └── RequestTooLargeError the request can never fit; says the numbers
+│   └── RequestTooLargeError the request can never fit; has the numbers
 ├── GrammarError             an answer cannot follow its grammar
-│   └── SlowGrammarError     it takes longer to compile than was allowed this time
+│   └── SlowGrammarError     it takes longer to compile than was allowed
 ├── ConfigError              a flag or a model's configuration is wrong
 │   ├── FieldError           names the flag or field
 │   └── UnsupportedModelError
 ├── ModelLoadError           weights are missing, broken or could not be fetched
-├── OutOfMemoryError         the asked cache does not fit into memory
-├── QueueFullError           too many requests wait; says when to come again
-├── RateLimitError           too many requests of one client wait; says when to come again
-├── RequestTimeoutError      the answer took longer than answers may
-├── SlowReaderError          nobody read the answer while it grew
-├── EngineHaltedError        the engine is asleep or paused; it can be called back
+├── OutOfMemoryError         the requested cache does not fit into memory
+├── QueueFullError           too many requests wait; says when to retry
+├── RateLimitError           too many requests of one client wait; says when to retry
+├── RequestTimeoutError      the answer took too long
+├── SlowReaderError          the client did not read its answer
+├── EngineHaltedError        the engine sleeps or is paused, until it is resumed
 └── EngineDeadError          the engine stopped; nothing can be served any more
 """
 
@@ -38,7 +38,7 @@ class InvalidRequestError(PrefixCacheError, ValueError):
 
 
 def wrong(field: str, problem: str, code: str | None = None) -> InvalidRequestError:
-    """The error of a request's field whose `problem` goes on after its name."""
+    """The error of a request's field whose `problem` continues the sentence after its name."""
     return InvalidRequestError(f"{field} {problem}.", param=field, code=code)
 
 
@@ -59,7 +59,7 @@ class ConfigError(PrefixCacheError, ValueError):
 
 
 class FieldError(ConfigError):
-    """The value of one field or flag is wrong. `problem` goes on after its name."""
+    """The value of one field or flag is wrong. `problem` continues the sentence after its name."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -76,11 +76,11 @@ class ModelLoadError(PrefixCacheError):
 
 
 class OutOfMemoryError(PrefixCacheError, MemoryError):
-    """The asked cache does not fit into memory."""
+    """The requested cache does not fit into memory."""
 
 
 class QueueFullError(PrefixCacheError, RuntimeError):
-    """Too many requests wait already. Come again in `retry_after` seconds."""
+    """Too many requests wait already. Retry in `retry_after` seconds."""
 
     code = "queue_full"
 
@@ -90,7 +90,7 @@ class QueueFullError(PrefixCacheError, RuntimeError):
 
 
 class RateLimitError(PrefixCacheError, RuntimeError):
-    """Too many requests of this client wait already. Come again in `retry_after` seconds."""
+    """Too many requests of this client wait already. Retry in `retry_after` seconds."""
 
     code = "rate_limit_exceeded"
 
@@ -117,7 +117,7 @@ class SlowReaderError(PrefixCacheError, RuntimeError):
 
 
 class EngineHaltedError(PrefixCacheError, RuntimeError):
-    """The engine is asleep or paused, and serves again when it is called back."""
+    """The engine sleeps or is paused, until it is resumed."""
 
 
 class EngineDeadError(PrefixCacheError, RuntimeError):

@@ -316,7 +316,7 @@ class LLM:
         return None, as_token_ids(prompt)
 
     def _run(self, jobs: Sequence[_Job], known: KnownIds, *, show_progress: bool) -> None:
-        """Steps until all jobs are done; whatever goes wrong, no request stays behind."""
+        """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
             for job in jobs
@@ -338,7 +338,10 @@ class LLM:
     def _collect(
         self, places: Mapping[str, tuple[GenerationResult, CompletionOutput]], show_progress: bool
     ) -> None:
-        with _progress_bar(disable=not show_progress) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(
+            *columns, TimeElapsedColumn(), transient=True, disable=not show_progress
+        ) as bar:
             task = bar.add_task("Generating", total=len(places))
             while self._engine.has_unfinished():
                 self._adjust_pool()
@@ -411,14 +414,3 @@ def _for_each(value: Any, count: int, name: str) -> Iterator[Any]:
     if len(value) != count:
         raise wrong(name, f"has {len(value)} entries for {count} prompts")
     return iter(value)
-
-
-def _progress_bar(*, disable: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        transient=True,
-        disable=disable,
-    )

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dequantized import save_dequantized
 from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.hub import is_downloaded, resolve_model
 from repeatable import bounded
 from tiny_models import greedy
-from widened import save_widened
 
 pytestmark = [
     pytest.mark.model,
@@ -32,7 +32,7 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path) -> None:
     first_requests = [requests_of(chat)[0] for chat in read_dialogues(CHARS)[:3]]
     results = [llm.chat(messages, params, use_tqdm=False)[0] for messages in first_requests]
     assert [result.num_cached_tokens > SHARED for result in results] == [False, True, True]
-    dense = save_widened(resolve_model(DEFAULT_MODEL), tmp_path / "dense")
+    dense = save_dequantized(resolve_model(DEFAULT_MODEL), tmp_path / "dense")
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     for result in results:
         expected = greedy(model, result.prompt_token_ids, NEW_TOKENS)

@@ -64,7 +64,7 @@ async def test_a_prompt_as_long_as_the_context_has_no_answer(client):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_token_ids_are_told_whole_and_in_streams(client, path):
+async def test_token_ids_are_reported_whole_and_in_streams(client, path):
     body = {**(MESSAGES if path == CHAT else {"prompt": TEXT}), "return_token_ids": True, "n": 2}
     whole = await _post(client, path, **body)
     streamed = events((await client.post(path, json={**GREEDY, **body, "stream": True})).text)
@@ -73,8 +73,8 @@ async def test_token_ids_are_told_whole_and_in_streams(client, path):
         text = choice["message"]["content"] if path == CHAT else choice["text"]
         assert (await _text(client, choice["token_ids"])).startswith(text)
         chunks = [chunk for chunk in streamed if chunk["choices"][0]["index"] == index]
-        told = [token for c in chunks for token in c["choices"][0].get("token_ids") or ()]
-        assert told == choice["token_ids"]
+        reported = [token for c in chunks for token in c["choices"][0].get("token_ids") or ()]
+        assert reported == choice["token_ids"]
         firsts = [
             (chunk if path == CHAT else chunk["choices"][0]).get("prompt_token_ids")
             for chunk in chunks
@@ -112,9 +112,9 @@ async def test_bad_words_are_not_said(client):
 
 async def test_prompts_are_truncated_at_their_beginning(client):
     ids = await _ids(client, TEXT)
-    told = {"return_token_ids": True, "echo": True}
+    reported = {"return_token_ids": True, "echo": True}
     for prompt in (TEXT, ids):
-        cut = await _post(client, COMPLETIONS, prompt=prompt, truncate_prompt_tokens=9, **told)
+        cut = await _post(client, COMPLETIONS, prompt=prompt, truncate_prompt_tokens=9, **reported)
         (choice,) = cut["choices"]
         assert choice["prompt_token_ids"] == ids[-9:]
         assert choice["text"].startswith(await _text(client, ids[-9:]))
@@ -154,7 +154,7 @@ async def test_the_best_of_several_answers_is_the_likeliest(client):
         (CHAT, {**MESSAGES, **{f"field{i}": i for i in range(12)}}, "field9 and 2 more"),
     ],
 )
-async def test_unknown_fields_are_told_in_a_header(client, path, fields, names):
+async def test_unknown_fields_are_reported_in_a_header(client, path, fields, names):
     response = await client.post(path, json={**GREEDY, **fields})
     assert response.status_code == 200
     warning = response.headers["x-prefixcache-warning"]

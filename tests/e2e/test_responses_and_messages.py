@@ -88,8 +88,8 @@ async def test_a_response_goes_on_from_one_before(client):
     first = await _respond(client, "one", instructions="Left out later.")
     second = await _respond(client, "two", previous_response_id=first["id"])
     third = await _respond(client, "three", previous_response_id=second["id"])
-    told = ("one", _said(first), "two", _said(second), "three")
-    assert (_said(third), third["usage"]["input_tokens"]) == await _chat(client, *told)
+    reported = ("one", _said(first), "two", _said(second), "three")
+    assert (_said(third), third["usage"]["input_tokens"]) == await _chat(client, *reported)
     assert third["previous_response_id"] == second["id"]
     stored = await client.get(f"{RESPONSES}/{second['id']}")
     assert stored.json() == second
@@ -131,11 +131,11 @@ async def test_models_are_listed_in_the_form_of_the_client(tiny_checkpoint):
     async with served_folder(tiny_checkpoint(), served=names) as (client, engine):
         plain = (await client.get("/v1/models")).json()
         assert [card["id"] for card in plain["data"]] == ["a", "b", "c"]
-        told = [
+        reported = [
             (await client.get("/v1/models", headers=header, params=query)).json()
             for query in ({}, {"limit": 2}, {"after_id": "b"}, {"before_id": "c", "limit": 1})
         ]
-        pages = [([card["id"] for card in one["data"]], one["has_more"]) for one in told]
+        pages = [([card["id"] for card in one["data"]], one["has_more"]) for one in reported]
         assert pages == [
             (["a", "b", "c"], False),
             (["a", "b"], True),
@@ -143,7 +143,7 @@ async def test_models_are_listed_in_the_form_of_the_client(tiny_checkpoint):
             (["b"], True),
         ]
         card = (await client.get("/v1/models/b", headers=header)).json()
-        assert card == told[0]["data"][1]
+        assert card == reported[0]["data"][1]
         assert (card["type"], card["max_input_tokens"]) == ("model", engine.max_model_len)
         wrong = await client.get("/v1/models/d", headers=header)
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (404, "not_found_error")
@@ -151,7 +151,7 @@ async def test_models_are_listed_in_the_form_of_the_client(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("path", "tool", "told"),
+    ("path", "tool", "reported"),
     [
         (
             MESSAGES,
@@ -169,14 +169,14 @@ async def test_models_are_listed_in_the_form_of_the_client(tiny_checkpoint):
         (RESPONSES, {"name": "no name"}, "name"),
     ],
 )
-async def test_what_is_wrong_with_a_tool_is_named_as_it_was_given(client, path, tool, told):
+async def test_what_is_wrong_with_a_tool_is_named_as_it_was_given(client, path, tool, reported):
     good = {"name": "good", "input_schema": {}} if path == MESSAGES else {"name": "good"}
     kind = {} if path == MESSAGES else {"type": "function"}
     body = {"tools": [kind | good, kind | tool], "max_tokens": 2}
     body |= {"messages": [_USER]} if path == MESSAGES else {"input": "a"}
     error = (await client.post(path, json=body)).json()["error"]
-    assert error["message"].startswith(f"tools[1].{told}")
-    assert error.get("param", f"tools[1].{told}") == f"tools[1].{told}"
+    assert error["message"].startswith(f"tools[1].{reported}")
+    assert error.get("param", f"tools[1].{reported}") == f"tools[1].{reported}"
 
 
 async def test_responses_are_found_by_their_own_key_alone(tiny_checkpoint):
@@ -252,16 +252,16 @@ async def test_a_message_says_what_a_chat_says(client):
 
 async def test_a_turn_without_text_is_no_error(client):
     asked = {"messages": [_USER], "max_tokens": 4}
-    told = await _post(client, MESSAGES, **asked)
+    reported = await _post(client, MESSAGES, **asked)
     nothing = {"role": "assistant", "content": []}
     begun = await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing]})
-    assert begun["content"] == told["content"]
+    assert begun["content"] == reported["content"]
     await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing, _USER]})
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
     await _respond(client, [_USER, thought])
 
 
-async def test_the_end_of_a_message_is_told(client):
+async def test_the_end_of_a_message_is_reported(client):
     text = (await _message(client, TEXT))["content"][0]["text"]
     stopped = await _message(client, TEXT, stop_sequences=[text[2:4], "zzzz"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[2:4])
@@ -347,8 +347,12 @@ _USER = {"role": "user", "content": "a"}
 _EPHEMERAL = {"type": "ephemeral"}
 
 
+def _asks(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": parts or "a"}], "max_tokens": 2, **fields}
+
+
 @pytest.mark.parametrize(
-    ("path", "fields", "told"),
+    ("path", "fields", "reported"),
     [
         (RESPONSES, {}, "input"),
         (RESPONSES, {"input": 7}, "input must be a list"),
@@ -387,51 +391,27 @@ _EPHEMERAL = {"type": "ephemeral"}
         (MESSAGES, {"messages": [_USER], "max_tokens": -1}, "max_tokens"),
         (MESSAGES, {"messages": [{"role": "x"}], "max_tokens": 2}, "messages[0].role"),
         (MESSAGES, {"messages": [{"role": "user"}], "max_tokens": 2}, "messages[0].content"),
+        (MESSAGES, _asks({"type": "image"}), "messages[0].content[0].type"),
         (
             MESSAGES,
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 2},
-            "messages[0].content[0].type",
-        ),
-        (
-            MESSAGES,
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "x", "content": "1"}],
-                    }
-                ],
-                "max_tokens": 2,
-            },
+            _asks({"type": "tool_result", "tool_use_id": "x", "content": "1"}),
             "messages: tool_use_id must be the id of a call in a message before it",
         ),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "stop_sequences": [""]}, "stop"),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "tools": [{"name": "f"}]}, "tools[0]."),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "tool_choice": {"type": "x"}}, "tool_"),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "container": "c"}, "container"),
-        (
-            MESSAGES,
-            {"messages": [_USER], "max_tokens": 2, "cache_control": {"type": "for ever"}},
-            "cache_control.type",
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": _parts("5m", "1h")}], "max_tokens": 2},
-            "messages[0].content[1].cache_control.ttl",
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": _parts(*["5m"] * 5)}], "max_tokens": 2},
-            "At most 4",
-        ),
+        (MESSAGES, _asks(stop_sequences=[""]), "stop"),
+        (MESSAGES, _asks(tools=[{"name": "f"}]), "tools[0]."),
+        (MESSAGES, _asks(tool_choice={"type": "x"}), "tool_"),
+        (MESSAGES, _asks(container="c"), "container"),
+        (MESSAGES, _asks(cache_control={"type": "for ever"}), "cache_control.type"),
+        (MESSAGES, _asks(*_parts("5m", "1h")), "messages[0].content[1].cache_control.ttl"),
+        (MESSAGES, _asks(*_parts(*["5m"] * 5)), "At most 4"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_wrong_is_named_in_the_apis_own_form(client, path, fields, told, stream):
+async def test_what_is_wrong_is_named_in_the_apis_own_form(client, path, fields, reported, stream):
     response = await client.post(path, json={**fields, "stream": stream})
     assert response.status_code == 400, response.text
     body = response.json()
-    assert told in body["error"]["message"]
+    assert reported in body["error"]["message"]
     if path == RESPONSES:
         assert set(body["error"]) == {"message", "type", "param", "code"}
     else:

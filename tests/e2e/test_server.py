@@ -107,7 +107,7 @@ async def test_usage_in_streams_comes_when_asked(client):
 async def test_each_output_of_a_stream_costs_the_same_however_many_choices_there_are(
     client, monkeypatch
 ):
-    """Their tokens are not counted anew for it, and no thread is asked."""
+    """Their tokens are not counted again for it, and no thread is asked."""
     looks, pieces = [], []
     num_tokens, run = Choice.num_tokens, Workers.run
     monkeypatch.setattr(

@@ -51,28 +51,28 @@ async def _surprises(request: Request) -> AsyncIterator[RequestOutput]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("script", "status", "told"),
+    ("script", "status", "reported"),
     [(_breaks, 500, "not finite"), (_dies, 503, "no memory"), (_surprises, 500, "log")],
 )
-async def test_a_failure_has_its_status(tokenizer, path, script, status, told):
+async def test_a_failure_has_its_status(tokenizer, path, script, status, reported):
     async with client_of(fake_app(FakeEngine(script), tokenizer)) as client:
         response = await client.post(path, json=BODY)
     assert response.status_code == status
-    assert told in response.json()["error"]["message"]
+    assert reported in response.json()["error"]["message"]
     assert "secret" not in response.text
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("script", "told"), [(_breaks, "not finite"), (_dies, "no memory"), (_surprises, "log")]
+    ("script", "reported"), [(_breaks, "not finite"), (_dies, "no memory"), (_surprises, "log")]
 )
-async def test_a_failure_in_a_stream_is_an_event(tokenizer, path, script, told):
+async def test_a_failure_in_a_stream_is_an_event(tokenizer, path, script, reported):
     async with client_of(fake_app(FakeEngine(script), tokenizer)) as client:
         response = await client.post(path, json={**BODY, "stream": True})
     assert response.status_code == 200
     *chunks, last = events(response.text)
     assert "one " in json.dumps(chunks)
-    assert told in last["error"]["message"]
+    assert reported in last["error"]["message"]
     assert "secret" not in response.text
 
 

@@ -123,7 +123,7 @@ class _Streamed:
             self.num_pieces += 1
 
 
-def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(smollm2):
+def test_a_call_that_is_cut_off_is_reported_as_far_as_it_came(smollm2):
     fields = {"tool_choice": "required", "seed": 2}
     whole = _ask(smollm2, **fields)
     most = whole.usage.completion_tokens - 16
@@ -180,13 +180,13 @@ def test_hits_change_no_bit_whatever_is_asked(
     body |= {"logprobs": True, "n": 2, "cache_salt": uuid.uuid4().hex}
     body |= grammar if choice in ("none", "auto") else {}
     body |= {} if mode is None else {"prompt_cache_options": mode}
-    told = []
+    reported = []
     for _ in range(2):
         answer = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=60).json()
-        told.append((_without_ids(answer["choices"]), answer["usage"]["prompt_tokens_details"]))
-    assert told[0][0] == told[1][0]
-    read, written = told[1][1]["cached_tokens"], told[0][1]["cache_write_tokens"]
-    assert told[0][1]["cached_tokens"] == 0
+        reported.append((_without_ids(answer["choices"]), answer["usage"]["prompt_tokens_details"]))
+    assert reported[0][0] == reported[1][0]
+    read, written = reported[1][1]["cached_tokens"], reported[0][1]["cache_write_tokens"]
+    assert reported[0][1]["cached_tokens"] == 0
     assert read == written // 16 * 16
     assert bool(written) == (mode != {"mode": "explicit"} or any(marks))
 
@@ -198,7 +198,7 @@ def _without_ids(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return choices
 
 
-def test_reasoning_is_told_apart_and_counted(qwen3):
+def test_reasoning_is_separated_and_counted(qwen3):
     fields = {"tools": openai.omit, "parallel_tool_calls": openai.omit, "max_tokens": 8}
     answer = _ask(qwen3, seed=1, **fields)
     message = answer.choices[0].message
@@ -233,7 +233,7 @@ async def test_variables_of_the_template_have_defaults(tiny_checkpoint):
         assert await count(client, chat_template_kwargs={"enable_thinking": True}) == thinks
 
 
-def test_prompts_are_told_with_their_tools(smollm2):
+def test_prompts_are_described_with_their_tools(smollm2):
     body = {"messages": [*QUESTION, assistant(("c", "get_time", {}))], "tools": TOOLS}
     counted = httpx.post(f"{smollm2}/tokenize", json=body, timeout=60).json()["count"]
     answer = httpx.post(f"{smollm2}{CHAT}", json=body | {"max_tokens": 1}, timeout=60).json()
@@ -241,7 +241,7 @@ def test_prompts_are_told_with_their_tools(smollm2):
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "reported"),
     [
         ({"properties": {"a": {"type": "strin"}}}, "strin"),
         ({"properties": {"a": {"$ref": "https://example.com/a"}}}, "registry"),
@@ -250,7 +250,7 @@ def test_prompts_are_told_with_their_tools(smollm2):
     ],
     ids=["type", "reference", "nothing", "pattern"],
 )
-def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, told):
+def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, reported):
     bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
     for stream in (False, True):
         body = {"messages": QUESTION, "tools": [CLOCK, bad], "stream": stream}
@@ -258,5 +258,5 @@ def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, told):
         error = response.json()["error"]
         assert response.status_code == 400
         assert error["param"] == "tools[1].function.parameters"
-        assert told in error["message"]
+        assert reported in error["message"]
         assert "get_time" not in error["message"]

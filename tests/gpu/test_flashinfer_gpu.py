@@ -157,7 +157,7 @@ def test_a_replayed_graph_computes_what_a_plain_step_does(spec, mode, device) ->
 @pytest.mark.parametrize("mode", ["unified", "packed"])
 @pytest.mark.parametrize("spec", CASES)
 def test_bits_depend_on_neither_chunks_nor_batch(spec, mode, device) -> None:
-    """One prompt of 300 rows: whole, in chunks, beside others, its last row as a decode."""
+    """One prompt of 300 rows: whole, in chunks, with others, its last row as a decode."""
     attention = made(spec, mode, device)
     if not attention.batch_invariant:
         pytest.skip("needs a Hopper device")

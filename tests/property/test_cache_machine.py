@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.slow = ReferenceCache(num_blocks, block_size, groups, order, MAX_BLOCKS)
         self.pairs: list[Pair] = []
-        self.twins: list[tuple[Pair, int, int, int]] = []
+        self.duplicates: list[tuple[Pair, int, int, int]] = []
 
     def pick(self, data: st.DataObject, *, held: bool) -> Pair:
         return data.draw(st.sampled_from([pair for pair in self.pairs if pair.held == held]))
@@ -237,12 +237,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def mark(self, batch: list[Pair], upto: list[int]) -> None:
         for number, group, index, _ in self.both("mark_blocks_filled", batch, upto):
-            self.twins.append((batch[number], group, index, batch[number].slow.epoch))
+            self.duplicates.append((batch[number], group, index, batch[number].slow.epoch))
 
-    @precondition(lambda self: self.twins)
+    @precondition(lambda self: self.duplicates)
     @rule()
-    def replace_twin(self) -> None:
-        pair, group, index, epoch = self.twins.pop()
+    def replace_duplicate(self) -> None:
+        pair, group, index, epoch = self.duplicates.pop()
         if not pair.held or pair.slow.epoch != epoch or pair.slow.num_published <= index:
             return
         if pair.slow.block_table(group)[index] == 0:

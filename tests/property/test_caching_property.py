@@ -77,9 +77,9 @@ def test_what_is_read_and_written_is_what_the_rule_says(
         while engine.has_unfinished():
             outputs += engine.step()
         cache.validate()
-        told = [(output.num_cached_tokens, output.num_written_tokens) for output in outputs]
-        assert told == told[:1] * len(told), "usage is known with the first token"
-        read, wrote = told[0]
+        reported = [(output.num_cached_tokens, output.num_written_tokens) for output in outputs]
+        assert reported == reported[:1] * len(reported), "usage is known with the first token"
+        read, wrote = reported[0]
         prompt = tuple(ask.prompt)
         if groups == ("full",):
             assert (read, wrote) == expected(prompt, ask.limit, written)

@@ -1,4 +1,4 @@
-"""What is wrong before replicas start is told by its option, in time."""
+"""What is wrong before replicas start is reported with its option, in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _error(*flags: str, **environment: str) -> str:
     return ended.stderr
 
 
-def test_a_cluster_that_is_not_there_is_told(model: Path) -> None:
+def test_a_cluster_that_is_not_there_is_reported(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         # Ray's own wait for one answer, which is longer.
@@ -33,7 +33,7 @@ def test_a_cluster_that_is_not_there_is_told(model: Path) -> None:
     assert f"error: --address {address} is no Ray cluster" in error
 
 
-def test_a_port_in_use_is_told(model: Path) -> None:
+def test_a_port_in_use_is_reported(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
         error = _error(str(model), "--port", port)

@@ -132,8 +132,8 @@ class ReferencePool:
         return [block for block in self.blocks if self.is_cached(block)]
 
     def lookup(self, key: Key) -> int | None:
-        twins = self.registered.get(key, [])
-        hits = [block for block in twins if self.blocks[block].content == (key, self.epoch)]
+        duplicates = self.registered.get(key, [])
+        hits = [block for block in duplicates if self.blocks[block].content == (key, self.epoch)]
         return hits[0] if hits else None
 
     def commit(self, keys: list[Key], num_new: int) -> tuple[int, list[int]] | None:
@@ -181,7 +181,7 @@ class ReferencePool:
         self.blocks[block].pinned = False
 
     def register(self, block: int, key: Key, epoch: int) -> int | None:
-        """The twin that hits instead, if there is one."""
+        """The duplicate that hits instead, if there is one."""
         if epoch != self.epoch or block >= self.num_blocks:
             return None
         if self.blocks[block].content == (key, epoch):
@@ -457,7 +457,7 @@ class ReferenceCache:
     def mark_blocks_filled(
         self, sequences: list[Sequence], upto: list[int]
     ) -> list[tuple[int, int, int, int]]:
-        twins: list[tuple[int, int, int, int]] = []
+        duplicates: list[tuple[int, int, int, int]] = []
         for number, (sequence, tokens) in enumerate(zip(sequences, upto, strict=True)):
             assert sequence.tables is not None
             hashes = sequence.block_hashes()
@@ -466,12 +466,12 @@ class ReferenceCache:
                     if table[index] == 0:
                         continue
                     key = (hashes[index], group)
-                    twin = self.pool.register(table[index], key, sequence.epoch)
-                    if twin is not None:
-                        twins.append((number, group, index, twin))
+                    duplicate = self.pool.register(table[index], key, sequence.epoch)
+                    if duplicate is not None:
+                        duplicates.append((number, group, index, duplicate))
             sequence.num_published = max(sequence.num_published, tokens // self.block_size)
             sequence.num_filled = max(sequence.num_filled, tokens)
-        return twins
+        return duplicates
 
     def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
         assert sequence.tables is not None

@@ -163,7 +163,7 @@ class Soak:
             life = self.lives.current
             try:
                 await self._operator.give_one()
-            except Exception as error:  # noqa: BLE001 - told, and the soak goes on
+            except Exception as error:  # noqa: BLE001 - reported, and the soak goes on
                 if life is not None and life.ending is None:
                     self.tally.blame("a command broke", error=error)
 

@@ -39,7 +39,7 @@ class Answer:
     def begins_one_of(self, rights: Sequence[Answer]) -> bool:
         """Whether each choice is the beginning of what it is in one of the `rights`, or all of it.
 
-        Each may be of another one: a choice that has ended stays when others begin anew.
+        Each may be of another one: a choice that has ended stays when others start again.
         """
         return all(
             any(choice.begins(right.choices[index]) for right in rights if index in right.choices)

@@ -1,4 +1,4 @@
-"""Clients of every kind, polite and not, and the judgement of what each was told."""
+"""Clients of every kind, polite and not, and the judgement of what each got."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ class Crowd:
         self._tally.add(outcome, since=since, first_token=first_token)
 
     def _judge_refusal(self, life: Life, head: Head, content: bytes, since: float) -> None:
-        """Whoever is refused is told when to come again."""
+        """Whoever is refused gets the time to retry."""
         retry = head.headers.get("retry-after", "")
         code = _error_of(content).get("code") or "no code"
         if not (retry.isdigit() and int(retry) > 0):
@@ -339,21 +339,21 @@ class Crowd:
     def _judge_error(self, asked: _Asked, head: Head, answer: Answer) -> None:
         life, question, since, now = asked.life, asked.question, asked.since, time.monotonic()
         error = answer.error or {}
-        told = f"{error.get('code')} {error.get('message')}"
+        reported = f"{error.get('code')} {error.get('message')}"
         names = life.weights_between(since, now)
         if not answer.begins_one_of(self._rights(question, names)):
             self._blame("an answer differs before its error", question, answer, names)
-        elif _REPLACED.search(told) and life.was_disturbed("weights", since, now):
-            self._tally.add("begun anew after new weights, told so", since=since)
-        elif "asleep" in told and life.was_disturbed("sleep", since, now):
-            self._tally.add("refused: asleep, told in its stream", since=since)
-        elif "shutting down" in told and life.ending is not None:
-            self._tally.add("cut by SIGTERM, told so", since=since)
-        elif "timeout" in told and now - since >= self._limits.request_seconds:
-            self._tally.add("cut by --request-timeout, told so", since=since)
-        elif "slow_reader" in told and asked.is_slow:
-            self._tally.add("cut while reading slowly, told so", since=since, timed=False)
-        elif INJECTED in told or life.was_disturbed("fault", since, now):
+        elif _REPLACED.search(reported) and life.was_disturbed("weights", since, now):
+            self._tally.add("restarted after new weights, with an error", since=since)
+        elif "asleep" in reported and life.was_disturbed("sleep", since, now):
+            self._tally.add("refused: asleep, with an error in its stream", since=since)
+        elif "shutting down" in reported and life.ending is not None:
+            self._tally.add("cut by SIGTERM, with an error", since=since)
+        elif "timeout" in reported and now - since >= self._limits.request_seconds:
+            self._tally.add("cut by --request-timeout, with an error", since=since)
+        elif "slow_reader" in reported and asked.is_slow:
+            self._tally.add("cut while reading slowly, with an error", since=since, timed=False)
+        elif INJECTED in reported or life.was_disturbed("fault", since, now):
             self._tally.add("failed by an injected fault", since=since)
         else:
             about = f"{question.index} {question.path}"

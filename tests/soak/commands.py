@@ -82,7 +82,7 @@ class Operator:
         life.weights.append(Span(name, time.monotonic()))
         with life.disturbed("weights", mode):
             await self.call(life, "/update_weights_from_disk", body)
-            await asyncio.sleep(0.2)  # until the last request that was told of it has been judged
+            await asyncio.sleep(0.2)  # until the last affected request has been judged
         for span in life.weights[:-1]:
             span.ended = span.ended or time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Faults that a server of the soak is told to meet.
+"""Faults that are injected into a server of the soak.
 
 A file `FOLDER/<point>.<number>` makes the next call of that point fail, once: the call takes the
 file away. So whoever writes the files knows what was injected, and what has happened.

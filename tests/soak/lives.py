@@ -58,7 +58,7 @@ class Life:
 
     @contextmanager
     def disturbed(self, *kinds: str) -> Iterator[None]:
-        """While this is open, and not after, requests may be told of it."""
+        """While this is open, and not after, requests may notice it."""
         spans = [Span(kind, time.monotonic()) for kind in kinds]
         self.disturbances += spans
         try:

@@ -11,7 +11,7 @@ import numpy as np
 WARM_UP = 0.25
 _LEAST_POINTS, _LEAST_HOURS = 6, 0.1
 _NUM_RESAMPLES = 4000
-# Growth below this is not told apart from pages that come and go.
+# Growth below this is not distinguished from pages that come and go.
 _NOISE_BYTES = 4 * 2**20
 
 
@@ -32,7 +32,7 @@ class Slope:
 
     @property
     def is_flat(self) -> bool:
-        """Whether growth is not certain, or too small to be told from noise."""
+        """Whether growth is not certain, or too small to be distinguished from noise."""
         return self.low <= 0 or self.growth <= _NOISE_BYTES
 
 

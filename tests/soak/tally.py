@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_TOLD = 40
+MOST_SHOWN = 40
 OVERLOAD_ENDS = "the overload ends"
 
 
@@ -59,8 +59,8 @@ class Tally:
         """Something that must not happen."""
         self.blamed[what] += 1
         self.outcomes["VIOLATION"] += 1
-        if len(self.violations) < MOST_TOLD:
-            told = f"at {self.now:.1f} s: {what}"
-            told += "".join(f"; {name}={value!r}" for name, value in details.items())
-            self.violations.append(told[:1500])
-            print(f"VIOLATION {told[:1500]}", flush=True)
+        if len(self.violations) < MOST_SHOWN:
+            reported = f"at {self.now:.1f} s: {what}"
+            reported += "".join(f"; {name}={value!r}" for name, value in details.items())
+            self.violations.append(reported[:1500])
+            print(f"VIOLATION {reported[:1500]}", flush=True)

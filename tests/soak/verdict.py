@@ -89,7 +89,7 @@ def _memory_check(claim: str, slope: Slope | None) -> Check:
 
 
 def _leftover_check(what: str, counts: list[int], spare: int) -> Check:
-    """Of an idle server, the last look beside the first ones."""
+    """Of an idle server, the last look against the first ones."""
     early = max(counts[: max(len(counts) // 4, 2)])
     return Check(
         f"no {what} are left open",

@@ -93,7 +93,7 @@ def test_a_time_at_the_top_is_one_finding_over_all_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "offender", "told"),
+    ("old", "new", "offender", "reported"),
     [
         (f"Session {UUIDS[0]}.", f"Session {UUIDS[1]}.", "id", "an id or number"),
         ("On 2026-11-22:", "On 2026-11-23:", "date", "a date or time"),
@@ -108,10 +108,10 @@ def test_a_time_at_the_top_is_one_finding_over_all_turns() -> None:
         ("You are Ann.", "You are Bob.", None, "move it behind the stable part"),
     ],
 )
-def test_offenders_in_a_system_message(old: str, new: str, offender: str, told: str) -> None:
+def test_offenders_in_a_system_message(old: str, new: str, offender: str, reported: str) -> None:
     (found,) = findings(sent(f"{old}\n{RULES}"), sent(f"{new}\n{RULES}"))
     assert found.offender == offender
-    assert told in str(found)
+    assert reported in str(found)
     assert found.num_requests == 1
 
 
@@ -137,7 +137,7 @@ def test_text_of_the_template() -> None:
     assert found.offender == "chat_template"
 
 
-def test_what_was_lost_otherwise_is_told_with_its_reason() -> None:
+def test_what_was_evicted_otherwise_is_reported_with_its_reason() -> None:
     again = sent(cached=64, miss=Miss(64, "evicted"))
     (found,) = findings(sent(), again)
     lost = len(again.token_ids) - 64

@@ -56,7 +56,7 @@ def _joined(deltas: list[MessageDelta]) -> MessageDelta:
     )
 
 
-def test_log_probabilities_are_told_of_content_alone() -> None:
+def test_log_probabilities_are_reported_of_content_alone() -> None:
     def known(token_id: int) -> list[TokenLogprobs]:
         return [TokenLogprobs(token_id, -0.5, 1, (), ())]
 
@@ -73,8 +73,8 @@ def test_log_probabilities_are_told_of_content_alone() -> None:
         (call, []),
         (MessageDelta("b"), [9]),
     ]
-    for number, (delta, told) in enumerate(steps, 1):
-        assert [one.token_id for one in message.add(delta, known(number))] == told
+    for number, (delta, reported) in enumerate(steps, 1):
+        assert [one.token_id for one in message.add(delta, known(number))] == reported
     assert [one.token_id for one in message.add(nothing, known(10), finished=True)] == [10]
     parts = [(delta.content, [one.token_id for one in kept]) for delta, kept in message.parts()]
     assert parts == [("", []), ("aé", [4, 5, 6]), ("", []), ("b", [9, 10])]
@@ -267,10 +267,10 @@ def _fold_message(
     assert index == len(content) - 1
     if event["type"] == "content_block_stop":
         return False
-    told = event["delta"]
-    if told["type"] == "input_json_delta":
-        partial[index] = partial.get(index, "") + told["partial_json"]
+    reported = event["delta"]
+    if reported["type"] == "input_json_delta":
+        partial[index] = partial.get(index, "") + reported["partial_json"]
     else:
-        name = {"text_delta": "text", "thinking_delta": "thinking"}[told["type"]]
-        content[index][name] += told[name]
+        name = {"text_delta": "text", "thinking_delta": "thinking"}[reported["type"]]
+        content[index][name] += reported[name]
     return True

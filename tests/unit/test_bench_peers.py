@@ -20,6 +20,7 @@ from prefixcache.tools.bench.prompts import ChatForm, Message, Prompt, TextForm,
 from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError
 from prefixcache.tools.bench.servers import http_target
 from prefixcache.tools.bench.targets import HttpTarget, connect
+from prefixcache.types.token_ids import as_token_ids
 
 TEXT = Prompt((Message("user", " a b c"),), 4)
 
@@ -247,7 +248,7 @@ def answering(text: str) -> HttpTarget:
 )
 async def test_a_broken_stream_fails_its_request(text: str, message: str) -> None:
     with pytest.raises(RequestFailedError, match=message):
-        await answering(text).send(Prompt.of_tokens([1], 4))
+        await answering(text).send(Prompt((Message("user", as_token_ids([1])),), 4))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"data": [{}]}', '{"data": 5}', "no JSON"])

@@ -211,7 +211,7 @@ def test_a_trace_is_sent_with_its_sharing_times_and_lengths(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "t.jsonl"),
         ("never\n", "t.jsonl, line 1"),
@@ -220,10 +220,12 @@ def test_a_trace_is_sent_with_its_sharing_times_and_lengths(tmp_path: Path) -> N
     ],
     ids=["empty", "unknown", "unsorted", "truncated"],
 )
-def test_a_broken_trace_is_told_by_file_and_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_broken_trace_is_reported_by_file_and_line(
+    tmp_path: Path, text: str, reported: str
+) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(text)
-    with pytest.raises(BenchmarkError, match=told):
+    with pytest.raises(BenchmarkError, match=reported):
         list(trace_sessions(WorkloadConfig(trace=path)))
 
 

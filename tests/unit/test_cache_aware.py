@@ -1,4 +1,4 @@
-"""Long hits first: the order beside an obvious one, and what nobody can do to others by hits."""
+"""Long hits first: the order next to an obvious one, and what nobody can do to others by hits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def key_of(state: RequestState) -> Key:
 
 @dataclass
 class Both:
-    """A queue and, beside it, the same rules applied to everything that waits, each time anew."""
+    """A queue, and next to it the same rules applied each time to everything that waits."""
 
     cached: dict[int, int] = field(default_factory=lambda: {1: 8, 2: 8, 3: 0})
     now: float = 0.0
@@ -262,7 +262,7 @@ def test_of_equal_hits_those_with_one_prefix_follow_each_other() -> None:
     assert starts(bench) == ["a0", "a2", "a4", "b1", "b3", "b5"]
 
 
-def test_hits_are_counted_anew_for_each_start() -> None:
+def test_hits_are_counted_again_for_each_start() -> None:
     """What the first one publishes lets the last one go before those between."""
     bench, _ = make_bench()
     bench.add("first", prompt_of(32, 1), max_tokens=1)
@@ -406,7 +406,7 @@ def test_who_is_woken_goes_back_behind_one_that_nobody_may_pass() -> None:
     )
     cache_prompts(bench, prompt_of(8, 1))
     bench.add("owner", prompt_of(32, 1), max_tokens=4)
-    bench.add("large", prompt_of(24, 50), max_tokens=1)  # no room beside the owner
+    bench.add("large", prompt_of(24, 50), max_tokens=1)  # no room next to the owner
     bench.add("waiter", [*prompt_of(32, 1), 5], max_tokens=1)
     bench.step()
     assert bench.scheduler.num_in_flight_waits == 1

@@ -81,7 +81,7 @@ def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
 
 
 def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
-    """So the cache is told how much of a prompt may be taken, and does not find it cut off."""
+    """So the cache knows how much of a prompt may be taken, and does not find it cut off."""
     retention = Retention(interval=None)
     cache = CacheManager(6, 4, groups=[("sliding_window", 4)], retention=retention)
     cache.commit(started(cache, "a", 16), 0, 16, 4)

@@ -111,8 +111,8 @@ def test_a_cut_answer_tells_what_there_is_of_its_last_call(calls, places, data):
     _, _, found = read(parser("qwen2"), cut(text[:end], places))
     named = re.findall(r'\{"name": "(\w+)", ', text[:end])
     assert [name for name, _ in found][: len(named)] == named
-    for (_, arguments), (_, told) in zip(calls, found, strict=False):
-        assert json.dumps(arguments).startswith(told)
+    for (_, arguments), (_, returned) in zip(calls, found, strict=False):
+        assert json.dumps(arguments).startswith(returned)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_answers_that_are_no_model_of_form(family, text, content, calls):
         ("qwen2", {}, "<think>a</think>b", ("<think>a</think>b", "")),
     ],
 )
-def test_reasoning_is_told_from_content(family, options, text, expected):
+def test_reasoning_is_separated_from_content(family, options, text, expected):
     for pieces in ([text], list(text)):
         plan = chat_format(family, **options).plan(QUESTION)
         assert read(plan.new_parser(), pieces) == (*expected, [])
@@ -178,7 +178,7 @@ def test_names_and_ids_come_first_and_once():
 def test_a_response_template_reads_what_no_parser_of_ours_knows(places, choice):
     calls = '<call>{"f": "get_time", "a": {}}</call><call>{"f": "g", "a": {"b": "}"}}</call>'
     content, reasoning, found = read(
-        parser("told", choice=choice), cut(f"<hm>so</hm>Wait.{calls}", places)
+        parser("described", choice=choice), cut(f"<hm>so</hm>Wait.{calls}", places)
     )
     assert reasoning == "so"
     assert content == ("Wait." if choice == "auto" else "Wait." + re.sub("</?call>", "", calls))
@@ -186,10 +186,10 @@ def test_a_response_template_reads_what_no_parser_of_ours_knows(places, choice):
 
 
 def test_what_a_response_template_cannot_read_is_content():
-    assert read(parser("told"), ["a<call>{no json", "</call>", "b"])[0] == "a{no json</call>b"
+    assert read(parser("described"), ["a<call>{no json", "</call>", "b"])[0] == "a{no json</call>b"
 
 
-def test_an_answer_that_begins_anew_is_read_anew():
+def test_an_answer_that_restarts_is_read_again():
     choice = Choice(0, 3, lambda: parser("qwen2"))
     choice.add(RequestOutput(request_id="a", text='<tool_call>{"name": "f", "argu', token_ids=(1,)))
     choice.add(RequestOutput(request_id="a", restarted=True))

@@ -201,10 +201,10 @@ def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family):
 
 @pytest.mark.parametrize(("family", "role"), [("smollm2", "system"), ("developer", "developer")])
 def test_developers_speak_in_a_role_that_the_template_knows(family, role):
-    told = [{"role": "developer", "content": "Be short."}, *QUESTION]
-    prompt = chat_format(family).plan(told).prompt
+    messages = [{"role": "developer", "content": "Be short."}, *QUESTION]
+    prompt = chat_format(family).plan(messages).prompt
     assert prompt.startswith(f"<|im_start|>{role}\nBe short.<|im_end|>\n<|im_start|>user")
-    assert told[0]["role"] == "developer"
+    assert messages[0]["role"] == "developer"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -290,10 +290,10 @@ def test_a_form_that_nobody_knows_is_refused_or_named(caplog):
 
 
 def test_calls_that_only_a_response_template_knows_cannot_be_forced():
-    told = chat_format("told")
-    assert told.plan(QUESTION, tool_use=read_tool_use(TOOLS)).show_special_tokens
+    described = chat_format("described")
+    assert described.plan(QUESTION, tool_use=read_tool_use(TOOLS)).show_special_tokens
     with pytest.raises(InvalidRequestError, match="cannot be forced"):
-        told.plan(QUESTION, tool_use=read_tool_use(TOOLS, "required"))
+        described.plan(QUESTION, tool_use=read_tool_use(TOOLS, "required"))
     with pytest.raises(ModelLoadError, match="has none"):
         chat_format("unknown", tool_call_parser="response_template")
 

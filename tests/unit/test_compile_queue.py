@@ -93,7 +93,7 @@ async def test_too_many_of_a_client_or_in_all_are_refused(monkeypatch: pytest.Mo
 
 
 class SlowEngine:
-    """Compiles "slow" in no quick trial, and anything when it is let go."""
+    """Does not compile "slow" in a quick sandbox, and compiles everything once it is released."""
 
     def __init__(self) -> None:
         self.gate = Gate()

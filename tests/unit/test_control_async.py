@@ -1,4 +1,4 @@
-"""Control through the queue of the loop's thread: who waits, who is told, who is refused."""
+"""Control through the queue of the loop's thread: who waits, who gets an error, who is refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_a_paused_loop_sleeps(served: Served) -> None:
     assert tokens_of(await running) == lone_answer(PROMPT, LONG, 0)
 
 
-async def test_a_stream_is_told_that_it_begins_anew(served: Served) -> None:
+async def test_a_stream_gets_an_error_when_it_restarts(served: Served) -> None:
     running = await served.start_held()
     assert (
         await served.right_after_the_step(lambda control: control.update_weights_from_disk("1"))
@@ -101,7 +101,7 @@ async def test_a_stream_is_told_that_it_begins_anew(served: Served) -> None:
     assert tokens_of(outputs) == lone_answer(PROMPT, LONG, 1)
 
 
-async def test_new_weights_are_looked_for_beside_the_steps(
+async def test_new_weights_are_looked_for_in_parallel_with_steps(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = threading.Event()

@@ -19,8 +19,8 @@ from prefixcache._core import Cpu
 from prefixcache.cli import main as cli
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models import conversion
-from prefixcache.models.blocks import WEIGHTS_FILE
-from prefixcache.models.conversion import quantize_folder, widen_folder
+from prefixcache.models.conversion import dequantize_folder, quantize_folder
+from prefixcache.models.gguf.index import WEIGHTS_FILE
 from prefixcache.models.loader import load_model
 from prefixcache.models.quantize import QUANTIZABLE
 from prefixcache.text.tokenization.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "block_format", "dtype"),
+    ("architecture", "quant_format", "dtype"),
     [
         ("llama-bias", "Q8_0", torch.float32),
         ("qwen2", "Q4_0", torch.bfloat16),
@@ -52,32 +52,28 @@ def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_a_converted_model_computes_what_its_widened_weights_do(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    architecture: str,
-    block_format: str,
-    dtype: torch.dtype,
-) -> None:
+def test_a_converted_model_computes_what_its_dequantized_weights_do(
+    tiny_checkpoint, tmp_path, architecture, quant_format, dtype
+):
     source = tiny_checkpoint(architecture)
-    blocks = made(quantize_folder, source, tmp_path / "blocks", block_format)
-    widened = made(widen_folder, blocks, tmp_path / "widened", dtype)
-    assert torch.equal(logits(blocks, dtype), logits(widened, dtype))
+    blocks = made(quantize_folder, source, tmp_path / "blocks", quant_format)
+    dequantized = made(dequantize_folder, blocks, tmp_path / "dequantized", dtype)
+    assert torch.equal(logits(blocks, dtype), logits(dequantized, dtype))
     exact = logits(source, dtype)
     difference = (logits(blocks, dtype) - exact).norm() / exact.norm()
-    assert 0 < difference < (0.02 if block_format == "Q8_0" else 0.5)
+    assert 0 < difference < (0.02 if quant_format == "Q8_0" else 0.5)
     text = "The same question, twice."
     expected = Tokenizer.from_folder(source).encode(text)
     assert Tokenizer.from_folder(blocks).encode(text).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("block_format", QUANTIZABLE)
-def test_the_file_holds_what_the_gguf_package_makes(tmp_path: Path, block_format: str) -> None:
+@pytest.mark.parametrize("quant_format", QUANTIZABLE)
+def test_the_file_holds_what_the_gguf_package_makes(tmp_path: Path, quant_format: str) -> None:
     """Of a width of 80 there are no whole blocks: `down_proj` stays as it is."""
     dense = make_checkpoint(tmp_path / "dense", dtype=torch.bfloat16, intermediate_size=80)
-    blocks = made(quantize_folder, dense, tmp_path / "blocks", block_format)
+    blocks = made(quantize_folder, dense, tmp_path / "blocks", quant_format)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(blocks / WEIGHTS_FILE).tensors}
-    kind = gguf.GGMLQuantizationType[block_format]
+    kind = gguf.GGMLQuantizationType[quant_format]
     weights = load_file(dense / "model.safetensors")
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
@@ -97,9 +93,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli.app, ["convert", *map(str, arguments)])
 
 
-def test_the_command_prints_the_folder_it_made(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_folder_it_made(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = tiny_checkpoint()
     result = run(source, "--quantize", "Q4_0")
@@ -116,7 +110,7 @@ def test_the_command_names_the_formats_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "problem"),
     [
         ([], "--quantize or --widen must be given"),
         (["--quantize", "q8_0", "--widen", "float32"], "--quantize or --widen must be given"),
@@ -124,17 +118,11 @@ def test_the_command_names_the_formats_there_are() -> None:
         (["--quantize", "q8_0", "--output", "."], "--output .* is there already"),
     ],
 )
-def test_what_cannot_be_asked_for(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    told: str,
-) -> None:
+def test_what_cannot_be_asked_for(tiny_checkpoint, tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
     result = run(tiny_checkpoint(), *arguments)
     assert result.exit_code == 2
-    assert re.search(told, result.stderr)
+    assert re.search(problem, result.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -156,21 +144,19 @@ def _truncated(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "problem"),
     [
         (_with_nan, "layers.1.mlp.up_proj.weight holds NaN"),
         (_with_the_largest, "layers.1.mlp.up_proj.weight holds .* beyond 65,504"),
         (_truncated, "Cannot read the weight file"),
     ],
 )
-def test_weights_that_cannot_be_converted_leave_nothing(
-    tmp_path: Path, spoil: Callable[[Path], None], told: str
-) -> None:
+def test_weights_that_cannot_be_converted_leave_nothing(tmp_path, spoil, problem):
     source, place = make_checkpoint(tmp_path / "source"), tmp_path / "place"
     spoil(source)
     result = run(source, "--quantize", "q8_0", "--output", place / "made")
     assert result.exit_code == 1
-    assert re.search(told, result.stderr)
+    assert re.search(problem, result.stderr)
     assert list(place.iterdir()) == []
 
 
@@ -182,9 +168,7 @@ def test_blocks_are_not_quantized_again(tiny_checkpoint: Checkpoint, tmp_path: P
     assert not (tmp_path / "made").exists()
 
 
-def test_a_full_disk_leaves_nothing(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(tiny_checkpoint, tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

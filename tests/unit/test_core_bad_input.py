@@ -65,7 +65,7 @@ def state(cache: PrefixCache) -> tuple[object, ...]:
         ((8,), {"groups": [("chunked", 4)]}, r"groups\[0\] must be .*, not \"chunked\""),
         ((8,), {"groups": ["full", ("sliding_window", 0)]}, r"groups\[1\] must have a window"),
         ((8,), {"groups": [("sliding_window", -1)]}, "window"),
-        ((8,), {"groups": ["full"], "num_groups": 1}, "num_groups must not be given beside groups"),
+        ((8,), {"groups": ["full"], "num_groups": 1}, "num_groups must not be given with groups"),
         ((8,), {"free_order": "lifo"}, "free_order"),
         ((8,), {"eviction_policy": "fifo"}, "eviction_policy"),
         ((8,), {"threads": "many"}, "threads"),
@@ -330,7 +330,7 @@ def test_slots_beyond_the_tokens_cannot_be_filled(cache: PrefixCache) -> None:
         cache.mark_blocks_filled([sequence], [12])
 
 
-def test_twins_are_told_once_and_can_be_swapped(cache: PrefixCache) -> None:
+def test_duplicates_are_reported_once_and_can_be_swapped(cache: PrefixCache) -> None:
     first, second = committed(cache), committed(cache)
     assert cache.mark_blocks_filled([first, second], [8, 8]) == [
         (1, 0, 0, first.block_table()[0]),
@@ -462,7 +462,7 @@ print({kind.__name__}(16).num_blocks)
 
 
 @pytest.mark.parametrize("kind", [BlockPool, PrefixCache])
-def test_a_resize_beside_another_thread_is_refused(kind: Any) -> None:
+def test_a_resize_during_another_threads_call_is_refused(kind: Any) -> None:
     num_blocks, taken = 2**15, 2**14
     pool = kind(num_blocks, threads="shared")
     stop = threading.Event()

@@ -39,7 +39,7 @@ def publish(cache: PrefixCache, tokens: Any) -> None:
         cache.release([sequence])
 
 
-def test_a_second_writer_is_told_and_can_take_over() -> None:
+def test_a_second_writer_is_refused_and_can_take_over() -> None:
     cache = PrefixCache(17, BLOCK)
     publish(cache, range(8))
     for write in (
@@ -94,7 +94,7 @@ def test_any_thread_writes_to_a_shared_cache(seed: int) -> None:
 
 
 @pytest.mark.parametrize("threads", ["single_writer", "shared"])
-def test_probes_beside_the_writer(threads: Any) -> None:
+def test_probes_in_parallel_with_the_writer(threads: Any) -> None:
     cache = PrefixCache(LONG // BLOCK + 65, BLOCK, threads=threads)
     kept = cache.new_sequence(range(64 * BLOCK))
     assert cache.commit_prefix_plan(kept, 0, 64 * BLOCK) == 0
@@ -125,7 +125,7 @@ def test_probes_beside_the_writer(threads: Any) -> None:
 
 
 def test_a_sequence_serves_one_thread_at_a_time() -> None:
-    """Four threads use one sequence until one has come second; it is told."""
+    """Four threads use one sequence until one has come second; it gets an error."""
     cache = PrefixCache(2 * LONG // BLOCK, BLOCK, threads="shared")
     sequence = cache.new_sequence([0] * LONG)
     refused: list[str] = []
@@ -164,7 +164,7 @@ def no_switching() -> Iterator[None]:
 
 
 def another_runs_during(call: Callable[[], Any], tries: int) -> bool:
-    """Whether a thread that waits for the interpreter gets it within so many calls."""
+    """Whether a thread that waits for the interpreter gets it within this number of calls."""
     gate = threading.Lock()
     ran = threading.Event()
 

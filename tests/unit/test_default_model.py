@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dequantized import save_dequantized
 from paged_driver import PagedDriver
 from prefixcache.cli.main import app
 from prefixcache.config.engine_config import DEFAULT_MODEL
@@ -17,7 +18,6 @@ from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
 from prefixcache.models.loader import load_model
 from repeatable import bounded
-from widened import save_widened
 
 pytestmark = [
     pytest.mark.model,
@@ -82,7 +82,7 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, tmp_path: Path)
     ours = driver.generate(prompt, bounded(usual=16, long=64))
     assert "Paris" in tokenizer.decode(ours)
 
-    dense = save_widened(folder, tmp_path / "dense")
+    dense = save_dequantized(folder, tmp_path / "dense")
     theirs = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     with torch.inference_mode():
         expected = theirs(torch.tensor([prompt + ours])).logits[0]

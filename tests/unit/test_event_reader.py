@@ -82,9 +82,7 @@ def test_a_lost_batch_that_nothing_follows_is_found(publisher: FakePublisher) ->
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
-def test_a_gap_that_no_replay_closes_is_a_new_start(
-    publisher: FakePublisher, has_replay: bool
-) -> None:
+def test_a_gap_that_no_replay_closes_is_a_new_start(publisher, has_replay):
     options = {} if has_replay else {"replay_endpoint": None}
     with following(reader_of(publisher, snapshot=publisher.snapshot, **options)) as follower:
         wait_until(lambda: connected(follower))
@@ -117,16 +115,14 @@ def test_another_process_at_the_endpoint_is_a_new_start(publisher: FakePublisher
         wait_until(lambda: connected(follower))
         publisher.publish(stored(1))
         wait_for(follower, publisher)
-        publisher.begin_anew()
+        publisher.start_again()
         publisher.publish(stored(7))
         publisher.publish(stored(8))
         wait_for(follower, publisher)
     assert follower.held.hashes == {7, 8}
 
 
-def test_a_snapshot_that_fails_leaves_the_replay(
-    publisher: FakePublisher, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_snapshot_that_fails_leaves_the_replay(publisher, caplog):
     def breaks_off() -> Iterable[bytes]:
         yield from publisher.snapshot()[:2]
 
@@ -160,7 +156,7 @@ def test_whatever_is_lost_both_agree_in_the_end(publisher: FakePublisher, seed: 
         for number in range(bounded(usual=300, long=5000)):
             what = choose.random()
             if what < 0.005:
-                publisher.begin_anew()
+                publisher.start_again()
             elif what < 0.015:
                 publisher.publish(AllBlocksCleared())
             else:

@@ -41,7 +41,7 @@ from pathlib import Path
 from compiled import build_all, keep_all
 rows = [*build_all(hopper=True), *keep_all(Path(sys.argv[1]))]
 again = list(build_all(hopper=True))
-Path(sys.argv[1], "told.json").write_text(json.dumps([rows, again]))
+Path(sys.argv[1], "report.json").write_text(json.dumps([rows, again]))
 """
 
 
@@ -115,7 +115,7 @@ def test_kernels_are_built_at_once_and_packed_as_the_next_prebuilt_ones(tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (*rows, kept), again = json.loads((tmp_path / "told.json").read_text())
+    (*rows, kept), again = json.loads((tmp_path / "report.json").read_text())
     failed = {row["what"] for row in rows if not row["ok"]}
     assert len(rows) == len({row["what"] for row in rows})
     assert "page" not in {row["what"] for row in rows}

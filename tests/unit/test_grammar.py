@@ -31,10 +31,10 @@ from prefixcache.exceptions import (
 )
 from prefixcache.models.hub import is_downloaded
 from prefixcache.text.grammar import compiler, grammars
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.grammars import Grammars
-from prefixcache.text.grammar.guide import Guide
-from prefixcache.text.grammar.lanes import Lanes
-from prefixcache.text.grammar.trial import Trial, Trials
+from prefixcache.text.grammar.mask_workers import MaskWorkers
+from prefixcache.text.grammar.sandbox import Sandbox, Sandboxes
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.request import Request
 from prefixcache.types.structured_output import StructuredOutput
@@ -77,22 +77,22 @@ def all_grammars() -> Grammars:
     return Grammars(vocabulary)
 
 
-def allowed(guide: Guide, unwanted: tuple[int, ...] = ()) -> set[int]:
-    words = guide.mask(unwanted).words(60)
+def allowed(matcher: AnswerMatcher, unwanted: tuple[int, ...] = ()) -> set[int]:
+    words = matcher.mask(unwanted).words(60)
     assert words is not None
     return {*np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()}
 
 
-def walk(guide: Guide, choices: list[int]) -> Iterator[tuple[bytes, set[int]]]:
+def walk(matcher: AnswerMatcher, choices: list[int]) -> Iterator[tuple[bytes, set[int]]]:
     """The text so far and what may follow, with the given ones of it taken."""
     text = b""
     for choice in choices:
-        may_follow = allowed(guide)
+        may_follow = allowed(matcher)
         yield text, may_follow
         token = sorted(may_follow)[choice % len(may_follow)]
         if token == EOS:
             return
-        guide.push(token)
+        matcher.push(token)
         text += TOKENS[token]
 
 
@@ -101,11 +101,9 @@ choices = st.lists(st.integers(0, 1000), min_size=1, max_size=12)
 
 @settings(max_examples=bounded(40, 2000))
 @given(pattern=st.sampled_from(PATTERNS), choices=choices)
-def test_what_may_follow_is_what_leaves_the_text_a_beginning(
-    pattern: str, choices: list[int]
-) -> None:
-    guide = all_grammars().compile(StructuredOutput("regex", pattern)).guide()
-    for text, may_follow in walk(guide, choices):
+def test_what_may_follow_is_what_leaves_the_text_a_beginning(pattern, choices):
+    matcher = all_grammars().compile(StructuredOutput("regex", pattern)).for_answer()
+    for text, may_follow in walk(matcher, choices):
         fitting = {
             i
             for i, token in enumerate(TOKENS)
@@ -123,12 +121,10 @@ def test_what_may_follow_is_what_leaves_the_text_a_beginning(
 
 @settings(max_examples=bounded(40, 2000))
 @given(marker=st.sampled_from(["</a>", "a", "aab", "abaab", "><"]), choices=choices)
-def test_before_its_marker_a_grammar_leaves_out_what_reaches_beyond_it(
-    marker: str, choices: list[int]
-) -> None:
+def test_before_its_marker_a_grammar_leaves_out_what_reaches_beyond_it(marker, choices):
     output = StructuredOutput("regex", "0[01]*", begin_after=marker)
-    guide, sought = all_grammars().compile(output).guide(), marker.encode()
-    for text, may_follow in walk(guide, choices):
+    matcher, sought = all_grammars().compile(output).for_answer(), marker.encode()
+    for text, may_follow in walk(matcher, choices):
         if sought in text:
             assert text.count(sought) >= 1
             begun = text.index(sought) + len(sought)
@@ -141,26 +137,26 @@ def test_before_its_marker_a_grammar_leaves_out_what_reaches_beyond_it(
 
 def test_an_end_that_is_not_wanted_is_kept_for_where_nothing_else_can_follow() -> None:
     grammar = all_grammars().compile(StructuredOutput("regex", "a{1,2}"))
-    guide, going_on = grammar.guide(), grammar.guide(ignore_eos=True)
+    matcher, going_on = grammar.for_answer(), grammar.for_answer(ignore_eos=True)
     a = TOKENS.index(b"a")
-    for each in (guide, going_on):
+    for each in (matcher, going_on):
         each.push(a)
-    assert EOS in allowed(guide)
-    assert allowed(guide, unwanted=(EOS,)) == allowed(going_on) == {a}
-    for each in (guide, going_on):
+    assert EOS in allowed(matcher)
+    assert allowed(matcher, unwanted=(EOS,)) == allowed(going_on) == {a}
+    for each in (matcher, going_on):
         each.push(a)
-    assert allowed(guide, unwanted=(EOS,)) == allowed(going_on) == {EOS}
+    assert allowed(matcher, unwanted=(EOS,)) == allowed(going_on) == {EOS}
     going_on.reset()
     assert EOS not in allowed(going_on)
 
 
 def test_a_token_against_the_grammar_is_an_error_of_its_answer_alone() -> None:
     grammar = all_grammars().compile(StructuredOutput("regex", "a+"))
-    guide, other = grammar.guide(), grammar.guide()
-    guide.push(TOKENS.index(b"b"))
+    matcher, other = grammar.for_answer(), grammar.for_answer()
+    matcher.push(TOKENS.index(b"b"))
     other.push(TOKENS.index(b"a"))
     with pytest.raises(GrammarError):
-        allowed(guide)
+        allowed(matcher)
     assert EOS in allowed(other)
 
 
@@ -184,9 +180,9 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_followed() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (StructuredOutput("json", "{"), "no JSON"),
+        (StructuredOutput("json", "{"), "not JSON"),
         (StructuredOutput("json", "false"), "must be an object"),
-        (StructuredOutput("json", "[" * 10**5), "no JSON"),
+        (StructuredOutput("json", "[" * 10**5), "not JSON"),
         (StructuredOutput("json", '{"items": [{}, {"type": "strin"}]}'), "at /items/1: "),
         (
             StructuredOutput("json", '{"anyOf": [{}, {"properties": {"a": {"$ref": "#/b"}}}]}'),
@@ -223,52 +219,52 @@ def test_a_wrong_structured_output_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_process_tries_grammars_first_and_another_one_follows_when_it_is_lost() -> None:
-    trial, known = Trial(), all_grammars()
+    sandbox, known = Sandbox(), all_grammars()
     try:
-        assert known.compile(StructuredOutput("regex", "a"), trial).num_bytes > 0
+        assert known.compile(StructuredOutput("regex", "a"), sandbox).num_bytes > 0
         with pytest.raises(InvalidRequestError, match="too complex"):
-            known.compile(StructuredOutput("regex", "a{1000000}"), trial)
-        assert trial._process is not None
-        trial._process.kill()
+            known.compile(StructuredOutput("regex", "a{1000000}"), sandbox)
+        assert sandbox._process is not None
+        sandbox._process.kill()
         with pytest.raises(QueueFullError, match="no time"):
-            known.compile(StructuredOutput("regex", "b"), trial)
-        assert known.compile(StructuredOutput("regex", "b"), trial).num_bytes > 0
+            known.compile(StructuredOutput("regex", "b"), sandbox)
+        assert known.compile(StructuredOutput("regex", "b"), sandbox).num_bytes > 0
     finally:
-        trial.close()
+        sandbox.close()
 
 
 HARD = StructuredOutput("json", '{"type": "integer", "multipleOf": 10000019}')
 
 
 def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
-    trials, known, cancelled = Trials(), all_grammars(), threading.Event()
+    sandboxes, known, cancelled = Sandboxes(), all_grammars(), threading.Event()
     try:
         with pytest.raises(SlowGrammarError):
-            known.compile(HARD, trials.quick)
-        assert known.compile(StructuredOutput("regex", "a"), trials.quick).num_bytes > 0
+            known.compile(HARD, sandboxes.quick)
+        assert known.compile(StructuredOutput("regex", "a"), sandboxes.quick).num_bytes > 0
         cancelled.set()
         with pytest.raises(CancelledError):
-            known.compile(HARD, trials.thorough, cancelled)
-        process = trials.thorough._process
-        assert known.compile(StructuredOutput("regex", "b"), trials.thorough).num_bytes > 0
-        assert trials.thorough._process is process, "the process outlives what is cancelled"
+            known.compile(HARD, sandboxes.thorough, cancelled)
+        process = sandboxes.thorough._process
+        assert known.compile(StructuredOutput("regex", "b"), sandboxes.thorough).num_bytes > 0
+        assert sandboxes.thorough._process is process, "the process outlives what is cancelled"
     finally:
-        trials.close()
+        sandboxes.close()
 
 
 def test_a_refused_grammar_is_not_tried_again() -> None:
-    trial, known = mock.Mock(is_quick=False), all_grammars()
-    trial.run.side_effect = GrammarError("x" * 10**6)
+    sandbox, known = mock.Mock(is_quick=False), all_grammars()
+    sandbox.run.side_effect = GrammarError("x" * 10**6)
     for _ in range(2):
         with pytest.raises(InvalidRequestError) as error:
-            known.compile(StructuredOutput("regex", "a"), trial)
+            known.compile(StructuredOutput("regex", "a"), sandbox)
         assert len(str(error.value)) < 1000
-    trial.run.assert_called_once()
-    trial.run.side_effect = SlowGrammarError("later")
+    sandbox.run.assert_called_once()
+    sandbox.run.side_effect = SlowGrammarError("later")
     for _ in range(2):
         with pytest.raises(SlowGrammarError):
-            known.compile(StructuredOutput("regex", "b"), trial)
-    assert trial.run.call_count == 3
+            known.compile(StructuredOutput("regex", "b"), sandbox)
+    assert sandbox.run.call_count == 3
 
 
 @pytest.mark.long
@@ -286,22 +282,22 @@ def test_a_refused_grammar_is_not_tried_again() -> None:
     ids=["multiple", "operators", "multiples"],
 )
 def test_what_would_take_minutes_is_given_up(output: StructuredOutput) -> None:
-    trial, known = Trial(), all_grammars()
+    sandbox, known = Sandbox(), all_grammars()
     try:
         with pytest.raises(InvalidRequestError, match="it takes more than"):
-            known.compile(output, trial)
-        assert known.compile(StructuredOutput("regex", "a"), trial).num_bytes > 0
+            known.compile(output, sandbox)
+        assert known.compile(StructuredOutput("regex", "a"), sandbox).num_bytes > 0
     finally:
-        trial.close()
+        sandbox.close()
 
 
 _ENDS_IN_A_JOB = """
 import atexit, threading, time
-from prefixcache.text.grammar.lanes import Lanes, Pace
+from prefixcache.text.grammar.mask_workers import MaskWorkers, Latency
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
-lanes, begun = Lanes(), threading.Event()
-lanes.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Pace())
+workers, begun = MaskWorkers(), threading.Event()
+workers.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Latency())
 begun.wait()
 assert names()
 """
@@ -315,8 +311,8 @@ def test_no_thread_outlives_the_interpreter_in_a_job() -> None:
     assert ended.stdout == "[]\n"
 
 
-class SlowLanes(Lanes):
-    """Works a mask out when it is told to."""
+class SlowWorkers(MaskWorkers):
+    """Computes a mask on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,9 +340,9 @@ def request(name: str, output: StructuredOutput | None, **params: Any) -> Reques
 
 
 def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint) -> None:
-    engine, lanes = tiny_engine(tiny_checkpoint), SlowLanes()
+    engine, workers = tiny_engine(tiny_checkpoint), SlowWorkers()
     assert engine._grammars is not None
-    engine._grammars._lanes = lanes
+    engine._grammars._workers = workers
     engine.add_request(request("late", StructuredOutput("regex", "[a-z]{30}")))
     engine.add_request(request("free", None))
     tokens: dict[str, list[int]] = {"late": [], "free": []}
@@ -361,7 +357,7 @@ def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint)
     assert len(tokens["late"]) == 1
     assert len(tokens["free"]) == 9, "the first step was that of the prompt they share"
     while engine.has_unfinished():
-        lanes.work()
+        workers.work()
         step()
     alone = tiny_engine(tiny_checkpoint)
     alone.add_request(request("late", StructuredOutput("regex", "[a-z]{30}")))
@@ -397,7 +393,7 @@ def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpo
     assert answers[0] == answers[1]
 
 
-def test_an_answer_that_begins_anew_begins_its_grammar_anew(tiny_checkpoint: Checkpoint) -> None:
+def test_an_answer_that_restarts_restarts_its_grammar(tiny_checkpoint: Checkpoint) -> None:
     engine = tiny_engine(tiny_checkpoint)
     engine.add_request(request("a", StructuredOutput("regex", "x[a-f]{8}y[0-9]{2}")))
     text = ""
@@ -415,7 +411,7 @@ def test_an_answer_that_begins_anew_begins_its_grammar_anew(tiny_checkpoint: Che
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_other_options_hold_beside_a_grammar(tiny_checkpoint: Checkpoint) -> None:
+def test_other_options_hold_with_a_grammar(tiny_checkpoint: Checkpoint) -> None:
     llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=100)
 
     def answer(output: StructuredOutput, **params: Any) -> Any:

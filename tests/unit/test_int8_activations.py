@@ -19,7 +19,7 @@ from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 from repeatable import bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tensors are blocks of every format and dense ones, mixed in its projections."""
     place = tmp_path_factory.mktemp("int8")
     model = make_model("llama", **SHAPE)
-    file = write_gguf(place / "tiny.gguf", model, formats=("F16", *BLOCK_FORMATS))
+    file = write_gguf(place / "tiny.gguf", model, formats=("F16", *QUANT_FORMATS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFIXCACHE_HOME", str(place / "home"))
         return resolve_model(str(file))
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def computed(
     folder: Path, dtype: torch.dtype, activations: Activations, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and KV of the prompt, in steps of so many tokens."""
+    """Logits and KV of the prompt, in steps of this many tokens."""
     config = ModelConfig.from_hf(folder)
     options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "cpu": CPU}
     model = load_model(config, folder, activations=activations, **options)

@@ -22,9 +22,9 @@ values = st.recursive(
 @example('"\\\n中🦙' * 2**16, ["x" * 2**16, {}])
 def test_pieces_make_the_same_text(first: Any, second: Any) -> None:
     assert json.loads(object_json(first)) == first
-    told = {"a": Written(first), "b": [second, Written(second)], "c": second}
+    reported = {"a": Written(first), "b": [second, Written(second)], "c": second}
     expected = {"a": first, "b": [second, second], "c": second}
-    assert json.loads(json_text(told)) == json.loads(object_json(told)) == expected
+    assert json.loads(json_text(reported)) == json.loads(object_json(reported)) == expected
     assert json.loads(object_json({"a": iter([first, second])})) == {"a": [first, second]}
 
 

@@ -228,7 +228,7 @@ def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str
         {"gate_up": linear(4, 14)},
         {"down": linear(6, 6)},
         {"qkv": linear(4, 128, "bfloat16")},
-        # These alone are sound, but not beside the first layer.
+        # These alone are sound, but not with the first layer.
         {"gate_up": linear(4, 24), "down": linear(12, 4)},
         {"qkv": linear(4, 160)},
         {"qk_norm": NUMBERS},

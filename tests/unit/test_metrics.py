@@ -70,7 +70,7 @@ def test_names_are_those_of_vllm_under_our_prefix() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-def test_every_sample_gets_the_labels_beside_its_own() -> None:
+def test_every_sample_gets_the_labels_next_to_its_own() -> None:
     metrics = Metrics(gauges)
     metrics.finished["stop"] += 2
     labelled = LabelledMetrics(metrics, model_name="tiny")

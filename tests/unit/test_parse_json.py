@@ -1,4 +1,4 @@
-"""`parse_json` beside the standard library's parser, which is the oracle of what JSON means."""
+"""`parse_json` next to the standard library's parser, which is the oracle of what JSON means."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _refuse(_: object) -> None:
     raise ValueError
 
 
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError
     return dict(pairs)
@@ -55,7 +55,7 @@ def _finite(text: str) -> float:
 def _plain(text: str) -> object:
     """The standard library's, as strict as ours."""
     value = json.loads(
-        text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_twins
+        text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_duplicates
     )
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate fails
     return value

@@ -115,7 +115,7 @@ def test_tokens_are_counted_as_they_are_sampled() -> None:
     assert counts.tolist() == [[0, 3, 1, 0, 0, 4], [2, 1, 5, 0, 0, 0]]
 
 
-def test_an_answer_that_begins_anew_is_counted_anew() -> None:
+def test_an_answer_that_restarts_is_counted_again() -> None:
     counts = TokenCounts(2, CPU)
     grown(counts, "a", [[5], [4]])
     assert grown(counts, "a", [[3]]).tolist() == [[0, 1, 1, 2, 0, 0]]

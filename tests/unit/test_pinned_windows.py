@@ -270,7 +270,7 @@ def test_a_pin_is_kept_by_a_hit_and_the_drop_after_it() -> None:
 
 
 def test_a_pin_is_kept_by_who_computed_the_same_and_drops_it() -> None:
-    """Twins merge: the window that moves on was not hit, but is the pinned one."""
+    """Duplicates are merged: the window that moves on was not hit, but is the pinned one."""
     pins = Pins()
     pins.cache._merge_twins = True
     pins.serve(prompt(0))

@@ -1,4 +1,4 @@
-"""Probes: what the next request would find in the cache, read beside the engine's loop."""
+"""Probes: what the next request would find in the cache, read while the loop runs."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ async def test_a_probe_is_checked_as_a_request_is(serve: Callable[..., AsyncEngi
     engine = serve()
     for prompt in ([], [10**6], list(range(128)) * 2):
         request = asking(prompt)
-        with pytest.raises(InvalidRequestError) as told:
+        with pytest.raises(InvalidRequestError) as reported:
             engine.probe(request)
         with pytest.raises(InvalidRequestError) as expected:
             engine.generate(request)
-        assert str(told.value) == str(expected.value)
+        assert str(reported.value) == str(expected.value)
     engine.close()
     with pytest.raises(EngineDeadError):
         engine.probe(asking(PROMPT))
@@ -145,7 +145,7 @@ async def test_a_probe_does_not_wait_for_a_step() -> None:
         served.close()
 
 
-async def test_probes_of_many_threads_beside_a_busy_engine() -> None:
+async def test_probes_of_many_threads_next_to_a_busy_engine() -> None:
     """A prompt that somebody holds is seen by every probe, while others evict each other."""
     inner, _, cache = make_engine(num_blocks=33)
     engine = AsyncEngine(inner)
@@ -222,9 +222,9 @@ async def test_only_the_loop_and_probes_reach_the_cache() -> None:
     finally:
         served.close()
     loop = {served.thread_id}
-    beside = {name for name, threads in cache.callers.items() if threads != loop}
-    assert beside == READERS | {"close"}, "which is called once the loop has ended"
-    assert all(cache.callers[name] - loop == {threading.get_ident()} for name in beside)
+    elsewhere = {name for name, threads in cache.callers.items() if threads != loop}
+    assert elsewhere == READERS | {"close"}, "which is called once the loop has ended"
+    assert all(cache.callers[name] - loop == {threading.get_ident()} for name in elsewhere)
     assert {
         "adopt_writer",
         "start",

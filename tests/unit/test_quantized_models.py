@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dequantized import save_dequantized
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import DEFAULT_MODEL
@@ -17,11 +18,10 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import is_downloaded, resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 from repeatable import LONG, bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model, save_tokenizer
-from widened import save_widened
 
 CPU = Cpu(2)
 PROMPT = [(7 * i * i + 3 * i) % 380 + 3 for i in range(70)]
@@ -29,7 +29,7 @@ K_MIX = ("Q4_K", "Q6_K", "Q5_K", "Q4_K", "Q8_0")  # as in files called Q4_K_M, t
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 GEMMA = {"layer_types": None, "query_pre_attn_scalar": 64, "num_hidden_layers": 3}
 CASES: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
-    "all formats": ("llama", {}, ("F16", *BLOCK_FORMATS, "BF16", "F32")),
+    "all formats": ("llama", {}, ("F16", *QUANT_FORMATS, "BF16", "F32")),
     "K mix, tied": ("smollm2", {}, K_MIX),
     "biases": ("qwen2", {}, ("Q5_K", "Q4_0", "BF16")),
     "query and key norms": ("qwen3", {}, ("Q6_K", "Q5_1")),
@@ -71,9 +71,7 @@ def pair(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(
-    pair: tuple[Path, Path], dtype: torch.dtype
-) -> None:
+def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(pair, dtype):
     kept, dense = (load(folder, dtype) for folder in pair)
     count = bounded(usual=16, long=64)
     assert torch.equal(greedy_logits(kept, PROMPT, count), greedy_logits(dense, PROMPT, count))
@@ -89,12 +87,10 @@ def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -
 
 
 @pytest.mark.model
-@pytest.mark.skipif(not LONG, reason="widening it takes seconds")
+@pytest.mark.skipif(not LONG, reason="dequantizing it takes seconds")
 @pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_default_model_answers_as_if_it_were_widened(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_default_model_answers_as_if_it_were_dequantized(dtype, tmp_path):
     folder = resolve_model(DEFAULT_MODEL)
-    kept, dense = load(folder, dtype), load(save_widened(folder, tmp_path / "dense"), dtype)
+    kept, dense = load(folder, dtype), load(save_dequantized(folder, tmp_path / "dense"), dtype)
     assert torch.equal(greedy_logits(kept, PROMPT, 64), greedy_logits(dense, PROMPT, 64))

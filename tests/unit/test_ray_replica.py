@@ -31,14 +31,14 @@ from prefixcache.exceptions import (
     QueueFullError,
     RequestTimeoutError,
 )
-from prefixcache.ray_serve.fleet.fleet_state import (
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
     Command,
     Done,
-    FleetState,
     Refused,
+    ReplicaState,
 )
-from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import Request
 from serving import client_of, metric, served_folder
@@ -50,12 +50,12 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from prefixcache.ray_serve.application import build_application
-from prefixcache.ray_serve.fleet import replicas as fleet_module
-from prefixcache.ray_serve.fleet.commands import COMMANDS, REPLICAS, Commands
-from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.ingress import Ingress
-from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, Stale
+from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, Stale
 from prefixcache.ray_serve.replica import EngineReplica, _events_config
+from prefixcache.ray_serve.replicas import replica_set
+from prefixcache.ray_serve.replicas.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from ray_in_process import (
     BLOCK,
@@ -99,14 +99,14 @@ async def root_of(replica: EngineReplica) -> str:
     return (await replica.about())["prefix_hash"]["root_hash"]
 
 
-async def parts_of(replica: EngineReplica, *requests: Request, **fields: Any) -> list[Part]:
+async def parts_of(replica: EngineReplica, *requests: Request, **fields: Any) -> list[Chunk]:
     """All that a replica says of a job; `fields` are those of `RoutedJob`."""
     job = job_of(*requests, root=await root_of(replica), **fields)
     async with aclosing(replica.generate(job)) as parts:
         return [one async for one in parts]
 
 
-def tokens_of(parts: Sequence[Part], index: int = 0) -> list[int]:
+def tokens_of(parts: Sequence[Chunk], index: int = 0) -> list[int]:
     outputs = [one for part in parts if isinstance(part, Outputs) for one in part.outputs]
     return [token for at, one in outputs if at == index for token in one.token_ids]
 
@@ -134,7 +134,7 @@ def update_to(folder: Path) -> Command:
 
 async def test_an_answer_is_that_of_a_lone_engine(replica: EngineReplica, folder: Path) -> None:
     parts = await parts_of(replica, request_of(PROMPT, "p"), request_of(OTHER, "o"))
-    assert parts[0] == Accepted("a", await replica.fleet_state())
+    assert parts[0] == Accepted("a", await replica.replica_state())
     assert all(isinstance(one, Outputs) for one in parts[1:])
     assert [tokens_of(parts, 0), tokens_of(parts, 1)] == await lone_answers(folder, PROMPT, OTHER)
 
@@ -147,9 +147,7 @@ async def test_requests_count_from_when_they_came_here(replica: EngineReplica) -
     assert 0 <= waited < 1e6
 
 
-async def test_hashes_of_the_ingress_are_taken(
-    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hashes_of_the_ingress_are_taken(replica, monkeypatch):
     given = list[Request]()
     generate = replica._engine.generate_batches
 
@@ -180,12 +178,8 @@ async def test_hashes_of_the_ingress_are_taken(
     ids=["gone", "there", "half-there", "less-than-half", "last-try", "of-another"],
 )
 async def test_a_job_comes_back_where_its_prefix_is_gone(
-    replica: EngineReplica,
-    expected_hits: dict[str, int],
-    cached: bool,
-    takes_stale: bool,
-    is_stale: bool,
-) -> None:
+    replica, expected_hits, cached, takes_stale, is_stale
+):
     if cached:
         await parts_of(replica, request_of(PROMPT))
     before = (await replica.status())["prefix_cache"]["queries"]
@@ -319,17 +313,13 @@ async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
     assert endpoints["endpoint"].startswith("tcp://127.0.0.1:")
 
 
-def test_events_are_told_to_other_nodes_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
     assert _events_config(ServeOptions(kv_events_public=True)).endpoint == "tcp://10.1.2.3:*"
     assert _events_config(ServeOptions()).endpoint == "tcp://127.0.0.1:*"
 
 
-async def test_a_replica_that_is_dropped_ends_its_engine(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_that_is_dropped_ends_its_engine(monkeypatch, folder):
     enter_replica(monkeypatch, "a")
     replica = EngineReplica.__new__(EngineReplica)
     await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
@@ -351,54 +341,48 @@ def test_a_replica_that_was_never_made_ends_quietly() -> None:
 
 
 async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) -> None:
-    before = await replica.fleet_state()
+    before = await replica.replica_state()
     pause = Command("pause", options={"mode": "keep"})
     done = await replica.obey(pause, before.after(pause))
     about = (await replica.about())["prefix_hash"]
     assert done == Done(None, about["root_hash"], about["weights_name"])
     assert (await replica.status())["is_paused"] is True
-    after = await replica.fleet_state()
+    after = await replica.replica_state()
     assert after == before.after(pause).named_by(done)
     assert after.number == 1
-    wrong = Command("resize", (None, 1))
+    wrong = Command("resize", {"num_blocks": 1})
     refused = await replica.obey(wrong, after.after(wrong))
     assert isinstance(refused, Refused)
-    assert await replica.fleet_state() == after
+    assert await replica.replica_state() == after
 
 
-async def test_other_weights_give_other_answers(
-    replica: EngineReplica, folder: Path, other_weights: Path
-) -> None:
+async def test_other_weights_give_other_answers(replica, folder, other_weights):
     missing = await replica.check_weights(update_to(other_weights / "missing"))
     assert isinstance(missing, Refused)
     update = update_to(other_weights)
     assert await replica.check_weights(update) is None
     root = await root_of(replica)
-    done = await replica.obey(update, FleetState(number=1, weights=update))
+    done = await replica.obey(update, ReplicaState(number=1, weights=update))
     assert isinstance(done, Done)
     assert done.root_hash == await root_of(replica) != root
-    assert (await replica.fleet_state()).root_hash == done.root_hash
+    assert (await replica.replica_state()).root_hash == done.root_hash
     [old] = await lone_answers(folder, PROMPT)
     [new] = await lone_answers(other_weights, PROMPT)
     assert tokens_of(await parts_of(replica, request_of(PROMPT))) == new != old
 
 
-async def test_a_replica_starts_as_all_others_are(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_weights):
     async with replica_of(monkeypatch, folder) as first:
         update = update_to(other_weights)
-        await first.obey(update, FleetState(number=3, weights=update, pause=Command("pause")))
-        state = await first.fleet_state()
+        await first.obey(update, ReplicaState(number=3, weights=update, pause=Command("pause")))
+        state = await first.replica_state()
     async with replica_of(monkeypatch, folder, "b", commands=Told(state)) as second:
-        assert await second.fleet_state() == state
+        assert await second.replica_state() == state
         assert await root_of(second) == state.root_hash
         assert (await second.status())["is_paused"] is True
 
 
-async def test_a_replica_of_other_weights_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
     commands = Commands(timeout=60)
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Handle())
@@ -413,22 +397,18 @@ async def test_a_replica_of_other_weights_does_not_start(
         assert names[0] != names[1]
 
 
-async def test_a_replica_that_cannot_do_the_commands_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    state = FleetState(number=1, root_hash="00", size=Command("resize", (None, 1)))
+async def test_a_replica_that_cannot_do_the_commands_does_not_start(monkeypatch, folder):
+    state = ReplicaState(number=1, root_hash="00", size=Command("resize", {"num_blocks": 1}))
     with pytest.raises(PrefixCacheError, match="blocks"):
         async with replica_of(monkeypatch, folder, commands=Told(state)):
             pass
 
 
-async def test_a_replica_catches_up_before_it_answers(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_catches_up_before_it_answers(monkeypatch, folder):
     told = Told()
     async with replica_of(monkeypatch, folder, commands=told) as replica:
         sleep = Command("sleep", options={"level": 1})
-        told.current = (await replica.fleet_state()).after(sleep)
+        told.current = (await replica.replica_state()).after(sleep)
         assert told.num_asked == 1
         await parts_of(replica, request_of(PROMPT), command_number=0)
         assert told.num_asked == 1
@@ -438,15 +418,13 @@ async def test_a_replica_catches_up_before_it_answers(
             assert isinstance(failed.error, EngineHaltedError)
         assert told.num_asked == 2
         assert (await replica.status())["is_sleeping"] is True
-        assert await replica.fleet_state() == told.current
+        assert await replica.replica_state() == told.current
 
 
-async def test_a_replica_that_cannot_catch_up_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
     told = Told()
     async with replica_of(monkeypatch, folder, commands=told) as replica:
-        state = await replica.fleet_state()
+        state = await replica.replica_state()
         told.current = dataclasses.replace(state, number=1, root_hash="another")
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
@@ -457,9 +435,9 @@ async def test_a_replica_that_cannot_catch_up_is_replaced(
 
 
 async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplica) -> None:
-    state = dataclasses.replace(await replica.fleet_state(), pause=Command("pause"))
+    state = dataclasses.replace(await replica.replica_state(), pause=Command("pause"))
     await replica.agree(state)
-    assert await replica.fleet_state() == state
+    assert await replica.replica_state() == state
     await replica.check_health()
     await replica.agree(dataclasses.replace(state, number=1))
     with pytest.raises(EngineDeadError, match="missed a command"):
@@ -470,9 +448,7 @@ async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplic
     assert isinstance(failed.error, EngineDeadError)
 
 
-async def test_a_replica_that_hangs_holds_no_command_up(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
     commands, handle = Commands(timeout=60), Handle()
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
@@ -503,7 +479,7 @@ async def test_a_replica_that_hangs_holds_no_command_up(
 
 
 async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
-    state = await replica.fleet_state()
+    state = await replica.replica_state()
     await replica.agree(dataclasses.replace(state, root_hash="00"))
     with pytest.raises(EngineDeadError):
         await replica.check_health()
@@ -569,9 +545,7 @@ async def test_the_ingress_answers_as_one_server(deployed: Deployed, folder: Pat
         assert 'replica="b"' in page
 
 
-async def test_commands_of_the_ingress_reach_all_replicas(
-    deployed: Deployed, other_weights: Path, folder: Path
-) -> None:
+async def test_commands_of_the_ingress_reach_all_replicas(deployed, other_weights, folder):
     [expected] = await lone_answers(other_weights, PROMPT)
     first, second = deployed.replicas.targets
     async with deployed.client as client:
@@ -582,16 +556,16 @@ async def test_commands_of_the_ingress_reach_all_replicas(
         assert (await client.post("/resume")).status_code == 200
         assert (await client.get("/ready")).status_code == 200
     engine: Any = deployed.ingress._engine
-    await engine._orders.update_weights(**update_to(other_weights).options)
-    assert await root_of(first) == await root_of(second) == engine._orders.state.root_hash
+    await engine._commands.give(UPDATE_WEIGHTS, **update_to(other_weights).options)
+    assert await root_of(first) == await root_of(second) == engine._commands.state.root_hash
     assert (await first.status())["is_paused"] is False
     for one in (first, second):
         parts = await parts_of(one, request_of(PROMPT), command_number=3)
         assert tokens_of(parts) == expected
-    assert engine._orders.state.number == 3
+    assert engine._commands.state.number == 3
 
 
-async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> None:
+async def test_a_probe_of_the_replicas_is_that_of_its_best(deployed: Deployed) -> None:
     engine: Any = deployed.ingress._engine
     request = request_of(PROMPT)
     await parts_of(deployed.replicas.targets[1], request)
@@ -608,7 +582,7 @@ async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> N
     assert await engine.probe_all([request, request]) == [0, 0]
 
 
-async def test_a_fleet_without_an_answer_is_dead() -> None:
+async def test_replicas_without_an_answer_is_dead() -> None:
     class Gone:
         async def status(self) -> None:
             raise RayServeException("gone")
@@ -618,44 +592,42 @@ async def test_a_fleet_without_an_answer_is_dead() -> None:
             return {"replica": "b"}
 
     handle: Any = Handle(Gone(), Here())
-    assert await Fleet(handle).statuses() == [{"replica": "b"}]
+    assert await ReplicaSet(handle).statuses() == [{"replica": "b"}]
     handle.targets.pop()
     with pytest.raises(EngineDeadError, match="No replica"):
-        await Fleet(handle).statuses()
+        await ReplicaSet(handle).statuses()
     late = mock.Mock(side_effect=TimeoutError)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     with pytest.raises(EngineDeadError, match="No replica"):
-        await Fleet(handle).about()
+        await ReplicaSet(handle).about()
 
 
-async def test_replicas_that_answer_are_heard_beside_one_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_replicas_that_answer_are_heard_beside_one_that_hangs(monkeypatch):
     class Hangs:
         async def status(self) -> None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     class Here:
         async def status(self) -> dict[str, Any]:
             return {"replica": "b"}
 
-    monkeypatch.setattr(fleet_module, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(replica_set, "_ASK_SECONDS", 0.2)
     handle: Any = Handle(Hangs(), Here())
-    assert await Fleet(handle).statuses() == [{"replica": "b"}]
+    assert await ReplicaSet(handle).statuses() == [{"replica": "b"}]
 
 
 async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
-        async def fleet_state(self) -> None:
+        async def replica_state(self) -> None:
             raise RayServeException("gone")
 
         agree = do = mock.AsyncMock(side_effect=RayServeException("gone"))
 
     class Here:
-        async def fleet_state(self) -> FleetState:
-            return FleetState(number=2, root_hash="aa")
+        async def replica_state(self) -> ReplicaState:
+            return ReplicaState(number=2, root_hash="aa")
 
-        async def agree(self, state: FleetState) -> None:
+        async def agree(self, state: ReplicaState) -> None:
             assert state.number == 2
 
         async def do(self, command: Command) -> Done:
@@ -669,7 +641,7 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     # Nobody runs yet: the first replica to start says what all are to be.
     hashes = PrefixHashInfo(format="3", block_size=4, root_hash="bb", weights_name="tag:b")
-    expected = FleetState(root_hash="bb", weights_name="tag:b")
+    expected = ReplicaState(root_hash="bb", weights_name="tag:b")
     assert await Commands(timeout=60).state(hashes) == expected
 
 

@@ -24,7 +24,7 @@ from prefixcache.events.wire import (
     decode_snapshot,
 )
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.ray_serve.fleet.fleet_state import Refused
+from prefixcache.ray_serve.replicas.replica_state import Refused
 
 pytest.importorskip("ray")
 
@@ -41,6 +41,7 @@ from ray.serve.request_router import PendingRequest
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob
+from prefixcache.ray_serve.replica import EngineReplica
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from prefixcache.types.request import Request
 from ray_in_process import job_of, replica_of, request_of, until
@@ -70,11 +71,18 @@ class FakeReplica:
         self.node_id = node
         self.asked: list[str] = []
         self.queue_len = 0
-        self.target: Any = mock.Mock(probe=mock.AsyncMock(side_effect=self._probe))
+        # Only what a replica has can be called.
+        self.target: Any = mock.Mock(spec=EngineReplica)
+        self.target.probe_all = mock.AsyncMock(side_effect=self._probe_all)
         self._answer = probe
 
-    def _probe(self, request: Request) -> int | Refused:
-        return self._answer if isinstance(self._answer, int) else self._answer(request)
+    def _probe_all(self, requests: Sequence[Request]) -> list[int] | Refused:
+        answers = [
+            self._answer if isinstance(self._answer, int) else self._answer(request)
+            for request in requests
+        ]
+        refused = [one for one in answers if isinstance(one, Refused)]
+        return refused[0] if refused else answers
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return self.queue_len
@@ -196,7 +204,7 @@ async def test_the_longest_prefix_comes_first(router: PrefixRequestRouter) -> No
     assert of.expected_hits == {"b": 36}
     # Without it Ray would ask again at once for as long as nobody takes the request.
     assert call.routing_context.should_backoff is True
-    assert [one.asked for one in replicas] == [["probe"]] * 3
+    assert [one.asked for one in replicas] == [["probe_all"]] * 3
 
 
 async def test_calls_that_are_no_jobs_go_to_any_replica(router: PrefixRequestRouter) -> None:
@@ -217,9 +225,7 @@ def _refuses(_: Request) -> Refused:
 
 
 @pytest.mark.parametrize("fails", [_dies, _refuses], ids=["dead", "refuses"])
-async def test_a_failed_probe_counts_as_nothing_known(
-    router: PrefixRequestRouter, fails: Probe
-) -> None:
+async def test_a_failed_probe_counts_as_nothing_known(router, fails):
     replicas = update(router, FakeReplica("a", fails), FakeReplica("b", 8))
     of = job()
     assert await order(router, replicas, of) == ["b", "a"]
@@ -231,13 +237,11 @@ async def test_a_failed_probe_counts_as_nothing_known(
     assert not router._asked.total()
 
 
-async def test_a_late_probe_counts_as_nothing_known(
-    router: PrefixRequestRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_probe_counts_as_nothing_known(router, monkeypatch):
     monkeypatch.setattr(router_module, "_PROBE_SECONDS", 0.05)
     late, other = update(router, FakeReplica("a", 36), FakeReplica("b", 8))
     never = asyncio.Event()
-    late.target.probe = lambda _: never.wait()
+    late.target.probe_all = lambda _: never.wait()
     of = job()
     assert await order(router, [late, other], of) == ["b", "a"]
     assert of.expected_hits == {"b": 8}
@@ -280,7 +284,7 @@ async def test_questions_under_way_are_no_load(router: PrefixRequestRouter) -> N
     replica.queue_len = 1
     update(router, replica)
     answer = asyncio.Event()
-    replica.target.probe = lambda _: answer.wait()
+    replica.target.probe_all = lambda _: answer.wait()
     choosing = asyncio.ensure_future(order(router, [replica], job()))
     await until(lambda: replica.asked)
     await until(lambda: router.replica_queue_len_cache.get(replica.replica_id))
@@ -311,7 +315,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
     await tell(router, readers, "b", stored(of, 5))
     assert await order(router, replicas, of) == ["b", "c", "a"]
     assert of.expected_hits == {"b": 20}
-    assert [one.asked for one in replicas] == [[], [], ["probe"]]
+    assert [one.asked for one in replicas] == [[], [], ["probe_all"]]
     readers.updates["tcp://127.0.0.1:b"].put(
         Update(1, [BlockRemoved(of.short_hashes()[1:5].tolist(), None)])
     )
@@ -319,9 +323,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
     assert await order(router, replicas, of) == ["c", "b", "a"]
 
 
-async def test_blocks_under_a_salt_are_asked_for(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_blocks_under_a_salt_are_asked_for(router, readers):
     replicas = update(router, told("a", 12), told("b"))
     of = job(salt="secret")
     await tell(router, readers, "a")
@@ -330,9 +332,7 @@ async def test_blocks_under_a_salt_are_asked_for(
     assert of.expected_hits == {"a": 12}
 
 
-async def test_a_request_that_reads_no_cache_hits_nothing(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
     replicas = update(router, told("a"), FakeReplica("b", 36))
     of = job(read=False)
     await tell(router, readers, "a", stored(of, 9))
@@ -341,14 +341,12 @@ async def test_a_request_that_reads_no_cache_hits_nothing(
     assert replicas[1].asked == []
 
 
-async def test_what_a_replica_said_itself_outdoes_its_events(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
     replicas = update(router, told("a"), FakeReplica("b", 4), FakeReplica("c", 36))
     of = job(actual_hits={"a": 0, "c": 8})
     await tell(router, readers, "a", stored(of, 9))
     assert await order(router, replicas, of) == ["c", "b", "a"]
-    assert [one.asked for one in replicas] == [[], ["probe"], []]
+    assert [one.asked for one in replicas] == [[], ["probe_all"], []]
 
 
 async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers: Readers) -> None:
@@ -381,13 +379,7 @@ async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers:
     ],
     ids=["local-here", "local-there", "public-there", "none"],
 )
-async def test_events_are_read_where_they_can_be(
-    router: PrefixRequestRouter,
-    readers: Readers,
-    events: dict[str, Any] | None,
-    node: str,
-    is_read: bool,
-) -> None:
+async def test_events_are_read_where_they_can_be(router, readers, events, node, is_read):
     replica = FakeReplica("a", events=events, node=node)
     for _ in range(2):
         update(router, replica)
@@ -395,9 +387,7 @@ async def test_events_are_read_where_they_can_be(
     assert len(readers.updates) == is_read
 
 
-async def test_blocks_under_way_count_until_they_are_computed(
-    router: PrefixRequestRouter, readers: Readers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocks_under_way_count_until_they_are_computed(router, readers, monkeypatch):
     monkeypatch.setattr(router_module, "_EVENT_SECONDS", 0.0)
     replicas = update(router, told("a"), told("b"))
     for name in ("a", "b"):
@@ -416,9 +406,7 @@ async def test_blocks_under_way_count_until_they_are_computed(
     assert first.expected_hits == {name: 0}
 
 
-async def test_blocks_of_a_failed_request_do_not_count(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_blocks_of_a_failed_request_do_not_count(router, readers):
     [replica] = update(router, told("a"))
     await tell(router, readers, "a")
     of = job()
@@ -457,10 +445,7 @@ async def answer(replica: FakeReplica, of: RoutedJob) -> None:
         pass
 
 
-async def test_events_of_engines_reach_the_router(
-    router: PrefixRequestRouter,
-    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
-) -> None:
+async def test_events_of_engines_reach_the_router(router, replica_with_events):
     """Over sockets: a snapshot of what was cached before, then what is stored."""
     router.initialize_state(block_size=16)
     async with replica_with_events("a") as first, replica_with_events("b") as second:
@@ -495,11 +480,7 @@ class LossyNetwork:
         self.num_sent += 1
 
 
-async def test_events_that_the_network_loses_are_replayed(
-    router: PrefixRequestRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
-) -> None:
+async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, replica_with_events):
     """The router knows afterwards what the replica has, though blocks were stored and evicted."""
     router.initialize_state(block_size=16)
     prompts = [[3 + (n * 31 + at * 7) % 370 for at in range(40 + n * 5)] for n in range(24)]

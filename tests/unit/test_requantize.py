@@ -16,7 +16,7 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
-from prefixcache.models.conversion import quantize_folder, widen_folder
+from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.models.loader import load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 
@@ -63,7 +63,7 @@ def test_a_chunk_of_dense_numbers_is_refused_as_a_whole(folders: Folders) -> Non
     model = served(folders.blocks[0])
     assert model.info.formats == QUANTIZED
     before, tensors = logits(model), folders.tensors()
-    with pytest.raises(ModelLoadError, match=rf"{UP} is kept in blocks of Q8_0.*--requantize"):
+    with pytest.raises(ModelLoadError, match=rf"{UP} is quantized as Q8_0.*--requantize"):
         model.write({NORM: tensors[NORM], UP: tensors[UP]})
     assert torch.equal(logits(model), before)
     model.write({NORM: tensors[NORM]})
@@ -98,10 +98,10 @@ def test_a_format_that_nothing_is_quantized_to_is_named(
 ) -> None:
     monkeypatch.setattr(replaceable, "QUANTIZABLE", ("Q4_0", "Q4_1"))
     model = served(folders.blocks[0], requantize=True)
-    told = "blocks of Q8_0, to which nothing can be quantized.*knows Q4_0, Q4_1"
-    with pytest.raises(ModelLoadError, match=told):
+    problem = "is quantized as Q8_0, to which nothing can be quantized.*knows Q4_0, Q4_1"
+    with pytest.raises(ModelLoadError, match=problem):
         model.write({UP: folders.tensors()[UP]})
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=problem):
         model.check_folder(folders.dense[1])
     model.check_folder(folders.blocks[1])
 
@@ -131,5 +131,5 @@ def test_weights_that_were_given_up_come_back_as_blocks(folders: Folders, tmp_pa
     model.load(read_checkpoint(folders.blocks[0]))
     assert model.info == info
     assert torch.equal(logits(model), before)
-    widen_folder(folders.blocks[0], tmp_path, torch.bfloat16)
+    dequantize_folder(folders.blocks[0], tmp_path, torch.bfloat16)
     assert torch.equal(logits(served(tmp_path)), before)

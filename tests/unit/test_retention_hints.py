@@ -44,7 +44,7 @@ class Hints(Bench):
         return self.scheduler.hit_counter.hit_tokens - before
 
     def traffic(self, pools: float = 10) -> None:
-        """Prompts of their own, about as many blocks as so many pools have."""
+        """Prompts of their own, about as many blocks as that many pools have."""
         for number in range(int(pools * USABLE) // 10):
             name = next(self._names)
             salt = CacheOptions(salt=f"traffic {name}")
@@ -71,7 +71,7 @@ def test_a_hinted_prefix_outlives_ten_pools_of_traffic(groups: tuple[GroupKind, 
     assert plain.serve([*PREFIX, 92, 93, 94]) == 0
 
 
-def test_a_hint_ends_with_its_ttl_which_hits_begin_anew() -> None:
+def test_a_hint_ends_with_its_ttl_which_hits_start_again() -> None:
     bench = Hints()
     bench.serve([*PREFIX, 90], RetentionRange(0, len(PREFIX), ttl_s=60))
     for now in (59, 118):

@@ -308,7 +308,7 @@ def test_a_nucleus_of_flat_logits_has_no_token_too_many(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_context_that_grew_gives_what_one_counted_anew_gives(waits: bool) -> None:
+def test_a_context_that_grew_gives_what_one_counted_again_gives(waits: bool) -> None:
     values = logits(5, 12, scale=0.5)
     options = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
     sampler, answers = Sampler(5, CPU, waits=waits), [[] for _ in range(5)]
@@ -364,7 +364,7 @@ def test_many_keys_are_those_of_single_rows() -> None:
         assert np.concatenate(row_keys([seed], [position])).tolist() == keys.tolist()
 
 
-def test_the_same_seed_at_another_position_draws_anew() -> None:
+def test_the_same_seed_at_another_position_draws_again() -> None:
     values = torch.zeros(40, 997)
     tokens = chosen(values, [row(1, output=(0,) * i) for i in range(40)])
     assert len(set(tokens)) > 30

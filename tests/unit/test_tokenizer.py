@@ -92,7 +92,7 @@ def test_unknown_ids_add_nothing(tokenizer):
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
 
 
-def test_the_named_eos_token_is_told_by_its_id(tokenizer):
+def test_the_named_eos_token_has_an_id(tokenizer):
     assert tokenizer.eos_token_ids == (2,)
     assert Tokenizer(Backend(models.BPE({"a": 0}, []))).eos_token_ids == ()
 
@@ -129,7 +129,7 @@ def test_a_token_adds_what_its_decoder_makes_of_it():
     assert [tokenizer.token_bytes(i) for i in (1, 2)] == [b" pre", b"fix"]
 
 
-def test_the_replacement_character_and_broken_bytes_are_told_apart(tokenizer):
+def test_the_replacement_character_and_broken_bytes_are_distinguished(tokenizer):
     backend = Backend.from_str(tokenizer._backend.to_str())
     backend.add_tokens(["\ufffd", "é"])
     added = Tokenizer(backend)

@@ -209,17 +209,17 @@ def test_a_copy_of_its_tied_head_is_ignored(sees_images: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "problem"),
     [
         ("language_model.model.norm.weight", r"lack model\.norm\.weight"),
         ("language_model.model.layers.0.mlp.up_proj.weight", r"lack model\.layers\.0\.mlp\.up"),
     ],
 )
 def test_a_missing_tensor_of_its_text_part_is_named(
-    sees_images: Path, name: str, told: str
+    sees_images: Path, name: str, problem: str
 ) -> None:
     rewrite(sees_images, lambda tensors: tensors.pop(name))
-    with pytest.raises(ModelLoadError, match=told):
+    with pytest.raises(ModelLoadError, match=problem):
         load(sees_images)
 
 

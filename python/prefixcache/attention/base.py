@@ -1,4 +1,4 @@
-"""What an attention backend is, and the plain data it is told for a step.
+"""What an attention backend is, and the plain data that it gets for a step.
 
 Letters of shapes: T tokens in the step, S sequences, H query heads, K key-value heads, D head
 size, P pages (blocks), B tokens a block. Arrays of a batch are CSR, in FlashInfer's terms: rows

@@ -257,7 +257,7 @@ class KernelMaker:
             | self._options
             | {"disable_split_kv": not splits},
             group_size=self._group_size,
-            # It masks added tiles only beside split keys.
+            # It masks added tiles only with split keys.
             adds_tiles=fixed_rows is not None and not splits,
             pins=self._pins,
         )
@@ -293,7 +293,7 @@ class KernelMaker:
     def _splits(self, captured_rows: int) -> bool:
         """Whether decodes may split keys; a graph reserves room for as many parts as it may have.
 
-        So many rows that there is none nearly fill the device without.
+        With enough rows the device is nearly full without splitting.
         """
         whole_from = self._whole_keys_from
         if not self._splits_keys or (whole_from is not None and captured_rows >= whole_from):

@@ -96,7 +96,7 @@ def select_sequences(batch: AttentionBatch, first: int, stop: int) -> KernelRows
 def pad_decodes(batch: AttentionBatch, size: int) -> KernelRows:
     """The step's decodes and as many rows more as make `size`.
 
-    Each added row is a sequence of one token in one page; its page index stands behind those of
+    Each added row is a sequence of one token in one page; its page index comes after those of
     the step. Raises `ValueError` when the step is no pure decode of at most `size` sequences.
     """
     count = len(batch.last_page_len)
@@ -121,7 +121,7 @@ def grid_pages(page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedPages:
-    """Which of a step's pages the kernels are told of, in CSR; `chosen` None stands for all."""
+    """Which of a step's pages the kernels get, in CSR; `chosen` None stands for all."""
 
     kv_indptr: Tensor  # int32 [S + 1], on the CPU
     first_pages: Tensor | None  # int32 [S], on the CPU
@@ -198,7 +198,7 @@ def planned_tiles_alone(plan_info: Sequence[int], num_rows: int, group_size: int
 
 
 def parts_bytes(spec: AttentionSpec, num_rows: int, num_multiprocessors: int) -> int:
-    """What a captured FA2 decode of so many rows with split keys takes of the workspace."""
+    """What a captured FA2 decode of `num_rows` rows with split keys takes of the workspace."""
     group = spec.num_heads // spec.num_kv_heads
     tile = next((size for size in _TILE_SIZES if group <= size), _TILE_SIZES[-1])
     tiles = max(

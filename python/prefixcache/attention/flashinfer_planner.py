@@ -123,7 +123,7 @@ class Planner:
 
     @property
     def left_out_multiple(self) -> int:
-        """Pages are left out of a table in multiples of so many."""
+        """Pages are left out of a table in multiples of this number."""
         return grid_pages(self._page_size) if self._aligns_tables else 1
 
     def plan(self, batch: AttentionBatch) -> KernelPlan:

@@ -95,7 +95,7 @@ _FACTORIES: dict[str, _Factory] = {
 
 
 def attention_names() -> tuple[str, ...]:
-    """Names that `make_attention` knows, beside "auto"."""
+    """Names that `make_attention` knows, in addition to "auto"."""
     return tuple(_FACTORIES)
 
 

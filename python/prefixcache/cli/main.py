@@ -155,7 +155,7 @@ def convert(given: Given) -> None:
         config.model,
         config.revision,
         options.output,
-        block_format=options.quantize and options.quantize.upper(),
+        quant_format=options.quantize and options.quantize.upper(),
         dtype=options.widen,
     )
     click.echo(made)

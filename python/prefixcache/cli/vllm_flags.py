@@ -14,17 +14,11 @@ from prefixcache.config.checked import shown
 from prefixcache.exceptions import FieldError
 
 _ONE_DEVICE = "asks for more than one device"
-_NO_LORA = "asks for LoRA, which is not supported"
 _OTHER_KV = "asks for the KV cache in another place"
-_NO_IMAGES = "asks for images or audio, which are not supported"
-_OTHER_CONFIG = "asks for another configuration than the model's"
-_OTHER_TOKENIZER = "asks for another tokenizer than the model's"
 _OTHER_TYPE = "asks for another type of the KV cache"
-_NO_PLUGINS = "asks for plugins"
 _OTHER_GRAMMARS = "asks for another engine of structured output"
+_NO_LORA = "asks for LoRA, which is not supported"
 _NOT_TEXT = "asks for something else than text"
-_NO_PROCESSORS = "asks for processors of logits"
-_BY_A_PROXY = "asks for what a proxy in front does"
 
 # Switches that mean nothing here, or what is done anyway.
 _IGNORED = """
@@ -46,38 +40,55 @@ _ANY_VALUE = """
     --safetensors-load-strategy --show-hidden-metrics-for-version --stream-interval --swap-space
     --uvicorn-log-level
 """
-# Switches that ask for what is not done, and why each is refused.
-_REFUSED = {
-    "--enable-expert-parallel": _ONE_DEVICE,
-    "--enable-eplb": _ONE_DEVICE,
-    "--data-parallel-hybrid-lb": _ONE_DEVICE,
-    "--data-parallel-external-lb": _ONE_DEVICE,
-    "--headless": _ONE_DEVICE,
-    "--enable-dbo": _ONE_DEVICE,
-    "--calculate-kv-scales": _OTHER_TYPE,
-    "--no-enable-chunked-prefill": "asks for whole prompts in one step",
-    "--disable-sliding-window": "asks for a model without its windows",
-    "--enable-lora": _NO_LORA,
-    "--enable-lora-bias": _NO_LORA,
-    "--enable-prompt-embeds": "asks for prompts as embeddings",
-    "--enable-force-include-usage": "asks for usage in every stream",
-    "--enable-server-load-tracking": "asks for what is not measured",
-    "--enable-tokenizer-info-endpoint": "asks for an endpoint that is not served",
-    "--return-tokens-as-token-ids": "asks for another spelling of tokens",
-    "--skip-tokenizer-init": "asks for a model without a tokenizer",
-    "--exclude-tools-when-tool-choice-none": (
-        "asks for prompts without the tools that must not be called"
+# Switches that ask for what is not done, by why they are refused.
+_REFUSED_SWITCHES = {
+    _ONE_DEVICE: """
+        --enable-expert-parallel --enable-eplb --data-parallel-hybrid-lb --data-parallel-external-lb
+        --headless --enable-dbo
+    """,
+    _OTHER_TYPE: "--calculate-kv-scales",
+    _NO_LORA: "--enable-lora --enable-lora-bias",
+    "asks for whole prompts in one step": "--no-enable-chunked-prefill",
+    "asks for a model without its windows": "--disable-sliding-window",
+    "asks for prompts as embeddings": "--enable-prompt-embeds",
+    "asks for usage in every stream": "--enable-force-include-usage",
+    "asks for what is not measured": "--enable-server-load-tracking",
+    "asks for an endpoint that is not served": "--enable-tokenizer-info-endpoint",
+    "asks for another spelling of tokens": "--return-tokens-as-token-ids",
+    "asks for a model without a tokenizer": "--skip-tokenizer-init",
+    "asks for prompts without the tools that must not be called": (
+        "--exclude-tools-when-tool-choice-none"
     ),
 }
+# Options that are refused with any value, by why.
+_REFUSED_OPTIONS = {
+    _OTHER_KV: "--kv-transfer-config",
+    _NO_LORA: "--lora-modules --max-loras --max-lora-rank --max-cpu-loras",
+    "asks for another tokenizer than the model's": "--tokenizer --tokenizer-revision",
+    "asks for another configuration than the model's": """
+        --hf-config-path --hf-overrides --override-generation-config --rope-scaling --rope-theta
+    """,
+    "asks for another chat template than the model's": "--chat-template",
+    "asks for speculative decoding": "--speculative-config/-sc",
+    "asks for images or audio, which are not supported": """
+        --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --media-io-kwargs
+    """,
+    "asks for processors of logits": "--logits-processors --logits-processor-pattern",
+    "asks for what a proxy in front does": "--root-path --middleware",
+    "asks for a log of another form": "--log-config-file",
+    "asks for traces": "--collect-detailed-traces",
+    "asks for plugins": "--tool-parser-plugin --tool-server --additional-config",
+    "asks for another cache of downloads; set HF_HOME": "--download-dir",
+}
 # Options by their names, the values that each is taken with, and why others are refused.
-_ONLY = {
-    "--tensor-parallel-size -tp": ("1", _ONE_DEVICE),
-    "--pipeline-parallel-size -pp": ("1", _ONE_DEVICE),
-    "--data-parallel-size -dp": ("1", _ONE_DEVICE),
-    "--prefill-context-parallel-size -pcp": ("1", _ONE_DEVICE),
-    "--decode-context-parallel-size -dcp": ("1", _ONE_DEVICE),
-    "--nnodes -n": ("1", _ONE_DEVICE),
-    "--api-server-count -asc": ("1", "asks for several server processes"),
+_SOME_VALUES = {
+    "--tensor-parallel-size/-tp": ("1", _ONE_DEVICE),
+    "--pipeline-parallel-size/-pp": ("1", _ONE_DEVICE),
+    "--data-parallel-size/-dp": ("1", _ONE_DEVICE),
+    "--prefill-context-parallel-size/-pcp": ("1", _ONE_DEVICE),
+    "--decode-context-parallel-size/-dcp": ("1", _ONE_DEVICE),
+    "--nnodes/-n": ("1", _ONE_DEVICE),
+    "--api-server-count/-asc": ("1", "asks for several server processes"),
     "--distributed-executor-backend": ("mp uni", _ONE_DEVICE),
     "--node-rank": ("0", _ONE_DEVICE),
     "--data-parallel-rank": ("0", _ONE_DEVICE),
@@ -87,44 +98,16 @@ _ONLY = {
     "--runner": ("auto generate", _NOT_TEXT),
     "--convert": ("auto none", _NOT_TEXT),
     "--tokenizer-mode": ("auto fast hf", "asks for another tokenizer"),
-    "--tokenizer": ("", _OTHER_TOKENIZER),
-    "--tokenizer-revision": ("", _OTHER_TOKENIZER),
-    "--hf-config-path": ("", _OTHER_CONFIG),
-    "--hf-overrides": ("", _OTHER_CONFIG),
-    "--override-generation-config": ("", _OTHER_CONFIG),
-    "--rope-scaling": ("", _OTHER_CONFIG),
-    "--rope-theta": ("", _OTHER_CONFIG),
     "--generation-config": ("auto", "asks for other defaults than the model's"),
     "--kv-cache-dtype": ("auto bfloat16", _OTHER_TYPE),
     "--cpu-offload-gb": ("0", _OTHER_KV),
     "--kv-offloading-size": ("0", _OTHER_KV),
-    "--kv-transfer-config": ("", _OTHER_KV),
-    "--speculative-config -sc": ("", "asks for speculative decoding"),
-    "--lora-modules": ("", _NO_LORA),
-    "--max-loras": ("", _NO_LORA),
-    "--max-lora-rank": ("", _NO_LORA),
-    "--max-cpu-loras": ("", _NO_LORA),
-    "--mm-processor-kwargs": ("", _NO_IMAGES),
-    "--allowed-local-media-path": ("", _NO_IMAGES),
-    "--allowed-media-domains": ("", _NO_IMAGES),
-    "--media-io-kwargs": ("", _NO_IMAGES),
     "--guided-decoding-backend": ("auto guidance", _OTHER_GRAMMARS),
     "--structured-outputs-config.backend": ("auto guidance", _OTHER_GRAMMARS),
     "--chat-template-content-format": ("auto string openai", "asks for another form of content"),
     "--response-role": ("assistant", "asks for another role"),
-    "--chat-template": ("", "asks for another chat template than the model's"),
     "--max-logprobs": (" ".join(map(str, range(21))), "asks for more log probabilities than 20"),
     "--logprobs-mode": ("raw_logprobs", "asks for other log probabilities"),
-    "--logits-processors": ("", _NO_PROCESSORS),
-    "--logits-processor-pattern": ("", _NO_PROCESSORS),
-    "--root-path": ("", _BY_A_PROXY),
-    "--middleware": ("", _BY_A_PROXY),
-    "--log-config-file": ("", "asks for a log of another form"),
-    "--collect-detailed-traces": ("", "asks for traces"),
-    "--tool-parser-plugin": ("", _NO_PLUGINS),
-    "--tool-server": ("", _NO_PLUGINS),
-    "--additional-config": ("", _NO_PLUGINS),
-    "--download-dir": ("", "asks for another cache of downloads; set HF_HOME"),
 }
 
 
@@ -172,7 +155,12 @@ def vllm_options() -> Iterator[VllmOption]:
         yield VllmOption(name)
     for name in _ANY_VALUE.split():
         yield VllmOption(name, takes_value=True)
-    for name, why in _REFUSED.items():
-        yield VllmOption(name, why=why)
-    for names, (taken, why) in _ONLY.items():
-        yield VllmOption(*names.split(), takes_value=True, taken=tuple(taken.split()), why=why)
+    for why, switches in _REFUSED_SWITCHES.items():
+        for name in switches.split():
+            yield VllmOption(name, why=why)
+    for why, options in _REFUSED_OPTIONS.items():
+        for names in options.split():
+            yield VllmOption(*names.split("/"), takes_value=True, taken=(), why=why)
+    for names, (taken, why) in _SOME_VALUES.items():
+        values = tuple(taken.split())
+        yield VllmOption(*names.split("/"), takes_value=True, taken=values, why=why)

@@ -35,8 +35,8 @@ from prefixcache.exceptions import (
     SlowReaderError,
 )
 from prefixcache.metrics import Metrics
-from prefixcache.text.grammar.guide import Grammar
-from prefixcache.text.grammar.trial import Trials
+from prefixcache.text.grammar.answer_matcher import Grammar
+from prefixcache.text.grammar.sandbox import Sandboxes
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -211,7 +211,7 @@ class AsyncEngine:
     ) -> None:
         self._engine = engine
         self._queue = _QueueBound(engine, max_queue, max_waiting_per_client)
-        self._trials = Trials()
+        self._sandboxes = Sandboxes()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
@@ -326,8 +326,8 @@ class AsyncEngine:
         is to be `quick` and is not; and `CancelledError` soon after `cancelled` is set.
         """
         self._raise_if_dead()
-        trial = self._trials.quick if quick else self._trials.thorough
-        return self._engine.compile(output, trial, cancelled)
+        sandbox = self._sandboxes.quick if quick else self._sandboxes.thorough
+        return self._engine.compile(output, sandbox, cancelled)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
@@ -379,7 +379,7 @@ class AsyncEngine:
         self._inbox.put(partial(self._stop, drain))
         self._thread.join()
         self._engine.close()
-        self._trials.close()
+        self._sandboxes.close()
 
     def _open(
         self,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from threading import Event
 from typing import Protocol
 
-from prefixcache.text.grammar.guide import Grammar
+from prefixcache.text.grammar.answer_matcher import Grammar
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.structured_output import StructuredOutput
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.evictions import EvictionReader
@@ -25,9 +25,9 @@ from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.runner.base import ModelMemory, StepRunner
 from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher, Grammar
 from prefixcache.text.grammar.grammars import Grammars
-from prefixcache.text.grammar.guide import Grammar, Guide
-from prefixcache.text.grammar.trial import Trial
+from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
@@ -167,7 +167,7 @@ class Engine:
     def compile(
         self,
         output: StructuredOutput,
-        trial: Trial | None = None,
+        sandbox: Sandbox | None = None,
         cancelled: threading.Event | None = None,
     ) -> Grammar:
         """The grammar of such answers, which takes a while when it is new. From any thread.
@@ -178,7 +178,7 @@ class Engine:
             raise InvalidRequestError(
                 "This engine cannot keep answers to grammars.", param="structured_output"
             )
-        return self._grammars.compile(output, trial, cancelled)
+        return self._grammars.compile(output, sandbox, cancelled)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.
@@ -206,14 +206,14 @@ class Engine:
         """What the cache has of a prompt now. From any thread."""
         return self._cache.look_up(token_ids, salt)
 
-    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
-        """Calls `listener` twice a second, and at `read_losses`, with what was evicted.
+    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
+        """Calls `listener` twice a second, and at `read_evictions`, with what was evicted.
 
         From threads of its own, one at a time; from any thread.
         """
         self._evictions.listen(listener)
 
-    def read_losses(self) -> None:
+    def read_evictions(self) -> None:
         """Reports to the listeners what was evicted until now. From any thread."""
         self._evictions.read()
 
@@ -237,7 +237,7 @@ class Engine:
             request,
             seed=self._seeds.getrandbits(64) if seed is None else seed,
             end_token_ids=self._end_token_ids(request.params),
-            guide=self._guide(request.params),
+            matcher=self._answer_matcher(request.params),
         )
         self._answers[request.request_id] = answer
 
@@ -298,7 +298,7 @@ class Engine:
             self._note_begun(plan)
             self._submit(plan)
         elif not self._steps:
-            self._scheduler.wait_for_guides(_LONGEST_IDLE)
+            self._scheduler.wait_for_masks(_LONGEST_IDLE)
         while self._steps and not (plan.sequences and self._is_ahead()):
             outputs += self._read_oldest()
         self._note_usage()
@@ -489,10 +489,10 @@ class Engine:
                 param=name,
             )
 
-    def _guide(self, params: SamplingParams) -> Guide | None:
+    def _answer_matcher(self, params: SamplingParams) -> AnswerMatcher | None:
         if params.structured_output is None:
             return None
-        return self.compile(params.structured_output).guide(ignore_eos=params.ignore_eos)
+        return self.compile(params.structured_output).for_answer(ignore_eos=params.ignore_eos)
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         ids = self._eos_token_ids.union(params.stop_token_ids)

@@ -27,7 +27,7 @@ class Answer:
     ) -> None:
         self.request = request
         self._detokenizer = detokenizer
-        # Under a grammar they are sampled only where the answer may end; see `Guide`.
+        # Under a grammar they are sampled only where the answer may end; see `AnswerMatcher`.
         ignores_eos = request.params.ignore_eos and request.params.structured_output is None
         self._eos_token_ids = () if ignores_eos else eos_token_ids
         self._max_tokens = max_tokens

@@ -12,14 +12,14 @@ from pathlib import Path
 from prefixcache._core import derive_digest
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.blocks import (
+from prefixcache.models.digests import FileState, file_state, range_digests
+from prefixcache.models.gguf.index import (
     INDEX_FILE,
     WEIGHTS_FILE,
     IndexedTensor,
     has_index,
     read_index,
 )
-from prefixcache.models.digests import FileState, file_state, range_digests
 from prefixcache.models.safetensors_file import TensorRange, tensor_ranges
 from prefixcache.models.weights import INDEX_FILE as SHARDS_FILE
 from prefixcache.models.weights import checkpoint_files

@@ -1,4 +1,4 @@
-"""Models in another form: dense weights quantized to blocks, blocks widened to dense weights."""
+"""Models in another format: weights quantized to one of GGUF's, or dequantized to safetensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
-from prefixcache.models.blocks import (
-    DENSE_TYPES,
+from prefixcache.models.gguf.index import (
     INDEX_FILE,
+    UNQUANTIZED_TYPES,
     WEIGHTS_FILE,
     IndexedTensor,
     write_index,
@@ -34,24 +34,24 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import check_weights
 from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.weights import NamedTensor, read_folder
-from prefixcache.ops.blocks import QuantizedTensor, block_size
+from prefixcache.ops.quantized import QuantizedTensor, quant_block_size
 
 _CPU = torch.device("cpu")
 _SHARD_BYTES = 2 << 30
-_FORMATS = {dtype: name for name, dtype in DENSE_TYPES.items()}
+_FORMATS = {dtype: name for name, dtype in UNQUANTIZED_TYPES.items()}
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
-def quantize_folder(source: Path, target: Path, block_format: str) -> None:
+def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     """Writes the model into the empty folder `target`, its matrices in one of `QUANTIZABLE`.
 
-    Vectors become float32; matrices whose rows are no whole blocks stay as they are. One tensor is
-    in memory at a time. Raises `ModelLoadError` for weights that are not those of the folder's
-    configuration, that are quantized already, or that no block can hold.
+    Vectors become float32; matrices whose rows are not whole quant blocks stay as they are. One
+    tensor is in memory at a time. Raises `ModelLoadError` for weights that are not those of the
+    folder's configuration, are quantized already, or do not fit into the format.
     """
     names = check_weights(ModelConfig.from_hf(source), source)
-    formats = {one.name: _format_of(one, block_format) for one in read_folder(source, _CPU, names)}
+    formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, _CPU, names)}
     file = target / WEIGHTS_FILE
     model_type = str(read_json_object(source / "config.json")["model_type"])
     with closing(GGUFWriter(file, model_type)) as writer:
@@ -60,13 +60,13 @@ def quantize_folder(source: Path, target: Path, block_format: str) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for one in _shown(read_folder(source, _CPU, names), len(formats), f"To {block_format}"):
+        for one in _shown(read_folder(source, _CPU, names), len(formats), f"To {quant_format}"):
             writer.write_tensor_data(_data(one, formats[one.name]))
     write_index(target, _indexed(file), size=file.stat().st_size)
     _copy_others(source, target)
 
 
-def widen_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
+def dequantize_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Writes the model into the empty folder `target` as safetensors, rounded once to `dtype`.
 
     Vectors keep their type. Raises `ModelLoadError` for weights that are not those of the folder's
@@ -76,7 +76,9 @@ def widen_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
     count = sum(1 for _ in read_folder(source, _CPU, names))
     tensors = _shown(read_folder(source, _CPU, names), count, f"To {dtype}")
     weight_map = dict[str, str]()
-    for number, shard in enumerate(_shards((one.name, _widened(one, dtype)) for one in tensors)):
+    for number, shard in enumerate(
+        _shards((one.name, _dequantized(one, dtype)) for one in tensors)
+    ):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, target / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
@@ -92,26 +94,26 @@ def convert_model(
     revision: str | None,
     output: Path | None,
     *,
-    block_format: str | None = None,
+    quant_format: str | None = None,
     dtype: Literal["bfloat16", "float32"] | None = None,
 ) -> Path:
-    """The folder `output` with the model in another form: one of `QUANTIZABLE`, or dense.
+    """The folder `output` with the model in another format: one of `QUANTIZABLE`, or unquantized.
 
     Without `output` it is named after model and form, in the current folder. It is complete or
     absent. Raises `FieldError` when it is there already, and as `resolve_model`,
-    `quantize_folder` and `widen_folder`; what was begun is then gone.
+    `quantize_folder` and `dequantize_folder`; what was begun is then gone.
     """
     source = resolve_model(model, revision)
-    form = (block_format or dtype or "").lower()
+    form = (quant_format or dtype or "").lower()
     target = output or Path(f"{Path(model).name.removesuffix('.gguf')}-{form}")
     if target.exists() or target.is_symlink():
         raise FieldError("output", f"{target} is there already.")
 
     def write(new: Path) -> None:
-        if block_format is not None:
-            quantize_folder(source, new, block_format)
+        if quant_format is not None:
+            quantize_folder(source, new, quant_format)
         else:
-            widen_folder(source, new, getattr(torch, form))
+            dequantize_folder(source, new, getattr(torch, form))
 
     try:
         _write_once(target, write)
@@ -137,7 +139,7 @@ def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[Na
     return iter(track(tensors, what, total=count, console=Console(stderr=True), transient=True))
 
 
-def _format_of(one: NamedTensor, block_format: str) -> str:
+def _format_of(one: NamedTensor, quant_format: str) -> str:
     """What the tensor becomes."""
     tensor = one.tensor
     if isinstance(tensor, QuantizedTensor):
@@ -147,8 +149,8 @@ def _format_of(one: NamedTensor, block_format: str) -> str:
         )
     if tensor.dim() != 2:
         return "F32"
-    if tensor.shape[1] % block_size(block_format)[0] == 0:
-        return block_format
+    if tensor.shape[1] % quant_block_size(quant_format)[0] == 0:
+        return quant_format
     return _FORMATS.get(tensor.dtype, "F32")
 
 
@@ -165,8 +167,8 @@ def _data(one: NamedTensor, tensor_format: str) -> np.ndarray:
     assert isinstance(one.tensor, Tensor)
     if tensor_format in QUANTIZABLE:
         return quantized(one.name, one.tensor, tensor_format).blocks.numpy()
-    dense = one.tensor.to(DENSE_TYPES[tensor_format]).contiguous()
-    return dense.view(torch.uint8).numpy()
+    numbers = one.tensor.to(UNQUANTIZED_TYPES[tensor_format]).contiguous()
+    return numbers.view(torch.uint8).numpy()
 
 
 def _indexed(file: Path) -> Iterator[IndexedTensor]:
@@ -179,9 +181,9 @@ def _indexed(file: Path) -> Iterator[IndexedTensor]:
         )
 
 
-def _widened(one: NamedTensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(one: NamedTensor, dtype: torch.dtype) -> Tensor:
     if isinstance(one.tensor, QuantizedTensor):
-        return one.tensor.widened(dtype)
+        return one.tensor.dequantized(dtype)
     return (one.tensor.to(dtype) if one.tensor.dim() == 2 else one.tensor).contiguous()
 
 

@@ -17,9 +17,9 @@ from prefixcache.attention.grouped import GroupedAttention, Rotation
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
-from prefixcache.ops.blocks import QuantizedTensor
 from prefixcache.ops.embedding import Embedding
 from prefixcache.ops.linear import Linear, dtype_name
+from prefixcache.ops.quantized import QuantizedTensor
 from prefixcache.ops.rope import RotaryEmbedding
 from prefixcache.ops.sets import Ops
 from prefixcache.ops.stack import LayerWeights
@@ -147,7 +147,7 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and with a residual connection.
+    """Attention and MLP, each after a norm and with a residual connection.
 
     With `sandwich_norms` what they add to the residual is normalised too.
     """
@@ -332,23 +332,23 @@ def _rope_of(config: ModelConfig, layer: int) -> int:
 
 
 def _tensor_slot(parameter: Tensor) -> Slot:
-    shape, write = tuple(parameter.shape), partial(_copy_dense, parameter)
+    shape, write = tuple(parameter.shape), partial(_copy_numbers, parameter)
     return Slot(shape, write, partial(dtype_name, parameter.dtype))
 
 
 def _head_slot(parameter_ND: Tensor) -> Slot:
     """One checkpoint row [D] for all of N heads."""
-    shape, write = (parameter_ND.shape[1],), partial(_copy_dense, parameter_ND)
+    shape, write = (parameter_ND.shape[1],), partial(_copy_numbers, parameter_ND)
     return Slot(shape, write, partial(dtype_name, parameter_ND.dtype))
 
 
-def _copy_dense(parameter: Tensor, tensor: Tensor | QuantizedTensor) -> None:
-    parameter.copy_(_dense(tensor))
+def _copy_numbers(parameter: Tensor, tensor: Tensor | QuantizedTensor) -> None:
+    parameter.copy_(_numbers(tensor))
 
 
-def _dense(tensor: Tensor | QuantizedTensor) -> Tensor:
+def _numbers(tensor: Tensor | QuantizedTensor) -> Tensor:
     if isinstance(tensor, QuantizedTensor):
-        raise TypeError("blocks are for the matrices of linears and embeddings")
+        raise TypeError("quantized weights are for linear layers and embeddings")
     return tensor
 
 
@@ -361,7 +361,7 @@ def _linear_slots(
     if bias:
 
         def write_bias(tensor: Tensor | QuantizedTensor) -> None:
-            linear.copy_bias(start, _dense(tensor))
+            linear.copy_bias(start, _numbers(tensor))
 
         yield f"{name}.bias", Slot((rows,), write_bias, partial(dtype_name, linear.dtype))
 

@@ -62,7 +62,7 @@ def range_digests(file: Path, ranges: Sequence[tuple[int, int]], threads: int = 
 
 
 def file_state(file: Path) -> FileState:
-    """Another one when the file was changed meanwhile. Raises `OSError`."""
+    """Differs if the file was changed. Raises `OSError`."""
     stat = file.stat()
     return [str(file), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -88,7 +88,7 @@ def _remember(note: Path, file: Path, state: FileState, digest: Any) -> None:
 
 
 def _write_note(note: Path, content: dict[str, Any]) -> None:
-    """Replaces the note as a whole, whoever else does so at once."""
+    """Replaces the note as a whole, also if several processes do so at once."""
     new = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)

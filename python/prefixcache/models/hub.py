@@ -27,8 +27,8 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.home import cache_home
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.blocks import WEIGHTS_FILE
 from prefixcache.models.digests import compute_sha256, file_sha256
+from prefixcache.models.gguf.index import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ def _is_locked(descriptor: int, folder: Path) -> bool:
 
 
 def _tell_of_superseded(folder: Path) -> None:
-    """Earlier versions kept widened weights in a folder of almost the same name."""
+    """Earlier versions kept dequantized weights in a folder of almost the same name."""
     old = folder.with_name(folder.name.rpartition("-")[0])
     if old.is_dir():
         logger.warning("%s is of an earlier version and used no more: remove it.", old)

@@ -34,7 +34,7 @@ def load_model(
 
     `max_positions` (the model's context length if None) bounds the rotary table. With `cpu` the
     model runs on ops whose rows do not depend on the batch, with those threads; `activations` is
-    what they multiply weights in blocks with. Raises
+    what they multiply quantized weights with. Raises
     `ModelLoadError` naming the tensor and the file when weights do not fit the configuration.
     """
     check_weights(config, folder)

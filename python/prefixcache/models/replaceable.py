@@ -13,9 +13,9 @@ from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
-from prefixcache.models.blocks import has_index
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
 from prefixcache.models.decoder import DecoderModel
+from prefixcache.models.gguf.index import has_index
 from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.weights import (
     NamedTensor,
@@ -28,7 +28,7 @@ from prefixcache.models.weights import (
     load_folder,
     shapes_of,
 )
-from prefixcache.ops.blocks import BLOCK_FORMATS, QuantizedTensor
+from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor
 from prefixcache.types.modes import WeightsInfo
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ _GIVEN_TENSOR = "The update"
 class ReplaceableModel:
     """Stands for a model to those who compute with it, whatever becomes of its weights.
 
-    `make` makes the model anew with undefined weights, and `checkpoint` is where those of `model`
+    `make` builds the model again with undefined weights, and `checkpoint` is where those of `model`
     came from, if any; later it is the one that holds just these weights, None when some came from
     elsewhere. Weights are usable when every tensor was written (`complete`); `info` tells how they
     are kept, in any thread. Letters of shapes: T tokens in the step, E hidden size, R rows whose
     logits are wanted, V vocabulary.
 
-    Where dense weights come in the place of blocks: with `requantize` they are quantized to the
-    format of those blocks. Without it a folder's are kept as they are, and single ones are refused.
+    Where unquantized weights replace quantized ones: with `requantize` they are quantized to the
+    same format. Without it a folder's are kept as they are, and single ones are refused.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReplaceableModel:
         self._names = model.names
         self._unwritten: set[str] = set()
         self._requantize = requantize
-        self._block_formats = _block_formats(model)
+        self._quant_formats = _quant_formats(model)
         self._quantized: dict[str, str] = {}
         self.info = _info(model)
 
@@ -88,8 +88,8 @@ class ReplaceableModel:
 
     @property
     def requantized_digest(self) -> str | None:
-        """The same of an update in chunks, which quantizes what is kept in blocks."""
-        formats = self._block_formats if self._requantize else {}
+        """The same of an update in chunks, which quantizes what was quantized."""
+        formats = self._quant_formats if self._requantize else {}
         return formats_digest(formats) if formats else None
 
     def forward(
@@ -115,14 +115,14 @@ class ReplaceableModel:
         _check_same(self._config, config, folder)
         check_folder(self._shapes, folder, self._names)
         if self._requantize and not has_index(folder):
-            for name in self._block_formats:
+            for name in self._quant_formats:
                 self._check_requantizable(name)
         return read_checkpoint(folder)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Writes all weights of a checked folder, in place if they are there.
 
-        Raises `ModelLoadError` when the folder has changed meanwhile. The weights that its folder
+        Raises `ModelLoadError` when the folder has changed since. The weights that its folder
         holds now are then back in the place of those before, as `checkpoint` tells, or they are
         given up where no folder holds them.
         """
@@ -136,26 +136,26 @@ class ReplaceableModel:
     def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises `ModelLoadError` for tensors that cannot replace weights of this model.
 
-        That is a name or a shape that is none of its own, and dense numbers where blocks are kept,
-        unless they can be quantized and are to be.
+        That is a name or a shape that is none of its own, and unquantized numbers for quantized
+        ones, unless they can be quantized and are to be.
         """
         for name, tensor in tensors.items():
             _check_is_weight(name, tensor)
             own = checked_name(self._shapes, self._names, name, tensor.shape, _GIVEN_TENSOR)
-            if own in self._block_formats:
+            if own in self._quant_formats:
                 self._check_requantizable(own)
 
     def _check_requantizable(self, name: str) -> None:
-        block_format = self._block_formats[name]
+        quant_format = self._quant_formats[name]
         if not self._requantize:
             raise ModelLoadError(
-                f"{name} is kept in blocks of {block_format}, and dense numbers in its place would "
-                "take more memory. --requantize quantizes them to that format; a folder or a GGUF "
-                "file replaces all weights as they are."
+                f"{name} is quantized as {quant_format}, and unquantized numbers in its place "
+                "would take more memory. --requantize quantizes them to that format; a folder or a "
+                "GGUF file replaces all weights as they are."
             )
-        if block_format not in QUANTIZABLE:
+        if quant_format not in QUANTIZABLE:
             raise ModelLoadError(
-                f"{name} is kept in blocks of {block_format}, to which nothing can be quantized "
+                f"{name} is quantized as {quant_format}, to which nothing can be quantized "
                 f"here. --requantize knows {', '.join(QUANTIZABLE)}."
             )
 
@@ -183,10 +183,10 @@ class ReplaceableModel:
         return written
 
     def _requantized(self, name: str, tensor: Tensor) -> NamedTensor:
-        """A given tensor in the format of the blocks that it replaces, if it replaces blocks."""
-        block_format = self._block_formats.get(self._names.own(name) or "")
-        if block_format is not None:
-            return NamedTensor(name, quantized(name, tensor, block_format), _GIVEN_TENSOR)
+        """A given tensor in the format of the one that it replaces, if that is quantized."""
+        quant_format = self._quant_formats.get(self._names.own(name) or "")
+        if quant_format is not None:
+            return NamedTensor(name, quantized(name, tensor, quant_format), _GIVEN_TENSOR)
         return NamedTensor(name, tensor, _GIVEN_TENSOR)
 
     def missing(self) -> set[str]:
@@ -217,35 +217,35 @@ class ReplaceableModel:
         checkpoint.check_unchanged()
         self._model = model
         self._unwritten = set()
-        self._block_formats = _block_formats(model)
+        self._quant_formats = _quant_formats(model)
         self.info = _info(model)
         self.checkpoint = checkpoint
 
     def _requantizing(self, slots: Slots) -> Slots:
-        """The slots, of which those that hold blocks take dense numbers as such, if they are to."""
+        """The slots, of which quantized ones take unquantized numbers as such, if they are to."""
         if not self._requantize:
             return slots
         return {name: self._requantizing_slot(name, slot) for name, slot in slots.items()}
 
     def _requantizing_slot(self, name: str, slot: Slot) -> Slot:
-        block_format = self._block_formats.get(name)
-        if block_format is None:
+        quant_format = self._quant_formats.get(name)
+        if quant_format is None:
             return slot
 
         def write(tensor: Tensor | QuantizedTensor) -> None:
             if isinstance(tensor, Tensor):
-                self._quantized[name] = block_format
-                slot.write(quantized(name, tensor, block_format))
+                self._quantized[name] = quant_format
+                slot.write(quantized(name, tensor, quant_format))
             else:
                 slot.write(tensor)
 
         return dataclasses.replace(slot, write=write)
 
 
-def _block_formats(model: DecoderModel) -> dict[str, str]:
-    """Which weights are kept in blocks, and of which format."""
+def _quant_formats(model: DecoderModel) -> dict[str, str]:
+    """Which weights are quantized, and in which format."""
     kept = {name: slot.kept_format() for name, slot in model.slots.items()}
-    return {name: one for name, one in kept.items() if one in BLOCK_FORMATS}
+    return {name: one for name, one in kept.items() if one in QUANT_FORMATS}
 
 
 def _info(model: DecoderModel) -> WeightsInfo:

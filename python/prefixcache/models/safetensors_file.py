@@ -66,7 +66,7 @@ def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
 def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Tensor]:
     """Those tensors on the CPU, one after the other.
 
-    Raises `ModelLoadError` when the file cannot be read, or is cut meanwhile.
+    Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
     """
     try:
         with file.open("rb") as stream:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.blocks import has_index, read_index
+from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.safetensors_file import read_tensors, tensor_ranges
-from prefixcache.ops.blocks import QuantizedTensor
+from prefixcache.ops.quantized import QuantizedTensor
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ class NamedTensor:
 class Slot:
     """Where a checkpoint's tensor goes: the shape it must have, and what writes it.
 
-    `kept_format` tells how it is kept now: a type, as "bfloat16", or one of `BLOCK_FORMATS`.
+    `kept_format` says how it is kept now: a type, as "bfloat16", or one of `QUANT_FORMATS`.
     """
 
     shape: tuple[int, ...]
@@ -109,8 +109,8 @@ def _check_complete(missing: Collection[str], folder: Path) -> None:
 def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) -> set[str]:
     """Writes the given tensors to their slots, in place, and returns those slots' names.
 
-    Raises `ModelLoadError` for a name without a slot, a wrong shape, or blocks with a scale that is
-    no number; tensors before it are written.
+    Raises `ModelLoadError` for a name without a slot, a wrong shape, or a scale that is not a
+    number; tensors before it are written.
     """
     shapes = shapes_of(slots)
     written: set[str] = set()
@@ -133,7 +133,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The folder's files of safetensors. Raises `ModelLoadError` when one is missing."""
     index = folder / INDEX_FILE
     if index.is_file():
-        files = [_beside(index, name) for name in sorted(set(_weight_map(index).values()))]
+        files = [_next_to(index, name) for name in sorted(set(_weight_map(index).values()))]
     else:
         files = [folder / _SINGLE_FILE]
     for file in files:
@@ -149,7 +149,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
 
 
-def _beside(index: Path, name: str) -> Path:
+def _next_to(index: Path, name: str) -> Path:
     if Path(name).name != name:
         raise ModelLoadError(f"{index} names {name}, not a file of its folder.")
     return index.with_name(name)

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefixcache.ops.blocks import QuantizedTensor
 from prefixcache.ops.linear import dtype_name
+from prefixcache.ops.quantized import QuantizedTensor
 
 
 class Embedding(Protocol):
@@ -23,13 +23,13 @@ class Embedding(Protocol):
         ...
 
     def kept_format(self) -> str:
-        """How the table is kept: a type, or a format of blocks."""
+        """How the table is kept: a type, or a quantized format."""
         ...
 
     def write(self, weight_VE: Tensor | QuantizedTensor) -> None:
-        """Writes all of the table, converting a dense one to the type of the ops.
+        """Writes all of the table, converting an unquantized one to the type of the ops.
 
-        Raises `ValueError` where a scale of blocks is no finite number.
+        Raises `ValueError` where a scale is not a finite number.
         """
         ...
 
@@ -39,7 +39,7 @@ class Embedding(Protocol):
 
 
 class TorchEmbedding:
-    """A dense table, which a tied head may have as its weight."""
+    """An unquantized table, which a tied head may have as its weight."""
 
     def __init__(self, weight_VE: Tensor, *, is_tied: bool) -> None:
         self._weight_VE = weight_VE
@@ -55,9 +55,9 @@ class TorchEmbedding:
         return dtype_name(self._weight_VE.dtype)
 
     def write(self, weight_VE: Tensor | QuantizedTensor) -> None:
-        """Writes all of the table: of blocks, their dense numbers."""
+        """Writes all of the table, dequantized where it is quantized."""
         if isinstance(weight_VE, QuantizedTensor):
-            weight_VE.widen_into(self._weight_VE)
+            weight_VE.dequantize_into(self._weight_VE)
         else:
             self._weight_VE.copy_(weight_VE)
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PackedLinear, PagedAttention, RowOps
 from prefixcache.config.engine_config import Activations
 from prefixcache.exceptions import ConfigError
-from prefixcache.ops.blocks import BlockFormat, QuantizedTensor
 from prefixcache.ops.linear import Linear, dtype_name
+from prefixcache.ops.quantized import QuantFormat, QuantizedTensor
 from prefixcache.ops.stack import LayerWeights
 
 _DTYPES: dict[torch.dtype, Literal["bfloat16", "float32"]] = {
@@ -113,8 +113,8 @@ class InvariantLinear:
         if weight_OI.shape[1] != self.in_features:
             raise ValueError(f"weight_OI must have {self.in_features} columns")
         blocks = weight_OI.blocks.contiguous()
-        block_format = cast("BlockFormat", weight_OI.format)
-        self.packed.copy_blocks(start, blocks.data_ptr(), len(blocks), block_format)
+        quant_format = cast("QuantFormat", weight_OI.format)
+        self.packed.copy_blocks(start, blocks.data_ptr(), len(blocks), quant_format)
 
     def read_rows(self, ids_T: Tensor) -> Tensor:
         """Returns the rows [T, I] of the weight that these numbers of outputs name."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefixcache.ops.blocks import QuantizedTensor
+from prefixcache.ops.quantized import QuantizedTensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,7 +91,7 @@ class TorchLinear:
 
     def copy_blocks(self, start: int, weight_OI: QuantizedTensor) -> None:
         """Writes output rows `start:start + O` of the weight: the dense numbers of the blocks."""
-        weight_OI.widen_into(self.weight_OI[start : start + weight_OI.shape[0]])
+        weight_OI.dequantize_into(self.weight_OI[start : start + weight_OI.shape[0]])
 
     def copy_bias(self, start: int, bias_O: Tensor) -> None:
         """Writes elements `start:start + O` of the bias."""

@@ -102,12 +102,12 @@ class TorchOps:
         bias: bool = False,
         parts: Sequence[int] | None = None,  # noqa: ARG002
     ) -> TorchLinear:
-        """Makes an unfilled layer with a dense weight, whatever its parts come as."""
+        """Makes an unfilled layer with an unquantized weight, in whatever format its parts come."""
         bias_O = self._empty(outputs) if bias else None
         return self._linear(self._empty(outputs, inputs), bias_O)
 
     def embedding(self, head: Linear | None, vocab_size: int, hidden_size: int) -> TorchEmbedding:
-        """Makes an unfilled dense table: the weight of the head, if there is one."""
+        """Makes an unfilled, unquantized table: the weight of the head, if there is one."""
         if isinstance(head, TorchLinear):
             return TorchEmbedding(head.weight_OI, is_tied=True)
         return TorchEmbedding(self._empty(vocab_size, hidden_size), is_tied=False)
@@ -133,7 +133,7 @@ def make_ops(
 ) -> Ops:
     """The ops for a device; with `cpu`, those whose rows do not depend on the batch.
 
-    `activations` is what those multiply weights in blocks with; the others widen such weights.
+    `activations` is what those multiply quantized weights with; the others dequantize.
 
     Raises `ConfigError` where `cpu` is given for another device or for a type without kernels.
     """

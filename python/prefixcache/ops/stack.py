@@ -12,14 +12,14 @@ from prefixcache.ops.linear import Linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Attention, then a gated MLP, each behind a norm and with a residual connection.
+    """Attention, then a gated MLP, each after a norm and with a residual connection.
 
     Where there are out norms, they normalise what attention and MLP add to the residual.
 
     E hidden size, H query heads, K key-value heads, D head size. `qkv` holds the projections of
     queries, keys and values one after the other, `gate_up` those of gates and of what they let
     pass. `rope` is the number of the layer's rotation among the model's; `norm_offset` is added to
-    the weights of all norms. Tensors and linears are the model's own: whoever replaces weights
+    the weights of all norms. Tensors and linears are the model's own: code that replaces weights
     writes into them.
     """
 

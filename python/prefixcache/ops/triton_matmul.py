@@ -20,7 +20,7 @@ _ROWS = 64
 _INPUTS = 64
 # With fewer outputs than this, tiles of 128 are fewer than the multiprocessors of a card.
 _MANY_OUTPUTS = 128 * 132
-# Outputs of a tile, and steps along the inputs that are loaded ahead: as much fits beside a tile.
+# Outputs of a tile, and steps along the inputs that are loaded ahead: as much fits next to a tile.
 _WIDE = (128, 5)
 _NARROW = (32, 8)
 # Tiles of rows that one tile of the weight serves before the next one is read.
@@ -28,7 +28,7 @@ _GROUP = 8
 
 
 class FixedTileLinear(TorchLinear):
-    """A dense weight [O, I] of bfloat16, as torch keeps it; sums are float32, rounded once."""
+    """A weight [O, I] of bfloat16, as torch keeps it; sums are float32, rounded once."""
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
         """Returns [T, O]; the result takes the residual's memory."""

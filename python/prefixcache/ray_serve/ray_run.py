@@ -53,7 +53,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
 
 
 def _check_model(config: EngineConfig, options: ServeOptions) -> None:
-    from prefixcache.models.blocks import has_index
+    from prefixcache.models.gguf.index import has_index
     from prefixcache.models.hub import read_config, resolve_model
 
     folder = resolve_model(config.model, config.revision)

@@ -23,7 +23,7 @@ from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 from prefixcache.ops.sets import torch_is_faster
 from prefixcache.ops.threads import default_threads
 from prefixcache.runner.base import KVSpecs, ModelSpec
@@ -143,7 +143,7 @@ def _describe(device: torch.device, cpu: Cpu | None, threads: int) -> str:
 
 def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
     """Raises `ConfigError` where int8 activations are asked for and there are no blocks."""
-    if config.cpu_activations == "exact" or set(weights.info.formats) & set(BLOCK_FORMATS):
+    if config.cpu_activations == "exact" or set(weights.info.formats) & set(QUANT_FORMATS):
         return
     raise ConfigError(
         "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "

@@ -40,7 +40,7 @@ from prefixcache.scheduler.limits import Limits
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
-from prefixcache.text.grammar.guide import Guide
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Ending, Request
 from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, SequenceOutput, StepPlan
 
@@ -197,9 +197,9 @@ class Scheduler:
         *,
         seed: int,
         end_token_ids: tuple[int, ...] = (),
-        guide: Guide | None = None,
+        matcher: AnswerMatcher | None = None,
     ) -> None:
-        """Lets the request wait for its start. `guide` keeps its answer to a grammar.
+        """Lets the request wait for its start. `matcher` keeps its answer to a grammar.
 
         Raises `RequestTooLargeError` when it can never fit, `ValueError` when its id is in use.
         """
@@ -212,7 +212,7 @@ class Scheduler:
             serial=next(self._serials),
             max_num_tokens=self._limits.max_num_tokens(request),
             end_token_ids=end_token_ids,
-            guide=guide,
+            matcher=matcher,
             write_limit=self._write_limit(request.cache),
         )
         self._start_sequence(request)
@@ -229,7 +229,7 @@ class Scheduler:
         """The next step.
 
         It is empty only when nothing waits or runs, when all was rejected, when nothing can be
-        planned until the step in flight is completed, or until `wait_for_guides` has waited.
+        planned until the step in flight is completed, or until `wait_for_masks` has waited.
         """
         self._cache.demote_expired()
         if self._in_flight is not None:
@@ -334,11 +334,11 @@ class Scheduler:
             self._start_sequence(state.request)
         return [state.request_id for state in begun]
 
-    def wait_for_guides(self, seconds: float) -> None:
+    def wait_for_masks(self, seconds: float) -> None:
         """Waits for one of the answers that their grammars keep out of steps, at most so long."""
-        held = (state.guide for state in self._running if state.guide and state.is_held)
-        if (guide := next(held, None)) is not None:
-            guide.wait(seconds)
+        held = (state.matcher for state in self._running if state.matcher and state.is_held)
+        if (matcher := next(held, None)) is not None:
+            matcher.wait(seconds)
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a completed step took."""

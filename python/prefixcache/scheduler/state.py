@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from prefixcache.text.grammar.guide import Guide
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import Request
 from prefixcache.types.step_plan import (
     PromptLogprobsInput,
@@ -43,7 +43,7 @@ class RequestState:
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start, `round` that of
     its client, once it has come. `waits_since` is when it first waited, by the clock of a queue
-    that asks for it. `guide` keeps the answer to its grammar.
+    that asks for it. `matcher` keeps the answer to its grammar.
 
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
@@ -56,8 +56,8 @@ class RequestState:
         "_serial",
         "end_token_ids",
         "first_wait_step",
-        "guide",
         "has_ended",
+        "matcher",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -85,7 +85,7 @@ class RequestState:
         serial: int,
         max_num_tokens: int,
         end_token_ids: tuple[int, ...] = (),
-        guide: Guide | None = None,
+        matcher: AnswerMatcher | None = None,
         write_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
@@ -96,7 +96,7 @@ class RequestState:
         self.round = sys.maxsize
         self.waits_since: float | None = None
         self.end_token_ids = end_token_ids
-        self.guide = guide
+        self.matcher = matcher
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = 0
@@ -155,9 +155,9 @@ class RequestState:
 
         What may follow is worked out once the last token is known, while its step is computed.
         """
-        if self.guide is None:
+        if self.matcher is None:
             return False
-        return self.num_tokens > len(self.tokens) or self.guide.is_held
+        return self.num_tokens > len(self.tokens) or self.matcher.is_held
 
     @property
     def prompt_logprobs_due(self) -> bool:
@@ -168,8 +168,8 @@ class RequestState:
     def restart_answer(self) -> None:
         """Nothing is computed, and nothing was generated."""
         self.tokens.forget_answer()
-        if self.guide is not None:
-            self.guide.reset()
+        if self.matcher is not None:
+            self.matcher.reset()
         self.num_prompt_logprobs = 0
         self.num_cached_tokens = None
         self.num_written_tokens = 0
@@ -228,8 +228,8 @@ class RequestState:
             self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
         if output.token_id is not None:
             self.tokens.append(output.token_id)
-            if self.guide is not None:
-                self.guide.push(output.token_id)
+            if self.matcher is not None:
+                self.matcher.push(output.token_id)
         if output.is_late:
             self.num_tokens -= 1
             self.num_computed_tokens -= 1
@@ -244,9 +244,9 @@ class RequestState:
     def _sampling_input(self) -> SamplingInput:
         may_end = self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens
         banned = () if may_end else self.end_token_ids
-        if self.guide is not None:
+        if self.matcher is not None:
             # Where the grammar is complete nothing but the end may follow, however short it is.
-            return dataclasses.replace(self._sampling, mask=self.guide.mask(banned))
+            return dataclasses.replace(self._sampling, mask=self.matcher.mask(banned))
         if not banned:
             return self._sampling
         return dataclasses.replace(self._sampling, banned_token_ids=banned)

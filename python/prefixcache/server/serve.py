@@ -73,7 +73,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
-        from prefixcache.models.blocks import has_index
+        from prefixcache.models.gguf.index import has_index
         from prefixcache.models.hub import resolve_model
         from prefixcache.server.app import create_app
 

@@ -19,11 +19,11 @@ mod detach;
 mod digests;
 mod errors;
 mod events;
+mod evictions;
 mod exclusive;
 mod hints;
 mod json;
 mod linear;
-mod losses;
 mod names;
 mod prefix_cache;
 mod recording;
@@ -66,7 +66,7 @@ mod _core {
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
     #[pymodule_export]
-    use crate::recording::{BlockNamer, replay_recording};
+    use crate::recording::{BlockPseudonyms, replay_recording};
     #[pymodule_export]
     use crate::replay::{TraceReader, TraceReplay};
     #[pymodule_export]

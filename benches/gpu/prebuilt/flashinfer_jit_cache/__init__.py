@@ -1,4 +1,4 @@
-"""Prebuilt kernels where FlashInfer looks for them: `aot/<uri>/<uri>.so` beside this file.
+"""Prebuilt kernels where FlashInfer looks for them: `aot/<uri>/<uri>.so` next to this file.
 
 It takes the place of the package of this name, whose kernels are for every shape and type.
 """

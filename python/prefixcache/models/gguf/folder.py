@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models.blocks import IndexedTensor, write_index
 from prefixcache.models.gguf.header import GgufHeader, GgufTensor, read_header
+from prefixcache.models.gguf.index import IndexedTensor, write_index
 from prefixcache.models.gguf.tokenizer import write_tokenizer
 
 _ARCHITECTURES = {
@@ -56,7 +56,7 @@ def convert_gguf(file: Path, folder: Path, sha256: str) -> None:
     """Writes config, tokenizer, chat template and an index of the tensors of a GGUF file.
 
     The weights stay in the file, whose sha256 is known: `folder` gets it, or a link to it, by the
-    name `blocks.WEIGHTS_FILE`. Raises `ModelLoadError` for a broken file and
+    name `index.WEIGHTS_FILE`. Raises `ModelLoadError` for a broken file and
     `UnsupportedModelError` for a model of another family; both name the file.
     """
     header = read_header(file)

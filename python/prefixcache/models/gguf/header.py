@@ -17,11 +17,11 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.ops.blocks import BLOCK_FORMATS
+from prefixcache.ops.quantized import QUANT_FORMATS
 
-# Numbers that are no blocks, by GGUF's names.
+# Unquantized numbers, by GGUF's names.
 DENSE_FORMATS = ("F32", "F16", "BF16")
-SUPPORTED_FORMATS = (*DENSE_FORMATS, *BLOCK_FORMATS)
+SUPPORTED_FORMATS = (*DENSE_FORMATS, *QUANT_FORMATS)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -168,7 +168,7 @@ def _checked_bytes(name: str, tensor_format: str, shape: tuple[int, ...]) -> int
             f"tensor {name} has rows of {shape[-1]} numbers, no multiple of {tensor_format}'s "
             f"{numbers}"
         )
-    if tensor_format in BLOCK_FORMATS and len(shape) != 2:
+    if tensor_format in QUANT_FORMATS and len(shape) != 2:
         raise ValueError(f"tensor {name} is {tensor_format}, but no matrix")
     return prod(shape) // numbers * size
 

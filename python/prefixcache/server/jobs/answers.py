@@ -168,16 +168,17 @@ class Choices(list[Choice]):
 class AnswerForm(Protocol):
     """How an endpoint words its answers."""
 
+    @property
+    def chunk_kind(self) -> str:
+        """The `object` of what is streamed."""
+        ...
+
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer, without `usage`."""
         ...
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
         """What is streamed when `output` was added to `choice`."""
-        ...
-
-    def last_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
         ...
 
 
@@ -417,7 +418,8 @@ async def _chunk_events(
     await _explain(workers, job, choices)
     shown = {"usage": usage(choices.counts)} if has_usage else {}
     if has_usage or diagnosis_fields(job):
-        yield event({**form.last_chunk(job), **shown, **diagnosis_fields(job)})
+        last = {**head(job, form.chunk_kind), "choices": []}
+        yield event({**last, **shown, **diagnosis_fields(job)})
 
 
 async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:

@@ -7,9 +7,9 @@ a soft promise within the budget of the key or salt, kept for that long after th
 it changes an answer.
 
 The way of a breakpoint: `openai_controls` or `anthropic_controls` check what the body says, and
-`JobMaker.encode_chat` makes `PromptCaching` of it, which `JobMaker.job` takes: `breakpoint_ends`
-finds where the prompt's text shows the block's end, the tokenizer how many tokens lie before it,
-and `prompt_caching` makes ranges of tokens of these.
+`PromptEncoder.encode_chat` makes `PromptCaching` of it, which `JobMaker.job` takes:
+`breakpoint_ends` finds where the prompt's text shows the block's end, the tokenizer how many tokens
+lie before it, and `prompt_caching` makes ranges of tokens of these.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from prefixcache.exceptions import QueueFullError, SlowGrammarError
 
 if TYPE_CHECKING:
     from prefixcache.engine.client import EngineClient
-    from prefixcache.text.grammar.guide import Grammar
+    from prefixcache.text.grammar.answer_matcher import Grammar
     from prefixcache.types.structured_output import StructuredOutput
 
 T = TypeVar("T")

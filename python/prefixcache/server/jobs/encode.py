@@ -30,12 +30,17 @@ _OVERHEAD = 256
 _CUT_TOKENS = 64
 
 
-class EncodedChat(NamedTuple):
-    """A chat's prompt, what caching controls mean for it, and who wrote which of its tokens."""
+class EncodedPrompts(NamedTuple):
+    """The prompts of one HTTP request, and what is known of each.
 
-    token_ids: TokenIds
+    `caching` is what the API's caching controls mean for it, `roles` who wrote which of its tokens,
+    `sources` what each was made of, None for one that came as token ids.
+    """
+
+    token_ids: Sequence[TokenIds]
     caching: PromptCaching
     roles: tuple[RoleSpan, ...] = ()
+    sources: Sequence[PromptSource | None] = ()
 
 
 class PromptEncoder:
@@ -109,26 +114,26 @@ class PromptEncoder:
         controls: CachingControls,
         rendered_with: Callable[[Place], str],
         *,
-        param: str,
-        add_special_tokens: bool = True,
-        last: int | None = None,
-    ) -> EncodedChat:
+        add_special_tokens: bool,
+        last: int | None,
+    ) -> EncodedPrompts:
         """`encode` of the source's text, and what is to be known of its tokens.
 
         `rendered_with` is as in `breakpoint_ends`.
         """
+        param = "messages"
         text, places = source.text, [one.place for one in controls.breakpoints]
         if not (places or self._records_roles):
             encoded = await self.encode(
                 text, param=param, add_special_tokens=add_special_tokens, last=last
             )
-            return EncodedChat(encoded, prompt_caching(controls, ()))
+            return EncodedPrompts([encoded], prompt_caching(controls, ()), sources=[source])
         if last is None:
             self._check_can_fit(text, param)
         tail = text if last is None else self._end_of(text, last)
         cut = len(text) - len(tail)
 
-        def encode() -> EncodedChat:
+        def encode() -> EncodedPrompts:
             spans = source.role_spans() if self._records_roles else []
             marks = breakpoint_ends(text, places, rendered_with)
             marks += [edge for _, *edges in spans for edge in edges]
@@ -140,10 +145,11 @@ class PromptEncoder:
             )
             dropped = 0 if last is None else max(0, len(encoded) - last)
             positions = [max(0, position - dropped) for position in positions]
-            return EncodedChat(
-                encoded[dropped:],
+            return EncodedPrompts(
+                [encoded[dropped:]],
                 prompt_caching(controls, positions[: len(places)]),
                 _roles((role for role, *_ in spans), positions[len(places) :]),
+                [source],
             )
 
         return await self._workers.run(_cost(text) * (2 + len(places)), encode)

@@ -22,20 +22,20 @@ from prefixcache.server.jobs.caching import PromptCaching
 from prefixcache.server.jobs.compile_queue import CompileQueue
 from prefixcache.server.jobs.context import Call
 from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
-from prefixcache.server.jobs.encode import PromptEncoder
+from prefixcache.server.jobs.encode import EncodedPrompts, PromptEncoder
 from prefixcache.server.jobs.field_names import fields_named, schemas_named
 from prefixcache.server.jobs.params import choice_params, fitting_max_tokens
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
-from prefixcache.types.request import CacheOptions, CacheScope, Request, RoleSpan
+from prefixcache.types.request import CacheOptions, CacheScope, Request
 from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from prefixcache.engine.client import EngineClient
-    from prefixcache.text.grammar.guide import Grammar
+    from prefixcache.text.grammar.answer_matcher import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -100,37 +100,32 @@ class JobMaker:
     async def job(
         self,
         fields: SamplingFields,
-        prompts: Sequence[TokenIds],
+        prompts: EncodedPrompts,
         params: SamplingParams,
         *,
         call: Call,
         new_parser: Callable[[], MessageParser] | None = None,
-        caching: PromptCaching | None = None,
-        roles: tuple[RoleSpan, ...] = (),
-        sources: Sequence[PromptSource | None] = (),
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
         Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
-        parsers of `new_parser` where it is given. `caching` is what the API's caching controls mean
-        for each of the prompts, `roles` who wrote which of their tokens, `sources` what each was
-        made of.
+        parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
         scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
-        cache_options = _cache_options(fields, scope, caching or PromptCaching())
+        cache_options = _cache_options(fields, scope, prompts.caching)
         if fields.cache_diagnostics:
             if self.diagnostics is None:
                 raise diagnostics_off("cache_diagnostics")
             check_may_ask(call.caller, cache_options.salt, "cache_diagnostics")
-        make = partial(self._requests, fields, prompts, params, call, scope, cache_options, roles)
+        make = partial(self._requests, fields, prompts, params, call, scope, cache_options)
         grammar = await self._grammar(fields, params, call)
         if self.served.num_logged_characters:
-            self._log_prompts(prompts, call)
+            self._log_prompts(prompts.token_ids, call)
         requests = await self.workers.run(
-            len(prompts) * params.n * _REQUEST_COST, lambda: tuple(make())
+            len(prompts.token_ids) * params.n * _REQUEST_COST, lambda: tuple(make())
         )
-        model, parts = self.check_model(fields.model), [*sources]
+        model, parts = self.check_model(fields.model), [*prompts.sources]
         diagnosis = self.diagnostics and Diagnosis(
             self.diagnostics,
             call,
@@ -143,7 +138,7 @@ class JobMaker:
             call=call,
             model=model,
             created=int(time.time()),
-            prompts=tuple(prompts),
+            prompts=tuple(prompts.token_ids),
             params=params,
             requests=requests,
             new_parser=new_parser,
@@ -189,19 +184,18 @@ class JobMaker:
     def _requests(
         self,
         fields: SamplingFields,
-        prompts: Sequence[TokenIds],
+        prompts: EncodedPrompts,
         params: SamplingParams,
         call: Call,
         scope: CacheScope,
         cache_options: CacheOptions,
-        roles: tuple[RoleSpan, ...],
     ) -> Iterator[Request]:
         fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
         limit = self.engine.max_model_len if fits else None
         now = time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(choice_params, params))
-        for prompt_index, prompt in enumerate(prompts):
+        for prompt_index, prompt in enumerate(prompts.token_ids):
             max_tokens = fitting_max_tokens(params, prompt, limit)
             for choice, of_choice in enumerate(choices(max_tokens)):
                 yield Request(
@@ -213,7 +207,7 @@ class JobMaker:
                     priority=fields.priority or 0,
                     arrival_time=now,
                     client=scope.client,
-                    roles=roles,
+                    roles=prompts.roles,
                     affinity=scope.affinity,
                 )
 

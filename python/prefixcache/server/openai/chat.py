@@ -138,30 +138,18 @@ async def chat_job(
     maker.check_model(fields.model)
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     plan, source = await chat_plan(maker, fields, size, params.structured_output)
-    special = fields.add_special_tokens is True
     if controls is None:
         controls = await maker.workers.run(size, partial(_controls, fields))
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
 
+    special = fields.add_special_tokens is True
     encoded = await maker.encoder.encode_chat(
-        source,
-        controls,
-        rendered_with,
-        param="messages",
-        add_special_tokens=special,
-        last=kept,
+        source, controls, rendered_with, add_special_tokens=special, last=kept
     )
     return await maker.job(
-        fields,
-        [encoded.token_ids],
-        plan.applied_to(params),
-        call=call,
-        new_parser=plan.new_parser,
-        caching=encoded.caching,
-        roles=encoded.roles,
-        sources=[source],
+        fields, encoded, plan.applied_to(params), call=call, new_parser=plan.new_parser
     )
 
 
@@ -189,6 +177,8 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
 
 class ChatForm:
     """OpenAI's `chat.completion` objects."""
+
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, fields: ChatRequest) -> None:
         self._tokenizer = tokenizer
@@ -230,10 +220,6 @@ class ChatForm:
                 chunk["choices"][0]["token_ids"] = [*output.token_ids]
             yield chunk
 
-    def last_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
-        return {**head(job, "chat.completion.chunk"), "choices": []}
-
     def _whole(self, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
@@ -257,7 +243,7 @@ class ChatForm:
             "finish_reason": choice.finish_reason if ended else None,
             "stop_reason": choice.stop_reason if ended else None,
         }
-        return {**head(job, "chat.completion.chunk"), "choices": [shown]}
+        return {**head(job, self.chunk_kind), "choices": [shown]}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self._num_logprobs is None or not logprobs:

@@ -17,7 +17,7 @@ from prefixcache.server.http.body import parse_fields, parse_object, read_body
 from prefixcache.server.jobs.answers import Choice, answer, head, streaming
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.encode import EncodedPrompts, parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
@@ -73,7 +73,8 @@ async def completion_job(
     caching = prompt_caching(controls, ())
     encoded = await _encoded(maker, prompts, fields.add_special_tokens is not False, kept)
     sources = [PromptSource(one) if isinstance(one, str) else None for one in prompts]
-    return await maker.job(fields, encoded, params, call=call, caching=caching, sources=sources)
+    made = EncodedPrompts(encoded, caching, sources=sources)
+    return await maker.job(fields, made, params, call=call)
 
 
 async def _stripped(maker: JobMaker, prompts: Sequence[str | TokenIds]) -> Sequence[str | TokenIds]:
@@ -142,6 +143,8 @@ def _mean_logprob(choice: Choice) -> float:
 class CompletionForm:
     """OpenAI's `text_completion` objects."""
 
+    chunk_kind = "text_completion"
+
     def __init__(
         self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | TokenIds]
     ) -> None:
@@ -158,18 +161,14 @@ class CompletionForm:
         """The whole answer, without `usage`."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
-        return {**head(job, "text_completion"), "choices": shown}
+        return {**head(job, self.chunk_kind), "choices": shown}
 
     def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """One chunk, or none while text is held back."""
         shown = self._choice(job, choice, output.text, output.logprobs, output.token_ids)
         if any(map(shown.get, ("text", "logprobs", "token_ids"))) or output.finished:
             choice.started = True
-            yield {**head(job, "text_completion"), "choices": [shown]}
-
-    def last_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
-        return {**head(job, "text_completion"), "choices": []}
+            yield {**head(job, self.chunk_kind), "choices": [shown]}
 
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)

@@ -79,7 +79,7 @@ class CallParser:
             yield from self._read_section()
 
     def _read_section(self) -> Reading[None]:
-        """The calls behind an opening; what is none is content, as it is written."""
+        """The calls after an opening; anything else is content, as it is written."""
         stream = self._stream
         stream.mark()
         before, first = self._num_calls, (yield from stream.skip_space())

@@ -1,6 +1,6 @@
 """Rules of which grammars of answers are made, in Lark's notation as llguidance reads it.
 
-JSON is written as chat templates write it, with a blank behind commas and colons: the next prompt
+JSON is written as chat templates write it, with a blank after commas and colons: the next prompt
 shows the calls of the last answer, and its blocks are hits where the text is the same.
 """
 

@@ -72,7 +72,7 @@ def read_tool_use(
 
 
 def shown_tool(index: int, spec: Mapping[str, Any]) -> Tool:
-    """A tool that templates show, and that nobody calls."""
+    """A tool that templates show and that is never called."""
     function = spec["function"]
     return Tool(index, function["name"], function.get("parameters") or _NO_PARAMETERS, spec)
 

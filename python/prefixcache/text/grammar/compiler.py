@@ -18,8 +18,8 @@ from prefixcache.types.structured_output import StructuredOutput
 
 # At most a line break with its indentation, so that no answer ends in blanks without end.
 _WHITESPACE = r"[ \t]{1,2}|\n[ \t]{0,40}"
-# Compiling takes less than a second with them but for what `trial.py` finds out, a mask most often
-# less than a millisecond and at the worst some tens of them, a matcher's automaton some megabytes.
+# With them compiling takes less than a second, except for what `sandbox.py` finds out, a mask
+# usually less than a millisecond and at most some tens, a matcher's automaton some megabytes.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=60_000,
@@ -43,7 +43,7 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._vocabulary)
 
     def follow(self, token_id: int) -> None:
-        """Goes on behind one more token. Raises `GrammarError` unless the grammar allows it."""
+        """Follows one more token. Raises `GrammarError` unless the grammar allows it."""
         if not self._matcher.consume_token(token_id):
             raise GrammarError(_reason(self._matcher))
 

@@ -11,16 +11,16 @@ from dataclasses import astuple
 from weakref import WeakValueDictionary
 
 from prefixcache.exceptions import GrammarError, InvalidRequestError, SlowGrammarError
+from prefixcache.text.grammar.answer_matcher import Grammar, Trigger
 from prefixcache.text.grammar.compiler import compile_grammar
-from prefixcache.text.grammar.guide import Grammar, Marker
-from prefixcache.text.grammar.lanes import Lanes
-from prefixcache.text.grammar.trial import Trial
+from prefixcache.text.grammar.mask_workers import MaskWorkers
+from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
 
 _MOST_KEPT = 64
 _MOST_BYTES_KEPT = 2**28
-_MOST_MARKERS = 8
+_MOST_TRIGGERS = 8
 _MOST_REFUSED = 1024
 _MOST_LINES = 8
 _MOST_CHARACTERS = 160  # of a line
@@ -37,13 +37,13 @@ class Grammars:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._making = threading.Lock()
-        self._lanes = Lanes()
+        self._workers = MaskWorkers()
         self._lock = threading.Lock()
         self._compiling: dict[StructuredOutput, threading.Lock] = {}
         self._known: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digests
-        self._markers: OrderedDict[str, Marker] = OrderedDict()
+        self._triggers: OrderedDict[str, Trigger] = OrderedDict()
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -64,14 +64,14 @@ class Grammars:
     def compile(
         self,
         output: StructuredOutput,
-        trial: Trial | None = None,
+        sandbox: Sandbox | None = None,
         cancelled: threading.Event | None = None,
     ) -> Grammar:
         """The grammar, which takes a while when it is new.
 
-        What others have written should go through a `trial` first, which bounds time and memory.
+        What others have written should go through a `sandbox` first, which bounds time and memory.
         Raises `InvalidRequestError` that says what is wrong, at once for what was refused before,
-        and what `Trial.run` does.
+        and what `Sandbox.run` does.
         """
         grammar = self.find(output)
         if grammar is not None:
@@ -79,10 +79,10 @@ class Grammars:
         with self._lock:
             compiling = self._compiling.setdefault(output, threading.Lock())
         # Others that want the same one wait for it, but not in the way of quick ones.
-        if not compiling.acquire(blocking=trial is None or not trial.is_quick):
+        if not compiling.acquire(blocking=sandbox is None or not sandbox.is_quick):
             raise SlowGrammarError("it is being compiled")
         try:
-            return self.find(output) or self._compile(output, trial, cancelled)
+            return self.find(output) or self._compile(output, sandbox, cancelled)
         finally:
             compiling.release()
             with self._lock:
@@ -91,7 +91,7 @@ class Grammars:
     def _compile(
         self,
         output: StructuredOutput,
-        trial: Trial | None,
+        sandbox: Sandbox | None,
         cancelled: threading.Event | None,
     ) -> Grammar:
         if not self.vocabulary.eos_token_ids:
@@ -99,14 +99,14 @@ class Grammars:
         if (problem := self._refused.get(_digest(output))) is not None:
             raise _invalid(problem)
         try:
-            num_bytes = 0 if trial is None else trial.run(output, self.vocabulary, cancelled)
+            num_bytes = 0 if sandbox is None else sandbox.run(output, self.vocabulary, cancelled)
             matcher, words = compile_grammar(output, self.vocabulary)
         except SlowGrammarError:
             raise
         except GrammarError as error:
             raise _invalid(self._refuse(output, _without_long_quotes(str(error)))) from None
-        marker = None if output.begin_after is None else self._marker(output.begin_after)
-        grammar = Grammar(matcher, words, self.vocabulary, marker, self._lanes, num_bytes)
+        trigger = None if output.begin_after is None else self._trigger(output.begin_after)
+        grammar = Grammar(matcher, words, self.vocabulary, trigger, self._workers, num_bytes)
         with self._lock:
             self._known[output] = grammar
             self._keep(output, grammar)
@@ -124,17 +124,17 @@ class Grammars:
     def _num_bytes_kept(self) -> int:
         return sum(grammar.num_bytes for grammar in self._kept.values())
 
-    def _marker(self, text: str) -> Marker:
-        """Markers are few, and what they allow takes longer to find than a grammar to compile."""
+    def _trigger(self, text: str) -> Trigger:
+        """Triggers are few, and what they allow takes longer to find than a grammar to compile."""
         vocabulary = self.vocabulary
         with self._lock:
-            marker = self._markers.pop(text, None)
-        marker = marker or Marker(text, vocabulary)
+            trigger = self._triggers.pop(text, None)
+        trigger = trigger or Trigger(text, vocabulary)
         with self._lock:
-            self._markers[text] = marker
-            if len(self._markers) > _MOST_MARKERS:
-                self._markers.popitem(last=False)
-        return marker
+            self._triggers[text] = trigger
+            if len(self._triggers) > _MOST_TRIGGERS:
+                self._triggers.popitem(last=False)
+        return trigger
 
     def _keep(self, output: StructuredOutput, grammar: Grammar) -> None:
         self._kept[output] = grammar
@@ -153,7 +153,7 @@ def _without_long_quotes(problem: str) -> str:
 
 
 def _cut(line: str) -> str:
-    """The line without its middle, where it is long: what is wrong stands before or behind."""
+    """The line without its middle, if it is long: the error is at the start or the end."""
     most = _MOST_CHARACTERS // 2
     return line if len(line) <= 2 * most else f"{line[:most]}...{line[-most:]}"
 

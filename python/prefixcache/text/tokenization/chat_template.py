@@ -64,7 +64,7 @@ class ChatTemplate:
         `tools` have the form of OpenAI's API, or of functions that a template was written for.
         A message's content is text, or a list of parts of type text, joined by line breaks.
         With `continue_final_message` the text stops where the last message's content does, so
-        that the model goes on with it. Raises `InvalidRequestError` for parts of other types, when
+        that the model continues it. Raises `InvalidRequestError` for parts of other types, when
         the template refuses the messages, or when it does not show the final message as it is.
         """
         plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -121,7 +121,7 @@ def plain_message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _text_of(part: object, field: str) -> str:
-    """Templates turn parts of other types into tokens for what nobody has read."""
+    """Templates turn parts of other types into tokens, and the parts are not read."""
     if not isinstance(part, Mapping):
         raise wrong(field, f"must be an object, got {shown(part)}")
     part = cast("Mapping[str, Any]", part)

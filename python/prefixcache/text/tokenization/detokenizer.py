@@ -40,7 +40,7 @@ class Detokenizers:
 class IncrementalDetokenizer:
     """Text of one request, piece by piece. `stops` may be the automaton of `params.stop`.
 
-    The pieces joined are the text that the tokens add behind a prompt, a leading space kept, up to
+    The pieces joined are the text that the tokens add after a prompt, a leading space kept, up to
     a stop string, and less a character that the last token left unfinished. Bytes that make no
     character are shown as U+FFFD. How the tokens are split over calls makes no difference.
     """

@@ -92,7 +92,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[TokenIds]:
-        """`encode` of every text. The interpreter's other threads run meanwhile."""
+        """`encode` of every text. It releases the interpreter's lock."""
         for text in texts:
             check_text(text, param)
         # The backend's `encode` of one text would hold the interpreter until it ends.
@@ -129,7 +129,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds behind other text: possibly a part of a character.
+        """The bytes a token adds after other text: possibly a part of a character.
 
         Ids outside the vocabulary add none.
         """
@@ -208,7 +208,7 @@ class _TokenBytes(dict[int, bytes]):
         return self.setdefault(token_id, found)
 
     def _text(self, token_id: int) -> str:
-        """Decoded behind plain text, since decoders treat the start of a text in their own way."""
+        """Decoded after plain text, since decoders treat the start of a text in their own way."""
         text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
         return text[self._anchor_length :]
 

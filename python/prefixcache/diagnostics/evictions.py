@@ -1,0 +1,133 @@
+"""Which blocks were evicted lately, when and why: a sketch of bounded size."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.diagnostics.history import Pressure
+
+DISCARDED = 2
+"""The cause of a block that its last holder gave up, as one behind a window."""
+
+_PRESSURES: Mapping[int, Pressure] = {
+    1: "capacity",
+    3: "capacity",
+    4: "shrunk_cache",
+    5: "cached_limit",
+}
+_CLEARED = 0
+# 64 bits of a hash, in which the group is mixed, name a row.
+_ROW = np.dtype(
+    [
+        ("key", np.uint64),
+        ("since", np.float64),
+        ("time", np.float64),
+        ("age", np.float32),
+        ("idle", np.float32),
+        ("hits", np.uint32),
+        ("cause", np.uint8),
+    ]
+)
+_GROUP_FACTOR = 0x9E3779B97F4A7C15
+
+
+class Evictions(NamedTuple):
+    """What was evicted between two times, in seconds of `time.monotonic`.
+
+    `rows` are the arrays of the core's `take_losses`, `weight_version` that after they were taken.
+    """
+
+    rows: Mapping[str, npt.NDArray[Any]]
+    since: float
+    time: float
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlock:
+    """One evicted block: it went after `since` and by `time`, in seconds of `time.monotonic`."""
+
+    since: float
+    time: float
+    age_s: float
+    idle_s: float
+    hits: int
+    cause: int
+
+    @property
+    def pressure(self) -> Pressure:
+        """What it had to make room for."""
+        return _PRESSURES.get(self.cause, "unknown")
+
+
+class EvictedBlocks:
+    """The blocks whose last copy was evicted, each in the one row that its hash leads to.
+
+    A later eviction may take the row of an earlier one, so older ones fade. At most `max_bytes`.
+    From any thread. `cleared_at` is when everything was forgotten last, `new_weights_at` when it
+    was for new weights, in seconds of `time.monotonic`; minus infinity before the first time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        num_rows = 1 << max(max_bytes // _ROW.itemsize, 1).bit_length() - 1
+        self._rows = np.zeros(num_rows, _ROW)
+        self._mask = np.uint64(num_rows - 1)
+        self._lock = threading.Lock()
+        self._weight_version: int | None = None
+        self.cleared_at = -math.inf
+        self.new_weights_at = -math.inf
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the rows."""
+        return self._rows.nbytes
+
+    def add(self, evictions: Evictions) -> None:
+        """Takes note of what was evicted."""
+        rows = evictions.rows
+        if (rows["cause"] == _CLEARED).any():
+            self.cleared_at = evictions.time
+        if self._weight_version not in (None, evictions.weight_version):
+            self.new_weights_at = evictions.time
+        self._weight_version = evictions.weight_version
+        gone = (rows["cause"] != _CLEARED) & rows["is_last"]
+        if not gone.any():
+            return
+        added = np.zeros(int(gone.sum()), _ROW)
+        added["key"] = _keys(rows["hash"][gone], rows["group"][gone])
+        added["since"], added["time"] = evictions.since, evictions.time
+        for name in ("age", "idle", "hits", "cause"):
+            added[name] = rows[name][gone]
+        with self._lock:
+            self._rows[added["key"] & self._mask] = added
+
+    def find(self, block_hash: bytes, group: int = 0) -> EvictedBlock | None:
+        """The last eviction of the block; None where none is known."""
+        key = _keys(
+            np.frombuffer(block_hash, np.uint8).reshape(1, -1), np.array([group], np.uint16)
+        )[0]
+        with self._lock:
+            row = self._rows[key & self._mask].copy()
+        if row["key"] != key or not row["time"]:
+            return None
+        return EvictedBlock(
+            since=float(row["since"]),
+            time=float(row["time"]),
+            age_s=float(row["age"]),
+            idle_s=float(row["idle"]),
+            hits=int(row["hits"]),
+            cause=int(row["cause"]),
+        )
+
+
+def _keys(hashes: npt.NDArray[np.uint8], groups: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Keys of blocks [n], of their hashes [n, 32] and groups [n]."""
+    words = np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
+    return words ^ (groups.astype(np.uint64) * np.uint64(_GROUP_FACTOR))

@@ -1,0 +1,171 @@
+"""A folder whose weights are one file of tensors in GGUF's formats, with an index next to it.
+
+The index has the name of each tensor in a checkpoint and its place in the file. The file's own
+header is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefixcache.config.model_config import read_json_object
+from prefixcache.exceptions import ModelLoadError
+from prefixcache.models.digests import file_sha256
+from prefixcache.models.safetensors_file import read_bytes
+from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
+
+INDEX_FILE = "model.gguf.index.json"
+WEIGHTS_FILE = "model.gguf"
+UNQUANTIZED_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedTensor:
+    """A tensor by its name in a checkpoint. `offset` counts bytes from the file's start.
+
+    Where `paired_heads` is not 0, its rows are those of that many heads, and the two of a rotated
+    pair stand side by side, which a checkpoint has half a head apart. `offset_by` is what numbers
+    in the file are greater than those of a checkpoint.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    offset: int
+    paired_heads: int = 0
+    offset_by: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file. Raises `ValueError` where the format is unknown or does not fit."""
+        if self.format in UNQUANTIZED_TYPES:
+            return prod(self.shape) * UNQUANTIZED_TYPES[self.format].itemsize
+        if self.format not in QUANT_FORMATS or len(self.shape) != 2:
+            raise ValueError(f"{self.format} with shape {list(self.shape)}")
+        return self.shape[0] * row_bytes(self.format, self.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """The tensors of a folder, in the order in which they lie in `file`."""
+
+    file: Path
+    tensors: tuple[IndexedTensor, ...]
+
+    def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
+        """Those tensors, one after the other.
+
+        Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
+        """
+        try:
+            with self.file.open("rb") as stream:
+                for one in wanted:
+                    yield _as_in_a_checkpoint(one, read_bytes(stream, one.offset, one.nbytes))
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"Cannot read the weight file {self.file}: {error}") from error
+
+
+def has_index(folder: Path) -> bool:
+    """Whether the folder's weights are such a file."""
+    return (folder / INDEX_FILE).is_file()
+
+
+def write_index(
+    folder: Path, tensors: Iterable[IndexedTensor], *, size: int, sha256: str | None = None
+) -> None:
+    """Writes the index of the file that the folder has, or will have, by `WEIGHTS_FILE`.
+
+    `size` are the file's bytes. `sha256` is checked when weights are read, and None if the file
+    belongs to the folder, so that nothing replaces it.
+    """
+    entries = {one.name: _fields_of(one) for one in tensors}
+    content = {"version": _VERSION, "size": size, "sha256": sha256, "tensors": entries}
+    (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_index(folder: Path) -> TensorIndex:
+    """The index of the folder's weights, checked against their file.
+
+    Raises `ModelLoadError` for a broken index, and when the file is another than when the index was
+    written. Finding that out reads the file only where it was touched since.
+    """
+    index, file = folder / INDEX_FILE, folder / WEIGHTS_FILE
+    try:
+        content = _content(index)
+        tensors = tuple(_entry(name, entry) for name, entry in content["tensors"].items())
+        size, sha256 = int(content["size"]), content["sha256"]
+        for one in tensors:
+            _check_inside(one, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
+    _check_file(file, size, sha256)
+    return TensorIndex(file.resolve(), tuple(sorted(tensors, key=lambda one: one.offset)))
+
+
+def _fields_of(tensor: IndexedTensor) -> dict[str, Any]:
+    return {key: value for key, value in asdict(tensor).items() if key != "name"}
+
+
+def _content(index: Path) -> dict[str, Any]:
+    content = read_json_object(index)
+    if content["version"] != _VERSION:
+        raise ValueError(f"its version is {content['version']}, not {_VERSION}")
+    return content
+
+
+def _entry(name: str, entry: dict[str, Any]) -> IndexedTensor:
+    shape = tuple(map(int, entry["shape"]))
+    return IndexedTensor(name=name, shape=shape, **{k: v for k, v in entry.items() if k != "shape"})
+
+
+def _check_inside(tensor: IndexedTensor, size: int) -> None:
+    if min(tensor.shape, default=0) < 1 or not 0 <= tensor.offset <= size - tensor.nbytes:
+        raise ValueError(f"{tensor.name} lies outside of the file")
+    if tensor.offset % 8:
+        raise ValueError(f"{tensor.name} does not begin at a multiple of 8 bytes")
+    heads = tensor.paired_heads
+    if heads < 0 or (heads and tensor.shape[0] % (2 * heads)):
+        raise ValueError(f"{tensor.name} has no whole pairs of rows")
+
+
+def _check_file(file: Path, size: int, sha256: str | None) -> None:
+    try:
+        found = file.stat().st_size
+        is_same = found == size and (sha256 is None or sha256 == file_sha256(file.resolve()))
+    except OSError as error:
+        raise ModelLoadError(f"The weight file {file.resolve()} cannot be read: {error}") from error
+    if not is_same:
+        raise ModelLoadError(
+            f"The weight file {file.resolve()} is not the one that {file.parent} was made of. "
+            "Start with the file itself as the model, which makes another folder."
+        )
+
+
+def _as_in_a_checkpoint(tensor: IndexedTensor, data: Tensor) -> Tensor | QuantizedTensor:
+    dtype = UNQUANTIZED_TYPES.get(tensor.format)
+    rows = data.view(tensor.shape[0], -1) if dtype is None else data.view(dtype).view(tensor.shape)
+    if tensor.paired_heads:
+        rows = _unpaired(rows, tensor.paired_heads)
+    if dtype is None:
+        return QuantizedTensor(tensor.format, (tensor.shape[0], tensor.shape[1]), rows)
+    return rows.float() - tensor.offset_by if tensor.offset_by else rows
+
+
+def _unpaired(rows: Tensor, heads: int) -> Tensor:
+    """Undoes llama.cpp's order of q and k rows: there, a rotated pair stands side by side."""
+    pairs = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+    # In pages of its own: the heap would keep what it once had for copies of this size.
+    memory = mmap.mmap(-1, rows.nbytes)
+    copy = torch.frombuffer(memory, dtype=rows.dtype).view(pairs.shape)
+    return copy.copy_(pairs).view(rows.shape)

@@ -1,0 +1,94 @@
+"""What clients of any OpenAI-compatible server need: a connection, and answers as streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import httpx
+
+from prefixcache.exceptions import PrefixCacheError
+
+T = TypeVar("T")
+
+_SHOWN = 300
+_CONNECT_SECONDS = 10.0
+
+
+class StreamError(PrefixCacheError):
+    """A stream is not of the API's form."""
+
+
+class RefusedStreamError(StreamError):
+    """The server answered with an error, at once or within the stream."""
+
+
+def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client of the server at `url`, which may end in `/v1`; requests may take any time."""
+    return httpx.AsyncClient(
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+    )
+
+
+async def side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return; the first that fails ends the others before its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def stream_events(
+    client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """The server-sent events of the answer to one POST, without the mark of its end.
+
+    Raises `StreamError`, and httpx's own errors where the server is gone.
+    """
+    async with client.stream("POST", path, json=body) as reply:
+        if reply.is_error:
+            await reply.aread()
+            check_status(reply)
+        async for line in reply.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if line.startswith("data:") and data != "[DONE]":
+                yield _event(data)
+
+
+def check_status(reply: httpx.Response) -> None:
+    """Raises `RefusedStreamError` for an error's status; the body has been read."""
+    if reply.is_error:
+        request = reply.request
+        message = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
+        raise RefusedStreamError(message)
+
+
+def reason(error: httpx.HTTPError) -> str:
+    """Why a server cannot be reached; some errors of httpx have no text."""
+    return str(error) or type(error).__name__
+
+
+def cut(text: str) -> str:
+    """As much of the text as an error shows."""
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _event(data: str) -> dict[str, Any]:
+    try:
+        event: object = json.loads(data)
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise StreamError(f"The server sent an event that is no JSON object: {cut(data)}")
+    event = cast("dict[str, Any]", event)
+    if event.get("error"):
+        raise RefusedStreamError(f"The server sent an error: {cut(data)}")
+    return event

@@ -51,7 +51,8 @@ impl Subject for Mutex<PlainPool> {
         Self::new(<PlainPool as Subject>::new(num_blocks))
     }
     fn with<T>(&mut self, work: impl FnOnce(&mut PlainPool) -> T) -> T {
-        work(&mut self.lock().unwrap())
+        let shared: &Self = self;
+        work(&mut shared.lock().unwrap())
     }
 }
 

@@ -12,18 +12,25 @@ STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 MINUTES        ?= 1
 WORKERS        ?= auto
-RERUNS         ?= 0
 LONG_CASES     ?= 1000
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
+HOST     = $(shell rustc -vV | sed -n 's/host: //p')
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
+
+FUZZ_TARGETS := pool_ops cache_ops prefix_hashes
+FUZZ_BIN      = fuzz/target/$(HOST)/release
+FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+  -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+  -Cllvm-args=-sanitizer-coverage-trace-compares -Cllvm-args=-simplifycfg-branch-fold-threshold=0 \
+  --cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks
 
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel format clean
+.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks coverage format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: equality loom shuttle stress sanitize fuzz soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -48,9 +55,10 @@ serve: setup                       ## MODEL=... PORT=... ARGS="..."
 model: setup                       ## the default model, fetched once
 	$(BIN)/prefixcache download
 
-test: setup-dev model              ## what a change must pass (WORKERS=...)
+test: checks test-python           ## what a change must pass (WORKERS=...)
+
+checks: setup-dev                  ## lints and Rust tests
 	$(PARALLEL) lint-python lint-rust test-rust
-	$(MAKE) --no-print-directory test-python
 
 test-long: setup-dev model         ## the same tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
@@ -63,10 +71,10 @@ nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms,
 	$(MAKE) --no-print-directory soak MINUTES=60
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
-	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --durations=5
+	cd tests/ray_serve && ../../$(BIN)/pytest --timeout=900 --durations=5
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
-	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
+	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
 	$(PYTHON) -m venv .venv-clients
@@ -78,7 +86,10 @@ test-rust:
 	cargo test --workspace --exclude prefixcache-py --lib --tests --quiet
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
-test-python:
+test-python: setup-dev model
+	$(PYTEST)
+
+coverage: setup-dev model          ## the Python tests again, at least 95 % of the package covered
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 test-wheel: setup model            ## the wheel in empty environments: the cache alone, and a served answer
@@ -97,7 +108,7 @@ lint-python:
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config importlinter-torch.toml
-	$(BIN)/python -m mypy.stubtest prefixcache._core
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml prefixcache._core
 
 loom:                              ## the model checker on the shipped lock-free code
 	$(LOOM) cargo test --package prefixcache-core --lib --release -- models
@@ -110,13 +121,23 @@ stress:                            ## two writers, two probers (STRESS_SECONDS=6
 
 sanitize:                          ## the stress test under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) \
-	  cargo test --package prefixcache-core --release --test stress_pool --target $(shell rustc -vV | sed -n 's/host: //p')
+	  cargo test --package prefixcache-core --release --test stress_pool --target $(HOST)
 
-fuzz:                              ## every target for FUZZ_SECONDS
-	command -v cargo-fuzz || cargo install cargo-fuzz@0.13.2 --locked
-	for target in pool_ops cache_ops prefix_hashes; do mkdir -p fuzz/target/found/$$target; \
-	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
-	  -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+# The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
+fuzz-build:
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --release --locked --manifest-path fuzz/Cargo.toml --target $(HOST)
+
+fuzz: fuzz-build                   ## libFuzzer on every target for FUZZ_SECONDS, from the committed corpus
+	$(PARALLEL) $(addprefix fuzz-run-,$(FUZZ_TARGETS))
+
+fuzz-run-%:
+	mkdir -p fuzz/target/found/$* fuzz/artifacts/$*
+	$(FUZZ_BIN)/$* fuzz/target/found/$* fuzz/corpus/$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=fuzz/artifacts/$*/
+
+fuzz-merge: fuzz-build             ## adds to the committed corpus what runs here have found, minimised
+	for target in $(FUZZ_TARGETS); do rm -rf fuzz/target/merged && mkdir -p fuzz/target/merged fuzz/target/found/$$target && \
+	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
+	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
 
 soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)

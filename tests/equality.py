@@ -332,8 +332,10 @@ class Bench:
         invariant: bool = True,
         dequantized: Path | None = None,
         activations: Activations = "exact",
+        threads: int = 1,
     ) -> None:
         self._folder = folder
+        self._threads = threads
         self._activations: Activations = activations
         self._dtype = dtype
         self._invariant = invariant
@@ -382,7 +384,9 @@ class Bench:
         return answered
 
     def _engine(self, schedule: Schedule, folder: Path) -> Engine:
-        engine = make_engine(folder, self._dtype, self._invariant, schedule, self._activations)
+        engine = make_engine(
+            folder, self._dtype, self._invariant, schedule, self._activations, self._threads
+        )
         submit = engine._runner.submit
 
         def watched(plan: StepPlan) -> InFlightStep:
@@ -416,6 +420,7 @@ def make_engine(
     invariant: bool,
     schedule: Schedule,
     activations: Activations = "exact",
+    threads: int = 1,
 ) -> Engine:
     num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
     config = EngineConfig(
@@ -423,6 +428,7 @@ def make_engine(
         dtype=dtype,  # type: ignore[arg-type]
         device="cpu",
         cpu_activations=activations,
+        cpu_threads=threads,
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
@@ -503,10 +509,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder, dequantized = make_pair(Path(scratch), dtype, quant_format, **shape)
             for threads in (1, 2):
-                torch.set_num_threads(threads)
                 bench = Bench(
                     folder,
                     dtype,
+                    threads=threads,
                     invariant=not arguments.no_batch_invariant,
                     dequantized=dequantized if activations == "exact" else None,
                     activations=activations,

@@ -30,7 +30,10 @@ class ServerProcess:
 def server_process(
     command: Sequence[str | Path], log: Path, **options: Any
 ) -> Generator[ServerProcess, None, None]:
-    """Starts `command`, a server on a free loopback port; what it logs goes into a file."""
+    """Starts `command`, a server on a free loopback port; what it logs goes into a file.
+
+    Here and below nothing but the standard library is imported: clients' tests have no more.
+    """
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, **options

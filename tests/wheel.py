@@ -1,8 +1,8 @@
 """The wheel alone: built, installed in an empty environment, and asked outside of the tree.
 
 `python tests/wheel.py` keeps nothing. First the cache alone, beside numpy and nothing else; then
-the server with the requirements of the wheel's own metadata at the pinned versions, for which the
-default model must have been fetched.
+the server with what the wheel's own metadata requires, linked from this environment and nothing
+more of it, for which the default model must have been fetched.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import urllib.request
 import venv
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from server_process import server_process
 
@@ -55,6 +58,24 @@ def use_core_alone(wheel: Path, folder: Path) -> None:
     subprocess.run([scripts / "python", "-I", ROOT / "tests" / "core_alone.py"], check=True)
 
 
+def link_requirements(site: Path) -> None:
+    """Links what the wheel in `site` requires, and what that requires, out of this environment."""
+    (wheel,) = Distribution.discover(path=[str(site)], name="prefixcache")
+    unread, linked = [*(wheel.requires or ())], set[str]()
+    while unread:
+        requirement = Requirement(unread.pop())
+        if requirement.name in linked or not (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        linked.add(requirement.name)
+        found = distribution(requirement.name)
+        unread += found.requires or ()
+        for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(found.locate_file(name))
+
+
 @contextmanager
 def serving(scripts: Path, folder: Path) -> Generator[str, None, None]:
     """The address of a server that sees nothing of this tree."""
@@ -85,7 +106,8 @@ def main() -> None:
         wheel = build(folder)
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
         use_core_alone(wheel, folder / "core")
-        scripts = install(folder / "environment", wheel)
+        scripts = install(folder / "environment", "--no-deps", wheel)
+        link_requirements(next(folder.glob("environment/lib/python*/site-packages")))
         with serving(scripts, folder) as address:
             (first, cold), (second, warm) = ask(address), ask(address)
     print(f"{first!r}: {cold} tokens cached, then {warm}")

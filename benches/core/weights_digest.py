@@ -21,6 +21,7 @@ from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.digests import compute_sha256
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
+from prefixcache.ops.threads import default_threads
 
 _CHUNK = 1 << 20
 
@@ -47,7 +48,7 @@ def _measure(model: str) -> None:
     folder = resolve_model(model)
     files = _weight_files(folder)
     size = sum(file.stat().st_size for file in files)
-    config, cpu = ModelConfig.from_hf(folder), Cpu(torch.get_num_threads())
+    config, cpu = ModelConfig.from_hf(folder), Cpu(default_threads())
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cpu": cpu}
 
     def hashed(threads: int) -> None:

@@ -601,7 +601,9 @@ def main() -> None:
     names, options_json, record = sys.argv[1:]
     options = Options(**json.loads(options_json))
     if options.device == "cpu":
-        torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much to waiting
+        os.environ["OMP_NUM_THREADS"] = (
+            "1"  # tiny models gain nothing from more, and lose much to waiting
+        )
     if names in PINNED and options.device == "cuda":
         pin_matmul()
     progress = Progress(Path(options.progress), options.begun)

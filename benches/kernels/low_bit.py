@@ -1,10 +1,10 @@
-"""Linears over GGUF blocks beside bfloat16, interleaved in one process: best of several times.
+"""Linears over GGUF blocks next to dense ones, interleaved in one process: best of several times.
 
-`python benches/kernels/low_bit.py [--shape 2048x8192] [--threads 2]`. Each format walks over enough
-copies of a layer that they do not stay in the cache. "read" is the C library's memchr over as many
-bytes as the weights take: what the memory gives to a thread that does nothing but read. With one
-thread the thread's own time counts, so that others on the machine change little; with more it is
-the clock's.
+`python benches/kernels/low_bit.py [--shape 2048x8192] [--threads 2] [--dtype float32]`. Each
+format walks over enough copies of a layer that they do not stay in the cache. "read" is the C
+library's memchr over as many bytes as the weights take: what the memory gives to a thread that
+does nothing but read. With one thread the thread's own time counts, so that others on the machine
+change little; with more it is the clock's.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ def random_blocks(name: str, outputs: int, inputs: int) -> np.ndarray:
     return blocks.reshape(outputs, -1)
 
 
-def layers(cpu: Cpu, name: str, inputs: int, outputs: int) -> list[PackedLinear]:
+def layers(cpu: Cpu, name: str, dtype: str, inputs: int, outputs: int) -> list[PackedLinear]:
     """As many copies as the cache does not hold."""
 
     def layer() -> PackedLinear:
-        made = PackedLinear(cpu, inputs, outputs, "bfloat16")
-        if name == "bfloat16":
+        made = PackedLinear(cpu, inputs, outputs, dtype)  # pyright: ignore[reportArgumentType]
+        if name == dtype:
             made.copy_rows(0, weight.data_ptr(), outputs)
         else:
             made.copy_blocks(0, blocks.ctypes.data, outputs, name)  # pyright: ignore[reportArgumentType]
         return made
 
-    weight = torch.randn(outputs, inputs).bfloat16()
-    blocks = np.zeros(0) if name == "bfloat16" else random_blocks(name, outputs, inputs)
+    weight = torch.randn(outputs, inputs).to(getattr(torch, dtype))
+    blocks = np.zeros(0) if name == dtype else random_blocks(name, outputs, inputs)
     first = layer()
     return [first, *(layer() for _ in range(COLD_BYTES // first.num_bytes))]
 
 
-def multiply(ours: list[PackedLinear], rows: int, inputs: int, outputs: int) -> Callable[[], None]:
-    x = torch.randn(rows, inputs).bfloat16()
-    out = torch.empty(rows, outputs).bfloat16()
+def multiply(
+    ours: list[PackedLinear], dtype: str, rows: int, inputs: int, outputs: int
+) -> Callable[[], None]:
+    x = torch.randn(rows, inputs).to(getattr(torch, dtype))
+    out = torch.empty(rows, outputs).to(getattr(torch, dtype))
 
     def run() -> None:
         for layer in ours:
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 1024])
     parser.add_argument("--formats", nargs="*", default=FORMATS)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--instructions")
     arguments = parser.parse_args()
@@ -96,12 +99,13 @@ def main() -> None:
     cpu = Cpu(arguments.threads, arguments.instructions)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     print(f"{arguments.threads} threads, {cpu.instructions}, {inputs} to {outputs}")
-    kept = {name: layers(cpu, name, inputs, outputs) for name in ("bfloat16", *arguments.formats)}
+    dtype = arguments.dtype
+    kept = {name: layers(cpu, name, dtype, inputs, outputs) for name in (dtype, *arguments.formats)}
     for rows in arguments.rows:
         ways = {}
         for name, ours in kept.items():
             used = ours if rows < 64 else ours[:1]
-            ways[name] = multiply(used, rows, inputs, outputs), len(used)
+            ways[name] = multiply(used, dtype, rows, inputs, outputs), len(used)
             if rows == 1:
                 num_bytes = sum(layer.num_bytes for layer in used)
                 ways[f"read {name}"] = read(num_bytes, arguments.threads), len(used)
@@ -114,7 +118,7 @@ def main() -> None:
         for name, ours in kept.items():
             seconds, num_bytes = best[name], ours[0].num_bytes
             line = f"{rows:5} rows {name:8}: {rows * inputs * outputs / seconds / 1e9:7.1f} G/s"
-            line += f", {best['bfloat16'] / seconds:5.2f} of bfloat16"
+            line += f", {best[dtype] / seconds:5.2f} of {dtype}"
             if rows == 1:
                 share = best[f"read {name}"] / seconds
                 line += f", {num_bytes / seconds / 1e9:5.1f} GB/s, {share:5.2f} of a plain read"

@@ -31,7 +31,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from prefixcache.config.engine_config import EngineConfig, SchedulingPolicy
 from prefixcache.engine.build import build
@@ -169,6 +168,7 @@ def make_engine(folder: Path, policy: SchedulingPolicy, max_queue_delay: float) 
         model=str(folder),
         dtype="float32",
         device="cpu",
+        cpu_threads=1,
         block_size=BLOCK,
         num_blocks=1 + POOL_TOKENS // BLOCK,
         max_num_seqs=16,
@@ -242,7 +242,6 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
     asked = parser.parse_args()
     found = {**facts(asked, POOL_TOKENS), "shape": SHAPE}
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), **SHAPE)
         engines = {p: make_engine(Path(folder), p, asked.max_queue_delay) for p in POLICIES}

@@ -90,7 +90,7 @@ class Side:
                 self._diagnostics.end(request.request_id, told)
         # So many requests fill the log before its reader comes, twice a second.
         self._engine.read_losses()
-        assert not self._cache.num_missed_losses
+        assert not self._cache.num_missed_evictions
         return passed
 
     def _serve(self, request: Request) -> int:

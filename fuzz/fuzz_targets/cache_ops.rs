@@ -11,14 +11,14 @@ use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
-use prefixcache_core::ledger::Ledger;
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
+use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, FreeOrder, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
-use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
+use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -32,12 +32,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let groups = [vec![full], vec![full, window(7)], vec![window(1), full, window(16)], vec![window(9)]];
     let groups = Groups::new(groups[usize::from(choice >> 1 & 3)].clone()).unwrap();
     let num_blocks = 8 + usize::from(choice >> 3) * 3;
-    let config = PoolConfig {
-        num_blocks,
-        max_blocks: num_blocks + ROOM,
-        free_order: FreeOrder::default(),
-        eviction_policy: EvictionPolicy::default(),
-    };
+    let config = PoolConfig::new(num_blocks).with_max_blocks(num_blocks + ROOM);
     if choice & 1 == 0 {
         run::<Shared>(groups, config, &calls);
     } else {
@@ -48,7 +43,7 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
 /// A cache and its requests.
 struct Side<S, H> {
     cache: PrefixCache<S>,
-    ledger: H,
+    table: H,
     /// Milliseconds.
     time: u64,
     sequences: Vec<Sequence>,
@@ -56,18 +51,11 @@ struct Side<S, H> {
 }
 
 impl<S: BlockStore, H: Hinting> Side<S, H> {
-    fn new(groups: Groups, store: S, ledger: H) -> Self {
-        let config = HashConfig {
-            model: "model".into(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: BLOCK_SIZE,
-            groups,
-        };
+    fn new(groups: Groups, store: S, table: H) -> Self {
+        let config = HashConfig::new(BLOCK_SIZE, groups).with_model("model", "", "");
         Self {
             cache: PrefixCache::new(config, store).unwrap(),
-            ledger,
+            table,
             time: 0,
             sequences: Vec::new(),
             moves: Moves::default(),
@@ -90,11 +78,11 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
 
     /// Makes one call, to the request that `a` names; what came back.
     fn call(&mut self, [what, a, b]: [u8; 3]) -> String {
-        let cache = &self.cache;
         if what % 10 == 0 || self.sequences.is_empty() {
             self.sequences.push(self.new_sequence([what, a, b]));
             return String::new();
         }
+        let cache = &mut self.cache;
         let at = usize::from(a) % self.sequences.len();
         let sequence = &mut self.sequences[at];
         let tokens = sequence.num_tokens();
@@ -105,7 +93,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 let chunk = 1 + usize::from(b >> 4);
                 let taken = cache.commit_in_chunks(sequence, hits, new, chunk);
                 if let Ok(Some(_)) = taken {
-                    self.ledger.note_hits(cache.store(), sequence);
+                    self.table.note_hits(cache.store_mut(), sequence);
                 }
                 format!("{taken:?}")
             }
@@ -127,7 +115,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             6 => {
                 let pinned = cache.pin_anchors(&[&mut *sequence]);
-                self.ledger.keep(cache.store(), sequence);
+                self.table.keep(cache.store_mut(), sequence);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
@@ -135,7 +123,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 format!("{pinned:?} {outcome:?}")
             }
             7 if b & 8 == 0 => {
-                let pins = (b & 1 == 0).then_some(Pins { min_distance: 2, prefix: b & 2 == 0 });
+                let pins = (b & 1 == 0).then_some(Pins::new(2, b & 2 == 0));
                 let interval = usize::from(b >> 4);
                 sequence.set_retention(Retention::Anchors { interval, pins });
                 sequence.add_anchor(usize::from(a ^ b) % 48);
@@ -155,8 +143,8 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             }
             9 if a & 12 == 12 => {
                 self.time += u64::from(b >> 3) * 100;
-                self.ledger.set_time(Duration::from_millis(self.time));
-                format!("{}", self.ledger.demote_expired(cache.store(), usize::from(b & 7)))
+                cache.store_mut().set_time(Duration::from_millis(self.time));
+                format!("{}", self.table.demote_expired(cache.store_mut(), usize::from(b & 7)))
             }
             9 if a & 4 == 4 => {
                 sequence.set_hints(hints(a, b));
@@ -165,7 +153,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             8 if a & 3 == 1 => {
                 let most = cache.store().num_blocks() + 1;
                 let begun = cache.begin_moves(usize::from(b) % most, 4, &mut self.moves);
-                format!("{begun:?} {:?}", self.moves.under_way)
+                format!("{begun:?} {:?}", self.moves.in_flight)
             }
             8 if a & 3 == 2 && b & 1 == 0 => format!("{:?}", cache.finish_moves(&mut self.moves)),
             8 if a & 3 == 2 => format!("{:?}", cache.abort_moves(&mut self.moves)),
@@ -179,7 +167,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 1 => format!("{:?}", cache.new_weight_version(None)),
                 2 | 3 => format!("{:?}", cache.pin(sequence, tokens / BLOCK_SIZE * BLOCK_SIZE)),
                 4 => format!("{:?}", cache.unpin(sequence)),
-                5 => format!("{:?}", cache.store().demote(usize::from(b / 8))),
+                5 => format!("{:?}", cache.store_mut().demote(usize::from(b / 8))),
                 _ => format!(
                     "{:?} {:?}",
                     cache.count_prefix_hits(sequence),
@@ -207,7 +195,7 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
             .map(|sequence| [0, 1, 2].map(|group| sequence.block_table(group)))
             .collect();
         let pool = (store.free_order(), store.cached_blocks(), store.stats());
-        let stats = (self.cache.stats(), self.ledger.stats());
+        let stats = (self.cache.stats(), self.table.stats());
         format!("{:?} {tables:?} {pool:?} {stats:?}", self.hits())
     }
 }
@@ -232,13 +220,13 @@ const SHARE: f64 = 0.3;
 
 fn run<M: Mode>(groups: Groups, config: PoolConfig, calls: &[[u8; 3]]) {
     let mut plain = {
-        let ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
-        Side::new(groups.clone(), PlainPool::new(config).unwrap(), ledger)
+        let table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
+        Side::new(groups.clone(), PlainPool::new(config).unwrap(), table)
     };
     let mut tested = {
-        let mut ledger = Ledger::new(SHARE).unwrap();
-        ledger.set_time(Duration::ZERO);
-        Side::new(groups, BlockPool::<M>::with_ring_capacity(config, 512).unwrap(), ledger)
+        let mut pool = Writer::<M>::with_ring_capacity(config, 512).unwrap();
+        pool.set_time(Duration::ZERO);
+        Side::new(groups, pool, RetentionTable::new(SHARE).unwrap())
     };
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");

@@ -1,4 +1,4 @@
-//! Bytes as operations on a block pool, beside the plain one.
+//! Bytes as operations on a block pool, and on the plain one.
 //!
 //! The first byte chooses the mode, the order of the free line and the rings: long ones, with which the two pools
 //! must agree in everything, or rings of eight slots for up to 63 blocks, which fill up, so that
@@ -8,7 +8,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 
@@ -24,10 +24,10 @@ fn run<M: Mode>(choice: u8, steps: &[[u8; 3]]) {
     let order = if choice & 2 == 0 { FreeOrder::UnhashedFirst } else { FreeOrder::Append };
     let policy = if choice & 8 == 0 { EvictionPolicy::Lru } else { EvictionPolicy::ReuseQueue };
     let config = config(4 + usize::from(choice >> 3) * 2, order, policy);
-    let pool = |ring| BlockPool::<M>::with_ring_capacity(config, ring).unwrap();
+    let pool = |ring| Writer::<M>::with_ring_capacity(config, ring).unwrap();
     if choice & 4 == 0 {
-        assert_same_as_plain(config, &pool(LONG_RING), steps);
+        assert_same_as_plain(config, &mut pool(LONG_RING), steps);
     } else {
-        assert_conserves(&pool(SHORT_RING), steps);
+        assert_conserves(&mut pool(SHORT_RING), steps);
     }
 }

@@ -365,7 +365,7 @@ class PrefixCache:
 
         When both arrays are empty, what remains above is held, or goes before all that stays:
         `resize` ends the shrink. `resize` to the present size, or any other, takes it back.
-        RuntimeError while moves are under way, or another thread is inside a call.
+        RuntimeError while moves are in flight, or another thread is inside a call.
         """
     def finish_moves(self) -> int:
         """End the slice whose KV was copied: content is found in `to`, at its place in the order.

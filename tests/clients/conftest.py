@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from server_process import server_process
 
 ROOT = Path(__file__).parents[2]
 SERVER = os.environ.get("PREFIXCACHE_PYTHON", str(ROOT / ".venv/bin/python"))
@@ -32,21 +32,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, No
 def started(arguments: list[str], log: Path) -> Generator[str, None, None]:
     """A server on a free port; its address."""
     command = [SERVER, "-m", "prefixcache", "serve", *arguments, "--port", "0"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    try:
-        yield _address(process, log)
-        assert process.poll() is None, log.read_text()
-        # Hypothesis draws short strings of tests, so logged paths may hold its first word.
-        assert "Traceback (most recent call last)" not in log.read_text(), log.read_text()
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _address(process: subprocess.Popen[str], log: Path) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"curl (http://127\.0\.0\.1:\d+)", line):
-            return found[1]
-    raise AssertionError(log.read_text())
+    with server_process(command, log) as server:
+        yield server.address
+        assert server.process.poll() is None, log.read_text()

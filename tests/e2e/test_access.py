@@ -118,9 +118,7 @@ async def test_each_key_gets_in(make_app: MakeApp, key: str) -> None:
     "value", [None, "", "Bearer", "Bearer ", "Bearer firs", "Bearer first2", "Basic first", "first"]
 )
 @pytest.mark.parametrize("rules", [CLIENTS, BOTH])
-async def test_strangers_are_refused_everywhere(
-    make_app: MakeApp, engine: FakeEngine, rules: AccessRules, value: str | None
-) -> None:
+async def test_strangers_are_refused_everywhere(make_app, engine, rules, value):
     headers = {} if value is None else {"Authorization": value}
     async with client_of(make_app(rules)) as client:
         for method, path in [
@@ -149,9 +147,7 @@ async def test_the_official_client_brings_its_key(make_app: MakeApp) -> None:
 
 @pytest.mark.parametrize("rules", [None, CLIENTS, ADMINS, BOTH])
 @pytest.mark.parametrize("address", ["127.0.0.1", REMOTE])
-async def test_a_health_check_needs_nothing(
-    make_app: MakeApp, rules: AccessRules | None, address: str
-) -> None:
+async def test_a_health_check_needs_nothing(make_app, rules, address):
     headers = {"Host": "any.example", "Origin": "http://any.example"}
     response = await answer(make_app(rules), "/health", headers=headers, address=address)
     assert response.status_code == 200
@@ -194,13 +190,7 @@ def _paths(app: FastAPI) -> Iterator[str]:
         (BOTH, None, "127.0.0.1", (401, "invalid_api_key")),
     ],
 )
-async def test_control_is_refused(
-    make_app: MakeApp,
-    rules: AccessRules | None,
-    key: str | None,
-    address: str,
-    expected: tuple[int, str],
-) -> None:
+async def test_control_is_refused(make_app, rules, key, address, expected):
     async with client_of(make_app(rules), address) as client:
         for method, path in CONTROL:
             response = await client.request(method, path, headers=bearer(key) if key else None)
@@ -214,9 +204,7 @@ async def test_without_keys_this_machine_controls(make_app: MakeApp, address: st
 
 @pytest.mark.parametrize("rules", [ADMINS, BOTH])
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models"])
-async def test_an_administrator_may_do_anything_from_anywhere(
-    make_app: MakeApp, rules: AccessRules, path: str
-) -> None:
+async def test_an_administrator_may_do_anything_from_anywhere(make_app, rules, path):
     headers = {**bearer("root"), "X-Forwarded-For": "1.2.3.4"}
     response = await answer(make_app(rules), path, headers=headers, address=REMOTE)
     assert response.is_success
@@ -240,9 +228,7 @@ async def test_behind_a_proxy_nobody_is_this_machine(make_app: MakeApp, header: 
 @pytest.mark.parametrize(
     "scope", [{"client": None}, {"client": ("", 0)}, {"http_version": "1.0"}, {}]
 )
-async def test_a_unix_socket_and_nginx_are_not_this_machine(
-    make_app: MakeApp, scope: dict[str, Any]
-) -> None:
+async def test_a_unix_socket_and_nginx_are_not_this_machine(make_app, scope):
     app = make_app()
 
     async def changed(old: Any, receive: Any, send: Any) -> None:
@@ -285,9 +271,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("rules", [None, BOTH])
-async def test_pages_of_other_sites_reach_nothing(
-    make_app: MakeApp, rules: AccessRules | None, headers: dict[str, str]
-) -> None:
+async def test_pages_of_other_sites_reach_nothing(make_app, rules, headers):
     async with client_of(make_app(rules)) as client:
         for method, path in [*CONTROL, ("GET", "/v1/models"), ("POST", "/v1/completions")]:
             sent = {**bearer("root"), **headers}
@@ -349,9 +333,7 @@ async def _counts(client: httpx.AsyncClient, path: str, key: str, **fields: Any)
     return told.get("cached_tokens", told.get("usage"))
 
 
-async def test_a_probe_tells_a_key_of_its_own_salt_alone(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_probe_tells_a_key_of_its_own_salt_alone(tiny_checkpoint):
     rules = AccessRules(api_keys=("mine", "yours"), admin_api_keys=("root",))
     probe, complete = "/prefix_cache/probe", "/v1/completions"
     async with served_folder(tiny_checkpoint(), access={"rules": rules}) as (client, _):
@@ -378,9 +360,7 @@ async def _update(client: httpx.AsyncClient, path: object) -> tuple[int, str]:
     return response.status_code, body["error"]["message"] if "error" in body else ""
 
 
-async def test_no_error_tells_which_paths_exist(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_error_tells_which_paths_exist(tiny_checkpoint, tmp_path, caplog):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"architectures": ["Other"]}')
     (tmp_path / "text.gguf").write_text("no model")
@@ -394,9 +374,7 @@ async def test_no_error_tells_which_paths_exist(
         assert (await _update(client, tiny_checkpoint(seed=8)))[0] == 200
 
 
-async def test_weights_come_from_the_allowed_folders_alone(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+async def test_weights_come_from_the_allowed_folders_alone(tiny_checkpoint, tmp_path):
     outside, allowed = tiny_checkpoint(seed=8), tmp_path / "allowed"
     allowed.mkdir()
     (allowed / "link").symlink_to(outside)

@@ -89,9 +89,7 @@ async def test_explicit_mode_writes_up_to_the_last_breakpoint(client: httpx.Asyn
     assert (await counts(client, CHAT, chat([*TEXTS, "Which?"])))[0] == upto
 
 
-async def test_breakpoints_beside_the_implicit_one_write_everything(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_breakpoints_beside_the_implicit_one_write_everything(client):
     plain = await sent(client, CHAT, chat(TEXTS, cache_salt="a"))
     marked = await sent(client, CHAT, chat(TEXTS, marked=0, cache_salt="b"))
     assert marked["usage"] == plain["usage"]
@@ -124,9 +122,7 @@ async def test_a_cache_key_is_no_salt(client: httpx.AsyncClient) -> None:
         ({"retention": [{"start": i, "end": i + 1} for i in range(33)]}, "retention"),
     ],
 )
-async def test_a_wrong_control_is_refused_by_name_and_leaves_nothing(
-    client: httpx.AsyncClient, fields: dict[str, Any], named: str
-) -> None:
+async def test_a_wrong_control_is_refused_by_name_and_leaves_nothing(client, fields, named):
     response = await client.post(COMPLETIONS, json=completion([PROMPT, PROMPT], **fields))
     assert response.status_code == 400
     assert response.json()["error"]["param"] == named
@@ -191,9 +187,7 @@ ASKED = {"role": "user", "content": [MARKED, {"type": "text", "text": TEXTS[1]}]
         ),
     ],
 )
-async def test_warming_and_probing_read_bodies_of_every_api(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]
-) -> None:
+async def test_warming_and_probing_read_bodies_of_every_api(client, path, body, headers):
     async def told(where: str) -> dict[str, Any]:
         response = await client.post(where, json=body, headers=headers)
         assert response.status_code == 200, response.text
@@ -212,9 +206,7 @@ async def test_warming_and_probing_read_bodies_of_every_api(
     assert (read, again) == (hit, written - hit)
 
 
-async def test_a_wrong_message_is_refused_in_the_form_of_its_client(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_wrong_message_is_refused_in_the_form_of_its_client(client):
     body = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
     header = {"anthropic-version": "2023-06-01"}
     error = (await client.post(WARM, json=body, headers=header)).json()
@@ -225,9 +217,7 @@ async def test_a_wrong_message_is_refused_in_the_form_of_its_client(
     assert error["param"] == "messages[0].content[0].type"
 
 
-async def test_a_response_that_goes_on_is_warmed_with_what_was_said(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_response_that_goes_on_is_warmed_with_what_was_said(client):
     first = await sent(client, "/v1/responses", {"input": TEXTS[0], "max_output_tokens": 2})
     body = {"input": TEXTS[1], "previous_response_id": first["id"]}
     counted = await sent(client, "/v1/responses/input_tokens", body)
@@ -238,9 +228,7 @@ PROMPTS = completion([[*PROMPT, 1], list(range(200, 240))], n=2, max_tokens=100,
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPTS), (CHAT, chat(TEXTS))])
-async def test_warming_computes_a_prompt_and_answers_nothing(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> None:
+async def test_warming_computes_a_prompt_and_answers_nothing(client, path, body):
     cold = await sent(client, WARM, body)
     full = 80 + 32 if path == COMPLETIONS else cold["prompt_tokens"] // 16 * 16
     assert (cold["cached_tokens"], cold["cache_write_tokens"]) == (0, full)
@@ -259,9 +247,7 @@ async def test_warming_obeys_the_controls_and_ignores_thresholds(client: httpx.A
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_clients_may_warm_where_an_option_says_so(
-    tiny_checkpoint: Callable[..., Path], opened: bool
-) -> None:
+async def test_clients_may_warm_where_an_option_says_so(tiny_checkpoint, opened):
     rules = AccessRules(api_keys=("k",), admin_api_keys=("root",), client_warming=opened)
     app, engine = serve_folder(tiny_checkpoint(), access={"rules": rules})
     try:

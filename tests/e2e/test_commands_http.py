@@ -64,9 +64,7 @@ async def test_a_query_that_nobody_reads_is_told(client: httpx.AsyncClient, path
 
 
 @pytest.mark.parametrize("given", [{"params": {"tags": "weights"}}, {"json": {"tag": "kv_cache"}}])
-async def test_a_sleep_of_one_part_is_refused(
-    client: httpx.AsyncClient, given: dict[str, Any]
-) -> None:
+async def test_a_sleep_of_one_part_is_refused(client, given):
     answer = await client.post("/sleep", **given)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
@@ -81,9 +79,7 @@ async def test_a_sleep_of_one_part_is_refused(
         {"params": {"start": 9, "kinds": "free"}, "json": {"start": 3, "kinds": ["free", "held"]}},
     ],
 )
-async def test_options_are_arguments_and_the_result_is_the_answer(
-    client: httpx.AsyncClient, engine: FakeEngine, options: dict[str, Any]
-) -> None:
+async def test_options_are_arguments_and_the_result_is_the_answer(client, engine, options):
     steps = Steps(engine.control)
     response = await client.post("/prefix_cache/count", **options)
     assert response.json() == {"start": 3, "step": 1, "kinds": ["free", "held"]}
@@ -102,9 +98,7 @@ async def test_options_are_arguments_and_the_result_is_the_answer(
         ({"params": {"start": 3, "kinds": "lost"}}, "kinds[0]"),
     ],
 )
-async def test_wrong_options_are_named(
-    client: httpx.AsyncClient, engine: FakeEngine, options: dict[str, Any], param: str
-) -> None:
+async def test_wrong_options_are_named(client, engine, options, param):
     steps = Steps(engine.control)
     response = await client.post("/prefix_cache/count", **options)
     assert response.status_code == 400

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from browser import browser, needs_chromium
 from prefixcache.server.http.access import AccessRules
@@ -41,9 +38,7 @@ def _call(address: str, content_type: str, key: str | None) -> str:
     )
 
 
-def test_a_page_of_an_allowed_origin_reads_a_stream_and_others_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_of_an_allowed_origin_reads_a_stream_and_others_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="prefixcache")
     save_tokenizer(tmp_path)
     engine = FakeEngine(lambda request: says(request, "h", "i"))

@@ -46,7 +46,7 @@ def stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 def test_a_page_is_told_what_the_cache_does(address: str) -> None:
     body = {"model": "tiny", "prompt": "one two three " * 20, "max_tokens": 4}
-    with httpx.Client(base_url=address, headers=KEY, timeout=30) as client:
+    with httpx.Client(base_url=address, headers=KEY, timeout=150) as client:
         for _ in range(2):
             client.post("/v1/completions", json=body).raise_for_status()
         stats = client.get("/prefix_cache/stats").json()
@@ -92,7 +92,7 @@ def test_prefixes_that_prompts_share_and_misses_are_told(
         tiny_checkpoint(), num_blocks=60, diagnostics_memory=1 << 20, keeps_text=keeps_text
     )
     try:
-        with running(app) as address, httpx.Client(base_url=address, timeout=30) as client:
+        with running(app) as address, httpx.Client(base_url=address, timeout=150) as client:
             for question in ("Why?", "How?", "Who?"):
                 body = {"model": "tiny", "prompt": rule + question, "max_tokens": 1}
                 client.post("/v1/completions", json=body).raise_for_status()
@@ -119,17 +119,19 @@ def _prompts_of_all_three(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str) -> None:
-    page = httpx.get(f"{address}/dashboard")
+    page = httpx.get(f"{address}/dashboard", timeout=60)
     texts = [page.text]
     for name in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
         assert name.startswith("dashboard/assets/"), name
-        file = httpx.get(f"{address}/{name}")
+        file = httpx.get(f"{address}/{name}", timeout=60)
         assert file.is_success, name
         for response in (page, file):
             policy = response.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
             assert response.headers["x-content-type-options"] == "nosniff"
-        unchanged = httpx.get(f"{address}/{name}", headers={"If-None-Match": file.headers["etag"]})
+        unchanged = httpx.get(
+            f"{address}/{name}", headers={"If-None-Match": file.headers["etag"]}, timeout=60
+        )
         assert (unchanged.status_code, unchanged.content) == (304, b"")
         texts.append(file.text)
     for text in texts:
@@ -138,8 +140,8 @@ def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str) ->
 
 
 def test_the_stream_is_for_administrators(address: str) -> None:
-    assert httpx.get(address + EVENTS).status_code == 401
-    wrong = httpx.get(address + EVENTS, headers={"Authorization": "Bearer client"})
+    assert httpx.get(address + EVENTS, timeout=60).status_code == 401
+    wrong = httpx.get(address + EVENTS, headers={"Authorization": "Bearer client"}, timeout=60)
     assert wrong.json()["error"]["code"] == "invalid_api_key"
 
 
@@ -170,7 +172,10 @@ def test_who_does_not_read_is_dropped() -> None:
 def test_a_page_does_not_hold_up_the_end_of_the_server() -> None:
     app, _, lifecycle = feed_app(period=0.01)
     server_of = serving(app, lifecycle, drain_seconds=600)
-    with server_of as (server, address), httpx.stream("GET", address + EVENTS) as answer:
+    with (
+        server_of as (server, address),
+        httpx.stream("GET", address + EVENTS, timeout=60) as answer,
+    ):
         pieces = answer.iter_bytes()
         next(pieces)
         server.stop()

@@ -67,7 +67,7 @@ def running_request(address: str, request_id: str) -> Iterator[None]:
     stop = threading.Event()
 
     def ask() -> None:
-        with httpx.Client(headers={"X-Request-Id": request_id}, timeout=30) as client:
+        with httpx.Client(headers={"X-Request-Id": request_id}, timeout=150) as client:
             while not stop.is_set():
                 client.post(f"{address}/v1/completions", json=body).raise_for_status()
 

@@ -6,8 +6,6 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,9 +35,7 @@ async def text_of(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-async def test_a_resize_is_answered_with_how_far_it_is(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_resize_is_answered_with_how_far_it_is(tiny_checkpoint):
     options = {"num_blocks": 100, "kv_cache_max_memory": "8MiB", "kv_cache_min_memory": "200KiB"}
     async with served_folder(tiny_checkpoint(), **options) as (client, engine):
         start = (await client.get(PATH)).json()
@@ -89,9 +85,7 @@ async def stats(client: httpx.AsyncClient) -> dict[str, Any]:
     return (await client.get("/prefix_cache/stats")).json()
 
 
-async def test_no_answer_changes_while_the_cache_grows_and_shrinks(
-    tiny_checkpoint: Callable[..., Path], seed: int
-) -> None:
+async def test_no_answer_changes_while_the_cache_grows_and_shrinks(tiny_checkpoint, seed):
     choose = random.Random(seed)
     stems = [[choose.randrange(5, 300) for _ in range(120)] for _ in range(4)]
     bodies = [
@@ -134,9 +128,7 @@ async def test_no_answer_changes_while_the_cache_grows_and_shrinks(
         engine.control._cache.validate()
 
 
-async def test_requests_that_no_longer_fit_are_told_to_come_again(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_requests_that_no_longer_fit_are_told_to_come_again(tiny_checkpoint):
     async with served_folder(tiny_checkpoint(), num_blocks=40) as (client, engine):
         body = completion([*range(5, 205)], 100)
         await client.post("/pause")
@@ -159,9 +151,7 @@ async def test_requests_that_no_longer_fit_are_told_to_come_again(
 
 
 @pytest.mark.skipif(not LONG, reason="one of the long tests")
-def test_a_server_killed_in_a_shrink_serves_on_after_a_restart(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_server_killed_in_a_shrink_serves_on_after_a_restart(tiny_checkpoint, tmp_path):
     folder = tiny_checkpoint()
     command = [*PREFIXCACHE, "serve", "--model", folder, "--port", "0", "--num-blocks", "20000"]
     body = completion([*range(5, 200)], 8) | {"model": str(folder)}

@@ -64,9 +64,7 @@ def alone(folder: Path, prompts: list[list[int]], params: list[SamplingParams]) 
 @pytest.mark.parametrize(
     "architecture", ["smollm2", "llama", "qwen2", "qwen3", "mistral", *WINDOWED]
 )
-def test_greedy_answers_equal_those_of_transformers(
-    tiny_checkpoint: Checkpoint, architecture: str
-) -> None:
+def test_greedy_answers_equal_those_of_transformers(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = branching_prompts(4)
@@ -76,9 +74,7 @@ def test_greedy_answers_equal_those_of_transformers(
         assert answer == greedy(model, prompt, 24)
 
 
-def test_a_batch_gives_the_lone_answers_with_the_cache_on_and_off(
-    tiny_checkpoint: Checkpoint, seed: int
-) -> None:
+def test_a_batch_gives_the_lone_answers_with_the_cache_on_and_off(tiny_checkpoint, seed):
     folder = tiny_checkpoint()
     prompts, params = branching_prompts(16, seed), mixed_params(16)
     expected = alone(folder, prompts, params)
@@ -91,9 +87,7 @@ def test_a_batch_gives_the_lone_answers_with_the_cache_on_and_off(
 
 
 @pytest.mark.parametrize("chunk", [8, 17, 64, 512])
-def test_any_chunk_size_gives_the_same_answers(
-    tiny_checkpoint: Checkpoint, chunk: int, seed: int
-) -> None:
+def test_any_chunk_size_gives_the_same_answers(tiny_checkpoint, chunk, seed):
     folder = tiny_checkpoint("qwen3")
     prompts, params = branching_prompts(6, seed), mixed_params(6)
     llm = make_llm(folder, max_num_batched_tokens=chunk, max_num_seqs=8)

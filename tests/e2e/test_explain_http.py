@@ -70,9 +70,7 @@ def prompt(first: int, salt: str | None = "s", **fields: Any) -> dict[str, Any]:
     return body if salt is None else {**body, "cache_salt": salt}
 
 
-async def test_a_changed_time_is_shown_in_its_message_to_who_sent_it(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_changed_time_is_shown_in_its_message_to_who_sent_it(client):
     await told(client, CHAT, chat("14:04:37"))
     one = await explained(client, chat("14:05:11"))
     assert one["reason"] == "different_text"
@@ -230,9 +228,7 @@ async def test_comparisons_by_the_names_of_both_apis(client: httpx.AsyncClient) 
         (RESPONSES, {"input": 7, "cache_salt": "s"}),
     ],
 )
-async def test_a_wrong_body_gets_the_endpoints_own_error(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> None:
+async def test_a_wrong_body_gets_the_endpoints_own_error(client, path, body):
     expected = await post(client, path, body, "alice")
     assert expected.status_code in (400, 404)
     found = await post(client, EXPLAIN, body, "alice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import http.client
 import json
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from server_process import PREFIXCACHE, server_process
+from serving import served_folder
 
 # Seconds, beyond what a process that does nothing else waits for at the same time. A busy machine
 # delays answers now and then, a server that is held up delays them every time: so one try of
@@ -40,21 +43,13 @@ def _chat(*messages: object) -> bytes:
 
 # Path, body, status.
 BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
-    "10,000 prompts": (
-        "/v1/completions",
-        lambda: _completion(prompt=[_TEXT] * 10_000),
-        400,
-    ),
+    "10,000 prompts": ("/v1/completions", lambda: _completion(prompt=[_TEXT] * 10_000), 400),
     "a million messages": (
         "/v1/chat/completions",
         lambda: b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * _MILLION) + b"]}",
         400,
     ),
-    "a million empty objects": (
-        "/v1/chat/completions",
-        lambda: _chat(*[{}] * _MILLION),
-        400,
-    ),
+    "a million empty objects": ("/v1/chat/completions", lambda: _chat(*[{}] * _MILLION), 400),
     "the most messages": (
         "/v1/chat/completions",
         lambda: _chat(*[{"role": "user", "content": _TEXT}] * 4096),
@@ -185,6 +180,32 @@ server.serve_forever()
 """
 
 
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatch):
+    """Counted in the loop's own processor time, which a busy machine does not lengthen."""
+    longest, run = 0.0, asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal longest
+        begun = time.thread_time()
+        run(handle)
+        longest = max(longest, time.thread_time() - begun)
+
+    path, make_body, status = BODIES[name]
+    body, headers = make_body(), {"Content-Type": "application/json"}
+    folder = tiny_checkpoint(max_position_embeddings=1 << 20)
+    async with served_folder(folder, num_blocks=20_000) as (client, _):
+        await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        gc.disable()  # of the objects of all tests
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        response = await client.post(path, content=body, headers=headers)
+        monkeypatch.undo()
+        gc.enable()
+    assert response.status_code == status, response.text[:500]
+    assert 0 < longest <= _LONGEST_WAIT
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", BODIES)
 def test_health_answers_beside(address, idle_address, name):
     path, make_body, status = BODIES[name]

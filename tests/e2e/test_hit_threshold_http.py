@@ -131,9 +131,7 @@ async def test_a_preempted_request_whose_blocks_were_recycled_goes_back_to_the_r
     assert usage["usage"]["completion_tokens"] == 9
 
 
-async def test_a_preempted_request_whose_blocks_are_still_there_goes_on(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_preempted_request_whose_blocks_are_still_there_goes_on(tiny_checkpoint):
     async with served_folder(tiny_checkpoint(), **SMALL_POOL) as (client, engine):
         lone = (await client.post("/v1/completions", json=body(**SECOND))).json()
         answer = await preempted(client, engine, {"max_tokens": 12}, {"cache_hit_threshold": 1.0})
@@ -142,9 +140,7 @@ async def test_a_preempted_request_whose_blocks_are_still_there_goes_on(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(
-    tiny_checkpoint: Callable[..., Path], stream: bool
-) -> None:
+async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(tiny_checkpoint, stream):
     """What was sent under weights that stay counts; under others it is void."""
     app, engine = serve_folder(tiny_checkpoint())
     gate = StepGate(engine._engine._runner)
@@ -181,9 +177,7 @@ async def test_after_a_sleep_and_a_weight_update_a_router_can_tell(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("value", ["-0.01", "1.01", "NaN", "true", '"0.5"', "[]"])
-async def test_wrong_thresholds_name_the_field(
-    tiny_checkpoint: Callable[..., Path], path: str, value: str
-) -> None:
+async def test_wrong_thresholds_name_the_field(tiny_checkpoint, path, value):
     fields = {"model": MODEL, "prompt": "x"}
     if "chat" in path:
         fields = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}

@@ -78,12 +78,8 @@ def _grammar(kind: str, text: Any) -> tuple[str, dict[str, Any]]:
     ids=range(9),
 )
 async def test_neither_an_error_nor_the_log_quotes_more_than_a_little(
-    tiny_checkpoint: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    body: dict[str, Any],
-    param: str | None,
-) -> None:
+    tiny_checkpoint, caplog, path, body, param
+):
     caplog.set_level(logging.DEBUG, logger="prefixcache")
     async with served_folder(tiny_checkpoint(), served={"strict": True}) as (client, _):
         caplog.clear()
@@ -141,9 +137,7 @@ async def test_an_answer_that_nobody_reads_is_cut_and_gives_its_blocks_back(
     assert b"slow_reader" in sent
 
 
-async def test_a_key_that_has_too_many_waiting_is_told_so_and_others_are_served(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_key_that_has_too_many_waiting_is_told_so_and_others_are_served(tiny_checkpoint):
     bounds = {"max_waiting_per_client": 2}
     options: dict[str, Any] = {
         "bounds": bounds,
@@ -187,9 +181,7 @@ class Bodies:
         yield b'"}'
 
 
-async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
-    tmp_path: Path,
-) -> None:
+async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(tmp_path):
     save_tokenizer(tmp_path)
     waiting = asyncio.Event()
 
@@ -277,9 +269,7 @@ async def test_log_probabilities_of_a_whole_answer_are_bounded_and_a_stream_keep
     assert streamed.text.count('"top_logprobs"') >= (25 if path == "/v1/responses" else 60)
 
 
-async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_gives_way(
-    tmp_path: Path,
-) -> None:
+async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_gives_way(tmp_path):
     save_tokenizer(tmp_path)
     goes_on, has_come = asyncio.Event(), asyncio.Event()
     scored = TokenLogprobs(token_id=5, logprob=-1.0, rank=1)
@@ -318,9 +308,7 @@ async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_give
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
-async def test_probes_need_no_key_and_no_body(
-    tiny_checkpoint: Callable[..., Path], path: str
-) -> None:
+async def test_probes_need_no_key_and_no_body(tiny_checkpoint, path):
     async with served_folder(tiny_checkpoint(), access={"rules": KEYS}) as (client, engine):
         for method in ("GET", "HEAD"):
             response = await client.request(method, path)
@@ -337,9 +325,7 @@ async def test_probes_need_no_key_and_no_body(
         assert codes == ["engine_paused", "engine_asleep"]
 
 
-async def test_server_info_is_the_administrators_and_shows_no_secrets(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_server_info_is_the_administrators_and_shows_no_secrets(tiny_checkpoint):
     from prefixcache.config.flags import shown_values
     from prefixcache.server.options.serve_options import ServeOptions
 

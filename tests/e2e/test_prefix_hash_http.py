@@ -57,18 +57,14 @@ async def cached(
 
 
 @pytest.mark.parametrize("salt", [None, "", "häßlich"])
-async def test_a_router_computes_the_hashes_that_the_server_has(
-    served: tuple[httpx.AsyncClient, AsyncEngine], salt: str | None
-) -> None:
+async def test_a_router_computes_the_hashes_that_the_server_has(served, salt):
     client, engine = served
     hashes = await routed(client, salt)
     assert len(hashes) == 7
     assert hashes == await cached(client, engine, salt)
 
 
-async def test_new_weights_have_another_root(
-    served: tuple[httpx.AsyncClient, AsyncEngine], folder: Path, tiny_checkpoint: Checkpoint
-) -> None:
+async def test_new_weights_have_another_root(served, folder, tiny_checkpoint):
     client, engine = served
     old = await routed(client)
     await cached(client, engine)
@@ -99,11 +95,8 @@ async def told(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_servers_agree_on_the_root_of_the_same_content(
-    served: tuple[httpx.AsyncClient, AsyncEngine],
-    folder: Path,
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-) -> None:
+    served, folder, tiny_checkpoint, tmp_path
+):
     """Neither a path nor what was served before is part of it, but what the model computes is."""
     client, next_folder = served[0], tiny_checkpoint(seed=8)
     copy = shutil.copytree(folder, tmp_path / "copy")

@@ -55,9 +55,7 @@ async def usage(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) ->
         (CHAT, CHATTED),
     ],
 )
-async def test_a_probe_tells_what_the_next_answer_uses(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
-) -> None:
+async def test_a_probe_tells_what_the_next_answer_uses(client, path, fields):
     length, cached = await counts(client, fields)
     assert cached == 0
     assert await usage(client, path, fields) == (length, 0)
@@ -122,18 +120,14 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), WRONG)
-async def test_a_wrong_body_gets_the_endpoints_own_error(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
-) -> None:
+async def test_a_wrong_body_gets_the_endpoints_own_error(client, path, fields):
     told = await client.post(PROBE, json=fields)
     expected = await client.post(path, json=fields)
     assert expected.status_code in (400, 404)
     assert (told.status_code, told.json()) == (expected.status_code, expected.json())
 
 
-async def test_an_engine_that_sleeps_or_is_gone_says_so(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_an_engine_that_sleeps_or_is_gone_says_so(tiny_checkpoint):
     async with served_folder(tiny_checkpoint()) as (client, engine):
         await engine.run(lambda control: control.sleep())
         asleep = await client.post(PROBE, json=body(PROMPT))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -31,9 +30,7 @@ async def answered(responses: Awaitable[list[httpx.Response]]) -> list[int]:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 )
-async def test_a_full_queue_is_a_503_with_retry_after(
-    tiny_checkpoint: Callable[..., Path], path: str, body: dict[str, Any], stream: bool
-) -> None:
+async def test_a_full_queue_is_a_503_with_retry_after(tiny_checkpoint, path, body, stream):
     async with served_folder(tiny_checkpoint(), max_queue=2) as (client, engine):
         await engine.run(lambda control: control.pause())
         waiting = asyncio.gather(
@@ -52,9 +49,7 @@ async def test_a_full_queue_is_a_503_with_retry_after(
     assert again.status_code == 200
 
 
-async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(tiny_checkpoint):
     """20 answers of one request, 8 at a time, take three places of four."""
     body = {**COMPLETION, "prompt": [[5, 6, n] for n in range(10)], "n": 2, "temperature": 1}
     async with served_folder(tiny_checkpoint(), max_queue=4, max_num_seqs=8) as (client, engine):

@@ -80,19 +80,17 @@ class Day:
     ids=["full", "parts", "hybrid"],
 )
 async def test_a_replay_counts_what_the_server_counted(
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    seed: int,
-    model: str,
-    flags: dict[str, Any],
-) -> None:
+    tiny_checkpoint, tmp_path, seed, model, flags
+):
     path = tmp_path / "day.jsonl"
     flags = {"num_blocks": 90, "block_size": 8, "max_num_seqs": 8, "record_trace": path} | flags
     async with served_folder(tiny_checkpoint(model), **flags) as (client, _):
         assert metric((await client.get("/metrics")).text, "trace_recording") == 1
-        await Day(client, seed).pass_by(flags["num_blocks"])
-        while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
-            await asyncio.sleep(0.01)
+        day, stats = Day(client, seed), {"evictions": 0}
+        while not stats["evictions"]:
+            await day.pass_by(flags["num_blocks"])
+            while (stats := (await client.get("/prefix_cache/stats")).json())["blocks_in_use"]:
+                await asyncio.sleep(0.01)
     found = replay_recording(path)
     assert found["difference"] is None
     assert (found["agrees"], found["ended"], found["unchecked_events"]) == (True, "end", 0)
@@ -128,9 +126,7 @@ async def test_without_the_flag_nothing_is_recorded(tiny_checkpoint: Callable[..
         assert "trace_recording" not in (await client.get("/metrics")).text
 
 
-async def test_who_wrote_which_tokens_of_a_chat(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+async def test_who_wrote_which_tokens_of_a_chat(tiny_checkpoint, tmp_path):
     messages = [
         {"role": "system", "content": "Answer in one word."},
         {"role": "user", "content": "What is the capital of France?"},

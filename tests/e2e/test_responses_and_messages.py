@@ -347,6 +347,10 @@ _USER = {"role": "user", "content": "a"}
 _EPHEMERAL = {"type": "ephemeral"}
 
 
+def _asks(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": parts or "a"}], "max_tokens": 2, **fields}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "reported"),
     [
@@ -387,43 +391,19 @@ _EPHEMERAL = {"type": "ephemeral"}
         (MESSAGES, {"messages": [_USER], "max_tokens": -1}, "max_tokens"),
         (MESSAGES, {"messages": [{"role": "x"}], "max_tokens": 2}, "messages[0].role"),
         (MESSAGES, {"messages": [{"role": "user"}], "max_tokens": 2}, "messages[0].content"),
+        (MESSAGES, _asks({"type": "image"}), "messages[0].content[0].type"),
         (
             MESSAGES,
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 2},
-            "messages[0].content[0].type",
-        ),
-        (
-            MESSAGES,
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "x", "content": "1"}],
-                    }
-                ],
-                "max_tokens": 2,
-            },
+            _asks({"type": "tool_result", "tool_use_id": "x", "content": "1"}),
             "messages: tool_use_id must be the id of a call in a message before it",
         ),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "stop_sequences": [""]}, "stop"),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "tools": [{"name": "f"}]}, "tools[0]."),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "tool_choice": {"type": "x"}}, "tool_"),
-        (MESSAGES, {"messages": [_USER], "max_tokens": 2, "container": "c"}, "container"),
-        (
-            MESSAGES,
-            {"messages": [_USER], "max_tokens": 2, "cache_control": {"type": "for ever"}},
-            "cache_control.type",
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": _parts("5m", "1h")}], "max_tokens": 2},
-            "messages[0].content[1].cache_control.ttl",
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": _parts(*["5m"] * 5)}], "max_tokens": 2},
-            "At most 4",
-        ),
+        (MESSAGES, _asks(stop_sequences=[""]), "stop"),
+        (MESSAGES, _asks(tools=[{"name": "f"}]), "tools[0]."),
+        (MESSAGES, _asks(tool_choice={"type": "x"}), "tool_"),
+        (MESSAGES, _asks(container="c"), "container"),
+        (MESSAGES, _asks(cache_control={"type": "for ever"}), "cache_control.type"),
+        (MESSAGES, _asks(*_parts("5m", "1h")), "messages[0].content[1].cache_control.ttl"),
+        (MESSAGES, _asks(*_parts(*["5m"] * 5)), "At most 4"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,9 +5,7 @@ The pool's time is set by hand, so that no test waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -66,9 +64,7 @@ async def stats(client: httpx.AsyncClient) -> dict[str, Any]:
         {"prompt_cache_retention": "24h"},
     ],
 )
-async def test_a_prefix_outlives_ten_pools_and_goes_with_its_ttl(
-    tiny_checkpoint: Callable[..., Path], fields: dict[str, Any]
-) -> None:
+async def test_a_prefix_outlives_ten_pools_and_goes_with_its_ttl(tiny_checkpoint, fields):
     folder = tiny_checkpoint()
     # Four at a time leave room: what runs may take every block.
     flags = {"num_blocks": USABLE + 1, "max_num_seqs": 4}
@@ -84,9 +80,7 @@ async def test_a_prefix_outlives_ten_pools_and_goes_with_its_ttl(
         assert (await stats(client))["hints_expired"] >= 6
 
 
-async def test_keys_over_their_budget_do_not_touch_a_third(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_keys_over_their_budget_do_not_touch_a_third(tiny_checkpoint):
     rules = AccessRules(api_keys=("a", "b", "c"), admin_api_keys=("root",))
     folder = tiny_checkpoint()
     async with served_folder(
@@ -102,18 +96,3 @@ async def test_keys_over_their_budget_do_not_touch_a_third(
         assert counted["hints_demoted"] > USABLE
         assert counted["hinted_blocks"] <= 3 * 0.2 * USABLE
         assert await ask(client, [*PREFIX, 7], key="c") == (96, cold)
-
-
-async def test_a_pool_full_of_the_dearest_serves_everybody(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    folder = tiny_checkpoint()
-    async with served_folder(folder, num_blocks=USABLE + 1, retention_budget=1.0) as (client, _):
-        for number in range(6):
-            prompt = [number, *[9] * 159]
-            await ask(client, prompt, max_tokens=1, retention=[{"priority": 100}])
-        assert (await stats(client))["hinted_blocks"] >= 0.9 * USABLE
-        prompts = [[200 + number, *range(300)] for number in range(6)]
-        hits, choices = await ask(client, prompts, max_tokens=8)  # type: ignore[arg-type]
-        assert hits == 0
-        assert [choice["finish_reason"] for choice in choices] == ["length"] * 6

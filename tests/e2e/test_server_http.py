@@ -63,33 +63,6 @@ def _is_idle(address: str) -> bool:
     return not any(_metric(address, name) for name in names)
 
 
-def test_openais_client_completes(client):
-    answer = client.completions.create(
-        model=MODEL, prompt="hello", n=2, logprobs=1, echo=True, **GREEDY, **IGNORE_EOS
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.choices[0].text.startswith("hello")
-    assert len(answer.choices[0].logprobs.tokens) == answer.usage.prompt_tokens + 24
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_openais_client_chats(client):
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        temperature=0,
-        max_completion_tokens=24,
-        logprobs=True,
-        top_logprobs=2,
-        **IGNORE_EOS,
-    )
-    (choice,) = answer.choices
-    assert choice.message.role == "assistant"
-    assert choice.finish_reason == "length"
-    assert len(choice.logprobs.content) == answer.usage.completion_tokens == 24
-    assert len(choice.logprobs.content[0].top_logprobs) == 2
-
-
 def test_openais_client_streams(client):
     options = {"model": MODEL, "messages": CHAT, **GREEDY, **IGNORE_EOS}
     whole = client.chat.completions.create(**options)
@@ -141,11 +114,6 @@ def test_openais_client_gets_its_own_errors(client):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=1000)
     assert caught.value.param == "temperature"
     assert "temperature" in caught.value.body["message"]
-
-
-def test_openais_client_lists_models(client):
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
 
 
 def test_whole_characters_come_out_of_split_ones(client):

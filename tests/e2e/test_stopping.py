@@ -82,9 +82,7 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "prefixcache")
 
 
-def test_while_answers_end_new_requests_and_probes_hear_503(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_while_answers_end_new_requests_and_probes_hear_503(tokenizer, caplog):
     script = Script()
     with stoppable(script.engine, tokenizer, 60) as (server, address):
         with httpx.Client(base_url=address, timeout=60) as idle, stream(address) as (first, parts):
@@ -109,16 +107,14 @@ def test_while_answers_end_new_requests_and_probes_hear_503(
 def _listens(address: str) -> bool:
     host, port = address.removeprefix("http://").split(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=30):
+        with socket.create_connection((host, int(port)), timeout=150):
             return True
     except OSError:
         return False
 
 
 @pytest.mark.parametrize("second_signal", [False, True])
-def test_what_is_cut_says_so_to_client_and_log(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, second_signal: bool
-) -> None:
+def test_what_is_cut_says_so_to_client_and_log(tokenizer, caplog, second_signal):
     script = Script()
     with stoppable(script.engine, tokenizer, 60 if second_signal else 0) as (server, address):
         whole: list[httpx.Response] = []
@@ -146,9 +142,7 @@ def test_what_is_cut_says_so_to_client_and_log(
     assert all("503 Service Unavailable" in line for line in lines)
 
 
-def test_a_client_that_does_not_read_is_not_waited_for(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_does_not_read_is_not_waited_for(tokenizer, caplog):
     async def script(request: Request) -> AsyncIterator[RequestOutput]:
         while True:
             await asyncio.sleep(0)
@@ -162,9 +156,7 @@ def test_a_client_that_does_not_read_is_not_waited_for(
     assert len(logged(caplog)) == 1
 
 
-async def test_an_answer_that_is_cut_may_say_so_whatever_signals_follow(
-    tokenizer: Tokenizer,
-) -> None:
+async def test_an_answer_that_is_cut_may_say_so_whatever_signals_follow(tokenizer):
     server = Server(fake_app(FakeEngine(says), tokenizer), ServeOptions(), Lifecycle())
     is_read = asyncio.Event()
 
@@ -191,9 +183,7 @@ async def _line(app: Any, caplog: pytest.LogCaptureFixture, **fields: Any) -> st
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_the_log_has_client_tokens_and_reason(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, streamed: bool
-) -> None:
+async def test_the_log_has_client_tokens_and_reason(tokenizer, caplog, streamed):
     engine = FakeEngine(lambda request: says(request, "a", "b"))
     app = fake_app(engine, tokenizer)
     line = await _line(app, caplog, prompt=[5, 6, 7], stream=streamed)
@@ -209,9 +199,7 @@ async def _breaks(request: Request) -> AsyncIterator[RequestOutput]:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_failed_answer_is_no_success(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, streamed: bool
-) -> None:
+async def test_a_failed_answer_is_no_success(tokenizer, caplog, streamed):
     line = await _line(fake_app(FakeEngine(_breaks), tokenizer), caplog, stream=streamed)
     assert "500 Internal Server Error" in line
     assert "1 completion tokens, unfinished" in line
@@ -220,14 +208,12 @@ async def test_a_failed_answer_is_no_success(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_an_answer_whose_client_left_is_no_success(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, streamed: bool
-) -> None:
+def test_an_answer_whose_client_left_is_no_success(tokenizer, caplog, streamed):
     script = Script()
     with running(fake_app(script.engine, tokenizer)) as address:
         host, port = address.removeprefix("http://").split(":")
         body = f'{{"prompt": [5, 6], "stream": {str(streamed).lower()}}}'
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=150) as connection:
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall((head + body).encode())

@@ -71,9 +71,7 @@ async def test_a_pydantic_model_is_parsed_streamed_and_not(http: httpx.AsyncClie
         "guided-choice",
     ],
 )
-async def test_vllms_fields_hold_for_every_prompt_and_choice(
-    http: httpx.AsyncClient, fields: dict[str, object], pattern: str
-) -> None:
+async def test_vllms_fields_hold_for_every_prompt_and_choice(http, fields, pattern):
     body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 30, "temperature": 1, **fields}
     answers = (await http.post("/v1/completions", json=body)).json()["choices"]
     assert len(answers) == 4
@@ -93,9 +91,7 @@ async def test_others_are_served_while_a_grammar_is_compiled(http: httpx.AsyncCl
     assert (await compiled).json()["choices"][0]["text"].startswith('"v ')
 
 
-async def test_a_limit_of_the_grammar_on_the_way_is_the_requests_error(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_limit_of_the_grammar_on_the_way_is_the_requests_error(http, monkeypatch):
     def follow(matcher: Matcher, token_id: int) -> None:
         raise GrammarError("too many items")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,9 +41,7 @@ def spans(tracing: Tracing, exporter: InMemorySpanExporter) -> list[ReadableSpan
     return list(found)
 
 
-async def test_a_request_has_queue_prefill_hit_and_decode(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_request_has_queue_prefill_hit_and_decode(tiny_checkpoint):
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     body = {"prompt": list(range(10, 60)), "max_tokens": 4, "ignore_eos": True, "stream": True}
@@ -142,9 +140,7 @@ class _Stuck(SpanExporter):
         raise ConnectionError
 
 
-async def test_a_collector_that_is_gone_harms_nobody(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_collector_that_is_gone_harms_nobody(tokenizer, monkeypatch, caplog):
     monkeypatch.setattr("prefixcache.server.http.tracing._CLOSE_SECONDS", 0.1)
     exporter = _Stuck()
     tracing = Tracing(exporter)
@@ -179,9 +175,7 @@ def test_protocols_are_opentelemetrys_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("lacking", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp"])
-def test_without_the_extra_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch, lacking):
     for name in [name for name in sys.modules if name.startswith(lacking)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, lacking, None)

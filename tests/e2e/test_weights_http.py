@@ -119,9 +119,7 @@ async def test_a_whole_answer_begins_anew(server: Server, folders: tuple[Path, P
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 400
 
 
-async def test_a_stream_ends_with_an_error_that_says_why(
-    server: Server, folders: tuple[Path, Path]
-) -> None:
+async def test_a_stream_ends_with_an_error_that_says_why(server, folders):
     task = await server.in_flight(stream=True)
     await server.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
     lines = (await server.resumed(task)).text.split("\n\n")
@@ -144,18 +142,14 @@ async def test_a_stream_that_is_kept_goes_on(server: Server, folders: tuple[Path
 
 
 @pytest.mark.parametrize("field", [{"mode": "abort"}, {"abort_all_requests": True}])
-async def test_aborted_answers_say_so(
-    server: Server, folders: tuple[Path, Path], field: dict[str, Any]
-) -> None:
+async def test_aborted_answers_say_so(server, folders, field):
     task = await server.in_flight()
     await server.post("/update_weights_from_disk", json={"model_path": str(folders[1]), **field})
     answer = (await server.resumed(task)).json()
     assert answer["choices"][0]["finish_reason"] == "abort"
 
 
-async def test_a_broken_path_is_400_and_the_old_weights_serve(
-    server: Server, tmp_path: Path
-) -> None:
+async def test_a_broken_path_is_400_and_the_old_weights_serve(server, tmp_path):
     old = await server.text()
     deep = tmp_path / "deep"
     deep.mkdir()
@@ -250,9 +244,7 @@ async def test_paused_requests_wait(server: Server) -> None:
         ("/update_weights_from_disk", {"model_path": "x", "flush_cache": False}, "flush_cache"),
     ],
 )
-async def test_wrong_options_are_named(
-    server: Server, path: str, body: dict[str, Any], param: str
-) -> None:
+async def test_wrong_options_are_named(server, path, body, param):
     error = error_of(await server.post(path, json=body), 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert await server.get("/is_sleeping") == {"is_sleeping": False}

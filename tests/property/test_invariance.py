@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from equality import (
@@ -53,7 +53,7 @@ RUNS = [
 LENGTH = 200
 SLOW = settings(
     deadline=None,
-    max_examples=bounded(usual=12, long=150),
+    max_examples=bounded(usual=3, long=150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -121,12 +121,12 @@ MIXED: list[Work] = [
 @pytest.mark.parametrize(
     "steps",
     [
-        *([[(0, 0, hit)], [(0, hit, LENGTH)]] for hit in (16, 96, 144, 149)),
-        *(chunked(size) for size in (7, 50, 64)),
+        *([[(0, 0, hit)], [(0, hit, LENGTH)]] for hit in (96, 149)),
+        *(chunked(size) for size in (7, 64)),
         [[(0, 0, 120)], *chunked(1, start=120)],
         MIXED,
     ],
-    ids=["hit16", "hit96", "hit144", "hit149", "chunk7", "chunk50", "chunk64", "decode", "mixed"],
+    ids=["hit96", "hit149", "chunk7", "chunk64", "decode", "mixed"],
 )
 def test_logits_and_kv_are_those_of_the_cold_run(runs: Runs, steps: list[Work]) -> None:
     assert runs.differences(steps) == 0
@@ -166,9 +166,7 @@ def interleaved(pieces: Sequence[tuple[int, int, bool]]) -> list[Work]:
 
 @SLOW
 @given(pieces=pieces)
-def test_any_interleaving_gives_the_bits_of_the_cold_run(
-    runs: Runs, pieces: list[tuple[int, int, bool]]
-) -> None:
+def test_any_interleaving_gives_the_bits_of_the_cold_run(runs, pieces):
     assert runs.differences(interleaved(pieces)) == 0
 
 
@@ -195,6 +193,10 @@ schedules = st.builds(
 )
 
 
+# Requests hit, are chunked and guided, and masks are late, whatever the model.
+EVENTFUL = Schedule(seed=0, arrivals=(0, 0, 3, 40, 45, 60), max_num_seqs=4)
+
+
 def assert_same(counts: Counts) -> None:
     assert (counts.differences, counts.block_differences) == (0, 0)
 
@@ -216,6 +218,7 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     bench, total = Bench(folder_of(tiny_checkpoint, dtype, shape), dtype), Counts()
 
     @SLOW
+    @example(schedule=EVENTFUL)
     @given(schedule=schedules)
     def check(schedule: Schedule) -> None:
         counts = bench.compare(schedule)
@@ -227,9 +230,7 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     assert min(total.guided, total.late_masks) > 0
 
 
-def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
-    tmp_path: Path, seed: int
-) -> None:
+def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(tmp_path, seed):
     folder, dequantized = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
     bench, total = Bench(folder, "bfloat16", dequantized=dequantized), Counts()
     for turn in range(bounded(usual=2, long=50)):
@@ -239,9 +240,7 @@ def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_answers_are_those_of_lone_cold_runs(
-    tiny_checkpoint: Checkpoint, dtype: str, seed: int
-) -> None:
+def test_preempted_answers_are_those_of_lone_cold_runs(tiny_checkpoint, dtype, seed):
     """A pool that holds one long request and little else, until all that can happen has."""
 
     def all_happened(total: Counts) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -438,9 +437,7 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
     ahead=st.booleans(),
     chunk_seed=st.none() | st.integers(0, 99),
 )
-def test_tiny_pools_preempt_and_still_answer(
-    lengths: list[int], budget: int, ahead: bool, chunk_seed: int | None
-) -> None:
+def test_tiny_pools_preempt_and_still_answer(lengths, budget, ahead, chunk_seed):
     """Growing answers that together need twice the pool: preemption cannot be avoided."""
     setup = Setup(
         num_blocks=11,
@@ -585,9 +582,7 @@ def _go_on_after_failed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         _plan_on_unknown_tokens,
     ],
 )
-def test_runs_ahead_notice_what_they_are_for(
-    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+def test_runs_ahead_notice_what_they_are_for(monkeypatch, break_it):
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):  # noqa: PT012 - one of the two
         crowd()
@@ -614,9 +609,7 @@ def crowd_behind_windows(groups: tuple[GroupKind, ...], *, ahead: bool) -> Run:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("groups", [HYBRID, ALL_WINDOWS])
-def test_crowds_behind_windows_share_and_are_preempted(
-    groups: tuple[GroupKind, ...], ahead: bool
-) -> None:
+def test_crowds_behind_windows_share_and_are_preempted(groups, ahead):
     run = crowd_behind_windows(groups, ahead=ahead)
     assert preemptions(run.engine) >= 1
     assert run.engine.control.stats()["hits"] >= 12
@@ -646,11 +639,7 @@ def _never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "break_it", [_drop_while_a_step_is_under_way, _drop_one_block_too_many, _never_drop]
 )
-def test_crowds_behind_windows_notice_what_they_are_for(
-    monkeypatch: pytest.MonkeyPatch,
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    groups: tuple[GroupKind, ...],
-) -> None:
+def test_crowds_behind_windows_notice_what_they_are_for(monkeypatch, break_it, groups):
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of the two
         crowd_behind_windows(groups, ahead=True)

@@ -173,21 +173,18 @@ def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixcache.kv.cache_manager.CacheManager.reset", lambda self: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "break_it", [_skip_the_version, _keep_in_flight, _keep_the_tokens, _sleep_without_forgetting]
 )
-def test_the_hammer_notices_what_it_is_for(
-    monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+def test_the_hammer_notices_what_it_is_for(monkeypatch, break_it):
     break_it(monkeypatch)
     with pytest.raises(AssertionError):  # noqa: PT012 - one of the seeds
         for seed in range(6):
             SteppedHammer(seed).run(400)
 
 
-def test_the_hammer_notices_steps_that_run_on_under_new_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_hammer_notices_steps_that_run_on_under_new_weights(monkeypatch):
     monkeypatch.setattr(Engine, "drain", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):
         SteppedHammer(0, ahead=True).run(400)
@@ -344,9 +341,8 @@ async def test_real_models_answer_as_alone_under_one_version(live: LiveHammer) -
     assert live.has_seen_all
 
 
-async def test_real_models_show_a_missing_version_step(
-    live: LiveHammer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+async def test_real_models_show_a_missing_version_step(live, monkeypatch):
     _skip_the_version(monkeypatch)
     with pytest.raises(AssertionError):
         await live.run()

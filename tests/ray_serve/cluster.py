@@ -48,7 +48,7 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_until(self, is_true: Callable[[], bool], seconds: float = 180) -> None:
+    def wait_until(self, is_true: Callable[[], bool], seconds: float = 240) -> None:
         """Raises `TimeoutError` when it does not come true in time."""
         deadline = time.monotonic() + seconds
         while not is_true():
@@ -130,7 +130,7 @@ def bodies_of(count: int, **fields: Any) -> list[dict[str, Any]]:
     return [{**body, "prompt": prompt(number)} for number in range(count)]
 
 
-async def until(is_true: Callable[[], bool], seconds: float = 60) -> None:
+async def until(is_true: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not await asyncio.to_thread(is_true):
         assert time.monotonic() < deadline

@@ -87,7 +87,7 @@ def _address(process: subprocess.Popen[str], log: Path) -> str:
 def _end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

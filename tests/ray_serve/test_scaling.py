@@ -13,11 +13,11 @@ async def test_replicas_come_and_go_under_load(scaling: Cluster, one_server: str
     expected = [told(await completion(one_server, **body))[0]["text"] for body in bodies]
     with Traffic(scaling.address, bodies[:1], stream=True) as few:
         with Traffic(scaling.address, bodies, stream=True) as many:
-            await until(lambda: len(scaling.processes(REPLICA)) == 3, 180)
+            await until(lambda: len(scaling.processes(REPLICA)) == 3)
             await asyncio.to_thread(scaling.wait_for_replicas, 3)
             num_before = len(many.answers)
             await until(lambda: len(many.answers) > num_before + len(bodies))
-        await until(lambda: len(scaling.processes(REPLICA)) == 1, 180)
+        await until(lambda: len(scaling.processes(REPLICA)) == 1)
         num_before = len(few.answers)
         await until(lambda: len(few.answers) > num_before + 1)
     whole = 0

@@ -24,9 +24,7 @@ from typing import Any
 _ASKED, _TRIMMED, _COUNTED = "census", "trim", "counted"
 _POLL_SECONDS = 0.25
 _MOST_TYPES = 40
-_SIZED = (dict, list, set, tuple)
 _FIELD = re.compile(r"^(Rss|AnonHugePages):\s+(\d+) kB")
-_FREE = re.compile(r'<total type="(?:fast|rest)" count="\d+" size="(\d+)"')
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)$")
 # Mappings that are named one by one; smaller ones are summed.
 _LARGE_BYTES = 16 * 2**20
@@ -107,43 +105,16 @@ def _census(libc: ctypes.CDLL) -> Census:
     info = libc.mallinfo2()
     objects = gc.get_objects()
     types = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
-    lengths: Counter[str] = Counter()
-    largest: Counter[str] = Counter()
-    for one in objects:
-        if isinstance(one, _SIZED):
-            kind = type(one).__qualname__
-            lengths[kind] += len(one)
-            largest[kind] = max(largest[kind], len(one))
     return {
         "malloc": {name: getattr(info, name) for name, _ in _MallInfo._fields_},
-        "malloc_arenas": _malloc_arenas(libc),
         "python": {
             "blocks": sys.getallocatedblocks(),
             "objects": len(objects),
-            "items": dict(lengths),
-            "most_items": dict(largest),
             **_pymalloc(),
         },
         "types": dict(types.most_common(_MOST_TYPES)),
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
-
-
-def _malloc_arenas(libc: ctypes.CDLL) -> list[dict[str, int]]:
-    """Bytes of each arena of C's allocator: had of the system, and free inside."""
-    libc.fopen.restype = ctypes.c_void_p
-    with tempfile.NamedTemporaryFile() as file:
-        stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
-        libc.malloc_info(0, stream)
-        libc.fclose(stream)
-        text = Path(file.name).read_text()
-    return [
-        {
-            "system": int(re.findall(r'<system type="current" size="(\d+)"', heap)[0]),
-            "free": sum(int(size) for size in _FREE.findall(heap)),
-        }
-        for heap in re.findall(r"<heap nr=.*?</heap>", text, re.DOTALL)
-    ]
 
 
 def _pymalloc() -> dict[str, int]:

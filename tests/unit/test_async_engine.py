@@ -124,9 +124,7 @@ async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     assert tokens_of(await first) == answer_alone(PROMPT, 4)
 
 
-async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(serve, monkeypatch):
     served = serve()
     start = served.cache.start
 
@@ -142,9 +140,7 @@ async def test_an_unexpected_error_in_add_fails_its_own_stream_alone(
     assert tokens_of(await collect(served.engine, make_request("good"))) == answer_alone(PROMPT, 4)
 
 
-async def test_poisoned_requests_do_not_end_an_idle_server(
-    serve: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_poisoned_requests_do_not_end_an_idle_server(serve, caplog):
     served = serve()
     served.runner.failures = [RuntimeError("poisoned") for _ in range(5)]
     with caplog.at_level(logging.CRITICAL):
@@ -328,13 +324,17 @@ async def test_a_queue_filled_by_one_key_still_takes_others_up_to_their_share(se
 async def test_at_its_deadline_a_request_is_cut_whether_or_not_it_is_read(serve: Make) -> None:
     served = serve()
     served.gate.hold_after(3)
-    soon = time.monotonic() + 2.0  # on a busy machine too, three steps come before
-    stream = await served.engine.generate_batches(
-        job_of([PROMPT] * 3, max_tokens=100), deadline=soon
-    )
-    await anext(stream)
+    timers: list[tuple[Any, ...]] = []
+    loop = asyncio.get_running_loop()
+    with mock.patch.object(loop, "call_later", lambda *timer: timers.append(timer) or mock.Mock()):
+        stream = await served.engine.generate_batches(
+            job_of([PROMPT] * 3, max_tokens=100), deadline=time.monotonic() + 60
+        )
+        await anext(stream)
+    ((seconds, cut, *given),) = timers
+    assert 0 < seconds <= 60
     await served.gate.until_held()
-    await asyncio.sleep(soon - time.monotonic() + 0.05)
+    cut(*given)
     served.gate.open()
     await until(all_free(served.cache))
     assert len(served.runner.plans) < 50  # they did not run to their end
@@ -408,9 +408,7 @@ async def test_closing_a_job_ends_all_its_requests(serve: Make) -> None:
     assert len(served.runner.plans) == 4
 
 
-async def test_a_request_that_cannot_be_added_ends_its_job_alone(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_cannot_be_added_ends_its_job_alone(serve, monkeypatch):
     served = serve()
     other = await start_held(served)
     start = served.cache.start
@@ -443,9 +441,7 @@ async def test_a_job_is_checked_as_a_whole_before_it_starts(serve: Make) -> None
     assert not served.runner.plans
 
 
-async def test_steps_go_on_while_a_long_job_is_added(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_steps_go_on_while_a_long_job_is_added(serve, monkeypatch):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve(max_num_seqs=8)
     running = await start_held(served)
@@ -465,9 +461,7 @@ async def test_steps_go_on_while_a_long_job_is_added(
 
 
 @pytest.mark.parametrize("drain", [False, True])
-async def test_a_shutdown_meets_a_job_that_is_still_added(
-    serve: Make, monkeypatch: pytest.MonkeyPatch, drain: bool
-) -> None:
+async def test_a_shutdown_meets_a_job_that_is_still_added(serve, monkeypatch, drain):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve(max_num_seqs=2)
     served.gate.hold_after(1)
@@ -485,9 +479,7 @@ async def test_a_shutdown_meets_a_job_that_is_still_added(
     assert all_free(served.cache)()
 
 
-async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(
-    serve: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(serve, monkeypatch):
     monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
     served = serve()
     served.gate.hold_after(2)
@@ -584,9 +576,7 @@ async def test_shutdown_aborts_what_runs(serve: Make) -> None:
         served.engine.generate(make_request())
 
 
-async def test_a_dead_engine_tells_everybody(
-    serve: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_engine_tells_everybody(serve, caplog, monkeypatch):
     served = serve()
     served.gate.hold_after()
     tasks = [

@@ -175,9 +175,7 @@ async def test_what_is_too_long_is_not_sent() -> None:
     assert (len(run.records), run.too_long, run.unsent) == (1, 1, 2)
 
 
-async def test_an_engine_and_its_server_give_the_same_numbers(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_an_engine_and_its_server_give_the_same_numbers(tiny_checkpoint):
     async with served_folder(tiny_checkpoint()) as (client, engine):
         over_http = await connect(client)
         assert isinstance(over_http.form, TokenForm)
@@ -200,9 +198,7 @@ async def test_an_engine_and_its_server_give_the_same_numbers(
 
 
 @pytest.mark.parametrize("token_ids", [(10**6,), ()])
-async def test_a_refused_request_is_an_error(
-    tiny_checkpoint: Callable[..., Path], token_ids: tuple[int, ...]
-) -> None:
+async def test_a_refused_request_is_an_error(tiny_checkpoint, token_ids):
     async with served_folder(tiny_checkpoint()) as (client, _):
         target = await connect(client)
         with pytest.raises(RequestFailedError, match="400"):
@@ -245,9 +241,7 @@ async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[...
     assert [off.same_outputs, alone.same_outputs, sharing.same_outputs] == [4] * 3
 
 
-async def test_a_running_server_is_measured_with_and_without_its_cache(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_running_server_is_measured_with_and_without_its_cache(tiny_checkpoint):
     flags = {"model": str(tiny_checkpoint()), "num_blocks": 64, **FLAGS}
     dialogues = WorkloadConfig(
         workload="multi-turn", num_sessions=2, turns=3, prefix_len=32, suffix_len=16, output_len=3
@@ -266,9 +260,7 @@ async def test_a_running_server_is_measured_with_and_without_its_cache(
     assert (alone.name, alone.median.cached_tokens) == ("as served", 256)
 
 
-async def test_a_workload_that_does_not_fit_says_what_would(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+async def test_a_workload_that_does_not_fit_says_what_would(tiny_checkpoint):
     options = BenchOptions(
         asked=WorkloadConfig(workload="agents"), flags={"model": str(tiny_checkpoint()), **FLAGS}
     )
@@ -315,9 +307,7 @@ def test_settings_leave_out_what_was_not_asked() -> None:
     assert {"num_blocks", "num_sessions", "trace", "time_scale"} & found.keys() == set()
 
 
-def test_the_command_prints_writes_and_draws(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_command_prints_writes_and_draws(tiny_checkpoint, tmp_path):
     arguments = ["bench", "--model", str(tiny_checkpoint()), "--repeats", "1", "--dtype", "float32"]
     sizes = ["--num-requests", "3", "--prefix-len", "32", "--suffix-len", "8", "--output-len", "2"]
     files = ["--output", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]

@@ -8,7 +8,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,7 @@ def tensors(draw: st.DrawFn) -> list[Tensor]:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(all_tensors=tensors(), data=st.data())
-def test_one_file_and_shards_have_the_digest_of_the_reference(
-    home: Path, all_tensors: list[Tensor], data: st.DataObject
-) -> None:
+def test_one_file_and_shards_have_the_digest_of_the_reference(home, all_tensors, data):
     folder = home / "shards"
     folder.mkdir(exist_ok=True)
     (folder / INDEX).unlink(missing_ok=True)
@@ -107,9 +104,7 @@ def test_whatever_is_another_tensor_is_another_digest(home: Path) -> None:
     assert len(set(found.values())) == len(found)
 
 
-def test_weights_are_read_again_only_when_they_changed(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_again_only_when_they_changed(home, monkeypatch):
     read: list[Path] = []
     compute = digests.hash_file_ranges
 
@@ -164,9 +159,7 @@ def test_a_gguf_file_is_the_same_under_any_name(home: Path) -> None:
     assert read_checkpoint(resolve_model(str(home / "moved.gguf"))).digest == first.digest
 
 
-def test_the_model_is_what_it_computes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_model_is_what_it_computes(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
 
     def digest(**changes: Any) -> str:

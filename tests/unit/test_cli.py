@@ -138,7 +138,9 @@ def test_help_imports_nothing_heavy():
         (["download", ""], "MODEL"),
     ],
 )
-def test_wrong_flags_are_one_line_and_status_2(arguments, told):
+def test_wrong_flags_are_one_line_and_status_2(arguments, told, monkeypatch):
+    for starts in ("models.hub.resolve_model", "engine.build.build"):
+        monkeypatch.setattr(f"prefixcache.{starts}", lambda *_: pytest.fail("it starts"))
     result = _run(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")

@@ -103,9 +103,7 @@ def test_new_weights_hit_nothing_computed_before(driver: Driver) -> None:
     assert driver.cached["c"] == 16
 
 
-def test_without_the_step_of_the_version_a_stale_hit_shows(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_step_of_the_version_a_stale_hit_shows(driver, monkeypatch):
     driver.answer("a")
     monkeypatch.setattr(driver.cache, "new_weight_version", lambda weights: 1)
     driver.swap(1)
@@ -409,9 +407,7 @@ def test_after_level_2_an_update_must_be_whole(driver: Driver) -> None:
         (lambda c: c.end_weight_update(), None, "no weight update"),
     ],
 )
-def test_wrong_calls_name_what_is_wrong_and_change_nothing(
-    driver: Driver, call: Any, param: str | None, message: str
-) -> None:
+def test_wrong_calls_name_what_is_wrong_and_change_nothing(driver, call, param, message):
     driver.add("a")
     driver.step(2)
     with pytest.raises(InvalidRequestError, match=message) as caught:
@@ -479,9 +475,7 @@ def test_the_stats_are_a_steady_line_across_updates(driver: Driver) -> None:
     assert after.is_sleeping is False
 
 
-def test_an_engine_that_cannot_wake_up_sleeps_on(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_wake_up_sleeps_on(driver, monkeypatch):
     driver.add("a")
     driver.step(2)
     driver.control.sleep(2)
@@ -569,9 +563,7 @@ def test_weights_that_changed_on_disk_have_another_name_when_the_engine_wakes(
     assert driver.answer("b") == lone_answer(PROMPT, 8, 2)
 
 
-def test_weights_that_a_failed_update_puts_back_have_the_name_of_what_they_are(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_a_failed_update_puts_back_have_the_name_of_what_they_are(driver, monkeypatch):
     control = driver.control
     driver.swap(1)
     driver.answer("a")

@@ -53,12 +53,8 @@ def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     ids=str,
 )
 def test_a_converted_model_computes_what_its_dequantized_weights_do(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    architecture: str,
-    quant_format: str,
-    dtype: torch.dtype,
-) -> None:
+    tiny_checkpoint, tmp_path, architecture, quant_format, dtype
+):
     source = tiny_checkpoint(architecture)
     blocks = made(quantize_folder, source, tmp_path / "blocks", quant_format)
     dequantized = made(dequantize_folder, blocks, tmp_path / "dequantized", dtype)
@@ -97,9 +93,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli.app, ["convert", *map(str, arguments)])
 
 
-def test_the_command_prints_the_folder_it_made(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_folder_it_made(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = tiny_checkpoint()
     result = run(source, "--quantize", "Q4_0")
@@ -127,13 +121,7 @@ def test_the_command_names_the_formats_there_are() -> None:
         (["--quantize", "q8_0", "--output", "."], "--output .* is there already"),
     ],
 )
-def test_what_cannot_be_asked_for(
-    tiny_checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    problem: str,
-) -> None:
+def test_what_cannot_be_asked_for(tiny_checkpoint, tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
     result = run(tiny_checkpoint(), *arguments)
     assert result.exit_code == 2
@@ -166,9 +154,7 @@ def _truncated(folder: Path) -> None:
         (_truncated, "Cannot read the weight file"),
     ],
 )
-def test_weights_that_cannot_be_converted_leave_nothing(
-    tmp_path: Path, spoil: Callable[[Path], None], problem: str
-) -> None:
+def test_weights_that_cannot_be_converted_leave_nothing(tmp_path, spoil, problem):
     source, place = make_checkpoint(tmp_path / "source"), tmp_path / "place"
     spoil(source)
     result = run(source, "--quantize", "q8_0", "--output", place / "made")
@@ -185,9 +171,7 @@ def test_blocks_are_not_quantized_again(tiny_checkpoint: Checkpoint, tmp_path: P
     assert not (tmp_path / "made").exists()
 
 
-def test_a_full_disk_leaves_nothing(
-    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(tiny_checkpoint, tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

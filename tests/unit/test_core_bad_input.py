@@ -65,7 +65,7 @@ def state(cache: PrefixCache) -> tuple[object, ...]:
         ((8,), {"groups": [("chunked", 4)]}, r"groups\[0\] must be .*, not \"chunked\""),
         ((8,), {"groups": ["full", ("sliding_window", 0)]}, r"groups\[1\] must have a window"),
         ((8,), {"groups": [("sliding_window", -1)]}, "window"),
-        ((8,), {"groups": ["full"], "num_groups": 1}, "num_groups must not be given beside groups"),
+        ((8,), {"groups": ["full"], "num_groups": 1}, "num_groups must not be given with groups"),
         ((8,), {"free_order": "lifo"}, "free_order"),
         ((8,), {"eviction_policy": "fifo"}, "eviction_policy"),
         ((8,), {"threads": "many"}, "threads"),

@@ -1,9 +1,20 @@
-"""A `Cpu` where the system has no more threads to give."""
+"""The threads of the CPU's kernels: how many there are, and what torch has next to them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from prefixcache import LLM, SamplingParams
+from prefixcache.ops import threads
+from prefixcache.runner.model_runner import ModelRunner
 
 TOO_MANY = """
 import resource
@@ -34,3 +45,65 @@ def test_more_threads_than_the_system_gives() -> None:
     assert told.startswith("the system does not give 1024 threads; ask for fewer: ")
     assert threads == "2"
     assert "panicked" not in done.stderr
+
+
+def machine(folder: Path, cores: list[str], limit: dict[str, str]) -> None:
+    """Writes what Linux says of processors, one string of siblings each, and of a cgroup."""
+    for number, siblings in enumerate(cores):
+        (folder / f"cpu{number}/topology").mkdir(parents=True)
+        (folder / f"cpu{number}/topology/thread_siblings_list").write_text(f"{siblings}\n")
+    (folder / "cpu").mkdir()
+    for name, text in limit.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("cores", "limit", "expected"),
+    [
+        (["0", "1", "2", "3"], {}, 4),
+        (["0,2", "1,3", "0,2", "1,3"], {}, 2),
+        (["0", "1", "2", "3"], {"cpu.max": "max 100000"}, 4),
+        (["0", "1", "2", "3"], {"cpu.max": "250000 100000"}, 3),
+        (["0", "1", "2", "3"], {"cpu.max": "5000 100000"}, 1),
+        (["0", "1"], {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        (["0", "1"], {"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_threads_are_the_cores_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cores: list[str],
+    limit: dict[str, str],
+    expected: int,
+) -> None:
+    machine(tmp_path, cores, limit)
+    monkeypatch.setattr(threads, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(threads, "_CGROUP", tmp_path)
+    processors = set(range(len(cores)))
+    monkeypatch.setattr(threads.os, "sched_getaffinity", mock.Mock(return_value=processors))
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads.default_threads() == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads.default_threads() == 7
+
+
+def test_torch_has_one_thread_next_to_the_kernels(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    submit = ModelRunner.submit
+
+    def watched(self: ModelRunner, *arguments: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "submit", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        llm = LLM(str(tiny_checkpoint()), dtype="float32", num_blocks=65, cpu_threads=2)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}

@@ -76,14 +76,14 @@ def test_no_size_holds_more_than_the_largest() -> None:
         graph_sizes(0)
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
-def test_replays_answer_as_plain_steps_do(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [*(("gemma3", mode) for mode in MODES), ("qwen2", "off"), ("qwen3", "packed")],
+)
+def test_replays_answer_as_plain_steps_do(tiny_checkpoint, architecture, mode):
     model = load(tiny_checkpoint(architecture))
     capture = TapeCapture()
-    graphs = server(model, capture, **options)
+    graphs = server(model, capture, **MODES[mode])
     asked = prompts(5, 19, 33)
     assert graphs.generate(asked, 9) == PagedServer(model).generate(asked, 9)
     assert capture.num_replays >= 7
@@ -113,9 +113,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(tiny_checkpoint: TinyChe
     assert gc.isenabled()
 
 
-def test_batches_shrink_through_the_sizes_and_others_run_plainly(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_batches_shrink_through_the_sizes_and_others_run_plainly(tiny_checkpoint):
     model = load(tiny_checkpoint("smollm2"))
     capture = TapeCapture()
     graphs = server(model, capture, max_tokens=16, num_blocks=40)
@@ -147,9 +145,7 @@ def test_other_sampling_follows_on_the_graphs_logits(tiny_checkpoint: TinyCheckp
         assert graphs.logprobs[name] == pytest.approx(values, abs=1e-4)
 
 
-def test_added_rows_leave_all_blocks_but_the_null_block_alone(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_added_rows_leave_all_blocks_but_the_null_block_alone(tiny_checkpoint):
     model = load(tiny_checkpoint("smollm2"))
     graphs, plain = server(model, TapeCapture()), PagedServer(model)
     asked = prompts(6, 10, 4, 15, 7)
@@ -160,9 +156,7 @@ def test_added_rows_leave_all_blocks_but_the_null_block_alone(
     assert ours[0].any(), "no row was added"
 
 
-def test_unusable_logits_end_their_sequence_alone(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_logits_end_their_sequence_alone(tiny_checkpoint, monkeypatch):
     model = load(tiny_checkpoint("smollm2"))
     graphs = server(model, TapeCapture())
     graphs.generate(prompts(5, 6), 3)
@@ -187,20 +181,3 @@ def _request(name: str, prompt: list[int]):
 
     params = SamplingParams(max_tokens=4, temperature=0.0)
     return Request(request_id=name, prompt_token_ids=prompt, params=params)
-
-
-def test_the_recording_refuses_what_a_real_capture_does() -> None:
-    value = torch.ones(3)
-    with pytest.raises(RuntimeError, match="reads a value back"):
-        TapeCapture()(lambda: value.sum().item())
-    with pytest.raises(RuntimeError, match="uploads"):
-        TapeCapture()(lambda: value.copy_(torch.tensor([1.0, 2.0, 3.0])))
-
-
-def test_the_recording_freezes_what_the_host_computed() -> None:
-    table, numbers = torch.zeros(1), [2.0]
-    replay = TapeCapture()(lambda: table.fill_(numbers[0]))
-    numbers[0] = 3.0
-    table.zero_()
-    replay()
-    assert table.item() == 2.0

@@ -54,7 +54,7 @@ def _cache_without_losses() -> mock.Mock:
     return mock.Mock(
         take_losses=lambda _: losses,
         reuse_gaps=lambda: gaps,
-        num_missed_losses=0,
+        num_missed_evictions=0,
         listen=mock.Mock(),
     )
 

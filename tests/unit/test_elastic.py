@@ -183,9 +183,7 @@ def test_what_was_used_last_survives_wherever_it_lies() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(monkeypatch, fails):
     elastic = Elastic()
     prompts = fill(elastic, 9)
 
@@ -303,9 +301,7 @@ def test_what_the_shares_are_of_follows_the_size() -> None:
         ({"num_blocks": 10**400}, "num_blocks", "num_blocks"),
     ],
 )
-def test_sizes_out_of_range_are_refused_with_the_range(
-    options: dict[str, Any], param: str, message: str
-) -> None:
+def test_sizes_out_of_range_are_refused_with_the_range(options, param, message):
     elastic = Elastic(pool_options={"floor": 3})
     with pytest.raises(InvalidRequestError, match=message) as caught:
         elastic.control.resize(**options)
@@ -364,9 +360,7 @@ def test_a_resize_is_refused_while_weights_change(monkeypatch: pytest.MonkeyPatc
     assert engine.control.resize_status.is_done
 
 
-def test_of_resizes_at_once_the_last_one_decides_and_one_does_the_slices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_resizes_at_once_the_last_one_decides_and_one_does_the_slices(monkeypatch):
     elastic = Elastic(slow=True)
     prompts = fill(elastic, 9)
     caller = get_ident()
@@ -423,9 +417,7 @@ class Machine:
         return elastic
 
 
-def test_an_idle_cache_shrinks_step_by_step_to_the_floor_and_grows_with_demand(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_idle_cache_shrinks_step_by_step_to_the_floor_and_grows_with_demand(monkeypatch):
     elastic = Machine(1000).add(kv_cache_idle_release=5.0)
     fill(elastic, 8)
     idle = 4.9
@@ -506,9 +498,7 @@ def test_two_caches_share_a_machine_and_come_to_rest() -> None:
     assert len(set(sizes[-10:])) == 1, "nothing is traded for ever"
 
 
-def test_a_file_stands_for_the_available_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_stands_for_the_available_memory(tmp_path, caplog):
     file = tmp_path / "available"
     elastic = Elastic(pool_options={"grows_by_itself": True})
     config = ElasticConfig(min_free_memory=100 * MIB, available_memory_file=str(file))  # type: ignore[arg-type]
@@ -525,9 +515,7 @@ def test_a_file_stands_for_the_available_memory(
     assert len(caplog.records) == 1, "not one a second"
 
 
-def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"kv_cache_min_memory must be at most kv_cache_memory"):
         CacheConfig(kv_cache_min_memory="2GiB", kv_cache_memory="1GiB")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"kv_cache_memory must be at most kv_cache_max_memory"):

@@ -82,9 +82,7 @@ def test_a_lost_batch_that_nothing_follows_is_found(publisher: FakePublisher) ->
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
-def test_a_gap_that_no_replay_closes_is_a_new_start(
-    publisher: FakePublisher, has_replay: bool
-) -> None:
+def test_a_gap_that_no_replay_closes_is_a_new_start(publisher, has_replay):
     options = {} if has_replay else {"replay_endpoint": None}
     with following(reader_of(publisher, snapshot=publisher.snapshot, **options)) as follower:
         wait_until(lambda: connected(follower))
@@ -124,9 +122,7 @@ def test_another_process_at_the_endpoint_is_a_new_start(publisher: FakePublisher
     assert follower.held.hashes == {7, 8}
 
 
-def test_a_snapshot_that_fails_leaves_the_replay(
-    publisher: FakePublisher, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_snapshot_that_fails_leaves_the_replay(publisher, caplog):
     def breaks_off() -> Iterable[bytes]:
         yield from publisher.snapshot()[:2]
 

@@ -28,11 +28,6 @@ SPECS = {
 }
 
 
-@pytest.fixture(params=SPECS, name="spec")
-def spec_of(request: pytest.FixtureRequest) -> AttentionSpec:
-    return SPECS[request.param]
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return replace_native_modules(monkeypatch), flashinfer_reference
@@ -78,8 +73,16 @@ def _inputs(spec: AttentionSpec, rows: int, num_pages: int) -> list[torch.Tensor
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+MODES = ["off", "split", "unified", "packed"]
+# Half of what could be combined: a spec meets each mode, on Hopper or before it by turns.
+STEPS = [
+    (spec, mode, (row + column) % 2 == 0)
+    for row, spec in enumerate(SPECS.values())
+    for column, mode in enumerate(MODES)
+]
+
+
+@pytest.mark.parametrize(("spec", "mode", "hopper"), STEPS)
 def test_a_step_computes_what_the_reference_does(spec, kernels, mode, hopper) -> None:
     lengths = ((70, 1), (33, 1), (15, 1), (0, 130), (50, 77), (16, 1))
     batch = batch_of(_step(lengths), PAGE)
@@ -95,14 +98,13 @@ def test_a_step_computes_what_the_reference_does(spec, kernels, mode, hopper) ->
     assert torch.equal(our_pool, plain_pool)
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+@pytest.mark.parametrize(("spec", "mode", "hopper"), STEPS)
 def test_graphs_of_several_sizes_compute_what_the_reference_does(
     spec, kernels, mode, hopper
 ) -> None:
     lengths = ((70, 1), (33, 1), (15, 1))
     batch = batch_of(_step(lengths), PAGE)
-    for size in (3, 4, 80):
+    for size in (3, 80):
         pool, q, k, v = _inputs(spec, size, 40)
         results = []
         for kernel in kernels:
@@ -114,7 +116,7 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, mode) -> None:
     lengths = ((70, 1), (33, 1), (15, 1))
     spec = SPECS["window"]
@@ -138,7 +140,7 @@ def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, m
             assert torch.equal(attention.run(0, q, k, v), alone.run(0, q, k, v))
 
 
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_planning_looks_at_no_table_entry_by_entry(kernels, mode, monkeypatch) -> None:
     """Python's max of a tensor takes 0.5 ms for 256 sequences."""
     lengths = ((70, 1), (33, 1), (15, 1), (0, 30))

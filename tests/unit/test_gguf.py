@@ -80,9 +80,7 @@ def field(file: Path, name: str, which: str) -> int:
         ("offset", "<Q", 0, "overlap"),
     ],
 )
-def test_a_broken_description_names_file_and_tensor(
-    file: Path, which: str, layout: str, value: int, message: str
-) -> None:
+def test_a_broken_description_names_file_and_tensor(file, which, layout, value, message):
     edited(file, field(file, K_PROJ, which), layout, value)
     with pytest.raises((ModelLoadError, UnsupportedModelError), match=rf"tiny\.gguf: .*{message}"):
         resolve_model(str(file))
@@ -157,9 +155,7 @@ def test_a_file_that_was_only_touched_or_moved_is_the_same_model(file: Path) -> 
     assert load(folder)
 
 
-def test_a_digest_is_remembered_until_the_file_changes(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_is_remembered_until_the_file_changes(file, monkeypatch):
     computed: list[Path] = []
     compute = digests.compute_sha256
 
@@ -187,9 +183,7 @@ def test_a_digest_is_remembered_until_the_file_changes(
     assert len(computed) == 1 + 20 + 5
 
 
-def test_without_a_place_to_remember_a_digest_is_still_right(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_to_remember_a_digest_is_still_right(file, tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file, where a folder is wanted")
     assert digests.file_sha256(file) == digests.compute_sha256(file)
 
@@ -225,9 +219,7 @@ def converted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_an_index_that_does_not_fit_is_refused(
-    converted: tuple[Path, DecoderModel], tmp_path: Path, name: str
-) -> None:
+def test_an_index_that_does_not_fit_is_refused(converted, tmp_path, name):
     folder, model = converted
     break_it, message = BREAKS[name]
     index = json.loads((folder / INDEX_FILE).read_text())
@@ -238,9 +230,7 @@ def test_an_index_that_does_not_fit_is_refused(
         check_folder(shapes_of(model.slots), tmp_path, model.names)
 
 
-def test_tensors_leave_memory_as_they_are_written(
-    converted: tuple[Path, DecoderModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_leave_memory_as_they_are_written(converted, monkeypatch):
     alive = weakref.WeakSet[mmap.mmap]()
     most = 0
 
@@ -277,9 +267,7 @@ def test_a_full_disk_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
-def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(file, monkeypatch):
     def fill(*_: Any) -> None:
         raise Exception("No space left on device (os error 28)")
 
@@ -289,9 +277,7 @@ def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_an_older_folder_reported(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_killed_process_left_is_removed_and_an_older_folder_reported(file, caplog):
     models = hub.cache_home() / "models"
     (models / ".partial-killed" / "model").mkdir(parents=True)
     older = models / f"tiny-{digests.compute_sha256(file)[:16]}"

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benches" / "gpu"
 # What a machine with a GPU may lack, and what only servers, plots and tests of ours import.
@@ -49,11 +51,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("command", [[], ["--jit"]], ids=["first", "jit"])
-def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
-    tmp_path: Path, command: list[str]
-) -> None:
+def test_the_dry_run_needs_no_package_that_the_machine_may_lack(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text(_BLOCK)
     paths = [str(tmp_path), str(ROOT / "python")]
     done = subprocess.run(
@@ -87,9 +86,7 @@ def test_the_dry_run_needs_no_package_that_the_machine_may_lack(
     assert {row["unit"] for row in rows if row["section"] == "peer"} == {"not installed"}
 
 
-def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(tmp_path, bench, monkeypatch):
     limit = 12345
     run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
 
@@ -116,9 +113,7 @@ def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(
     _wait_until_gone(row["child"])
 
 
-def test_a_section_that_fails_is_a_row_and_the_others_are_run(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_fails_is_a_row_and_the_others_are_run(tmp_path, bench, monkeypatch):
     hang = "import time; time.sleep(600)"
     scripts = {"broken": "raise ValueError('told why')", "good": "pass", "slow": hang}
     monkeypatch.setattr(
@@ -226,13 +221,8 @@ class _Broken:
     ],
 )
 def test_a_mode_that_fails_does_not_lose_those_after_it(
-    section: str,
-    is_broken: Any,
-    measured: set[str],
-    tmp_path: Path,
-    bench: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    section, is_broken, measured, tmp_path, bench, monkeypatch
+):
     import progress
     import sections
 
@@ -250,9 +240,7 @@ def test_a_mode_that_fails_does_not_lose_those_after_it(
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_process_that_lost_its_device_ends_and_tells_where_it_was(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_lost_its_device_ends_and_tells_where_it_was(tmp_path, bench, monkeypatch):
     import progress
     import sections
 
@@ -296,9 +284,7 @@ progress.end()
 """
 
 
-def test_another_process_goes_on_after_the_part_that_ended_one(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_goes_on_after_the_part_that_ended_one(tmp_path, bench, monkeypatch):
     monkeypatch.setattr(
         bench.Run,
         "_command",
@@ -315,62 +301,7 @@ def test_another_process_goes_on_after_the_part_that_ended_one(
     assert processes[0] == processes[1] != processes[2] == processes[3]
 
 
-_LOSES = """
-import pytest_rows
-from pathlib import Path
-tried = Path(__file__).with_name("tried")
-pytest_rows.device_is_lost = lambda: True
-def test_first(): pass
-def test_second(): assert False
-def test_third(): tried.touch()
-"""
-
-
-def test_tests_go_on_after_one_that_loses_the_device(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    (folder / "test_losing.py").write_text(_LOSES)
-    monkeypatch.setattr(bench, "TESTS", folder.parent)
-    run = bench.Run(folder=tmp_path, environment=bench.section_environment(jit=False))
-    run.job(bench.Job("tests", marks="not jit"), 60)
-    told = [(row["what"].rpartition("::")[2], row["unit"], row["ok"]) for row in _rows(tmp_path)]
-    assert told == [
-        ("test_first", "s; passed", True),
-        ("test_second", "s; failed", False),
-        ("test_third", "s; passed", True),
-    ]
-    assert (folder / "tried").exists()
-
-
-def test_plugins_that_the_machine_happens_to_have_are_not_loaded(bench: Any) -> None:
-    assert bench.section_environment(jit=True)["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] == "1"
-
-
-def test_what_the_budget_leaves_no_time_for_is_said(tmp_path: Path, bench: Any) -> None:
-    bench.run_all(bench.Run(folder=tmp_path), [bench.Job("steps", "qwen2.5-7b")], budget=1)
-    (row,) = _rows(tmp_path)
-    assert row == {"section": "steps", "what": "steps qwen2.5-7b", "unit": "skipped: no time left"}
-
-
-def test_each_command_fits_into_ten_minutes_and_the_smoke_comes_first(bench: Any) -> None:
-    assert bench.FULL[0].section == "smoke"
-    assert bench.FULL[1] == bench.Job("tests", marks="not jit", seconds=bench.FULL[1].seconds)
-    prebuilt = {job.shape for job in bench.FULL}
-    assert "llama-3.2-1b" not in prebuilt, "its heads of 64 have no prebuilt kernel"
-    assert {job.peer for job in bench.FULL[:-1]} == {""}
-
-
-def test_a_row_that_was_cut_off_does_not_hide_those_before(tmp_path: Path, bench: Any) -> None:
-    record = tmp_path / "rows.jsonl"
-    record.write_text('{"section": "steps"}\n{"section": "wor')
-    assert bench.read_rows(record) == [{"section": "steps"}]
-
-
-def test_kernels_are_compiled_only_where_it_was_asked_for(
-    tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_only_where_it_was_asked_for(tmp_path, bench, monkeypatch):
     package = tmp_path / "flashinfer_jit_cache"
     assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=False)
     package.mkdir()
@@ -395,9 +326,7 @@ def _wait_until_gone(process: int) -> None:
         return
 
 
-def test_packed_kernels_lie_where_flashinfer_asks_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_kernels_lie_where_flashinfer_asks_for_them(tmp_path, monkeypatch):
     package = shutil.copytree(BENCH / "prebuilt", tmp_path / "packed") / "flashinfer_jit_cache"
     (package / "version.txt").write_text("0.6.14\n")
     monkeypatch.syspath_prepend(str(package.parent))

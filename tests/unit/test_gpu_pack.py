@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benches" / "gpu"
 # Keeps what pip is asked for, and leaves a wheel that it does not name.
@@ -62,9 +64,7 @@ def recording_pip(tmp_path: Path) -> tuple[Path, Path]:
     return python, asked
 
 
-def test_wheels_of_every_tag_that_the_machine_takes_are_asked_for(
-    tmp_path: Path, recording_pip: tuple[Path, Path]
-) -> None:
+def test_wheels_of_every_tag_that_the_machine_takes_are_asked_for(tmp_path, recording_pip):
     python, asked = recording_pip
     done = _packed(tmp_path / "packed", python, FOR_GLIBC="2.39")
     assert done.returncode == 0, done.stderr
@@ -104,9 +104,7 @@ def test_a_packed_folder_has_what_the_tests_there_import_and_no_more_than_can_be
     assert "More than 0 MiB" in too_large.stderr
 
 
-def test_bootstrap_unpacks_wheels_without_pip_and_names_what_is_missing(
-    tmp_path: Path, recording_pip: tuple[Path, Path]
-) -> None:
+def test_bootstrap_unpacks_wheels_without_pip_and_names_what_is_missing(tmp_path, recording_pip):
     folder, target = tmp_path / "packed", tmp_path / "target"
     assert _packed(folder, recording_pip[0]).returncode == 0
     (folder / "wheels" / "found.whl").unlink()

@@ -101,9 +101,7 @@ choices = st.lists(st.integers(0, 1000), min_size=1, max_size=12)
 
 @settings(max_examples=bounded(40, 2000))
 @given(pattern=st.sampled_from(PATTERNS), choices=choices)
-def test_what_may_follow_is_what_leaves_the_text_a_beginning(
-    pattern: str, choices: list[int]
-) -> None:
+def test_what_may_follow_is_what_leaves_the_text_a_beginning(pattern, choices):
     matcher = all_grammars().compile(StructuredOutput("regex", pattern)).for_answer()
     for text, may_follow in walk(matcher, choices):
         fitting = {
@@ -123,9 +121,7 @@ def test_what_may_follow_is_what_leaves_the_text_a_beginning(
 
 @settings(max_examples=bounded(40, 2000))
 @given(marker=st.sampled_from(["</a>", "a", "aab", "abaab", "><"]), choices=choices)
-def test_before_its_marker_a_grammar_leaves_out_what_reaches_beyond_it(
-    marker: str, choices: list[int]
-) -> None:
+def test_before_its_marker_a_grammar_leaves_out_what_reaches_beyond_it(marker, choices):
     output = StructuredOutput("regex", "0[01]*", begin_after=marker)
     matcher, sought = all_grammars().compile(output).for_answer(), marker.encode()
     for text, may_follow in walk(matcher, choices):

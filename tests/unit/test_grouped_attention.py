@@ -57,9 +57,7 @@ positions = st.tuples(st.integers(0, LENGTH - 1), st.integers(1, 60))
 @settings(deadline=None, max_examples=40)
 @given(window=st.integers(1, 120), at=positions)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_pages_behind_the_window_may_be_left_out_and_spoiled(
-    name: str, window: int, at: tuple[int, int]
-) -> None:
+def test_pages_behind_the_window_may_be_left_out_and_spoiled(name, window, at):
     start, stop = at[0], min(at[0] + at[1], LENGTH)
     layer = WindowLayer(name, window)
     whole = layer.rows(0, LENGTH, leaves_out=False)[start:stop]
@@ -83,9 +81,7 @@ def test_pages_behind_the_window_may_be_left_out_and_spoiled(
         (None, 1, 8),
     ],
 )
-def test_tables_without_a_page_that_a_query_sees_are_refused(
-    name: str, window: int | None, first: int, pages: int
-) -> None:
+def test_tables_without_a_page_that_a_query_sees_are_refused(name, window, first, pages):
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2)
     group = AttentionGroup(replace(spec, sliding_window=window), (0,))
     (backend,) = make_attention(name, [group]).backends

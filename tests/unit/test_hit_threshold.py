@@ -57,9 +57,7 @@ def warmed(cached: int, **rules: float) -> Bench:
         (40, 0.0, False),
     ],
 )
-def test_the_ratio_counts_matched_full_blocks_of_all_tokens(
-    length: int, threshold: float, expected: bool
-) -> None:
+def test_the_ratio_counts_matched_full_blocks_of_all_tokens(length, threshold, expected):
     assert refused(warmed(16), "a", prompt_of(length), threshold) is expected
 
 
@@ -134,9 +132,7 @@ def preempted(first_max_tokens: int, threshold: float) -> Bench:
 
 
 @pytest.mark.parametrize("threshold", [0.3, 1.0])
-def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(
-    threshold: float,
-) -> None:
+def test_a_preempted_request_whose_blocks_were_recycled_is_not_recomputed(threshold):
     bench = preempted(24, threshold)
     assert [end.finish_reason for _, end in bench.scheduler.take_rejected()] == ["cache_threshold"]
     sent = bench.answers["second"]

@@ -71,9 +71,7 @@ def test_the_context_is_what_the_pool_holds_in_all_groups(tiny_checkpoint: TinyC
         built(folder, 3)
 
 
-def test_the_start_line_says_groups_where_there_are_several(
-    tiny_checkpoint: TinyCheckpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_start_line_says_groups_where_there_are_several(tiny_checkpoint, caplog):
     caplog.set_level(logging.INFO, "prefixcache")
     built(tiny_checkpoint("qwen3", **with_windows(WINDOW)), 200)
     assert "GiB) for 3 groups of layers (full 1, window 2; size 1, padded 0), pref" in caplog.text
@@ -82,9 +80,7 @@ def test_the_start_line_says_groups_where_there_are_several(
     assert "GiB), prefix cache" in caplog.text
 
 
-def test_prompts_share_a_prefix_where_all_layers_have_a_window(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_prompts_share_a_prefix_where_all_layers_have_a_window(tiny_checkpoint):
     """The second request finds it: no full attention tells where prompts part."""
     folder = tiny_checkpoint("qwen3", **with_windows(WINDOW, num_full=0))
     engine, prefix = built(folder, 200), [3 + i * 7 % 380 for i in range(10 * BLOCK)]

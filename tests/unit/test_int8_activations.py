@@ -92,7 +92,9 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
         for dtype in ("bfloat16", "float32")
         for activations in get_args(Activations)
     }
-    assert len(set(roots.values())) == 4
+    lower = engine(folder, dtype="float32", cpu_instructions="portable")
+    roots["float32", "portable"] = lower.engine.control.prefix_hash_info().root_hash
+    assert len(set(roots.values())) == 5
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
     [
         ({"attention": "torch", "batch_invariant": False}, "needs the CPU's own kernels"),
         ({"cpu_activations": "int4"}, "cpu_activations must be 'exact' or 'int8', got 'int4'"),
+        ({"cpu_instructions": "sse9"}, "cpu_instructions must be one of portable.*, not sse9"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,9 +187,7 @@ class Tenant:
 @pytest.mark.parametrize("salt", ["mine", "", None])
 @pytest.mark.parametrize("threshold", [None, 0.5])
 @pytest.mark.parametrize("share", [False, True])
-def test_a_foreign_salt_sees_a_cold_engine(
-    salt: str | None, threshold: float | None, share: bool
-) -> None:
+def test_a_foreign_salt_sees_a_cold_engine(salt, threshold, share):
     """Probe, outputs, steps (and so the time in tokens) and hits are those of an empty cache."""
     mine = {"salt": salt, "hit_threshold": threshold}
     cold = Tenant(share_in_flight=share).view(**mine)
@@ -249,11 +246,8 @@ def test_a_reader_that_does_not_write_still_keeps_what_it_hits() -> None:
 
 @pytest.mark.parametrize("shares_kv", [False, True])
 def test_a_runner_that_cannot_share_kv_turns_the_cache_off_and_says_so(
-    tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    shares_kv: bool,
-) -> None:
+    tiny_checkpoint, monkeypatch, caplog, shares_kv
+):
     monkeypatch.setattr(TorchRunner, "shares_kv", shares_kv)
     llm = LLM(str(tiny_checkpoint()), dtype="float32", device="cpu", num_blocks=60)
     params = SamplingParams(max_tokens=2, temperature=0.0)

@@ -252,9 +252,7 @@ ARRIVALS = st.lists(
 
 @pytest.mark.parametrize("make_queue", [WaitingQueue, hits_first])
 @given(ARRIVALS)
-def test_a_client_waits_for_at_most_two_of_each_other_one(
-    make_queue: MakeQueue, arrivals: list[tuple[str | None, int, int]]
-) -> None:
+def test_a_client_waits_for_at_most_two_of_each_other_one(make_queue, arrivals):
     """Between two starts of a client that waits, and before its first, whatever the others sent."""
     server = Clients(make_queue=make_queue)
     since: dict[str | None, int] = {}  # whoever waits: how many had started before its turn
@@ -307,9 +305,7 @@ def test_jobs_of_one_client_take_turns_within_its_own() -> None:
 
 
 @pytest.mark.parametrize("make_queue", [WaitingQueue, hits_first])
-def test_a_client_starts_no_more_than_its_limit_and_gathers_no_turns_meanwhile(
-    make_queue: MakeQueue,
-) -> None:
+def test_a_client_starts_no_more_than_its_limit_and_gathers_no_turns_meanwhile(make_queue):
     server = Clients(2, make_queue)
     server.arrive("held", 50)
     first = [server.start(), server.start()]

@@ -26,12 +26,8 @@ from prefixcache.exceptions import ConfigError
     ],
 )
 def test_the_fastest_that_keep_what_was_promised(
-    tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: dict[str, object],
-    amx: bool,
-    expected: tuple[str, bool],
-) -> None:
+    tiny_checkpoint, monkeypatch, flags, amx, expected
+):
     monkeypatch.setattr("prefixcache.runner.torch_runner.torch_is_faster", lambda: amx)
     config = EngineConfig.from_flags(
         model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags

@@ -154,12 +154,7 @@ def check_hits(cache: PrefixCache, prompts: list[list[int]], known: Known) -> No
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=["one group", "two groups"])
-def test_all_consumers_know_what_is_cached(
-    context: zmq.Context[Any],
-    subscribe: Callable[..., zmq.Socket[bytes]],
-    groups: Any,
-    seed: int,
-) -> None:
+def test_all_consumers_know_what_is_cached(context, subscribe, groups, seed):
     """One reads from the beginning, one from a snapshot on."""
     choose = random.Random(seed)
     cache = PrefixCache(40, SIZE, groups=groups)
@@ -246,9 +241,7 @@ def test_a_snapshot_comes_parents_first_and_in_chains() -> None:
     assert snapshot.take(1000) == []
 
 
-def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(
-    context: zmq.Context[Any],
-) -> None:
+def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
     cache = PrefixCache(400, SIZE)
     fields = config(buffer_steps=3)
     with closing(EventSockets(fields)) as sockets:
@@ -276,9 +269,7 @@ def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(
 
 
 @pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
-def test_a_peer_that_sends_a_long_frame_is_disconnected(
-    context: zmq.Context[Any], which: str
-) -> None:
+def test_a_peer_that_sends_a_long_frame_is_disconnected(context, which):
     kind = zmq.XSUB if which == "endpoint" else zmq.DEALER
     with (
         closing(EventSockets(config())) as sockets,
@@ -295,9 +286,7 @@ def sequence_of(reader: zmq.Socket[bytes]) -> int:
     return wire.decode_sequence(reader.recv_multipart()[1])
 
 
-def test_a_consumer_that_never_reads_costs_others_nothing(
-    subscribe: Callable[..., zmq.Socket[bytes]],
-) -> None:
+def test_a_consumer_that_never_reads_costs_others_nothing(subscribe):
     """40 batches of a MiB are more than its queue and the system's buffers hold."""
     with closing(EventSockets(config(hwm=5))) as sockets:
         reads = subscribe(sockets.endpoint)

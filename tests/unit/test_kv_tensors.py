@@ -74,9 +74,7 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_more_than_the_free_memory_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_than_the_free_memory_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 4 << 20)
     with pytest.raises(OutOfMemoryError, match=r"1024 blocks.* 12 MiB, but only 4 MiB"):
         allocate(1024)
@@ -87,9 +85,7 @@ def test_asked_sizes_are_taken_at_their_word() -> None:
     assert choose(CacheConfig(kv_cache_memory=10 * BLOCK_BYTES + 1)) == 10
 
 
-def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(monkeypatch):
     free = "prefixcache.runner.sizing.available_memory"
     monkeypatch.setattr(free, lambda device: 1 << 30)
     assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
@@ -98,9 +94,7 @@ def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_share_is_one_of_what_is_free_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_a_share_is_one_of_what_is_free_on_the_device(monkeypatch, device):
     free = {"cpu": 100 << 30, "cuda": 40 << 30}
     monkeypatch.setattr(
         "prefixcache.runner.sizing.available_memory", lambda device: free[device.type]
@@ -198,9 +192,7 @@ def test_what_is_given_back_is_free_for_others_and_reads_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, 16 * PAGE])
-def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(
-    page_bytes: int,
-) -> None:
+def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(page_bytes):
     """A block has 4 KiB in each tensor: one page, or a sixteenth of one."""
     memory = kv_of(200, page_bytes=page_bytes)
     memory.allocate()

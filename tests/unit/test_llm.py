@@ -81,9 +81,7 @@ def test_without_options_the_models_own_defaults_hold(llm: LLM) -> None:
         assert generate(llm, prompt)[0].outputs[0].token_ids == expected
 
 
-def test_a_default_length_is_shortened_to_what_fits(
-    tiny_checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_default_length_is_shortened_to_what_fits(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_new_tokens": 500}))
@@ -217,9 +215,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
     assert generate(llm, [1, 2, 3], GREEDY)[0].finished
 
 
-def test_the_progress_bar_is_shown_only_when_asked(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_progress_bar_is_shown_only_when_asked(llm, capsys):
     generate(llm, [1, 2, 3], GREEDY)
     assert capsys.readouterr() == ("", "")
     llm.generate([1, 2, 3], GREEDY)

@@ -64,9 +64,7 @@ class Watched:
 
 
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(64, 200), (64, 20), (60, 20), (5, 3)])
-def test_the_trial_is_the_largest_step_there_can_be(
-    tiny_checkpoint: TinyCheckpoint, max_tokens: int, max_model_len: int
-) -> None:
+def test_the_trial_is_the_largest_step_there_can_be(tiny_checkpoint, max_tokens, max_model_len):
     model = Watched(load(tiny_checkpoint("qwen3")))
     attention = grouped_attention(model._model, TorchAttention)
     pool = torch.zeros(1, 2, 4, 2, 32)
@@ -91,9 +89,7 @@ def config(**options) -> EngineConfig:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window"])
-def test_a_pool_is_sized_by_run_where_nothing_says_its_size(
-    tiny_checkpoint: TinyCheckpoint, architecture: str
-) -> None:
+def test_a_pool_is_sized_by_run_where_nothing_says_its_size(tiny_checkpoint, architecture):
     """The one with windows has four layers, in two groups of two that share the blocks' bytes."""
     cuda = torch.device("cuda", 1)
     assert runner_device.is_sized_by_run(config(), cuda)
@@ -154,9 +150,7 @@ def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatc
     assert pinned
 
 
-def test_matmuls_are_pinned_before_cuda_starts_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_matmuls_are_pinned_before_cuda_starts_or_not_at_all(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
     monkeypatch.setattr(ops_cuda.os, "environ", {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,9 +48,7 @@ def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_logits_equal_those_of_transformers(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, sharded: bool
-) -> None:
+def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, sharded):
     folder = tiny_checkpoint(architecture, sharded=sharded)
     tokens = prompt_of(200)
     ours = PagedDriver(load(folder)).forward([(0, 0, tokens)])
@@ -74,9 +71,7 @@ def test_every_set_of_ops_with_every_attention_gives_transformers_logits(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-def test_64_greedy_tokens_equal_those_of_transformers(
-    tiny_checkpoint: TinyCheckpoint, architecture: str
-) -> None:
+def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     prompt = prompt_of(21)
     ours = PagedDriver(load(folder)).generate(prompt, 64)
@@ -105,9 +100,7 @@ def test_windows_shorter_than_a_block_longer_than_a_chunk_and_between(
 
 @pytest.mark.parametrize("window", [5, 40])
 @pytest.mark.parametrize("architecture", ["mistral-window", "qwen2-window", "gemma3"])
-def test_64_greedy_tokens_behind_windows_of_other_lengths(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, window: int
-) -> None:
+def test_64_greedy_tokens_behind_windows_of_other_lengths(tiny_checkpoint, architecture, window):
     folder = tiny_checkpoint(architecture, sliding_window=window)
     prompt = prompt_of(21)
     assert PagedDriver(load(folder)).generate(prompt, 64) == reference_greedy(folder, prompt, 64)
@@ -128,9 +121,7 @@ def test_64_greedy_tokens_behind_windows_of_other_lengths(
     ],
     ids=str,
 )
-def test_nothing_that_makes_gemma_can_be_left_out_unnoticed(
-    tiny_checkpoint: TinyCheckpoint, left_out: dict[str, Any]
-) -> None:
+def test_nothing_that_makes_gemma_can_be_left_out_unnoticed(tiny_checkpoint, left_out):
     folder = tiny_checkpoint("gemma3")
     config = dataclasses.replace(ModelConfig.from_hf(folder), **left_out)
     model = load_model(config, folder, dtype=torch.float32, device=CPU)
@@ -155,18 +146,14 @@ def test_embeddings_are_scaled_in_the_models_type(tiny_checkpoint: TinyCheckpoin
 
 
 @pytest.mark.parametrize("architecture", ["qwen2-yarn", "llama-llama3", "llama-linear"])
-def test_positions_beyond_the_original_context_match(
-    tiny_checkpoint: TinyCheckpoint, architecture: str
-) -> None:
+def test_positions_beyond_the_original_context_match(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     tokens = prompt_of(500)
     ours = PagedDriver(load(folder), max_tokens=512).forward([(0, 0, tokens)])
     torch.testing.assert_close(ours, reference(folder, tokens), atol=5e-4, rtol=1e-3)
 
 
-def test_chunks_and_mixed_batches_give_the_logits_of_one_prefill(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_chunks_and_mixed_batches_give_the_logits_of_one_prefill(tiny_checkpoint):
     model = load(tiny_checkpoint("qwen3"))
     first, second = prompt_of(70), prompt_of(40, seed=1)
     whole = PagedDriver(model).forward([(0, 0, first)])
@@ -191,9 +178,7 @@ def test_bfloat16_stays_near_float32(tiny_checkpoint: TinyCheckpoint, architectu
     assert (logits - exact).norm() / exact.norm() < 0.02
 
 
-def test_weights_are_replaced_in_place_one_chunk_at_a_time(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_weights_are_replaced_in_place_one_chunk_at_a_time(tiny_checkpoint):
     model = load(tiny_checkpoint("smollm2"))
     other = make_model("smollm2", seed=7)
     tokens = prompt_of(30)
@@ -221,9 +206,7 @@ def test_dtype_choice(asked: str, checkpoint: str | None, expected: torch.dtype)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
-    monkeypatch: pytest.MonkeyPatch, fast: bool
-) -> None:
+def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, fast):
     monkeypatch.setattr("prefixcache.models.loader._multiplies_bfloat16", lambda device: fast)
     expected = torch.bfloat16 if fast else torch.float32
     assert choose_dtype("auto", "float16", CPU) == expected

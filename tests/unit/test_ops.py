@@ -42,9 +42,7 @@ def tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_of_parts_written_row_by_row(
-    form: str, dtype: torch.dtype, rows: int, has_bias: bool
-) -> None:
+def test_linear_of_parts_written_row_by_row(form, dtype, rows, has_bias):
     weight, bias, x = random(40, 24), random(40, seed=1), random(rows, 24, seed=2).to(dtype)
     residual = random(rows, 40, seed=3).to(dtype)
     with_residual = residual.double()
@@ -107,9 +105,7 @@ def test_rms_norm(form: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(24,), (7, 24)])
-def test_rms_norm_with_an_offset_is_rounded_once(
-    form: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_rms_norm_with_an_offset_is_rounded_once(form, dtype, shape):
     x, weight = random(3, 9, 24).to(dtype)[:, :7], random(*shape, seed=1).to(dtype)
     wide = x.double()
     scaled = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1)

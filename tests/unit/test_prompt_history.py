@@ -57,11 +57,7 @@ SENT = st.tuples(
 
 
 @given(st.lists(SENT, max_size=12), SENT, st.booleans())
-def test_the_nearest_prompt_is_the_newest_of_those_that_share_the_most(
-    sent: list[tuple[list[int], str | None, str | None]],
-    asked: tuple[list[int], str | None, str | None],
-    sees_all: bool,
-) -> None:
+def test_the_nearest_prompt_is_the_newest_of_those_that_share_the_most(sent, asked, sees_all):
     history = PromptHistory(LARGE)
     for number, (tokens, owner, salt) in enumerate(sent):
         history.remember(prompt(tokens, owner=owner, salt=salt, name=str(number)))

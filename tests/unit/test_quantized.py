@@ -20,9 +20,7 @@ def quantized(quant_format: str, outputs: int, inputs: int, seed: int = 0) -> Qu
 
 
 @pytest.mark.parametrize("quant_format", QUANT_FORMATS)
-def test_numbers_are_those_of_the_gguf_package_rounded_once(
-    quant_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_are_those_of_the_gguf_package_rounded_once(quant_format, monkeypatch):
     monkeypatch.setattr(quantized_module, "_CHUNK_NUMBERS", 5 * 512)  # the last chunk is not full
     tensor = quantized(quant_format, 48, 512)
     exact = dequantize(tensor.blocks.numpy(), GGMLQuantizationType[quant_format])
@@ -33,9 +31,7 @@ def test_numbers_are_those_of_the_gguf_package_rounded_once(
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_takes_blocks_as_the_numbers_they_stand_for(
-    kernels: bool, dtype: torch.dtype
-) -> None:
+def test_a_linear_takes_blocks_as_the_numbers_they_stand_for(kernels, dtype):
     ops = make_ops(dtype, torch.device("cpu"), Cpu(2) if kernels else None)
     upper, lower = quantized("Q4_K", 40, 256), quantized("Q8_0", 24, 256, seed=1)
     kept, dense = (ops.linear(256, 64, parts=[40, 24]) for _ in range(2))
@@ -61,6 +57,7 @@ def test_an_embedding_is_read_from_the_blocks_it_was_written_as(kernels: bool, t
         is_dense = isinstance(weight, torch.Tensor)
         numbers = (weight if is_dense else weight.dequantized(torch.float32)).bfloat16()
         assert torch.equal(embedding(ids), numbers[ids.long()])
+        assert (embedding.num_bytes == 0) == tied
         if tied:
             dense = ops.linear(256, 48)
             dense.copy_rows(0, numbers)
@@ -84,8 +81,6 @@ def test_a_scale_that_is_not_a_number_is_reported_with_its_row(scale: float) -> 
         ("Q4_0", (5, 256), r"blocks must be uint8 \[5, 144\], not torch.uint8 \[4, 144\]"),
     ],
 )
-def test_what_is_no_matrix_of_blocks_is_refused(
-    quant_format: str, shape: tuple[int, int], message: str
-) -> None:
+def test_what_is_no_matrix_of_blocks_is_refused(quant_format, shape, message):
     with pytest.raises(ValueError, match=message):
         QuantizedTensor(quant_format, shape, torch.zeros(4, 144, dtype=torch.uint8))

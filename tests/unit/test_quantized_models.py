@@ -71,9 +71,7 @@ def pair(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(
-    pair: tuple[Path, Path], dtype: torch.dtype
-) -> None:
+def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(pair, dtype):
     kept, dense = (load(folder, dtype) for folder in pair)
     count = bounded(usual=16, long=64)
     assert torch.equal(greedy_logits(kept, PROMPT, count), greedy_logits(dense, PROMPT, count))
@@ -92,9 +90,7 @@ def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -
 @pytest.mark.skipif(not LONG, reason="dequantizing it takes seconds")
 @pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_default_model_answers_as_if_it_were_dequantized(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_default_model_answers_as_if_it_were_dequantized(dtype, tmp_path):
     folder = resolve_model(DEFAULT_MODEL)
     kept, dense = load(folder, dtype), load(save_dequantized(folder, tmp_path / "dense"), dtype)
     assert torch.equal(greedy_logits(kept, PROMPT, 64), greedy_logits(dense, PROMPT, 64))

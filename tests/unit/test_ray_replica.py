@@ -147,9 +147,7 @@ async def test_requests_count_from_when_they_came_here(replica: EngineReplica) -
     assert 0 <= waited < 1e6
 
 
-async def test_hashes_of_the_ingress_are_taken(
-    replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hashes_of_the_ingress_are_taken(replica, monkeypatch):
     given = list[Request]()
     generate = replica._engine.generate_batches
 
@@ -180,12 +178,8 @@ async def test_hashes_of_the_ingress_are_taken(
     ids=["gone", "there", "half-there", "less-than-half", "last-try", "of-another"],
 )
 async def test_a_job_comes_back_where_its_prefix_is_gone(
-    replica: EngineReplica,
-    expected_hits: dict[str, int],
-    cached: bool,
-    takes_stale: bool,
-    is_stale: bool,
-) -> None:
+    replica, expected_hits, cached, takes_stale, is_stale
+):
     if cached:
         await parts_of(replica, request_of(PROMPT))
     before = (await replica.status())["prefix_cache"]["queries"]
@@ -319,17 +313,13 @@ async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
     assert endpoints["endpoint"].startswith("tcp://127.0.0.1:")
 
 
-def test_events_are_told_to_other_nodes_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
     assert _events_config(ServeOptions(kv_events_public=True)).endpoint == "tcp://10.1.2.3:*"
     assert _events_config(ServeOptions()).endpoint == "tcp://127.0.0.1:*"
 
 
-async def test_a_replica_that_is_dropped_ends_its_engine(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_that_is_dropped_ends_its_engine(monkeypatch, folder):
     enter_replica(monkeypatch, "a")
     replica = EngineReplica.__new__(EngineReplica)
     await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
@@ -366,9 +356,7 @@ async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) ->
     assert await replica.fleet_state() == after
 
 
-async def test_other_weights_give_other_answers(
-    replica: EngineReplica, folder: Path, other_weights: Path
-) -> None:
+async def test_other_weights_give_other_answers(replica, folder, other_weights):
     missing = await replica.check_weights(update_to(other_weights / "missing"))
     assert isinstance(missing, Refused)
     update = update_to(other_weights)
@@ -383,9 +371,7 @@ async def test_other_weights_give_other_answers(
     assert tokens_of(await parts_of(replica, request_of(PROMPT))) == new != old
 
 
-async def test_a_replica_starts_as_all_others_are(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_weights):
     async with replica_of(monkeypatch, folder) as first:
         update = update_to(other_weights)
         await first.obey(update, FleetState(number=3, weights=update, pause=Command("pause")))
@@ -396,9 +382,7 @@ async def test_a_replica_starts_as_all_others_are(
         assert (await second.status())["is_paused"] is True
 
 
-async def test_a_replica_of_other_weights_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
     commands = Commands(timeout=60)
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Handle())
@@ -413,18 +397,14 @@ async def test_a_replica_of_other_weights_does_not_start(
         assert names[0] != names[1]
 
 
-async def test_a_replica_that_cannot_do_the_commands_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_that_cannot_do_the_commands_does_not_start(monkeypatch, folder):
     state = FleetState(number=1, root_hash="00", size=Command("resize", (None, 1)))
     with pytest.raises(PrefixCacheError, match="blocks"):
         async with replica_of(monkeypatch, folder, commands=Told(state)):
             pass
 
 
-async def test_a_replica_catches_up_before_it_answers(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_catches_up_before_it_answers(monkeypatch, folder):
     told = Told()
     async with replica_of(monkeypatch, folder, commands=told) as replica:
         sleep = Command("sleep", options={"level": 1})
@@ -441,9 +421,7 @@ async def test_a_replica_catches_up_before_it_answers(
         assert await replica.fleet_state() == told.current
 
 
-async def test_a_replica_that_cannot_catch_up_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
     told = Told()
     async with replica_of(monkeypatch, folder, commands=told) as replica:
         state = await replica.fleet_state()
@@ -470,9 +448,7 @@ async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplic
     assert isinstance(failed.error, EngineDeadError)
 
 
-async def test_a_replica_that_hangs_holds_no_command_up(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, other_weights: Path
-) -> None:
+async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
     commands, handle = Commands(timeout=60), Handle()
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
@@ -569,9 +545,7 @@ async def test_the_ingress_answers_as_one_server(deployed: Deployed, folder: Pat
         assert 'replica="b"' in page
 
 
-async def test_commands_of_the_ingress_reach_all_replicas(
-    deployed: Deployed, other_weights: Path, folder: Path
-) -> None:
+async def test_commands_of_the_ingress_reach_all_replicas(deployed, other_weights, folder):
     [expected] = await lone_answers(other_weights, PROMPT)
     first, second = deployed.replicas.targets
     async with deployed.client as client:
@@ -628,12 +602,10 @@ async def test_a_fleet_without_an_answer_is_dead() -> None:
         await Fleet(handle).about()
 
 
-async def test_replicas_that_answer_are_heard_beside_one_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_replicas_that_answer_are_heard_beside_one_that_hangs(monkeypatch):
     class Hangs:
         async def status(self) -> None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     class Here:
         async def status(self) -> dict[str, Any]:

@@ -217,9 +217,7 @@ def _refuses(_: Request) -> Refused:
 
 
 @pytest.mark.parametrize("fails", [_dies, _refuses], ids=["dead", "refuses"])
-async def test_a_failed_probe_counts_as_nothing_known(
-    router: PrefixRequestRouter, fails: Probe
-) -> None:
+async def test_a_failed_probe_counts_as_nothing_known(router, fails):
     replicas = update(router, FakeReplica("a", fails), FakeReplica("b", 8))
     of = job()
     assert await order(router, replicas, of) == ["b", "a"]
@@ -231,9 +229,7 @@ async def test_a_failed_probe_counts_as_nothing_known(
     assert not router._asked.total()
 
 
-async def test_a_late_probe_counts_as_nothing_known(
-    router: PrefixRequestRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_probe_counts_as_nothing_known(router, monkeypatch):
     monkeypatch.setattr(router_module, "_PROBE_SECONDS", 0.05)
     late, other = update(router, FakeReplica("a", 36), FakeReplica("b", 8))
     never = asyncio.Event()
@@ -319,9 +315,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
     assert await order(router, replicas, of) == ["c", "b", "a"]
 
 
-async def test_blocks_under_a_salt_are_asked_for(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_blocks_under_a_salt_are_asked_for(router, readers):
     replicas = update(router, told("a", 12), told("b"))
     of = job(salt="secret")
     await tell(router, readers, "a")
@@ -330,9 +324,7 @@ async def test_blocks_under_a_salt_are_asked_for(
     assert of.expected_hits == {"a": 12}
 
 
-async def test_a_request_that_reads_no_cache_hits_nothing(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
     replicas = update(router, told("a"), FakeReplica("b", 36))
     of = job(read=False)
     await tell(router, readers, "a", stored(of, 9))
@@ -341,9 +333,7 @@ async def test_a_request_that_reads_no_cache_hits_nothing(
     assert replicas[1].asked == []
 
 
-async def test_what_a_replica_said_itself_outdoes_its_events(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
     replicas = update(router, told("a"), FakeReplica("b", 4), FakeReplica("c", 36))
     of = job(actual_hits={"a": 0, "c": 8})
     await tell(router, readers, "a", stored(of, 9))
@@ -381,13 +371,7 @@ async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers:
     ],
     ids=["local-here", "local-there", "public-there", "none"],
 )
-async def test_events_are_read_where_they_can_be(
-    router: PrefixRequestRouter,
-    readers: Readers,
-    events: dict[str, Any] | None,
-    node: str,
-    is_read: bool,
-) -> None:
+async def test_events_are_read_where_they_can_be(router, readers, events, node, is_read):
     replica = FakeReplica("a", events=events, node=node)
     for _ in range(2):
         update(router, replica)
@@ -395,9 +379,7 @@ async def test_events_are_read_where_they_can_be(
     assert len(readers.updates) == is_read
 
 
-async def test_blocks_under_way_count_until_they_are_computed(
-    router: PrefixRequestRouter, readers: Readers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocks_under_way_count_until_they_are_computed(router, readers, monkeypatch):
     monkeypatch.setattr(router_module, "_EVENT_SECONDS", 0.0)
     replicas = update(router, told("a"), told("b"))
     for name in ("a", "b"):
@@ -416,9 +398,7 @@ async def test_blocks_under_way_count_until_they_are_computed(
     assert first.expected_hits == {name: 0}
 
 
-async def test_blocks_of_a_failed_request_do_not_count(
-    router: PrefixRequestRouter, readers: Readers
-) -> None:
+async def test_blocks_of_a_failed_request_do_not_count(router, readers):
     [replica] = update(router, told("a"))
     await tell(router, readers, "a")
     of = job()
@@ -457,10 +437,7 @@ async def answer(replica: FakeReplica, of: RoutedJob) -> None:
         pass
 
 
-async def test_events_of_engines_reach_the_router(
-    router: PrefixRequestRouter,
-    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
-) -> None:
+async def test_events_of_engines_reach_the_router(router, replica_with_events):
     """Over sockets: a snapshot of what was cached before, then what is stored."""
     router.initialize_state(block_size=16)
     async with replica_with_events("a") as first, replica_with_events("b") as second:
@@ -495,11 +472,7 @@ class LossyNetwork:
         self.num_sent += 1
 
 
-async def test_events_that_the_network_loses_are_replayed(
-    router: PrefixRequestRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    replica_with_events: Callable[..., AbstractAsyncContextManager[FakeReplica]],
-) -> None:
+async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, replica_with_events):
     """The router knows afterwards what the replica has, though blocks were stored and evicted."""
     router.initialize_state(block_size=16)
     prompts = [[3 + (n * 31 + at * 7) % 370 for at in range(40 + n * 5)] for n in range(24)]

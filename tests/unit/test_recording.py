@@ -7,7 +7,6 @@ import json
 import os
 import random
 import stat
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,12 +159,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=bounded(8, 300))
 @given(actions=actions, seed=st.integers(0, 2**32))
-def test_random_schedules_replay_to_the_token(
-    tmp_path_factory: pytest.TempPathFactory,
-    form: str,
-    actions: list[Callable[[Recorded], None]],
-    seed: int,
-) -> None:
+def test_random_schedules_replay_to_the_token(tmp_path_factory, form, actions, seed):
     recorded = Recorded(tmp_path_factory.mktemp("trace") / "trace.jsonl", seed, **FORMS[form])
     for action in actions:
         action(recorded)
@@ -269,9 +263,7 @@ def test_names_are_keyed_hashes_and_nothing_else_tells_of_a_prompt(tmp_path: Pat
     assert prompts[0] != prompts[1], "another key each time"
 
 
-def test_a_recording_is_its_users_alone_and_never_overwritten(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recording_is_its_users_alone_and_never_overwritten(tmp_path, caplog):
     paths = []
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -291,9 +283,7 @@ def test_a_recording_is_its_users_alone_and_never_overwritten(
         ("", "a file, and .* is a folder"),
     ],
 )
-def test_a_file_that_cannot_be_made_is_refused_by_its_flag(
-    tmp_path: Path, path: str, error: str
-) -> None:
+def test_a_file_that_cannot_be_made_is_refused_by_its_flag(tmp_path, path, error):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"record_trace must be {error}"):
         check_folder(tmp_path / path)
@@ -327,9 +317,7 @@ def full_disk(file: int, data: Any) -> int:
 
 
 @pytest.mark.parametrize("failure", ["full disk", "deleted", "too slow", "too many tokens"])
-def test_a_recording_that_cannot_go_on_stops_alone(
-    tmp_path: Path, failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recording_that_cannot_go_on_stops_alone(tmp_path, failure, monkeypatch, caplog):
     recorded = record_some(tmp_path / "day.jsonl")
     assert metric_of(recorded.writer) == 1
     reason = "more waits to be written than may"
@@ -393,9 +381,7 @@ def metric_of(writer: TraceWriter) -> float:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_recording_is_told_by_line_and_field(
-    tmp_path: Path, lines: list[Any], error: str
-) -> None:
+def test_what_is_no_recording_is_told_by_line_and_field(tmp_path, lines, error):
     recorded = record_some(tmp_path / "good.jsonl", 0)
     recorded.end()
     header = lines_of(recorded.path)[0]

@@ -178,9 +178,7 @@ def _load_breaks_off(monkeypatch: pytest.MonkeyPatch, broken: set[Path]) -> None
     monkeypatch.setattr(replaceable, "load_folder", load)
 
 
-def test_a_load_that_breaks_off_puts_the_old_weights_back(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_breaks_off_puts_the_old_weights_back(pair, monkeypatch):
     model = replaceable_model(pair[0])
     _load_breaks_off(monkeypatch, {pair[1]})
     with pytest.raises(ModelLoadError, match="the disk is gone"):
@@ -190,9 +188,7 @@ def test_a_load_that_breaks_off_puts_the_old_weights_back(
     assert torch.equal(logits(model), expected(pair[0]))
 
 
-def test_a_folder_that_changes_while_it_is_loaded_is_not_taken(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_changes_while_it_is_loaded_is_not_taken(pair, monkeypatch):
     """Else the weights would be called by a digest that is not theirs."""
     model = replaceable_model(pair[0])
     checkpoint = model.check_folder(pair[1])
@@ -212,9 +208,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_not_taken(
 
 
 @pytest.mark.parametrize("old_is_gone_too", [False, True])
-def test_without_a_way_back_the_weights_are_given_up(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, old_is_gone_too: bool
-) -> None:
+def test_without_a_way_back_the_weights_are_given_up(pair, monkeypatch, old_is_gone_too):
     model = replaceable_model(pair[0])
     if not old_is_gone_too:
         model.write({"model.norm.weight": torch.ones(64)})
@@ -231,9 +225,7 @@ def test_without_a_way_back_the_weights_are_given_up(
     "tensor",
     [torch.zeros(3), torch.zeros(64, dtype=torch.int64), torch.empty(64, device="meta"), 3],
 )
-def test_a_wrong_tensor_leaves_its_whole_chunk_unwritten(
-    pair: tuple[Path, Path], tensor: Any
-) -> None:
+def test_a_wrong_tensor_leaves_its_whole_chunk_unwritten(pair, tensor):
     model = replaceable_model(pair[0])
     chunk = {"model.layers.0.input_layernorm.weight": torch.ones(64), "model.norm.weight": tensor}
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +37,7 @@ def test_an_interval_is_a_number_or_none(given: Any, interval: int | None) -> No
         ({"pin_swa_tokens": True, "max_num_batched_tokens": 256}, 256),
     ],
 )
-def test_where_all_layers_have_a_window_every_block_is_kept(
-    flags: dict[str, Any], interval: int | None
-) -> None:
+def test_where_all_layers_have_a_window_every_block_is_kept(flags, interval):
     """No hits of full attention would show where prompts part."""
     config = EngineConfig.from_flags(**flags)
     assert Retention.of(config, [("sliding_window", 8)]).interval == interval
@@ -118,9 +114,7 @@ def test_debugging_shows_evictions_and_pins(caplog: pytest.LogCaptureFixture) ->
         (None, [None, 9], 50),
     ],
 )
-def test_a_prefix_keeps_so_many_blocks(
-    interval: int | None, windows: list[int | None], blocks: int
-) -> None:
+def test_a_prefix_keeps_so_many_blocks(interval, windows, blocks):
     assert Retention(interval=interval).num_blocks_kept(100, 4, windows) == blocks
 
 
@@ -357,13 +351,7 @@ def test_pins_hold_no_blocks() -> None:
         ("smollm2", {}, None),
     ],
 )
-def test_a_start_says_what_is_pinned(
-    tiny_checkpoint: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
-    architecture: str,
-    flags: dict[str, Any],
-    told: str | None,
-) -> None:
+def test_a_start_says_what_is_pinned(tiny_checkpoint, caplog, architecture, flags, told):
     folder = tiny_checkpoint(architecture)
     with caplog.at_level(logging.INFO, "prefixcache"):
         build(EngineConfig.from_flags(model=str(folder), num_blocks=101, **flags))

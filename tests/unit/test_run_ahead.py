@@ -41,9 +41,7 @@ def test_tokens_below_zero_are_those_of_the_step_before() -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_decodes_can_be_submitted_before_their_tokens_are_known(
-    tiny_checkpoint: TinyCheckpoint, graphs: bool
-) -> None:
+def test_decodes_can_be_submitted_before_their_tokens_are_known(tiny_checkpoint, graphs):
     folder = tiny_checkpoint("qwen3")
     model = load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
     capture = TapeCapture()
@@ -156,9 +154,7 @@ def test_requests_are_not_requeued_while_a_step_is_under_way() -> None:
         engine.requeue_all()
 
 
-def test_a_step_that_fails_late_takes_the_one_on_top_with_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_step_that_fails_late_takes_the_one_on_top_with_it(caplog):
     engine, runner, cache = make_engine(ahead=True)
     engine.add_request(make_request("a"))
     engine.step()
@@ -205,9 +201,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("num_blocks", [14, 200])
-def test_real_answers_do_not_depend_on_run_ahead(
-    tiny_checkpoint: TinyCheckpoint, num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
     prompts = [prompt for prompt, _ in REQUESTS]
@@ -231,9 +225,7 @@ def test_real_answers_do_not_depend_on_run_ahead(
 
 
 @pytest.mark.parametrize("options", [options for _, options in REQUESTS], ids=str)
-def test_every_option_is_planned_ahead(
-    tiny_checkpoint: TinyCheckpoint, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
     llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=50)
@@ -243,9 +235,7 @@ def test_every_option_is_planned_ahead(
     assert resolve.call_count >= len(output.outputs[0].token_ids) - 1 > 0
 
 
-def test_log_probabilities_of_a_prompt_are_planned_ahead(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr("prefixcache.runner.model_runner._LOGPROB_ROWS", 5)
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)

@@ -51,9 +51,7 @@ def held(bench: Bench, name: str) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("groups", [HYBRID, ALL_WINDOWS])
-def test_a_window_holds_its_tokens_and_a_chunk_whatever_is_published(
-    groups: tuple[GroupKind, ...], options: dict[str, bool], cache: CacheOptions
-) -> None:
+def test_a_window_holds_its_tokens_and_a_chunk_whatever_is_published(groups, options, cache):
     bench = windowed(groups, **options)
     bench.add("a", prompt_of(60), max_tokens=30, cache=cache)
     after = [held(bench, "a") for _ in steps(bench) if bench.scheduler.num_running]
@@ -113,9 +111,7 @@ def test_a_preempted_request_resumes_behind_its_windows() -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), HYBRID])
-def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs(
-    groups: tuple[GroupKind, ...],
-) -> None:
+def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs(groups):
     bench = windowed(groups)
     bench.add("a", prompt_of(30), params={"prompt_logprobs": 0})
     for _ in range(2):
@@ -136,9 +132,7 @@ def test_a_threshold_asks_for_what_the_windows_let_a_request_take() -> None:
 
 
 @pytest.mark.parametrize("groups", [("full",), HYBRID])
-def test_nobody_waits_for_a_block_that_it_has_to_compute_itself(
-    groups: tuple[GroupKind, ...],
-) -> None:
+def test_nobody_waits_for_a_block_that_it_has_to_compute_itself(groups):
     bench = Bench(groups=groups, share_in_flight=True)
     bench.add("warm", prompt_of(16), max_tokens=1)
     bench.run()

@@ -235,9 +235,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("budget", [8, 13, 64, 256])
-def test_a_crowd_computes_its_prefix_once_however_far_its_owner_gets(
-    groups: Groups, budget: int
-) -> None:
+def test_a_crowd_computes_its_prefix_once_however_far_its_owner_gets(groups, budget):
     """The windows of the owner are far behind the prefix when the others may start."""
     crowd = Crowd([0] * 8)
     computed, bench = crowd.run(groups, budget)
@@ -302,14 +300,8 @@ def collect(outputs: Iterable[RequestOutput], answers: dict[str, list[int]]) -> 
     pin=st.booleans(),
 )
 def test_a_prefix_is_computed_at_most_twice(
-    windows: list[int],
-    arrivals: list[int],
-    prefix: int,
-    suffix: int,
-    budget: int,
-    interval: int | None,
-    pin: bool,
-) -> None:
+    windows, arrivals, prefix, suffix, budget, interval, pin
+):
     """Whatever the windows, and whenever the others come."""
     crowd = Crowd(arrivals, prefix, suffix)
     retention = Retention(interval=interval, pin=pin and interval is not None)
@@ -326,9 +318,7 @@ def test_a_prefix_is_computed_at_most_twice(
         (CacheManager, "add_junction", Crowd([0, 30, 60]), 2),
     ],
 )
-def test_each_anchor_is_needed(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, crowd: Crowd, times: int
-) -> None:
+def test_each_anchor_is_needed(monkeypatch, owner, method, crowd, times):
     """Where there is no room for what is behind windows."""
     assert crowd.run(HYBRIDS[2], 16, num_blocks=56)[0] == crowd.cost(times)
     monkeypatch.setattr(owner, method, lambda *_: 0)

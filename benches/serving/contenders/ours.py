@@ -18,12 +18,12 @@ from prefixcache.types.sampling_params import SamplingParams
 
 class Contender:
     def __init__(self, *, threads: int, max_tokens: int, max_seqs: int, **flags: object) -> None:
-        torch.set_num_threads(threads)
         config = EngineConfig.from_flags(
             num_blocks=max_tokens // 16 + 64,
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             max_step_ms=0,
+            cpu_threads=threads,
             **flags,
         )
         self._engine = build(config, resolve_model(config.model)).engine

@@ -12,6 +12,7 @@ from prefixcache._core import Cpu
 from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.exceptions import ConfigError
+from prefixcache.ops.threads import default_threads
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def _torch(
 def _cpu(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
     from prefixcache.attention.cpu import CpuAttention
 
-    cpu = options.cpu or Cpu(torch.get_num_threads())
+    cpu = options.cpu or Cpu(default_threads())
     return [CpuAttention(spec, cpu, options.dtype) for spec in specs]
 
 

@@ -5,7 +5,6 @@ What is heavy is imported by the command that needs it, so that help comes at on
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -107,7 +106,6 @@ def serve(given: Given) -> None:
         file=options.log_file,
         shows_prompts=options.log_prompts,
     )
-    _let_threads_sleep(config)
     from prefixcache.server.serve import serve as run_server
 
     run_server(config, options)
@@ -118,7 +116,6 @@ def serve_ray(given: Given) -> None:
     config, options = given.make(EngineConfig), given.make(ServeOptions)
     ray_options = given.make(RayOptions)
     set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
-    _let_threads_sleep(config)
     prepare_environment(on_this_machine_alone=ray_options.address is None)
     try:
         import_module("ray.serve")
@@ -135,7 +132,6 @@ def generate(given: Given) -> None:
     options = given.make(GenerateOptions)
     config = given.make(EngineConfig, max_num_seqs=1)
     set_up_logging(options.log_level, shows_prompts=True)
-    _let_threads_sleep(config)
     _sampling_params(options, {})  # Wrong options are reported before a model is loaded.
     from prefixcache.engine.build import build
     from prefixcache.models.hub import resolve_model
@@ -201,16 +197,6 @@ def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> Non
                 raise PrefixCacheError(output.error)
             click.echo(output.text, nl=False)
     click.echo()
-
-
-def _let_threads_sleep(config: EngineConfig) -> None:
-    """Lets OpenMP's threads sleep between two operations of torch; it asks when torch is imported.
-
-    They spin otherwise, on the processors that the CPU's own kernels compute on. Where torch
-    computes the model too they had better.
-    """
-    if config.batch_invariant is not False:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")

@@ -437,6 +437,17 @@ class EngineConfig(Checked):
         "activations quantized to eight bits, which is faster and changes answers.",
         "Model",
     )
+    cpu_threads: Annotated[PositiveInt, Le(1024)] | None = flag(
+        None,
+        "Threads that a step computes with on a CPU; the cores that the process may use otherwise.",
+        "Model",
+    )
+    cpu_instructions: str | None = flag(
+        None,
+        "Instructions that a CPU computes with instead of its best: portable, avx2, avx512 or "
+        "avx512_bf16, of those that it has.",
+        "Model",
+    )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
         0, "For requests without a seed of their own.", "Model"
     )

@@ -173,6 +173,8 @@ def _trace_writer(config: CacheConfig) -> TraceWriter | None:
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:
     """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
+    if config.cpu_instructions is not None:
+        dtype = f"{dtype}/{config.cpu_instructions}"
     return dtype if config.cpu_activations == "exact" else f"{dtype}, {config.cpu_activations}"
 
 

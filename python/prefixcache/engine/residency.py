@@ -51,8 +51,8 @@ class BlockResidency:
         yield from (histogram.family() for histogram in (self._lifetime, self._idle, self._gaps))
         yield CounterMetricFamily(
             PREFIX + "kv_block_losses_missed",
-            "Lost blocks that no histogram counts: too many at once.",
-            value=self._cache.num_missed_losses,
+            "Evicted blocks that no histogram counts: too many at once.",
+            value=self._cache.num_missed_evictions,
         )
 
     def _observe(self, losses: Losses) -> None:

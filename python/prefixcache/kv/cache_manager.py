@@ -68,8 +68,8 @@ class CacheManager:
     One thread makes all calls but `probe`, `look_up`, `most_blocks` and `stats`, the first to
     change something or the last to `adopt_writer`; attributes may be read from any. `num_blocks`
     counts the null block, which no request can hold; `num_usable_blocks` does not.
-    `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for so
-    many usable blocks of them. Of at most `max_blocks` blocks the pool can be resized, and at most
+    `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for a
+    number of usable ones. Of at most `max_blocks` blocks the pool can be resized, and at most
     `max_cached_blocks` are cached while no request holds them. Errors of the core pass through:
     `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
     blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
@@ -240,7 +240,7 @@ class CacheManager:
         return CacheEvents(self._cache, self.groups)
 
     @property
-    def num_missed_losses(self) -> int:
+    def num_missed_evictions(self) -> int:
         """Evictions for which the log had no room. From any thread."""
         return self._cache.missed_losses
 
@@ -426,16 +426,16 @@ class CacheManager:
         if not self._publish_answers:
             prompts = [self._prompt_lengths[request_id] for request_id in request_ids]
             upto = [min(pair) for pair in zip(upto, prompts, strict=True)]
-        twins = self._cache.mark_blocks_filled(sequences, list(upto))
+        duplicates = self._cache.mark_blocks_filled(sequences, list(upto))
         if self._merge_twins:
-            for sequence, group, index, holder in twins:
+            for sequence, group, index, holder in duplicates:
                 self._cache.replace_block(sequences[sequence], group, index, holder)
-            self.num_merged_blocks += len(twins)
-            if twins:
-                logger.debug("%d blocks with the same content were merged.", len(twins))
-        if not twins:
+            self.num_merged_blocks += len(duplicates)
+            if duplicates:
+                logger.debug("%d blocks with the same content were merged.", len(duplicates))
+        if not duplicates:
             return {}
-        held = Counter((sequence, index) for sequence, _, index, _ in twins)
+        held = Counter((sequence, index) for sequence, _, index, _ in duplicates)
         return Counter(place for (place, _), n in held.items() if n == self._num_groups)
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:

@@ -165,8 +165,8 @@ class InvariantLinear:
 class InvariantEmbedding:
     """A table of embeddings, dense or in blocks, whichever it was written as last.
 
-    Blocks are kept as a linear keeps its weight: that of a tied head are the only ones. Beside a
-    dense table the head has its own copy, packed for its kernel.
+    A tied head has the only copy, packed for its kernel, out of which rows are read. Without one,
+    quantized weights are kept as a linear keeps them, and dense ones as rows.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class InvariantEmbedding:
             self._table.copy_blocks(0, weight_VE)
             self._dense_VE = None
             return
-        if self._head is None:
-            self._table = self._make_table()
-        else:
+        if self._head is not None:
             self._head.copy_rows(0, weight_VE)
+            return
+        self._table = self._make_table()
         if self._dense_VE is None:
             self._dense_VE = torch.empty(weight_VE.shape, dtype=self._table.dtype)
         self._dense_VE.copy_(weight_VE)

@@ -25,6 +25,7 @@ from prefixcache.models.loader import choose_dtype, load_model, make_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.ops.quantized import QUANT_FORMATS
 from prefixcache.ops.sets import torch_is_faster
+from prefixcache.ops.threads import default_threads
 from prefixcache.runner.base import KVSpecs, ModelSpec
 from prefixcache.runner.device import (
     choose_device,
@@ -72,9 +73,10 @@ class TorchRunner:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, device = self._config, self._device
         dtype = choose_dtype(config.dtype, model.checkpoint_dtype, device)
-        cpu = _kernel_threads(config, device)
+        threads = config.cpu_threads or default_threads()
+        cpu = _kernel_threads(config, device, threads)
         with ThreadPoolExecutor(1) as digests:
-            reading = digests.submit(read_checkpoint, folder, torch.get_num_threads())
+            reading = digests.submit(read_checkpoint, folder, threads)
             loaded, attention, sizes, max_model_len = _model_and_pool(
                 config, model, folder, dtype, device, cpu
             )
@@ -105,7 +107,7 @@ class TorchRunner:
         keeps = attention.batch_invariant and config.keeps_batch_invariant(device.type)
         return ModelSpec(
             dtype=str(dtype).removeprefix("torch."),
-            hardware=_describe(device, cpu),
+            hardware=_describe(device, cpu, threads),
             attention=attention.name,
             batch_invariant=keeps,
             shares_answers=shares_answers(attention),
@@ -134,9 +136,9 @@ class TorchRunner:
         return available_memory(self._device)
 
 
-def _describe(device: torch.device, cpu: Cpu | None) -> str:
-    threads = "" if device.type != "cpu" else f" with {torch.get_num_threads()} threads"
-    return f"{device}{threads}" + ("" if cpu is None else f" ({cpu.instructions})")
+def _describe(device: torch.device, cpu: Cpu | None, threads: int) -> str:
+    of_cpu = f" with {threads} threads" if device.type == "cpu" else ""
+    return f"{device}{of_cpu}" + ("" if cpu is None else f" ({cpu.instructions})")
 
 
 def _check_quantized(config: EngineConfig, weights: ReplaceableModel) -> None:
@@ -217,8 +219,10 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return room
 
 
-def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
-    """The threads of the CPU's own kernels, as many as torch has; None where torch's are used.
+def _kernel_threads(config: EngineConfig, device: torch.device, threads: int) -> Cpu | None:
+    """The threads of the CPU's own kernels; None where torch's kernels are used, or another device.
+
+    Torch then has one thread: its OpenMP threads spin after each op, on the cores of ours.
 
     Raises `ConfigError` where int8 activations are asked for, which those alone know.
 
@@ -234,7 +238,20 @@ def _kernel_threads(config: EngineConfig, device: torch.device) -> Cpu | None:
             f"cpu_activations must be exact on {device} with attention {config.attention}: int8 "
             "needs the CPU's own kernels."
         )
-    return Cpu(torch.get_num_threads()) if own else None
+    if device.type == "cpu":
+        torch.set_num_threads(1 if own else threads)
+    return _make_cpu(threads, config.cpu_instructions) if own else None
+
+
+def _make_cpu(threads: int, instructions: str | None) -> Cpu:
+    """Raises `ConfigError` where the processor has no such instructions."""
+    available = Cpu.available_instructions()
+    if instructions is not None and instructions not in available:
+        raise ConfigError(
+            f"cpu_instructions must be one of {', '.join(available)} on this processor, "
+            f"not {instructions}."
+        )
+    return Cpu(threads, instructions)
 
 
 def _attention(config: EngineConfig, model: DecoderModel, cpu: Cpu | None) -> GroupedAttention:

@@ -56,6 +56,9 @@ pub fn attend<E: KvElement>(
     })
 }
 
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
+
 struct QueryRun<'a, E> {
     attention: &'a Attention,
     plan: &'a Plan,
@@ -80,7 +83,11 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
-            let panels = self.panels(lanes, tile, TILE.min(end - tile), &mut workspace);
+            let mut panels = self.panels(lanes, tile, TILE.min(end - tile), &mut workspace);
+            if holds_groups(self.plan.block_size()) {
+                self.fetch(lanes, &panels.values);
+                panels.next_keys = self.next_keys(tile + TILE, end, &workspace);
+            }
             for (row, height) in heights(rows) {
                 self.advance_rows(lanes, tile, row, height, &panels, &mut workspace);
             }
@@ -109,6 +116,16 @@ impl<E: KvElement> QueryRun<'_, E> {
             self.pack(lanes, tile, hidden..count, workspace);
             return Panels::packed(workspace, self.attention.head_dim, E::PER_WORD);
         }
+        self.groups(tile, count, workspace)
+    }
+
+    /// Where the packed groups of the tile stand, of which `count` keys are seen.
+    #[inline(always)]
+    fn groups(&self, tile: usize, count: usize, workspace: &Workspace) -> Panels {
+        let hidden = self
+            .attention
+            .first_seen(self.task.start)
+            .saturating_sub(tile);
         let mut panels = Panels::of_zeros(workspace);
         for group in hidden / GROUP..count.div_ceil(GROUP) {
             let (key, value) = self.numbers(tile + group * GROUP, GROUP);
@@ -116,6 +133,24 @@ impl<E: KvElement> QueryRun<'_, E> {
             panels.values[group] = value.cast();
         }
         panels
+    }
+
+    /// The packed keys from `tile` on, if that is before `end`.
+    #[inline(always)]
+    fn next_keys(&self, tile: usize, end: usize, workspace: &Workspace) -> Option<Groups> {
+        (tile < end).then(|| self.groups(tile, TILE.min(end - tile), workspace).keys)
+    }
+
+    /// Asks for packed groups before they are read: pages stand anywhere, and a head's part of one is
+    /// read before the processor expects it.
+    #[inline(always)]
+    fn fetch<L: Lanes>(&self, lanes: L, groups: &Groups) {
+        let bytes = GROUP * self.attention.head_dim * size_of::<E>();
+        for group in groups {
+            for line in (0..bytes).step_by(CACHE_LINE) {
+                lanes.prefetch(group.wrapping_byte_add(line));
+            }
+        }
     }
 
     /// Where the keys and values of `count` positions stand, which lie in one page.
@@ -153,7 +188,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         }
     }
 
-    /// Takes `height` rows from `row` through the tile.
+    /// Takes `height` rows from `row` through the tile, and asks for the keys of the next.
     #[inline(always)]
     fn advance_rows<L: Lanes>(
         &self,
@@ -195,6 +230,9 @@ impl<E: KvElement> QueryRun<'_, E> {
                     line.as_mut_ptr().cast(),
                 );
             }
+        }
+        if let (0, Some(keys)) = (row, &panels.next_keys) {
+            self.fetch(lanes, keys);
         }
         let depth = seen.div_ceil(E::PER_WORD);
         let vectors = self.attention.head_dim / L::LANES;
@@ -255,9 +293,14 @@ impl<E: KvElement> QueryRun<'_, E> {
 
 /// Where the packed groups of a tile stand; those that nobody sees may be anywhere.
 struct Panels {
-    keys: [*const u32; TILE / GROUP],
-    values: [*const u32; TILE / GROUP],
+    keys: Groups,
+    values: Groups,
+    /// The keys of the next tile, where they are packed.
+    next_keys: Option<Groups>,
 }
+
+/// Where each packed group of a tile starts.
+type Groups = [*const u32; TILE / GROUP];
 
 impl Panels {
     /// The groups that were packed into the workspace.
@@ -267,6 +310,7 @@ impl Panels {
         Self {
             keys: from_fn(|group| workspace.keys.as_slice()[group * words..].as_ptr()),
             values: from_fn(|group| workspace.values.as_slice()[group * words..].as_ptr()),
+            next_keys: None,
         }
     }
 
@@ -276,6 +320,7 @@ impl Panels {
         Self {
             keys: [zeros; TILE / GROUP],
             values: [zeros; TILE / GROUP],
+            next_keys: None,
         }
     }
 

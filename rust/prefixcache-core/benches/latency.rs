@@ -1,4 +1,4 @@
-//! What medians hide: probes beside a busy writer, eviction against the number of cached blocks, and
+//! What medians hide: probes next to a busy writer, eviction against the number of cached blocks, and
 //! the first allocation behind a long run of dead slots. Prints tables; takes about ten seconds.
 
 use std::hint::black_box;
@@ -6,10 +6,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::clock::Clock;
+use prefixcache_core::groups::Groups;
+use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::{Hint, Hints, Owner, RetentionTable};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 
 /// Blocks of one request: a prompt of 32k tokens.
@@ -30,7 +35,7 @@ fn keys(first: usize, count: usize) -> Vec<BlockKey> {
 }
 
 /// Takes blocks, registers them under `keys` and releases them.
-fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
+fn cache(pool: &mut impl BlockStore, keys: &[BlockKey]) {
     let mut blocks: Vec<BlockId> = Vec::with_capacity(keys.len());
     pool.allocate(keys.len(), &mut blocks).unwrap();
     for (&block, &key) in blocks.iter().zip(keys) {
@@ -42,7 +47,7 @@ fn cache(pool: &impl BlockStore, keys: &[BlockKey]) {
 
 /// One turn of the busy writer: a request that hits is taken and given back, and one that does not
 /// evicts. `hot` stays cached, as it is taken again and again.
-fn write_turn(pool: &impl BlockStore, hot: &[BlockKey], turn: usize) {
+fn write_turn(pool: &mut impl BlockStore, hot: &[BlockKey], turn: usize) {
     let mut blocks = Vec::with_capacity(REQUEST);
     let _ = pool.commit(hot.iter().copied(), 0, &mut blocks);
     pool.release(&blocks).unwrap();
@@ -63,10 +68,11 @@ fn report(name: &str, mut samples: Vec<Duration>) {
 }
 
 /// Times `probe` for two seconds while `write` runs in another thread.
-fn beside_writer(name: &str, write: impl Fn(usize) + Sync, probe: impl Fn() -> usize) {
+fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn() -> usize) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let stop = &stop;
+        scope.spawn(move || {
             let mut turn = 0;
             while !stop.load(Ordering::Relaxed) {
                 write(turn);
@@ -85,26 +91,28 @@ fn beside_writer(name: &str, write: impl Fn(usize) + Sync, probe: impl Fn() -> u
     });
 }
 
-fn probe_beside_writer() {
-    println!("\nA probe of {PROBE} blocks beside a thread that evicts {REQUEST} at a time");
+fn probe_with_writer() {
+    println!("\nA probe of {PROBE} blocks next to a thread that evicts {REQUEST} at a time");
     let hot = keys(0, REQUEST);
     let config = PoolConfig::new(1 << 17);
-    let lock_free = BlockPool::<Shared>::new(config).unwrap();
-    fill(&lock_free, 1 << 17);
-    let write = |turn| write_turn(&lock_free, &hot, turn);
-    let probe = || lock_free.count_leading(hot[..PROBE].iter().copied());
+    let mut lock_free = Writer::<Shared>::in_mode(config).unwrap();
+    fill(&mut lock_free, 1 << 17);
+    let reader = lock_free.reader();
+    let write = |turn| write_turn(&mut lock_free, &hot, turn);
+    let probe = || reader.count_leading(hot[..PROBE].iter().copied());
     beside_writer("shared", write, probe);
-    let single = BlockPool::<SingleWriter>::new(config).unwrap();
-    fill(&single, 1 << 17);
-    let probe = || single.count_leading(hot[..PROBE].iter().copied());
+    let mut single = Writer::<SingleWriter>::in_mode(config).unwrap();
+    fill(&mut single, 1 << 17);
+    let reader = single.reader();
+    let probe = || reader.count_leading(hot[..PROBE].iter().copied());
     beside_writer(
         "single writer",
-        |turn| write_turn(&single, &hot, turn),
+        |turn| write_turn(&mut single, &hot, turn),
         probe,
     );
     let mutex = Mutex::new(PlainPool::new(config).unwrap());
-    fill(&*mutex.lock().unwrap(), 1 << 17);
-    let write = |turn| write_turn(&*mutex.lock().unwrap(), &hot, turn);
+    fill(&mut *mutex.lock().unwrap(), 1 << 17);
+    let write = |turn| write_turn(&mut *mutex.lock().unwrap(), &hot, turn);
     let probe = || {
         mutex
             .lock()
@@ -115,7 +123,7 @@ fn probe_beside_writer() {
 }
 
 /// Fills a pool with cached blocks, but for one request's.
-fn fill(pool: &impl BlockStore, num_blocks: usize) {
+fn fill(pool: &mut impl BlockStore, num_blocks: usize) {
     for first in (0..num_blocks - REQUEST).step_by(REQUEST) {
         cache(pool, &keys(first, REQUEST));
     }
@@ -138,7 +146,7 @@ fn inform(reuse: &ReuseQueue, round: usize) {
 }
 
 /// How long evictions take out of a pool that is full of `cached` blocks; `between` is called after each.
-fn evictions(pool: &impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
+fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> Vec<Duration> {
     cache(pool, &keys(0, cached));
     let evict = |round| {
         let mut blocks = Vec::with_capacity(EVICTED);
@@ -159,10 +167,14 @@ fn evictions(pool: &impl BlockStore, cached: usize, between: impl Fn()) -> Vec<D
     (1..2000).map(evict).collect()
 }
 
-/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to losses.
+/// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to evictions.
 const FORMS: [(&str, EvictionPolicy, bool); 3] = [
     ("lock-free", EvictionPolicy::Lru, false),
-    ("lock-free, losses are told", EvictionPolicy::Lru, true),
+    (
+        "lock-free, evictions are reported",
+        EvictionPolicy::Lru,
+        true,
+    ),
     ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
 ];
 
@@ -170,19 +182,18 @@ const FORMS: [(&str, EvictionPolicy, bool); 3] = [
 fn evict_against_cached(mut report: impl FnMut(&str, usize, Vec<Duration>)) {
     for cached in [1_000, 10_000, 100_000, 1_000_000] {
         let config = PoolConfig::new(cached + 1);
-        let plain = PlainPool::new(config).unwrap();
-        report("plain", cached, evictions(&plain, cached, || {}));
+        let mut plain = PlainPool::new(config).unwrap();
+        report("plain", cached, evictions(&mut plain, cached, || {}));
         for (name, eviction_policy, listens) in FORMS {
-            let pool = BlockPool::<SingleWriter>::new(PoolConfig {
-                eviction_policy,
-                ..config
-            })
-            .unwrap();
+            let mut pool =
+                Writer::<SingleWriter>::in_mode(config.with_eviction_policy(eviction_policy))
+                    .unwrap();
             if listens {
                 pool.listen(4 * EVICTED, &[]).unwrap();
             }
-            let read = || pool.take_losses(EVICTED, &mut Vec::new());
-            report(name, cached, evictions(&pool, cached, read));
+            let reader = pool.reader();
+            let read = || reader.take_evictions(EVICTED, &mut Vec::new());
+            report(name, cached, evictions(&mut pool, cached, read));
             assert_eq!(pool.content_drops(), 0, "content was dropped");
         }
     }
@@ -210,7 +221,7 @@ fn print_evictions_as_json() {
 fn print_policy_calls() {
     println!("\nThe policy's part of a request of {REQUEST} blocks that nobody asked for before");
     for max_blocks in [10_000, 1_000_000] {
-        let policy = ReuseQueue::new(max_blocks).unwrap();
+        let policy = ReuseQueue::new(max_blocks, Clock::default()).unwrap();
         let mut times = [const { Vec::new() }; 3];
         for round in 0..500 {
             policy.set_time(Duration::from_millis(100 * round as u64));
@@ -234,11 +245,61 @@ fn print_policy_calls() {
     }
 }
 
+/// What a release with hints costs above one without, and the commit of its hits, in turn.
+fn print_hints() {
+    const BLOCKS: usize = 8000;
+    println!(
+        "\nA prompt of {BLOCKS} blocks that hits, without hints and with one for five minutes"
+    );
+    let (mut commits, mut releases) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
+    let hashing = HashConfig::new(1, Groups::full(1).unwrap());
+    let mut caches = [(); 2].map(|()| {
+        let pool = Writer::new(PoolConfig::new(5 * BLOCKS)).unwrap();
+        let cache = PrefixCache::new(hashing.clone(), pool).unwrap();
+        (cache, RetentionTable::new(1.0).unwrap())
+    });
+    for round in 0..200 {
+        for (at, (cache, table)) in caches.iter_mut().enumerate() {
+            let tokens = (0..BLOCKS as u32).collect();
+            let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
+            if at == 1 {
+                let hint = Hint {
+                    start: 0,
+                    end: None,
+                    priority: 80,
+                    ttl: Some(Duration::from_secs(300)),
+                };
+                sequence.set_hints(Hints::new(Owner::named(""), vec![hint]).unwrap());
+            }
+            let hits = cache.count_prefix_hits(&mut sequence).unwrap();
+            let start = Instant::now();
+            let plan = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
+            assert_eq!(plan.unwrap(), Some(hits));
+            table.note_hits(cache.store_mut(), &sequence);
+            let committed = start.elapsed();
+            cache
+                .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS])
+                .unwrap();
+            let start = Instant::now();
+            table.keep(cache.store_mut(), &sequence);
+            cache.release(&mut [&mut sequence]).unwrap();
+            if round > 0 {
+                commits[at].push(committed);
+                releases[at].push(start.elapsed());
+            }
+        }
+    }
+    for (what, [plain, hinted]) in [("commit", commits), ("release", releases)] {
+        report(&format!("{what}, no hints"), plain);
+        report(&format!("{what}, hints"), hinted);
+    }
+}
+
 /// One cold block at the head of the line, and all others behind it released again and again.
 fn dead_run<M: Mode>(name: &str) {
     let blocks = 1 << 20;
-    let pool = BlockPool::<M>::new(PoolConfig::new(blocks + 1)).unwrap();
-    cache(&pool, &keys(0, blocks));
+    let mut pool = Writer::<M>::in_mode(PoolConfig::new(blocks + 1)).unwrap();
+    cache(&mut pool, &keys(0, blocks));
     let all = keys(0, blocks - REQUEST);
     let mut releases = Vec::new();
     for chunk in (0..4).flat_map(|_| all.chunks(REQUEST)) {
@@ -263,7 +324,11 @@ fn main() {
     if is_asked_for("--policy-calls") {
         return print_policy_calls();
     }
-    probe_beside_writer();
+    if is_asked_for("--hints") {
+        return print_hints();
+    }
+    probe_with_writer();
+    print_hints();
     print_evictions();
     print_policy_calls();
     println!("\nA cold head of the line, with four million releases behind it");

@@ -1,4 +1,4 @@
-//! The pool beside a plain one and a mutex around a plain one, in nanoseconds a block.
+//! The pool next to a plain one and a mutex around a plain one, in nanoseconds a block.
 //!
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, Moves, PoolConfig};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use random::Random;
 
@@ -27,7 +27,7 @@ trait Subject {
     const NAME: &'static str;
     type Pool: BlockStore;
     fn new(num_blocks: usize) -> Self;
-    fn with<T>(&self, work: impl FnOnce(&Self::Pool) -> T) -> T;
+    fn with<T>(&mut self, work: impl FnOnce(&mut Self::Pool) -> T) -> T;
     fn drops(&self) -> u64 {
         0
     }
@@ -39,7 +39,7 @@ impl Subject for PlainPool {
     fn new(num_blocks: usize) -> Self {
         Self::new(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&self, work: impl FnOnce(&Self) -> T) -> T {
+    fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         work(self)
     }
 }
@@ -50,8 +50,8 @@ impl Subject for Mutex<PlainPool> {
     fn new(num_blocks: usize) -> Self {
         Self::new(<PlainPool as Subject>::new(num_blocks))
     }
-    fn with<T>(&self, work: impl FnOnce(&PlainPool) -> T) -> T {
-        work(&self.lock().unwrap())
+    fn with<T>(&mut self, work: impl FnOnce(&mut PlainPool) -> T) -> T {
+        work(&mut self.lock().unwrap())
     }
 }
 
@@ -67,13 +67,13 @@ impl Named for SingleWriter {
     const NAME: &'static str = "single_writer";
 }
 
-impl<M: Named> Subject for BlockPool<M> {
+impl<M: Named> Subject for Writer<M> {
     const NAME: &'static str = M::NAME;
     type Pool = Self;
     fn new(num_blocks: usize) -> Self {
-        Self::new(PoolConfig::new(num_blocks)).unwrap()
+        Self::in_mode(PoolConfig::new(num_blocks)).unwrap()
     }
-    fn with<T>(&self, work: impl FnOnce(&Self) -> T) -> T {
+    fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         work(self)
     }
     fn drops(&self) -> u64 {
@@ -97,7 +97,7 @@ fn keys(request: usize) -> Vec<BlockKey> {
         .collect()
 }
 
-fn register_all(pool: &impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
+fn register_all(pool: &mut impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
     for (&block, &key) in blocks.iter().zip(keys) {
         let _ = pool.register(block, key, pool.epoch()).unwrap();
     }
@@ -105,7 +105,7 @@ fn register_all(pool: &impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {
 
 /// A pool that is full of requests' content, all of it free; how many requests.
 fn full<S: Subject>(num_blocks: usize) -> (S, usize) {
-    let subject = S::new(num_blocks + 1);
+    let mut subject = S::new(num_blocks + 1);
     let requests = num_blocks / REQUEST;
     subject.with(|pool| {
         let mut blocks = Vec::new();
@@ -133,7 +133,7 @@ fn allocate_and_free<S: Subject>(criterion: &mut Criterion, batch: usize) {
     let mut group = criterion.benchmark_group(format!("allocate_and_free_{batch}"));
     group.throughput(Throughput::Elements(batch as u64));
     for size in SIZES {
-        let subject = S::new(size + 1);
+        let mut subject = S::new(size + 1);
         let mut blocks = Vec::with_capacity(batch);
         group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
             bencher.iter(|| {
@@ -153,14 +153,14 @@ fn on_full_pools<S: Subject>(
     criterion: &mut Criterion,
     name: &str,
     batch: usize,
-    mut work: impl FnMut(&S, usize) -> Duration,
+    mut work: impl FnMut(&mut S, usize) -> Duration,
 ) {
     let mut group = criterion.benchmark_group(format!("{name}_{batch}"));
     group.throughput(Throughput::Elements(batch as u64));
     for size in SIZES {
-        let (subject, requests) = full::<S>(size);
+        let (mut subject, requests) = full::<S>(size);
         group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter_custom(|rounds| (0..rounds).map(|_| work(&subject, requests)).sum());
+            bencher.iter_custom(|rounds| (0..rounds).map(|_| work(&mut subject, requests)).sum());
         });
         assert_eq!(subject.drops(), 0, "content was dropped");
     }
@@ -206,7 +206,8 @@ fn probe<S: Subject>(criterion: &mut Criterion) {
     let mut random = Random(3);
     on_full_pools::<S>(criterion, "probe", REQUEST, |subject, requests| {
         let keys = keys(random.below(requests as u64) as usize);
-        let hits = |pool: &S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
+        let hits =
+            |pool: &mut S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
         let (elapsed, hits) = time(|| subject.with(hits));
         assert_eq!(hits, REQUEST);
         elapsed
@@ -224,12 +225,12 @@ fn build<S: Subject>(criterion: &mut Criterion) {
 const RESIZED: usize = 48 * REQUEST;
 
 /// Shrinks a pool to half, which keeps the last half in the order of eviction, without copying their KV.
-fn shrink(pool: &impl BlockStore) {
+fn shrink(pool: &mut impl BlockStore) {
     let half = RESIZED / 2 + 1;
     let mut moves = Moves::default();
     loop {
         pool.begin_moves(half, REQUEST, &mut moves).unwrap();
-        if moves.under_way.is_empty() {
+        if moves.in_flight.is_empty() {
             break;
         }
         pool.finish_moves(&mut moves).unwrap();
@@ -240,11 +241,11 @@ fn shrink(pool: &impl BlockStore) {
 
 fn resize<S: Subject>(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("resize");
-    let mut bench = |name: &str, prepare: fn(&S::Pool), work: fn(&S::Pool)| {
+    let mut bench = |name: &str, prepare: fn(&mut S::Pool), work: fn(&mut S::Pool)| {
         let name = format!("{name}/{}", S::NAME);
         group.bench_function(BenchmarkId::new(name, RESIZED), |bencher| {
             let once = || {
-                let (subject, _) = full::<S>(RESIZED);
+                let (mut subject, _) = full::<S>(RESIZED);
                 subject.with(prepare);
                 time(|| subject.with(work)).0
             };
@@ -270,11 +271,11 @@ fn all_of<S: Subject>(criterion: &mut Criterion) {
 fn all(criterion: &mut Criterion) {
     all_of::<PlainPool>(criterion);
     all_of::<Mutex<PlainPool>>(criterion);
-    all_of::<BlockPool<Shared>>(criterion);
-    all_of::<BlockPool<SingleWriter>>(criterion);
+    all_of::<Writer<Shared>>(criterion);
+    all_of::<Writer<SingleWriter>>(criterion);
     // The plain pool looks through its whole line for each move.
-    resize::<BlockPool<Shared>>(criterion);
-    resize::<BlockPool<SingleWriter>>(criterion);
+    resize::<Writer<Shared>>(criterion);
+    resize::<Writer<SingleWriter>>(criterion);
 }
 
 criterion_group! {

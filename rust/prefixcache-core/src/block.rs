@@ -41,7 +41,7 @@ use std::num::NonZeroU64;
 
 use crate::id::{BlockHash, Epoch, GroupId};
 use crate::store::BlockKey;
-use crate::sync::{AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
+use crate::sync::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
 pub(crate) use place::{ByClass, Class, ClassSet, Place, Ticket};
@@ -246,6 +246,8 @@ pub(crate) struct Block {
     /// The other 16.
     epoch_high: AtomicU16,
     group: AtomicU16,
+    /// Whether another block with the content was ever registered; known to a single writer alone.
+    copied: AtomicBool,
 }
 
 #[cfg(not(any(loom, shuttle)))]
@@ -472,7 +474,21 @@ impl Block {
         self.group.store(content.group, Release);
         self.epoch.store(epoch.get() as u32, Release);
         self.epoch_high.store((epoch.get() >> 32) as u16, Release);
+        // Relaxed: one thread alone reads it.
+        self.copied.store(false, Relaxed);
         self.seq.store(seq, Release);
+    }
+
+    /// Says that another block with the content is registered.
+    pub(crate) fn note_copy(&self) {
+        // Relaxed: one thread alone reads it.
+        self.copied.store(true, Relaxed);
+    }
+
+    /// Whether another block with the content was ever registered.
+    pub(crate) fn is_copied(&self) -> bool {
+        // Relaxed: as in `note_copy`.
+        self.copied.load(Relaxed)
     }
 
     /// Ends the content for lookups. The words stay, for the removal of the index entry.

@@ -18,6 +18,7 @@ pub struct Exhausted {
 
 /// A block id that the call cannot accept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum Misuse {
     /// The null block is never handed out, so it can be neither held nor given back.
     #[error("block 0 is the null block")]
@@ -93,11 +94,12 @@ impl InvalidArgument {
 
 /// Why a pool was not made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum PoolError {
     /// An argument outside its range.
     #[error(transparent)]
     Invalid(#[from] InvalidArgument),
-    /// The system has no memory for the records of so many blocks.
+    /// The system has no memory for the records of that many blocks.
     #[error("max_blocks asks for more memory than there is: {max_blocks}")]
     OutOfMemory {
         /// The most blocks that the pool was to have, the null block counted.
@@ -105,8 +107,9 @@ pub enum PoolError {
     },
 }
 
-/// Why a pool keeps no log of losses, or not another one.
+/// Why a pool keeps no log of evictions, or not another one.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ListenError {
     /// An argument outside its range.
     #[error(transparent)]
@@ -114,11 +117,11 @@ pub enum ListenError {
     /// The system has no memory for the log.
     #[error("capacity asks for more memory than there is: {capacity}")]
     OutOfMemory {
-        /// The losses that the log was to hold.
+        /// The evictions that the log was to hold.
         capacity: usize,
     },
     /// Something is cached already.
-    #[error("something is cached already, which nobody was told of")]
+    #[error("something is cached already, which nobody was notified of")]
     Late,
     /// Somebody listens already.
     #[error("somebody listens to this pool already")]
@@ -127,6 +130,7 @@ pub enum ListenError {
 
 /// Why a pool kept its size.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ResizeError {
     /// A size that the pool cannot have.
     #[error(transparent)]
@@ -135,7 +139,7 @@ pub enum ResizeError {
     #[error("num_blocks cannot change while another thread is changing the pool: call again")]
     Busy,
     /// Moves were begun and neither finished nor aborted.
-    #[error("moves are under way: finish or abort them first")]
+    #[error("moves are in flight: finish or abort them first")]
     Moving,
 }
 
@@ -146,6 +150,7 @@ pub struct Broken(pub String);
 
 /// What is wrong with the use of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum SequenceFault {
     /// Another cache made the sequence.
     #[error("belongs to another cache")]
@@ -160,6 +165,7 @@ pub enum SequenceFault {
 
 /// A call that the cache refused. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum CacheError {
     /// An argument outside its range.
     #[error(transparent)]

@@ -1,18 +1,18 @@
-//! What can be found in the cache, told to one reader in the order in which it changed.
+//! What can be found in the cache, reported to one reader in the order in which it changed.
 //!
-//! Nothing of this exists until somebody asks for it
-//! ([`BlockPool::keep_journal`](crate::BlockPool::keep_journal)). Then the single writer sends what it registers
-//! and what loses its last copy through a queue, a message a batch, and waits for nobody. The reader applies
-//! them to a `Mirror` of the cache, which knows what can be found and with which tokens. What the mirror knows
-//! already, or never knew, is not told on: blocks of a scope are never sent, so their losses end there.
+//! Nothing of this exists until somebody asks for it ([`Writer::keep_events`](crate::Writer::keep_events)). Then
+//! the single writer sends what it registers and what loses its last copy through a queue, a message a batch, and
+//! waits for nobody. The reader applies them to a `Replica` of the index, which knows what can be found and with
+//! which tokens. What the replica knows already, or never knew, is not reported: blocks of a scope are never sent,
+//! so their evictions end there.
 //!
 //! What was sent and not received is bounded by whoever calls [`EventReader::receive`] when
-//! [`Journal::num_pending`] is high, the writer if need be, some blocks at a time. What was received and not taken is
-//! bounded by [`MAX_UNTAKEN`] blocks: beyond, the reader drops it and tells everything again after a
-//! [`Change::Cleared`], from a copy of the mirror that is made when somebody takes it. So whoever takes late still
-//! ends with what there is.
+//! [`EventLog::num_pending`] is high, the writer if need be, some blocks at a time; such a call takes time in
+//! proportion to those blocks, whatever the reader has missed. What was received and not taken is bounded by
+//! [`MAX_UNREAD`] blocks: beyond, the reader drops it and reports everything again after a [`Change::Cleared`], from
+//! a copy of the replica that is made when somebody takes it. So whoever takes late still ends with what there is.
 
-mod mirror;
+mod replica;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,13 +22,16 @@ use crossbeam_queue::SegQueue;
 use crate::id::{BlockHash, GroupId};
 use crate::sync::{Arc, AtomicU64, Ordering};
 
-pub use mirror::Snapshot;
+pub use replica::Snapshot;
 
 use Ordering::Relaxed;
-use mirror::Mirror;
+use replica::Replica;
 
-/// Blocks of changes that wait to be taken; with more than these, all is told again.
-pub const MAX_UNTAKEN: usize = 1 << 16;
+/// Blocks of changes that wait to be taken; with more than these, everything is reported again.
+pub const MAX_UNREAD: usize = 1 << 16;
+
+/// Changes that are dropped, of those that nobody took in time, with each message that is received.
+const DROPPED_AT_ONCE: usize = 2;
 
 /// The last 8 bytes of a block's hash, big endian: what other programs know a block by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,7 +85,7 @@ pub(crate) type Name = (ShortHash, GroupId);
 /// What the writer sends.
 enum Sent {
     Stored(Run),
-    Lost(Vec<Name>),
+    Removed(Vec<Name>),
     Cleared,
 }
 
@@ -91,7 +94,7 @@ impl Sent {
     fn weight(&self) -> u64 {
         match self {
             Self::Stored(run) => run.hashes.len() as u64,
-            Self::Lost(names) => names.len() as u64,
+            Self::Removed(names) => names.len() as u64,
             Self::Cleared => 1,
         }
     }
@@ -99,24 +102,25 @@ impl Sent {
 
 /// The writer's end.
 #[derive(Debug)]
-pub struct Journal {
+pub struct EventLog {
     sent: Arc<SegQueue<Sent>>,
     /// Blocks that were sent and not received.
     pending: Arc<AtomicU64>,
 }
 
-impl Journal {
-    /// Both ends, for a cache of blocks of so many tokens.
+impl EventLog {
+    /// Both ends, for a cache of blocks of `block_size` tokens.
     pub(crate) fn new(block_size: usize) -> (Self, EventReader) {
         let sent = Arc::new(SegQueue::new());
         let pending = Arc::new(AtomicU64::new(0));
         let reader = EventReader {
             sent: Arc::clone(&sent),
             pending: Arc::clone(&pending),
-            mirror: Mirror::new(block_size),
-            untaken: VecDeque::new(),
-            num_untaken: 0,
-            resync: Resync::None,
+            replica: Replica::new(block_size),
+            unread: VecDeque::new(),
+            num_unread: 0,
+            is_resync_due: false,
+            resync: None,
         };
         (Self { sent, pending }, reader)
     }
@@ -146,14 +150,14 @@ impl Journal {
         }));
     }
 
-    /// The last copies of these are lost.
-    pub(crate) fn lost(&self, names: Vec<Name>) {
+    /// The last copies of these are evicted.
+    pub(crate) fn removed(&self, names: Vec<Name>) {
         if !names.is_empty() {
-            self.send(Sent::Lost(names));
+            self.send(Sent::Removed(names));
         }
     }
 
-    /// Everything is lost.
+    /// Everything is evicted.
     pub(crate) fn cleared(&self) {
         self.send(Sent::Cleared);
     }
@@ -170,21 +174,15 @@ impl Journal {
 pub struct EventReader {
     sent: Arc<SegQueue<Sent>>,
     pending: Arc<AtomicU64>,
-    mirror: Mirror,
-    untaken: VecDeque<Change>,
+    replica: Replica,
+    /// What was received and not taken; where a resync is due, what is left to drop of it.
+    unread: VecDeque<Change>,
     /// Their blocks.
-    num_untaken: usize,
-    resync: Resync,
-}
-
-/// What is told before what is untaken, where too much was.
-#[derive(Debug)]
-enum Resync {
-    None,
-    /// Everything; whoever takes next makes the copy.
-    Due,
-    /// The rest of it.
-    Begun(Snapshot),
+    num_unread: usize,
+    /// Whether everything is to be reported again, before what is unread: whoever takes next makes the copy.
+    is_resync_due: bool,
+    /// The rest of such a copy.
+    resync: Option<Snapshot>,
 }
 
 impl EventReader {
@@ -200,19 +198,19 @@ impl EventReader {
     }
 
     fn apply(&mut self, sent: Sent) {
-        // Relaxed: as in `Journal::num_pending`.
+        // Relaxed: as in `EventLog::num_pending`.
         self.pending.fetch_sub(sent.weight(), Relaxed);
-        let is_told_later = matches!(self.resync, Resync::Due);
-        self.mirror.apply(sent, |change| {
-            if !is_told_later {
-                self.num_untaken += change.weight();
-                self.untaken.push_back(change);
+        self.replica.apply(sent, |change| {
+            if !self.is_resync_due {
+                self.num_unread += change.weight();
+                self.unread.push_back(change);
             }
         });
-        if self.num_untaken > MAX_UNTAKEN {
-            self.untaken = VecDeque::new();
-            self.num_untaken = 0;
-            self.resync = Resync::Due;
+        self.is_resync_due |= self.num_unread > MAX_UNREAD;
+        if self.is_resync_due {
+            // A few at a time: the caller may be the writer.
+            self.unread
+                .truncate(self.unread.len().saturating_sub(DROPPED_AT_ONCE));
         }
     }
 
@@ -231,27 +229,26 @@ impl EventReader {
     }
 
     fn next(&mut self) -> Option<Change> {
-        match &mut self.resync {
-            Resync::None => {}
-            Resync::Due => {
-                self.resync = Resync::Begun(self.mirror.clone().into_snapshot());
-                return Some(Change::Cleared);
-            }
-            Resync::Begun(rest) => match rest.next() {
-                Some(run) => return Some(Change::Stored(run)),
-                None => self.resync = Resync::None,
-            },
+        if std::mem::take(&mut self.is_resync_due) {
+            self.unread = VecDeque::new();
+            self.num_unread = 0;
+            self.resync = Some(self.replica.clone().into_snapshot());
+            return Some(Change::Cleared);
         }
-        let change = self.untaken.pop_front()?;
-        self.num_untaken -= change.weight();
+        if let Some(run) = self.resync.as_mut().and_then(Snapshot::next) {
+            return Some(Change::Stored(run));
+        }
+        self.resync = None;
+        let change = self.unread.pop_front()?;
+        self.num_unread -= change.weight();
         Some(change)
     }
 
     /// What all changes taken so far have led to; None while there are more that were received and not taken.
     #[must_use]
     pub fn snapshot(&self) -> Option<Snapshot> {
-        let is_level = matches!(self.resync, Resync::None) && self.untaken.is_empty();
-        is_level.then(|| self.mirror.clone().into_snapshot())
+        let is_level = !self.is_resync_due && self.resync.is_none() && self.unread.is_empty();
+        is_level.then(|| self.replica.clone().into_snapshot())
     }
 }
 
@@ -270,17 +267,40 @@ mod tests {
 
     #[test]
     fn a_late_readers_writer_receives_some_and_copies_nothing() {
-        let (journal, mut reader) = Journal::new(1);
-        let total = 2 * MAX_UNTAKEN as u64;
+        let (event_log, mut reader) = EventLog::new(1);
+        let total = 2 * MAX_UNREAD as u64;
         for first in (0..total).step_by(64) {
             let tokens = vec![first as u32; 64];
-            journal.stored(GroupId::new(0), 0..64, &hashes(first, 64), &tokens, 1);
+            event_log.stored(GroupId::new(0), 0..64, &hashes(first, 64), &tokens, 1);
         }
         reader.receive(1000);
-        assert_eq!(journal.num_pending() as u64, total - 1024);
+        assert_eq!(event_log.num_pending() as u64, total - 1024);
         reader.receive(usize::MAX);
-        assert!(matches!(reader.resync, Resync::Due) && reader.untaken.is_empty());
+        assert!(reader.is_resync_due && reader.resync.is_none());
         assert_eq!(reader.take(1), [Change::Cleared]);
-        assert!(matches!(reader.resync, Resync::Begun(_)));
+        assert!(reader.resync.is_some() && reader.unread.is_empty());
+    }
+
+    /// Neither what nobody took nor a copy that somebody has begun to take is dropped within one message's time.
+    #[test]
+    fn what_is_out_of_date_is_dropped_a_few_changes_a_message() {
+        let (event_log, mut reader) = EventLog::new(1);
+        let send = |count: u64| {
+            for first in 0..count {
+                event_log.stored(GroupId::new(0), 0..1, &hashes(first, 1), &[0], 1);
+                event_log.removed(vec![((&hashes(first, 1)[0]).into(), GroupId::new(0))]);
+            }
+        };
+        send(10);
+        reader.take(1);
+        reader.is_resync_due = true;
+        assert_eq!(reader.take(1), [Change::Cleared]);
+        send(MAX_UNREAD as u64);
+        reader.receive(MAX_UNREAD + 1);
+        assert!(reader.is_resync_due && reader.resync.is_some());
+        let left = reader.unread.len();
+        reader.receive(10);
+        assert_eq!(reader.unread.len(), left - 10 * DROPPED_AT_ONCE);
+        assert_eq!(reader.take(usize::MAX), [Change::Cleared]);
     }
 }

@@ -10,6 +10,7 @@ use crate::id::GroupId;
 
 /// How a group's layers attend, which decides the blocks that they need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GroupSpec {
     /// Every position attends to all before it: all blocks are needed while the sequence lives.
     FullAttention,

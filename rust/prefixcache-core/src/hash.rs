@@ -30,6 +30,7 @@ pub const MAX_BLOCK_SIZE: usize = 256;
 
 /// What all hashes of a cache have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HashConfig {
     /// The model that computes the KV.
     pub model: String,
@@ -46,6 +47,39 @@ pub struct HashConfig {
 }
 
 impl HashConfig {
+    /// The configuration of a model without a name: what makes its KV valid is to be set.
+    #[must_use]
+    pub fn new(block_size: usize, groups: Groups) -> Self {
+        Self {
+            model: String::new(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            arithmetic: String::new(),
+            block_size,
+            groups,
+        }
+    }
+
+    /// This, for the KV of `model`, of this element type, computed with `arithmetic`.
+    #[must_use]
+    pub fn with_model(self, model: &str, kv_dtype: &str, arithmetic: &str) -> Self {
+        Self {
+            model: model.into(),
+            kv_dtype: kv_dtype.into(),
+            arithmetic: arithmetic.into(),
+            ..self
+        }
+    }
+
+    /// This, for the KV of another revision of the model's weights.
+    #[must_use]
+    pub fn with_revision(self, revision: &str) -> Self {
+        Self {
+            revision: revision.into(),
+            ..self
+        }
+    }
+
     /// Fails unless the block size is a power of two from 1 to 256.
     pub fn check(&self) -> Result<(), InvalidArgument> {
         check_block_size(self.block_size)

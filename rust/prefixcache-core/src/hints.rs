@@ -1,17 +1,24 @@
 //! Retention hints: how dear a client says that ranges of a request's tokens are.
 //!
-//! Soft, all of it: hints order eviction, and refuse nobody a block. What becomes of them is the
-//! [`Ledger`](crate::ledger::Ledger)'s affair.
+//! Soft, all of it: hints order eviction, and refuse nobody a block. The [`RetentionTable`] keeps what they ask for.
 //!
 //! A block is of no use without those before it. So along a request a block is at least as dear as what follows
 //! it: a range above the default band raises all before it as well, and after a lowered one everything is
 //! lowered up to the next that is not.
 
+pub mod band;
+mod spans;
+mod table;
+
+use std::ops::Range;
 use std::time::Duration;
 
-use crate::band::Band;
 use crate::error::{Argument, InvalidArgument};
 use crate::groups::GroupSpec;
+use crate::sequence::{Holding, Sequence};
+
+pub use band::Band;
+pub use table::{HintStats, MAX_OWNERS, RetentionTable};
 
 /// The most ranges that a request may have.
 pub const MAX_HINTS: usize = 32;
@@ -102,37 +109,9 @@ impl Hints {
         self.ranges.iter().filter(is_above)
     }
 
-    /// How many of the leading `full` blocks a range above the default band raises.
-    pub(crate) fn raised_blocks(&self, full: usize, size: usize) -> usize {
-        let ends = self.raised().map(|hint| hint.end_block(full, size));
-        ends.max().unwrap_or(0)
-    }
-
-    /// What raises a block of a group, of `full` blocks that the sequence has: every range that ends behind it,
-    /// where the group needs all of them, and otherwise those at whose end the block is needed.
-    pub(crate) fn raising(
-        &self,
-        index: usize,
-        spec: GroupSpec,
-        full: usize,
-        size: usize,
-    ) -> impl Iterator<Item = Wish> {
-        self.raised().filter_map(move |hint| {
-            let end = hint.end_block(full, size);
-            let first = if spec.needs_whole_prefix() {
-                0
-            } else {
-                spec.first_kept(end, size)
-            };
-            (first..end)
-                .contains(&index)
-                .then(|| hint.wish(hint.band()))
-        })
-    }
-
     /// What lowers a block: the last range that begins before it, if that and all behind it are below the
-    /// default band; the highest of them counts.
-    pub(crate) fn lowering(&self, index: usize, size: usize) -> Option<Wish> {
+    /// default band; the highest of them counts. With the first block of those up to this one that it lowers alike.
+    pub(crate) fn lowering(&self, index: usize, size: usize) -> Option<(usize, Wish)> {
         let mut band = Band::LOWEST;
         for hint in self.ranges.iter().rev() {
             if hint.band() >= Band::DEFAULT {
@@ -140,10 +119,73 @@ impl Hints {
             }
             band = band.max(hint.band());
             if hint.start <= index * size {
-                return Some(hint.wish(band));
+                return Some((hint.start.div_ceil(size), hint.wish(band)));
             }
         }
         None
+    }
+}
+
+/// What raises the blocks of one group: every range that ends behind a block, where the group needs all blocks, and
+/// otherwise those at whose end the block is needed.
+pub(crate) struct Raising {
+    /// The first group of the same kind.
+    kind: usize,
+    wishes: Vec<(Range<usize>, Wish)>,
+    /// Blocks that the same wishes raise, the last that were looked at.
+    alike: Range<usize>,
+    here: Vec<Wish>,
+}
+
+impl Raising {
+    /// Of each group, for all blocks that the sequence has published.
+    pub(crate) fn of_groups(hints: &Hints, sequence: &Sequence, holding: &Holding) -> Vec<Self> {
+        let (full, size) = (holding.num_published, sequence.config().block_size);
+        let specs = sequence.config().groups.specs();
+        let of = |spec: &GroupSpec| {
+            let range = |hint: &Hint| {
+                let end = hint.end_block(full, size);
+                let first = match spec.needs_whole_prefix() {
+                    true => 0,
+                    false => spec.first_kept(end, size),
+                };
+                (first..end, hint.wish(hint.band()))
+            };
+            Self {
+                kind: specs.iter().position(|one| one == spec).unwrap_or(0),
+                wishes: hints.raised().map(range).collect(),
+                alike: 0..0,
+                here: Vec::new(),
+            }
+        };
+        specs.iter().map(of).collect()
+    }
+
+    /// Behind the last block that is raised.
+    pub(crate) fn end(&self) -> usize {
+        let ends = self.wishes.iter().map(|(blocks, _)| blocks.end);
+        ends.max().unwrap_or(0)
+    }
+
+    /// What raises a block, and a number that is the same for blocks which the same raises.
+    #[inline]
+    pub(crate) fn at(&mut self, index: usize) -> (&[Wish], usize) {
+        if !self.alike.contains(&index) {
+            self.go_to(index);
+        }
+        (&self.here, self.kind << 48 | self.alike.start)
+    }
+
+    fn go_to(&mut self, index: usize) {
+        let wishes = self.wishes.iter();
+        let bounds = wishes
+            .clone()
+            .flat_map(|(blocks, _)| [blocks.start, blocks.end]);
+        let start = bounds.clone().filter(|&bound| bound <= index).max();
+        let end = bounds.filter(|&bound| bound > index).min();
+        self.alike = start.unwrap_or(0)..end.unwrap_or(usize::MAX);
+        let here = wishes.filter(|(blocks, _)| blocks.contains(&index));
+        self.here = here.map(|&(_, wish)| wish).collect();
     }
 }
 

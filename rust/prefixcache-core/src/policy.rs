@@ -16,6 +16,7 @@
 //! All of it is bounded, and O(1) in the number of cached blocks. Its words are atomics that order nothing: from
 //! several threads a count or a mark may be lost, and the order of eviction is then another, as good one.
 
+mod names;
 mod reuse;
 mod scores;
 mod tick;
@@ -29,6 +30,8 @@ use crate::id::{BlockHash, BlockId};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::zeroed::Zeroed;
 
+pub(crate) use names::Names;
+pub use names::{Chain, NameBlocks};
 pub use tick::Tick;
 pub use turns::Turn;
 
@@ -36,6 +39,7 @@ use Ordering::Relaxed;
 
 /// The order in which free blocks of the default class are evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum EvictionPolicy {
     /// The one that was not used for the longest time.
     #[default]
@@ -136,9 +140,9 @@ impl ReuseQueue {
 
     /// For a pool of up to `max_blocks`; None when there is no memory.
     #[must_use]
-    pub fn new(max_blocks: usize) -> Option<Self> {
+    pub fn new(max_blocks: usize, clock: Clock) -> Option<Self> {
         Some(Self {
-            clock: Clock::new(),
+            clock,
             stamps: Zeroed::new(max_blocks)?,
             children: Zeroed::new((CHILDREN * max_blocks).next_power_of_two())?,
             turns: turns::Turns::new()?,
@@ -148,8 +152,7 @@ impl ReuseQueue {
         })
     }
 
-    /// Sets the time, and ends the use of the system's clock: with times that are given, the same calls have
-    /// the same outcome.
+    /// Sets the time of the clock.
     pub fn set_time(&self, now: Duration) {
         self.clock.set(now);
     }

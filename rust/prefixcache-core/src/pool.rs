@@ -8,7 +8,7 @@
 //!
 //! # What each call promises
 //!
-//! * Lookups only load, in a bounded number of steps: wait-free, beside any number of writers. The bound
+//! * Lookups only load, in a bounded number of steps: wait-free, in parallel with any number of writers. The bound
 //!   is argued in `index.rs`. The model checker looks for wrong results, not for steps.
 //! * `commit`, `register`, `release`, `pin`, `unpin` and `clear_index` are lock-free: a thread that is
 //!   stalled anywhere but in a resize keeps no other from finishing. `commit` is all or nothing, as its credits are
@@ -17,7 +17,7 @@
 //! * A call is served when what it needs is free, counting as needed by others what their calls ask for
 //!   while they run, and one block for each `demote`.
 //! * `resize`, `begin_moves` and `finish_moves` are refused while another thread is inside a call that takes
-//!   blocks, gives them back or moves them. Such calls that begin beside them wait for their end; lookups and
+//!   blocks, gives them back or moves them. Such calls that begin in the meantime wait for their end; lookups and
 //!   registrations do not, and find content that moves all the time. Where several threads write, a resize in
 //!   turn waits for registrations that have begun.
 //! * Evicting a block takes amortised constant time; a single one may look at up to 256 slots of its line.
@@ -27,7 +27,7 @@
 //!
 //! # What being lock-free buys, and what it costs
 //!
-//! It buys readers that wait for nobody: beside a thread that commits batches of 2,048 blocks, a probe of 8
+//! It buys readers that wait for nobody: next to a thread that commits batches of 2,048 blocks, a probe of 8
 //! blocks takes 0.2 us, and 0.3 us at the 99.9th percentile, where behind a mutex around a plain pool
 //! it waits for a batch, or for many when the writer gets the lock back first. And nobody holds a lock
 //! while attached to the Python interpreter.
@@ -45,7 +45,7 @@
 //! # Memory
 //!
 //! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use, 24 more once somebody listens to losses. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
+//! 32 more for each further class that is in use, 24 more once somebody listens to evictions. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
 //! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used. Of a pool that may grow, the records above its size are not touched; index and rings are used all over
@@ -53,40 +53,44 @@
 
 mod bound;
 mod content;
+mod credits;
 mod evictions;
+mod free_stack;
 mod give;
+mod index;
 mod map;
-#[cfg(all(test, loom))]
-mod models;
 mod moves;
+mod multi_writer;
 mod pins;
-#[cfg(all(test, shuttle, not(loom)))]
-mod schedules;
+mod ring;
 mod size;
 mod take;
 mod validate;
+mod writer;
 
 use crossbeam_queue::SegQueue;
 
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
-use crate::credits::Credits;
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, PoolError, ResizeError};
-use crate::events::Journal;
-use crate::free_stack::{FreeStack, FreshRun};
+use crate::error::{Broken, InvalidArgument, Misuse, PoolError};
+use crate::events::EventLog;
+use crate::evictions::{Cause, EvictionLog};
 use crate::id::{BlockId, Epoch};
-use crate::index::Index;
-use crate::losses::{Cause, Losses};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
-use crate::ring::{Ring, VacatedSlots};
-use crate::stats::StoreStats;
-use crate::store::{BlockKey, BlockStore, Moves, PoolConfig, Registration};
-use crate::sync::{AtomicU64, OnceLock, Ordering, OwnLine};
+use crate::store::sealed::Sealed;
+use crate::store::{BlockKey, HintedChange, Lookup, PoolConfig, StoreStats};
+use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
+use credits::Credits;
+use free_stack::{FreeStack, FreshRun};
+use index::Index;
+use ring::{Ring, VacatedSlots};
 
 pub use crate::sync::{Mode, Shared, SingleWriter};
 pub use map::{BlockMap, BlockState};
+pub use multi_writer::{AnyReader, AnyWriter, MultiWriter};
+pub use writer::{Reader, Writer};
 
 use Ordering::{Acquire, Relaxed};
 
@@ -96,10 +100,9 @@ const MIN_RING: usize = 1 << 18;
 /// Ring slots for each block: the rest is room for vacant slots.
 const SLOTS_PER_BLOCK: usize = 4;
 
-/// A pool of blocks that any number of threads may use: see the [module](self).
+/// A pool of blocks as any number of threads may look at it: see the [module](self).
 ///
-/// With [`SingleWriter`] one thread at a time may call the methods that change the pool (its caller
-/// sees to that), and any number may call [`lookup`](BlockStore::lookup) beside it.
+/// A [`Writer`] makes it and alone can change it; a [`Reader`] keeps it for others.
 pub struct BlockPool<M: Mode> {
     config: PoolConfig,
     blocks: Zeroed<Block>,
@@ -117,12 +120,14 @@ pub struct BlockPool<M: Mode> {
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
     clock: Clock,
-    /// What a listener is told of lost content.
-    losses: OnceLock<Losses>,
-    /// Where what can be found is told of.
-    journal: OnceLock<Journal>,
-    /// Content with another band than the default that was lost, until a ledger takes note of it.
-    hinted_losses: SegQueue<BlockKey>,
+    /// What a listener learns of evicted content.
+    eviction_log: OnceLock<EvictionLog>,
+    /// Where the changes of what can be found are reported.
+    event_log: OnceLock<EventLog>,
+    /// Whether any content was ever given a band.
+    gives_bands: AtomicBool,
+    /// What became of content with another band than the default, until a retention table takes note of it.
+    hinted: SegQueue<HintedChange>,
 }
 
 /// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
@@ -235,7 +240,7 @@ impl<M: Mode> BlockPool<M> {
     /// A pool whose blocks are all free and without content.
     ///
     /// Fails when a size is out of range or there is no memory for `max_blocks` blocks.
-    pub fn new(config: PoolConfig) -> Result<Self, PoolError> {
+    fn new(config: PoolConfig) -> Result<Self, PoolError> {
         config.check()?;
         let slots = config
             .max_blocks
@@ -248,7 +253,7 @@ impl<M: Mode> BlockPool<M> {
     ///
     /// For tests and measurements: a ring of fewer than four slots a block can fill up, and then
     /// releases drop content ([`Self::content_drops`]).
-    pub fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
+    fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
         config.check()?;
         if !ring_capacity.is_power_of_two() || ring_capacity > 1 << 32 {
             let reason = format!("must be a power of two up to 2^32, not {ring_capacity}");
@@ -259,9 +264,10 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn allocate_memory(config: PoolConfig, ring_capacity: usize) -> Option<Self> {
+        let clock = Clock::default();
         let reuse = match config.eviction_policy {
             EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks)?),
+            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks, clock.clone())?),
         };
         let rings: Option<Vec<_>> = Class::all()
             .map(|class| {
@@ -286,10 +292,11 @@ impl<M: Mode> BlockPool<M> {
             counters: Counters::default(),
             pins: pins::PinCounts::default(),
             reuse,
-            clock: Clock::new(),
-            losses: OnceLock::new(),
-            journal: OnceLock::new(),
-            hinted_losses: SegQueue::new(),
+            clock,
+            eviction_log: OnceLock::new(),
+            event_log: OnceLock::new(),
+            gives_bands: AtomicBool::new(false),
+            hinted: SegQueue::new(),
         };
         pool.credits.give::<M>(config.num_blocks - 1);
         Some(pool)
@@ -338,6 +345,57 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// Forgets every hash.
+    fn clear_index(&self) {
+        self.contents.clear::<M>();
+        self.note_cleared();
+        self.classes.mark_stale::<M>();
+    }
+
+    /// Takes the pins off the oldest `count` free blocks of the pinned line; how many there were.
+    fn demote(&self, count: usize) -> usize {
+        let demoted = self.unpin_oldest(count);
+        self.pins.count_demoted::<M>(demoted);
+        demoted
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first; how many there were.
+    fn release_cached(&self, count: usize) -> usize {
+        self.give_up(count, Cause::Evicted)
+    }
+
+    /// Bounds the blocks that stand in line with content.
+    fn set_max_cached(&self, blocks: Option<usize>) {
+        self.bound.set(blocks);
+        self.keep_bound();
+    }
+
+    /// The next content that was lost with another band than the default one.
+    fn take_hinted_change(&self) -> Option<HintedChange> {
+        self.hinted.pop()
+    }
+
+    /// Fetches the place of `key` in the index.
+    fn prefetch(&self, key: &BlockKey) {
+        let spot = self.index.spot(&Content::from(key), self.epoch());
+        self.index.prefetch(spot);
+    }
+
+    /// Says that a batch of registrations begins.
+    fn begin_registrations(&self) {
+        self.note_time_of_batch();
+    }
+
+    /// Takes `count` blocks from the front of the line, all or none.
+    #[cfg(test)]
+    fn allocate(
+        &self,
+        count: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<(), crate::error::Exhausted> {
+        self.commit(std::iter::empty(), count, out).map(|_| ())
+    }
+
     /// Fails unless somebody holds the block.
     fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
         if id.is_null() {
@@ -352,9 +410,28 @@ impl<M: Mode> BlockPool<M> {
     }
 }
 
-impl<M: Mode> BlockStore for BlockPool<M> {
+impl<M: Mode> Sealed for BlockPool<M> {}
+
+impl<M: Mode> Lookup for BlockPool<M> {
+    fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
         self.find(key)
+    }
+
+    #[inline]
+    fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {
+        if self.is_only_copy(held) {
+            debug_assert_eq!(self.find(key), Some(held));
+            return Some(held);
+        }
+        self.find(key)
+    }
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        self.block(block).key()
     }
 
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
@@ -373,120 +450,8 @@ impl<M: Mode> BlockStore for BlockPool<M> {
             && self.contents.is_in_order()
     }
 
-    fn commit(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        self.take(keys, num_new, out)
-    }
-
-    fn expect(&self, key: &BlockKey) {
-        let spot = self.index.spot(&Content::from(key), self.epoch());
-        self.index.prefetch(spot);
-    }
-
-    fn begin_registrations(&self) {
-        self.tell_time_of_batch();
-    }
-
-    fn journal(&self) -> Option<&Journal> {
-        self.journal.get()
-    }
-
-    fn take_hinted_loss(&self) -> Option<BlockKey> {
-        self.hinted_losses.pop()
-    }
-
-    fn register(
-        &self,
-        block: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.check_held(block)?;
-        self.enter(block, key, epoch)
-    }
-
-    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks)
-    }
-
-    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.give_back_to_queue(blocks, queue)
-    }
-
-    fn reuse_queue(&self) -> Option<&ReuseQueue> {
-        self.reuse.as_ref()
-    }
-
-    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back_unneeded(blocks)
-    }
-
     fn epoch(&self) -> Epoch {
         self.contents.epoch()
-    }
-
-    fn clear_index(&self) {
-        self.contents.clear::<M>();
-        self.note_cleared();
-        self.classes.mark_stale::<M>();
-    }
-
-    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.pin_all(blocks)
-    }
-
-    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.unpin_all(blocks)
-    }
-
-    fn band(&self, key: &BlockKey) -> Option<Band> {
-        self.band_of(key)
-    }
-
-    fn held_band(&self, block: BlockId) -> Band {
-        self.block(block).state().own_class().band()
-    }
-
-    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        self.set_band_of(key, held, band)
-    }
-
-    fn demote(&self, count: usize) -> usize {
-        let demoted = self.unpin_oldest(count);
-        self.pins.count_demoted::<M>(demoted);
-        demoted
-    }
-
-    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        self.resize_to(num_blocks)
-    }
-
-    fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        self.begin(num_blocks, most, moves)
-    }
-
-    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        self.finish(moves)
-    }
-
-    fn release_cached(&self, count: usize) -> usize {
-        self.give_up(count, Cause::Evicted)
-    }
-
-    fn set_max_cached(&self, blocks: Option<usize>) {
-        self.bound.set(blocks);
-        self.keep_bound();
     }
 
     fn num_blocks(&self) -> usize {
@@ -495,6 +460,23 @@ impl<M: Mode> BlockStore for BlockPool<M> {
 
     fn num_free(&self) -> usize {
         self.credits.available()
+    }
+
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        let hit = self.find(key)?;
+        Some(self.block(hit).state().own_class().band())
+    }
+
+    fn held_band(&self, block: BlockId) -> Band {
+        self.block(block).state().own_class().band()
+    }
+
+    fn reuse_queue(&self) -> Option<&ReuseQueue> {
+        self.reuse.as_ref()
+    }
+
+    fn event_log(&self) -> Option<&EventLog> {
+        self.event_log.get()
     }
 
     fn free_order(&self) -> Vec<BlockId> {

@@ -1,13 +1,17 @@
 //! A request's tokens, block hashes and block tables.
 
+mod home;
+pub mod retention;
+
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
-use crate::naming::{Namer, Names};
-use crate::policy::Turn;
-use crate::retention::{Anchors, Retention};
+use crate::policy::{Names, Turn};
 use crate::sync::Arc;
 use crate::weights::Weights;
+
+pub(crate) use home::{Abandoned, Home};
+use retention::{Anchors, Retention};
 
 /// The hashes of a token sequence's full blocks, to probe a cache with.
 #[derive(Clone, Debug)]
@@ -44,11 +48,11 @@ impl BlockHashes {
 
 /// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
 ///
-/// It holds blocks from a commit until its release, and can be committed again afterwards.
+/// It holds blocks from a commit until its release, and can be committed again afterwards. One that is dropped
+/// gives them back in the cache's next call that takes blocks.
 #[derive(Debug)]
 pub struct Sequence {
-    /// Whose sequence it is: the address of the cache's configuration is the cache's identity.
-    pub(crate) hash_config: Arc<HashConfig>,
+    pub(crate) home: Arc<Home>,
     pub(crate) scope: Scope,
     /// The version of the weights that the hashes stand for.
     pub(crate) weight_version: u64,
@@ -103,51 +107,45 @@ impl Table {
 }
 
 impl Sequence {
-    pub(crate) fn new(
-        hash_config: Arc<HashConfig>,
-        scope: Scope,
-        weights: &Weights,
-        tokens: Vec<u32>,
-        extras: Extras,
-        namer: Option<&Namer>,
-    ) -> Self {
+    pub(crate) fn new(home: &Arc<Home>, scope: Scope, tokens: Vec<u32>, extras: Extras) -> Self {
+        let weights = home.weights.get();
         let root = hash::in_scope(weights.root, &scope);
-        let mut hashes = PrefixHashes::new(hash_config.block_size, root, Arc::new(extras));
+        let mut hashes = PrefixHashes::new(home.config.block_size, root, Arc::new(extras));
         hashes.extend_to(&tokens);
-        Self::with_hashes(hash_config, scope, weights, tokens, hashes, namer)
+        Self::with_hashes(home, scope, weights, tokens, hashes)
     }
 
-    /// A sequence whose full blocks have these hashes, if they are hashes of as many blocks under these
+    /// A sequence whose full blocks have these hashes, if they are hashes of as many blocks under the current
     /// weights; else it hashes them.
     pub(crate) fn hashed(
-        hash_config: Arc<HashConfig>,
+        home: &Arc<Home>,
         scope: Scope,
-        weights: &Weights,
         tokens: Vec<u32>,
         known: BlockHashes,
-        namer: Option<&Namer>,
     ) -> Self {
+        let weights = home.weights.get();
         let root = hash::in_scope(weights.root, &scope);
-        if known.0.are_of(root, hash_config.block_size, tokens.len()) {
-            return Self::with_hashes(hash_config, scope, weights, tokens, known.0, namer);
+        if known.0.are_of(root, home.config.block_size, tokens.len()) {
+            return Self::with_hashes(home, scope, weights, tokens, known.0);
         }
-        Self::new(hash_config, scope, weights, tokens, Extras::new(), namer)
+        Self::new(home, scope, tokens, Extras::new())
     }
 
     fn with_hashes(
-        hash_config: Arc<HashConfig>,
+        home: &Arc<Home>,
         scope: Scope,
         weights: &Weights,
         tokens: Vec<u32>,
         hashes: PrefixHashes,
-        namer: Option<&Namer>,
     ) -> Self {
-        let mut names = namer.map(|namer| Names::keyed(namer, scope.cache_salt.as_deref()));
+        let pseudonyms = home.pseudonyms.get();
+        let mut names =
+            pseudonyms.map(|pseudonyms| Names::keyed(pseudonyms, scope.cache_salt.as_deref()));
         if let Some(names) = &mut names {
-            names.extend_to(&tokens);
+            names.extend_to(&tokens, home.config.block_size);
         }
         Self {
-            hash_config,
+            home: Arc::clone(home),
             scope,
             weight_version: weights.version,
             tokens,
@@ -159,12 +157,17 @@ impl Sequence {
         }
     }
 
+    /// How its cache hashes.
+    pub(crate) fn config(&self) -> &HashConfig {
+        &self.home.config
+    }
+
     /// Adds tokens, and the hashes of the blocks that they fill.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.tokens.extend_from_slice(tokens);
         self.hashes.extend_to(&self.tokens);
         if let Some(names) = &mut self.names {
-            names.extend_to(&self.tokens);
+            names.extend_to(&self.tokens, self.home.config.block_size);
         }
     }
 
@@ -174,7 +177,7 @@ impl Sequence {
         self.names.get_or_insert_default().give(names);
     }
 
-    /// Hashes anew under other weights.
+    /// Hashes again under other weights.
     pub(crate) fn rehash(&mut self, weights: &Weights) {
         self.weight_version = weights.version;
         self.hashes
@@ -235,7 +238,7 @@ impl Sequence {
     #[must_use]
     pub fn num_hits(&self) -> usize {
         let blocks = self.holding.as_ref().map_or(0, |holding| holding.num_hits);
-        blocks * self.hash_config.block_size
+        blocks * self.home.config.block_size
     }
 
     /// The epoch in which it was committed, while it holds blocks.
@@ -259,7 +262,7 @@ impl Sequence {
     /// How many groups the sequence's cache has.
     #[must_use]
     pub fn num_groups(&self) -> usize {
-        self.hash_config.groups.count()
+        self.home.config.groups.count()
     }
 
     /// The block table of a group: block `i` holds positions from `i * block_size` on, and is the null
@@ -279,6 +282,14 @@ impl Sequence {
         holding.map_or(0, |holding| holding.tables[group.index()].first)
     }
 
+    /// Leaves what it holds to the cache, which takes it back in its next call that takes blocks.
+    pub fn abandon(&mut self) {
+        if let Some(holding) = self.holding.take() {
+            let names = self.names()[..holding.num_published].to_vec();
+            self.home.abandoned.push(Abandoned { holding, names });
+        }
+    }
+
     /// The hashes of the full blocks.
     #[must_use]
     pub fn hashes(&self) -> &[BlockHash] {
@@ -292,5 +303,11 @@ impl Sequence {
         names
             .filter(|names| names.len() == hashes.len())
             .unwrap_or(hashes)
+    }
+}
+
+impl Drop for Sequence {
+    fn drop(&mut self) {
+        self.abandon();
     }
 }

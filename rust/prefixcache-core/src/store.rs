@@ -14,7 +14,7 @@
 //! With [`EvictionPolicy::ReuseQueue`] the regular tier is one line for each queue, and the block of the lowest
 //! [`Rank`](crate::policy::Rank) among their oldest ones is handed out next.
 //!
-//! **Twins.** Several blocks may hold the same key. The one registered first hits; when it loses its
+//! **Duplicates.** Several blocks may hold the same key. The one registered first hits; when it loses its
 //! hash the next one hits. Where [`MAX_COPIES`] or more hold a key already, a registration takes the
 //! last registered free copy of the regular tier, but for the first of all, out of the index: that one
 //! keeps its hash and its place in line, and hits no more. A copy that is held is never taken out.
@@ -34,13 +34,14 @@
 
 use std::collections::HashMap;
 use std::iter;
+use std::time::Duration;
 
 use crate::band::Band;
+use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
-use crate::events::Journal;
+use crate::events::EventLog;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
-use crate::stats::StoreStats;
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
 pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
@@ -64,6 +65,7 @@ impl BlockKey {
 
 /// Where a released block without a valid hash goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FreeOrder {
     /// To the front: it is reused before any cached block (vLLM since #42656).
     #[default]
@@ -74,6 +76,7 @@ pub enum FreeOrder {
 
 /// The size and order of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolConfig {
     /// Blocks, the null block counted.
     pub num_blocks: usize,
@@ -94,6 +97,27 @@ impl PoolConfig {
             max_blocks: num_blocks,
             free_order: FreeOrder::default(),
             eviction_policy: EvictionPolicy::default(),
+        }
+    }
+
+    /// This, but a pool that `resize` may take up to `max_blocks`, the null block counted.
+    #[must_use]
+    pub fn with_max_blocks(self, max_blocks: usize) -> Self {
+        Self { max_blocks, ..self }
+    }
+
+    /// This, in another order of released blocks.
+    #[must_use]
+    pub fn with_free_order(self, free_order: FreeOrder) -> Self {
+        Self { free_order, ..self }
+    }
+
+    /// This, under another eviction policy.
+    #[must_use]
+    pub fn with_eviction_policy(self, eviction_policy: EvictionPolicy) -> Self {
+        Self {
+            eviction_policy,
+            ..self
         }
     }
 
@@ -136,7 +160,7 @@ pub struct Move {
 #[derive(Debug, Default)]
 pub struct Moves {
     /// Those that were begun and neither finished nor aborted.
-    pub under_way: Vec<Move>,
+    pub in_flight: Vec<Move>,
     pub(crate) plan: Plan,
 }
 
@@ -149,188 +173,138 @@ pub(crate) struct Plan {
     pub(crate) made_from: Option<(u64, Tick, u64)>,
 }
 
+/// What happened to content with a band.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HintedChange {
+    /// The block has it no more.
+    Evicted(BlockId),
+    /// It is in another block.
+    Moved {
+        /// Where it was.
+        from: BlockId,
+        /// Where it is.
+        to: BlockId,
+    },
+}
+
 /// What became of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
+#[non_exhaustive]
 pub enum Registration {
     /// The block is the first to hold the key, and hits from now on.
     New,
     /// The block held the key already; nothing changed.
     Already,
     /// Registered too, but this other block holds the same key and is the one that hits.
-    Twin(BlockId),
+    Duplicate(BlockId),
     /// Nothing was registered: the index was cleared since `epoch`, or the block is retired.
     Stale,
 }
 
-/// A pool of blocks that are handed out, counted, given back, and found again by their content.
-///
-/// All methods take `&self`. A method that changes the pool may be called by one thread at a time
-/// unless the implementation says otherwise.
-pub trait BlockStore {
+/// What a pool can tell of itself. Counts are of its whole life, the rest is of now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreStats {
+    /// Blocks that lost a valid hash because they were handed out again, given up, or left the pool.
+    pub evictions: u64,
+    /// Blocks handed out without their content: new ones and recycled ones.
+    pub allocations: u64,
+    /// Blocks taken with their content, as hits.
+    pub touches: u64,
+    /// Blocks that were pinned, each time again.
+    pub pins: u64,
+    /// Pinned blocks that were moved to the regular tier.
+    pub demotions: u64,
+    /// Those of the evictions whose block was pinned.
+    pub pinned_evictions: u64,
+    /// Those of the touches whose block was pinned.
+    pub pinned_hits: u64,
+    /// Blocks whose content was moved to another when the pool shrank.
+    pub moved: u64,
+    /// Those of the evictions that a shrinking pool had no room for.
+    pub lost_to_resize: u64,
+    /// Blocks that hold a hash of the current epoch, in use or free.
+    pub cached: usize,
+    /// Blocks that somebody holds, those that leave the pool at release included.
+    pub in_use: usize,
+    /// Those of them that a shrink is waiting for, or that have left the pool but for their holders.
+    pub held_above: usize,
+    /// Blocks that nobody holds and that may be handed out, the cached ones included.
+    pub free: usize,
+    /// Blocks that carry a pin, held or free. Where the index was cleared since, a block carries it until it
+    /// is handed out or loses its content.
+    pub pinned: usize,
+    /// Free blocks of the pinned tier.
+    pub pinned_free: usize,
+}
+
+/// What keeps the traits of this module to this repository: they grow with the pool.
+#[doc(hidden)]
+pub mod sealed {
+    /// Implemented by the pools of this repository alone.
+    pub trait Sealed {}
+}
+
+/// A pool of blocks, as everybody may look at it.
+pub trait Lookup: sealed::Sealed {
+    /// Whether nobody can change the pool while it is borrowed: this is its only writer.
+    fn is_at_rest(&self) -> bool {
+        false
+    }
+
     /// The block that hits for `key`, held or free. A retired or recycled block never hits.
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
+
+    /// [`lookup`](Self::lookup) of a key that was registered with `held`, which the caller holds: no look into the
+    /// index where that is the only copy. The null block stands for none.
+    fn lookup_held(&self, key: &BlockKey, _held: BlockId) -> Option<BlockId> {
+        self.lookup(key)
+    }
+
+    /// The key that a block with content is found by.
+    fn key_of(&self, block: BlockId) -> BlockKey;
 
     /// How many of the leading `keys` hit.
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         keys.take_while(|key| self.lookup(key).is_some()).count()
     }
 
-    /// Whether all content of this epoch is lost in order: of two keys that one request held, the one
-    /// that comes first in it is lost last. As long as it is asked for in order, see
-    /// [`PrefixCache`](crate::cache::PrefixCache), that is so without twins of pinned blocks, without
-    /// [`unpin`](Self::unpin), without a [`resize`](Self::resize) that loses more than what goes first, and when one thread makes all changes, with
-    /// [`EvictionPolicy::Lru`]. What was [not needed](Self::release_unneeded)
-    /// does not count.
+    /// Whether of two keys that one request held in this epoch, the one that comes first in it is evicted
+    /// last: then the hits of a prompt can be counted by bisection.
+    ///
+    /// With one writer and [`EvictionPolicy::Lru`] that is so until content is pinned of which there are
+    /// duplicates, [unpinned](BlockStore::unpin), given a lower band, or lost to a
+    /// [`resize`](BlockStore::resize) out of the order. What was
+    /// [not needed](BlockStore::release_unneeded) does not count.
     fn evicts_in_order(&self) -> bool {
         false
     }
 
-    /// Takes the blocks of the leading `keys` that hit, then `num_new` blocks from the front of the
-    /// free line, all or none, and appends them to `out` in that order. Returns how many hits were
-    /// taken: fewer than `keys` where one of them hits no more.
-    ///
-    /// A free hit counts against the free blocks as a new block does. The hits are taken before the
-    /// new blocks are chosen, so a new block is never one of the hits.
-    fn commit(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted>;
-
-    /// Takes `count` blocks from the front of the free line, all or none, and appends them to `out`.
-    /// A block that is handed out again loses its hash and its pin.
-    fn allocate(&self, count: usize, out: &mut Vec<BlockId>) -> Result<(), Exhausted> {
-        self.commit(iter::empty(), count, out).map(|_| ())
-    }
-
-    /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
-    fn begin_registrations(&self) {}
-
-    /// What is to be told of blocks that can be found and cannot any more, where somebody wants to know.
-    fn journal(&self) -> Option<&Journal> {
-        None
-    }
-
-    /// The next content that was lost while its band was not the default one, or a copy of it: what an owner of
-    /// bands has to forget. Each is told once.
-    fn take_hinted_loss(&self) -> Option<BlockKey> {
-        None
-    }
-
-    /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
-    fn expect(&self, _key: &BlockKey) {}
-
-    /// Lets a held block be found under `key`, unless the index was cleared since `epoch`, which is
-    /// the value of [`BlockStore::epoch`] from before the block was allocated.
-    fn register(&self, block: BlockId, key: BlockKey, epoch: Epoch)
-    -> Result<Registration, Misuse>;
-
-    /// Gives up one hold of each block; a block whose last hold goes joins the free line, in the
-    /// order given here (so callers pass the tail of a request first).
-    ///
-    /// At a block that cannot be released it stops: those before it are released, the rest is not.
-    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
-
-    /// [`release`](Self::release), but blocks of the regular tier with content join this queue of it, where
-    /// the eviction policy has several; by `release` they join the one that they stood in before.
-    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
-
-    /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
-    fn reuse_queue(&self) -> Option<&ReuseQueue>;
-
-    /// [`release`](Self::release), but content that has no priority and no pin is evicted before all other:
-    /// what is behind a window, or a second copy. Whoever hits it ends that.
-    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse>;
+    /// The clock that all that belongs to the pool goes by.
+    fn clock(&self) -> &Clock;
 
     /// The current epoch.
     fn epoch(&self) -> Epoch;
-
-    /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
-    fn clear_index(&self);
-
-    /// Pins the content of held blocks: the copy of each that hits joins the pinned tier, which is
-    /// evicted last, at its release, or at once if it is free. A block without a valid hash is passed
-    /// over. Returns how many pins are new.
-    ///
-    /// A pin lasts through hits and releases until `unpin`, `demote`, or the loss of the hash. Stops
-    /// at a block that nobody holds, as `release` does.
-    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
-
-    /// Takes the pins off held blocks and off all copies of their content. Returns how many were pinned.
-    /// Stops as `pin` does.
-    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse>;
-
-    /// Takes the pins off the oldest `count` free blocks of the pinned tier, oldest first; each moves to the
-    /// end of its band's line. Returns how many there were.
-    fn demote(&self, count: usize) -> usize;
-
-    /// The band of the copy that hits for `key`, whether it is pinned or not.
-    fn band(&self, key: &BlockKey) -> Option<Band>;
-
-    /// The band of a held block, whether it is pinned or not.
-    fn held_band(&self, block: BlockId) -> Band;
-
-    /// Gives the copy that hits for `key` this band; a free one that has to stand in another line moves to
-    /// the end of that. Returns whether there is one. A band lasts through hits and releases until
-    /// the loss of the hash.
-    ///
-    /// `held` is a block that the caller holds; it costs less where that is the copy.
-    fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool;
-
-    /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
-    /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
-    /// the new size are still held; they retire at their release.
-    ///
-    /// Refused while another thread is inside a call that changes the pool. Lookups run beside it.
-    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError>;
-
-    /// Begins one slice of a shrink to `num_blocks`: up to `most` cached blocks from there on that are worth
-    /// more than others below, the most worth first, each with the one below that goes first.
-    ///
-    /// From the first such call on, blocks from `num_blocks` on are handed out no more; those with content
-    /// stay in line and can be hit. The blocks that content moves to are held until
-    /// [`finish_moves`](Self::finish_moves) or [`abort_moves`](Self::abort_moves), and lose what they had.
-    /// Between the two the caller copies the KV of each `from` to its `to`. Where nothing is left to move,
-    /// what remains above is held, or goes before all that stays: [`resize`](Self::resize) ends the shrink,
-    /// or takes it back.
-    ///
-    /// Refused beside another writer, and before the moves of the call before were finished or aborted.
-    fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError>;
-
-    /// Lets the content of each move be found where it was copied to, in the same place of the eviction
-    /// order, and takes it from where it was. Returns how many moved. One whose block was taken, or lost its
-    /// content, since is left as it is.
-    ///
-    /// Refused beside another writer; the moves stay under way then.
-    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError>;
-
-    /// Gives the moves up: content stays where it is.
-    fn abort_moves(&self, moves: &mut Moves) -> Result<(), Misuse> {
-        let to: Vec<BlockId> = moves.under_way.drain(..).map(|one| one.to).collect();
-        // What was to be moved is to be moved yet.
-        moves.plan.made_from = None;
-        self.release(&to)
-    }
-
-    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
-    fn release_cached(&self, count: usize) -> usize;
-
-    /// Bounds the blocks that stand in the tiers: what is above goes at each release, and now, in the
-    /// eviction order.
-    fn set_max_cached(&self, blocks: Option<usize>);
 
     /// Blocks of the pool, the null block counted.
     fn num_blocks(&self) -> usize;
 
     /// Blocks that nobody holds.
     fn num_free(&self) -> usize;
+
+    /// The band of the copy that hits for `key`, whether it is pinned or not.
+    fn band(&self, key: &BlockKey) -> Option<Band>;
+
+    /// The band of a block's content, whether it is pinned or not.
+    fn held_band(&self, block: BlockId) -> Band;
+
+    /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
+    fn reuse_queue(&self) -> Option<&ReuseQueue>;
+
+    /// Where changes of what can be found are reported, if somebody wants to know.
+    fn event_log(&self) -> Option<&EventLog> {
+        None
+    }
 
     /// The free line, the block to be handed out next first. For debugging and tests.
     fn free_order(&self) -> Vec<BlockId>;
@@ -367,4 +341,146 @@ pub trait BlockStore {
 
     /// Checks every invariant of the whole structure, which must be at rest.
     fn validate(&self) -> Result<(), Broken>;
+}
+
+/// A pool of blocks that are handed out, counted, given back, and found again by their content, for one who
+/// may change it.
+pub trait BlockStore: Lookup {
+    /// Takes the blocks of the leading `keys` that hit, then `num_new` blocks from the front of the
+    /// free line, all or none, and appends them to `out` in that order. Returns how many hits were
+    /// taken: fewer than `keys` where one of them hits no more.
+    ///
+    /// A free hit counts against the free blocks as a new block does. The hits are taken before the
+    /// new blocks are chosen, so a new block is never one of the hits.
+    fn commit(
+        &mut self,
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted>;
+
+    /// Takes `count` blocks from the front of the free line, all or none, and appends them to `out`.
+    /// A block that is handed out again loses its hash and its pin.
+    fn allocate(&mut self, count: usize, out: &mut Vec<BlockId>) -> Result<(), Exhausted> {
+        self.commit(iter::empty(), count, out).map(|_| ())
+    }
+
+    /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
+    fn begin_registrations(&mut self) {}
+
+    /// Where changes of what can be found are reported, if somebody wants to know.
+    fn event_log(&mut self) -> Option<&EventLog> {
+        None
+    }
+
+    /// The next block whose content was evicted, or came from another block, while the content's band was not the default
+    /// one: whoever gives bands has to forget it. Each change is reported once.
+    fn take_hinted_change(&mut self) -> Option<HintedChange> {
+        None
+    }
+
+    /// Says that `key` will be registered soon, so that its place may be fetched. Changes nothing.
+    fn prefetch(&mut self, _key: &BlockKey) {}
+
+    /// Lets a held block be found under `key`, unless the index was cleared since `epoch`, which is
+    /// the value of [`BlockStore::epoch`] from before the block was allocated.
+    fn register(
+        &mut self,
+        block: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse>;
+
+    /// Gives up one hold of each block; a block whose last hold goes joins the free line, in the
+    /// order given here (so callers pass the tail of a request first).
+    ///
+    /// At a block that cannot be released it stops: those before it are released, the rest is not.
+    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse>;
+
+    /// [`release`](Self::release), but blocks of the regular tier with content join this queue of it, where
+    /// the eviction policy has several; by `release` they join the one that they stood in before.
+    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
+
+    /// [`release`](Self::release), but content that has no priority and no pin is evicted before all other:
+    /// what is behind a window, or a second copy. Whoever hits it ends that.
+    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse>;
+
+    /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
+    fn clear_index(&mut self);
+
+    /// Pins the content of held blocks: the copy of each that hits joins the pinned tier, which is
+    /// evicted last, at its release, or at once if it is free. A block without a valid hash is passed
+    /// over. Returns how many pins are new.
+    ///
+    /// A pin lasts through hits and releases until `unpin`, `demote`, or the loss of the hash. Stops
+    /// at a block that nobody holds, as `release` does.
+    fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse>;
+
+    /// Takes the pins off held blocks and off all copies of their content. Returns how many were pinned.
+    /// Stops as `pin` does.
+    fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse>;
+
+    /// Takes the pins off the oldest `count` free blocks of the pinned tier, oldest first; each moves to the
+    /// end of its band's line. Returns how many there were.
+    fn demote(&mut self, count: usize) -> usize;
+
+    /// Gives the copy that hits for `key` this band; a free one that has to stand in another line moves to
+    /// the end of that. Returns whether there is one. A band lasts through hits and releases until
+    /// the loss of the hash.
+    ///
+    /// `held` is a block that the caller holds; it costs less where that is the copy.
+    fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool;
+
+    /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
+    /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
+    /// the new size are still held; they retire at their release.
+    ///
+    /// Refused while another thread is inside a call that changes the pool. Lookups run in parallel with it.
+    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError>;
+
+    /// Begins one slice of a shrink to `num_blocks`: up to `most` cached blocks from there on that are worth
+    /// more than others below, the most worth first, each with the one below that goes first.
+    ///
+    /// From the first such call on, blocks from `num_blocks` on are handed out no more; those with content
+    /// stay in line and can be hit. The blocks that content moves to are held until
+    /// [`finish_moves`](Self::finish_moves) or [`abort_moves`](Self::abort_moves), and lose what they had.
+    /// Between the two the caller copies the KV of each `from` to its `to`. Where nothing is left to move,
+    /// what remains above is held, or goes before all that stays: [`resize`](Self::resize) ends the shrink,
+    /// or takes it back.
+    ///
+    /// Refused while another thread writes, and before the moves of the call before were finished or aborted.
+    fn begin_moves(
+        &mut self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError>;
+
+    /// Lets the content of each move be found where it was copied to, in the same place of the eviction
+    /// order, and takes it from where it was. Returns how many moved. One whose block was taken, or lost its
+    /// content, since is left as it is.
+    ///
+    /// Refused while another thread writes; the moves stay in flight then.
+    fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError>;
+
+    /// Gives the moves up: content stays where it is.
+    fn abort_moves(&mut self, moves: &mut Moves) -> Result<(), Misuse> {
+        let to: Vec<BlockId> = moves.in_flight.drain(..).map(|one| one.to).collect();
+        // What was to be moved is to be moved yet.
+        moves.plan.made_from = None;
+        self.release(&to)
+    }
+
+    /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
+    fn release_cached(&mut self, count: usize) -> usize;
+
+    /// Bounds the blocks that stand in the tiers: what is above goes at each release, and now, in the
+    /// eviction order.
+    fn set_max_cached(&mut self, blocks: Option<usize>);
+
+    /// Sets the time of the [clock](Lookup::clock), and ends the use of the system's: with times that are given,
+    /// the same calls have the same outcome.
+    fn set_time(&mut self, now: Duration) {
+        self.clock().set(now);
+    }
 }

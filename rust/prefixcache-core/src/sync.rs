@@ -2,8 +2,8 @@
 //! standard library's, or loom's or shuttle's when these drive the schedule. There is no lock.
 //!
 //! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
-//! of the pool are atomics in both, so a reader may run beside the writer; a second writer in
-//! [`SingleWriter`] loses updates, but touches no memory that is not the pool's.
+//! of the pool are atomics in both, so a reader may run in parallel with the writer. Of [`SingleWriter`]s there is one for
+//! each pool, which [`Writer`](crate::Writer) sees to.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{
@@ -261,11 +261,11 @@ pub(crate) enum Fault {
     SkipRecheck,
     /// A registration takes the epoch of now instead of the one its KV was computed in.
     EpochOfNow,
-    /// A registration looks for a twin before its own entry stands.
+    /// A registration looks for a duplicate before its own entry stands.
     LookEarly,
     /// A registration has its final number before its entry stands.
     NumberEarly,
-    /// A call takes or gives back blocks without looking whether a resize is under way.
+    /// A call takes or gives back blocks without looking whether a resize is running.
     EnterResize,
     /// A registration does not look whether its block left the pool meanwhile.
     RegisterRetired,
@@ -297,27 +297,29 @@ pub(crate) enum Fault {
     SkipContentCheck,
     /// A thread takes fresh blocks without looking whether another has.
     BlindRunStore,
-    /// The turn of a slot of losses ends before the record stands in it.
-    TellEarly,
+    /// The turn of a slot of evictions ends before the record stands in it.
+    PublishEarly,
     /// A record of a loss takes the place of one that nobody has read.
-    OverwriteLoss,
+    OverwriteRecord,
     /// Who loses a copy looks for others though its own may not be erased for them yet.
     LookBeforeErased,
+    /// A call that ends the order of evictions along a prompt does not note it.
+    KeepOrder,
 }
 
-/// Whether `fault` is planted: never but in a model check that asks for it.
+/// Whether `fault` is planted: never but in a test that asks for it.
 #[inline]
 pub(crate) fn planted(fault: Fault) -> bool {
-    #[cfg(all(test, any(loom, shuttle)))]
+    #[cfg(test)]
     return faults::PLANTED.get() == Some(fault);
-    #[cfg(not(all(test, any(loom, shuttle))))]
+    #[cfg(not(test))]
     {
         let _ = fault;
         false
     }
 }
 
-#[cfg(all(test, any(loom, shuttle)))]
+#[cfg(test)]
 pub(crate) mod faults {
     use std::cell::Cell;
 

@@ -78,7 +78,7 @@ impl CurrentWeights {
     /// Version, name and root that belong together.
     pub(crate) fn get(&self) -> &Weights {
         let weights = self.slot(self.version()).get();
-        weights.expect("a version is told after its slot was written")
+        weights.expect("a version is published after its slot was written")
     }
 
     /// The version alone.
@@ -161,7 +161,7 @@ mod models {
         (version == 1).then(|| WeightsName::new("tag:one").unwrap())
     }
 
-    /// A reader beside a change finds a version with its own name, never older than the version it saw.
+    /// A reader during a change finds a version with its own name, never older than the version it saw.
     #[test]
     fn version_and_name_belong_together() {
         check(|| {
@@ -186,7 +186,7 @@ mod models {
         });
     }
 
-    /// Of two changes at once each has a version of its own, and the last one told is of the later.
+    /// Of two changes at once each has a version of its own, and the last one seen is of the later.
     #[test]
     fn changes_at_once_have_versions_of_their_own() {
         check(|| {

@@ -1,4 +1,4 @@
-//! Maps that are drawn beside a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
+//! Maps that are drawn next to a thread that changes the pool. `pool_scripts.rs` compares maps at rest with those of
 //! the plain pool, after each step.
 
 #[path = "common/random.rs"]
@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use prefixcache_core::band::Band;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::pool::{BlockMap, BlockPool, BlockState, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::pool::{BlockMap, BlockState, Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use proptest::prelude::*;
 use random::Random;
 
@@ -25,7 +25,7 @@ fn key(number: u64) -> BlockKey {
 }
 
 /// New blocks with content, held.
-fn hold(pool: &impl BlockStore, first: u64, count: usize) -> Vec<BlockId> {
+fn hold(pool: &mut impl BlockStore, first: u64, count: usize) -> Vec<BlockId> {
     let mut blocks = Vec::new();
     pool.allocate(count, &mut blocks).expect("there is room");
     for (number, &block) in (first..).zip(&blocks) {
@@ -35,7 +35,7 @@ fn hold(pool: &impl BlockStore, first: u64, count: usize) -> Vec<BlockId> {
 }
 
 /// Blocks that stay as they are, whatever others do: held, pinned and cached.
-fn steady(pool: &impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
+fn steady(pool: &mut impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
     let [held, pinned, cached] = [0, 1, 2].map(|part| hold(pool, part * 1000, STEADY));
     assert_eq!(pool.pin(&pinned), Ok(STEADY));
     for (number, &block) in (2000..).zip(&cached) {
@@ -51,7 +51,7 @@ fn steady(pool: &impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
 }
 
 /// Requests that hit, evict, and give up content, on what is left.
-fn churn(pool: &impl BlockStore, seed: u64, stop: &AtomicBool) {
+fn churn(pool: &mut impl BlockStore, seed: u64, stop: &AtomicBool) {
     let mut random = Random(seed);
     while !stop.load(Ordering::Relaxed) {
         let first = 10_000 + 40 * random.below(12);
@@ -99,18 +99,19 @@ impl Drop for Ending<'_> {
     }
 }
 
-fn draw_beside_a_writer<M: Mode>(seed: u64, maps: usize) {
-    let pool = BlockPool::<M>::new(PoolConfig::new(BLOCKS)).unwrap();
+fn draw_with_a_writer<M: Mode>(seed: u64, maps: usize) {
+    let mut pool = Writer::<M>::in_mode(PoolConfig::new(BLOCKS)).unwrap();
     pool.listen(64, &[]).unwrap();
-    let steady = steady(&pool);
+    let steady = steady(&mut pool);
+    let reader = pool.reader();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let writer = scope.spawn(|| churn(&pool, seed, &stop));
+        let writer = scope.spawn(|| churn(&mut pool, seed, &stop));
         let ending = Ending(&stop);
         let ages = [Duration::from_micros(50), Duration::from_millis(5)];
         let mut drawn = 0;
         while drawn < maps && !writer.is_finished() {
-            check(&pool.map(BLOCKS, &ages).unwrap(), &steady);
+            check(&reader.map(BLOCKS, &ages).unwrap(), &steady);
             drawn += 1;
         }
         drop(ending);
@@ -129,15 +130,15 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
-    fn what_stays_as_it_is_is_seen_so_beside_a_writer(seed in any::<u64>()) {
-        draw_beside_a_writer::<Shared>(seed, 200);
-        draw_beside_a_writer::<SingleWriter>(seed, 200);
+    fn what_stays_as_it_is_is_seen_so_with_a_writer(seed in any::<u64>()) {
+        draw_with_a_writer::<Shared>(seed, 200);
+        draw_with_a_writer::<SingleWriter>(seed, 200);
     }
 }
 
 #[test]
 fn a_map_that_cannot_be_is_refused() {
-    let pool = BlockPool::<Shared>::new(PoolConfig::new(5)).unwrap();
+    let pool = Writer::<Shared>::in_mode(PoolConfig::new(5)).unwrap();
     let second = Duration::from_secs(1);
     for (cells, ages, names) in [
         (0, vec![], "cells"),

@@ -3,29 +3,29 @@
 //! The plain pool counts hits block by block; the single writer's finds them by bisection, and its reader of events
 //! knows at every moment what can be found under no salt.
 
-#[path = "common/told.rs"]
-mod told;
+#[path = "common/follower.rs"]
+mod follower;
 
 use std::time::Duration;
 
+use follower::Follower;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::hints::RetentionTable;
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use prefixcache_oracle::plain::PlainPool;
-use prefixcache_oracle::plain_ledger::{Hinting, PlainLedger};
+use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-use told::Told;
 
 const MAX_BLOCKS: usize = 32;
 const BLOCK_SIZE: usize = 2;
@@ -96,7 +96,7 @@ enum Step {
         seconds: u64,
         most: usize,
     },
-    /// One slice of a shrink that keeps what is worth most; nothing where one is under way.
+    /// One slice of a shrink that keeps what is worth most; nothing while one is in flight.
     BeginMoves {
         num_blocks: usize,
         most: usize,
@@ -157,33 +157,26 @@ fn in_order(step: &Step) -> bool {
 
 struct Driver<S, H> {
     cache: PrefixCache<S>,
-    ledger: H,
+    table: H,
     live: Vec<Sequence>,
     /// Milliseconds.
     time: u64,
     moves: Moves,
-    told: Option<Told>,
+    follower: Option<Follower>,
     /// Everything that was answered.
     answers: Vec<String>,
 }
 
 impl<S: BlockStore, H: Hinting> Driver<S, H> {
-    fn new(groups: &Groups, store: S, ledger: H) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: BLOCK_SIZE,
-            groups: groups.clone(),
-        };
+    fn new(groups: &Groups, store: S, table: H) -> Self {
+        let hashing = HashConfig::new(BLOCK_SIZE, groups.clone());
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
-            ledger,
+            table,
             live: Vec::new(),
             time: 0,
             moves: Moves::default(),
-            told: None,
+            follower: None,
             answers: Vec::new(),
         }
     }
@@ -218,7 +211,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             Step::Expire { seconds, most } => {
                 self.pass(1000 * seconds);
-                let moved = self.ledger.demote_expired(self.cache.store(), most);
+                let moved = self.table.demote_expired(self.cache.store_mut(), most);
                 self.answer(moved);
             }
             Step::BeginMoves { num_blocks, most } => self.begin_moves(num_blocks, most),
@@ -250,16 +243,13 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn pass(&mut self, millis: u64) {
         self.time += millis;
         let now = Duration::from_millis(self.time);
-        self.ledger.set_time(now);
-        if let Some(reuse) = self.cache.store().reuse_queue() {
-            reuse.set_time(now);
-        }
+        self.cache.store_mut().set_time(now);
     }
 
     fn begin_moves(&mut self, num_blocks: usize, most: usize) {
         let outcome = self.cache.begin_moves(num_blocks, most, &mut self.moves);
-        let under_way = self.moves.under_way.clone();
-        self.answer((outcome, under_way));
+        let in_flight = self.moves.in_flight.clone();
+        self.answer((outcome, in_flight));
     }
 
     fn finish_moves(&mut self) {
@@ -271,7 +261,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         self.finish_moves();
         if num_blocks < self.cache.store().num_blocks() {
             self.begin_moves(num_blocks, 3);
-            while !self.moves.under_way.is_empty() {
+            while !self.moves.in_flight.is_empty() {
                 self.finish_moves();
                 self.begin_moves(num_blocks, 3);
             }
@@ -299,7 +289,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
             self.answer((hits, &plan));
             if plan.unwrap().is_some() {
-                self.ledger.note_hits(self.cache.store(), &sequence);
+                self.table.note_hits(self.cache.store_mut(), &sequence);
                 self.live.push(sequence);
             }
         }
@@ -321,7 +311,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             .commit_in_chunks(&mut sequence, hits, rest, chunk);
         self.answer((hits, &plan));
         let Ok(Some(mut computed)) = plan else { return };
-        self.ledger.note_hits(self.cache.store(), &sequence);
+        self.table.note_hits(self.cache.store_mut(), &sequence);
         while computed < len {
             let upto = len.min(computed + chunk);
             let batch = &mut [&mut sequence];
@@ -330,7 +320,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             if served != Ok(1) {
                 break;
             }
-            let twins = self.cache.mark_blocks_filled(batch, &[upto]);
+            let duplicates = self.cache.mark_blocks_filled(batch, &[upto]);
             let held = (0..batch[0].num_groups()).map(|group| {
                 let table = batch[0].block_table(group);
                 table.iter().filter(|block| !block.is_null()).count()
@@ -339,7 +329,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             let most = self.cache.most_blocks(len, chunk);
             assert!(held <= most, "{held} blocks are held, {most} were promised");
             computed = upto;
-            self.answer((dropped, twins));
+            self.answer((dropped, duplicates));
         }
         self.live.push(sequence);
     }
@@ -379,7 +369,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 self.fill(&mut sequence);
                 let pinned = self.cache.pin_anchors(&[&mut sequence]);
                 self.answer(pinned);
-                self.ledger.keep(self.cache.store(), &sequence);
+                self.table.keep(self.cache.store_mut(), &sequence);
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
@@ -397,8 +387,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
 
     fn fill(&mut self, sequence: &mut Sequence) {
         let upto = sequence.num_ready_slots().min(sequence.num_tokens());
-        let twins = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
-        self.answer(twins);
+        let duplicates = self.cache.mark_blocks_filled(&mut [sequence], &[upto]);
+        self.answer(duplicates);
     }
 
     /// How much of each prompt hits, by whatever way the cache counts.
@@ -428,12 +418,12 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             store.free_order(),
             store.cached_blocks(),
             store.stats(),
-            (self.cache.stats(), self.ledger.stats()),
+            (self.cache.stats(), self.table.stats()),
             tables,
         );
         self.answer(seen);
-        if let Some(told) = &mut self.told {
-            told.check(&self.cache, &self.live);
+        if let Some(follower) = &mut self.follower {
+            follower.check(&self.cache, &self.live);
         }
     }
 }
@@ -469,10 +459,10 @@ const SHARE: f64 = 0.25;
 fn answers<S: BlockStore>(
     groups: &Groups,
     store: S,
-    ledger: impl Hinting,
+    table: impl Hinting,
     steps: &[Step],
 ) -> Vec<String> {
-    run(Driver::new(groups, store, ledger), steps)
+    run(Driver::new(groups, store, table), steps)
 }
 
 fn run<S: BlockStore>(mut driver: Driver<S, impl Hinting>, steps: &[Step]) -> Vec<String> {
@@ -481,22 +471,20 @@ fn run<S: BlockStore>(mut driver: Driver<S, impl Hinting>, steps: &[Step]) -> Ve
 }
 
 fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseError> {
-    let config = PoolConfig {
-        num_blocks: MAX_BLOCKS * 3 / 4,
-        max_blocks: MAX_BLOCKS,
-        free_order: order.0,
-        eviction_policy: order.1,
-    };
-    let plain_ledger = PlainLedger::new(groups.clone(), BLOCK_SIZE, SHARE);
-    let plain = answers(groups, PlainPool::new(config).unwrap(), plain_ledger, steps);
-    let ledger = || Ledger::new(SHARE).unwrap();
-    let single = BlockPool::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
-    let reader = single.keep_journal(BLOCK_SIZE).unwrap();
-    let mut single = Driver::new(groups, single, ledger());
-    single.told = Some(Told::new(reader, BLOCK_SIZE));
+    let config = PoolConfig::new(MAX_BLOCKS * 3 / 4)
+        .with_max_blocks(MAX_BLOCKS)
+        .with_free_order(order.0)
+        .with_eviction_policy(order.1);
+    let plain_table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
+    let plain = answers(groups, PlainPool::new(config).unwrap(), plain_table, steps);
+    let table = || RetentionTable::new(SHARE).unwrap();
+    let mut single = Writer::<SingleWriter>::with_ring_capacity(config, 128).unwrap();
+    let reader = single.keep_events(BLOCK_SIZE).unwrap();
+    let mut single = Driver::new(groups, single, table());
+    single.follower = Some(Follower::new(reader, BLOCK_SIZE));
     same(&plain, &run(single, steps))?;
-    let shared = BlockPool::<Shared>::with_ring_capacity(config, 128).unwrap();
-    same(&plain, &answers(groups, shared, ledger(), steps))
+    let shared = Writer::<Shared>::with_ring_capacity(config, 128).unwrap();
+    same(&plain, &answers(groups, shared, table(), steps))
 }
 
 /// Shows the first answers that differ.
@@ -512,10 +500,7 @@ fn same(plain: &[String], other: &[String]) -> Result<(), TestCaseError> {
 }
 
 fn retention(interval: usize, pins: bool) -> Retention {
-    let pins = pins.then_some(Pins {
-        min_distance: 2,
-        prefix: interval.is_multiple_of(2),
-    });
+    let pins = pins.then_some(Pins::new(2, interval.is_multiple_of(2)));
     Retention::Anchors { interval, pins }
 }
 
@@ -534,7 +519,7 @@ fn orders() -> impl Strategy<Value = Order> {
     (free, policy)
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {
@@ -563,18 +548,18 @@ proptest! {
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 
-type SmallCache = PrefixCache<BlockPool<SingleWriter>>;
+type SmallCache = PrefixCache<Writer>;
 
 fn small_cache() -> SmallCache {
     Driver::new(
         &Groups::full(1).unwrap(),
-        BlockPool::new(PoolConfig::new(7)).unwrap(),
-        Ledger::new(SHARE).unwrap(),
+        Writer::new(PoolConfig::new(7)).unwrap(),
+        RetentionTable::new(SHARE).unwrap(),
     )
     .cache
 }
 
-fn commit(cache: &SmallCache, tokens: &[u32]) -> Sequence {
+fn commit(cache: &mut SmallCache, tokens: &[u32]) -> Sequence {
     let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
     let plan = cache.commit_prefix_plan(&mut sequence, 0, tokens.len());
     assert_eq!(plan.unwrap(), Some(0));
@@ -582,7 +567,7 @@ fn commit(cache: &SmallCache, tokens: &[u32]) -> Sequence {
 }
 
 /// A sequence of three blocks of its own, published and held.
-fn commit_and_fill(cache: &SmallCache) -> Sequence {
+fn commit_and_fill(cache: &mut SmallCache) -> Sequence {
     let mut sequence = commit(cache, &PROMPT);
     cache
         .mark_blocks_filled(&mut [&mut sequence], &[PROMPT.len()])
@@ -591,7 +576,7 @@ fn commit_and_fill(cache: &SmallCache) -> Sequence {
 }
 
 /// A released sequence of three cached blocks.
-fn cached(cache: &SmallCache) -> Sequence {
+fn cached(cache: &mut SmallCache) -> Sequence {
     let mut sequence = commit_and_fill(cache);
     cache.release(&mut [&mut sequence]).unwrap();
     assert_eq!(
@@ -603,35 +588,35 @@ fn cached(cache: &SmallCache) -> Sequence {
 
 #[test]
 fn a_head_that_loses_its_pin_is_missed_though_its_tail_stays() {
-    let cache = small_cache();
-    let mut whole = cached(&cache);
+    let mut cache = small_cache();
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
     let mut head = cache.new_sequence(PROMPT[..BLOCK_SIZE].to_vec(), Scope::default(), vec![]);
     assert_eq!(cache.unpin(&mut head).unwrap(), 1);
-    commit(&cache, &[9; 4 * BLOCK_SIZE]);
+    commit(&mut cache, &[9; 4 * BLOCK_SIZE]);
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
-    assert!(!bisects(&cache));
+    assert!(!bisects(&mut cache));
 }
 
 /// Hits are found by bisection as long as the pool says so.
-fn bisects(cache: &SmallCache) -> bool {
+fn bisects(cache: &mut SmallCache) -> bool {
     cache.store().evicts_in_order()
 }
 
 #[test]
 fn a_pin_and_a_demotion_leave_the_bisection_on() {
-    let cache = small_cache();
-    let mut whole = cached(&cache);
+    let mut cache = small_cache();
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
     assert_eq!(cache.demote(1), 1);
     assert_eq!(cache.resize(7), Ok(0));
-    assert!(bisects(&cache));
+    assert!(bisects(&mut cache));
 }
 
 #[test]
 fn what_ends_the_bisection_ends_it_until_the_next_clear() {
-    let ends: [fn(&SmallCache, &mut Sequence); 4] = [
+    let ends: [fn(&mut SmallCache, &mut Sequence); 4] = [
         |cache, whole| assert_eq!(cache.unpin(whole).unwrap(), 3),
         // What a request holds goes before what stays in line.
         |cache, whole| {
@@ -639,54 +624,54 @@ fn what_ends_the_bisection_ends_it_until_the_next_clear() {
             assert_eq!(hits.unwrap(), Some(PROMPT.len()));
             assert_eq!(cache.resize(3), Ok(1));
         },
-        // The twin comes after the pin.
+        // The duplicate comes after the pin.
         |cache, _| drop(commit_and_fill(cache)),
-        // The pin comes after the twin.
+        // The pin comes after the duplicate.
         |cache, whole| {
             assert_eq!(cache.unpin(whole).unwrap(), 3);
             cache.clear_cache_index();
-            let [_held, _twin] = [commit_and_fill(cache), commit_and_fill(cache)];
+            let [_held, _duplicate] = [commit_and_fill(cache), commit_and_fill(cache)];
             assert!(bisects(cache));
             assert_eq!(cache.pin(whole, PROMPT.len()).unwrap(), 3);
         },
     ];
     for end in ends {
-        let cache = small_cache();
-        let mut whole = cached(&cache);
+        let mut cache = small_cache();
+        let mut whole = cached(&mut cache);
         assert_eq!(cache.pin(&mut whole, PROMPT.len()).unwrap(), 3);
-        assert!(bisects(&cache));
-        end(&cache, &mut whole);
-        assert!(!bisects(&cache));
+        assert!(bisects(&mut cache));
+        end(&mut cache, &mut whole);
+        assert!(!bisects(&mut cache));
         cache.clear_cache_index();
-        assert!(bisects(&cache));
+        assert!(bisects(&mut cache));
     }
 }
 
 #[test]
 fn a_shrink_that_moves_leaves_the_bisection_on() {
-    let cache = small_cache();
-    let mut blank = commit(&cache, &PROMPT);
+    let mut cache = small_cache();
+    let mut blank = commit(&mut cache, &PROMPT);
     cache.release(&mut [&mut blank]).unwrap();
-    let mut whole = cached(&cache);
+    let mut whole = cached(&mut cache);
     let mut moves = Moves::default();
     // The head stands in the last of three blocks, and the shrunk pool has two.
     cache.begin_moves(3, 8, &mut moves).unwrap();
-    assert_eq!(moves.under_way.len(), 1);
+    assert_eq!(moves.in_flight.len(), 1);
     assert_eq!(cache.finish_moves(&mut moves), Ok(1));
     assert_eq!(cache.resize(3), Ok(0));
-    assert!(bisects(&cache));
+    assert!(bisects(&mut cache));
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 2 * BLOCK_SIZE);
 }
 
 #[test]
 fn a_head_that_is_retired_is_missed_though_its_tail_stays() {
-    let cache = small_cache();
+    let mut cache = small_cache();
     // Blank blocks come back tail first, so that the head gets the highest id.
-    let mut blank = commit(&cache, &PROMPT);
+    let mut blank = commit(&mut cache, &PROMPT);
     cache.release(&mut [&mut blank]).unwrap();
-    let mut whole = cached(&cache);
+    let mut whole = cached(&mut cache);
     assert_eq!(cache.resize(3), Ok(0));
     assert_eq!(cache.store().cached_blocks().len(), 2);
     assert_eq!(cache.count_prefix_hits(&mut whole).unwrap(), 0);
-    assert!(!bisects(&cache));
+    assert!(!bisects(&mut cache));
 }

@@ -1,8 +1,8 @@
 //! Many blocks with one content: they crowd out nothing, and the next one hits when the first is lost.
 
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, MAX_COPIES, PoolConfig, Registration};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, MAX_COPIES, PoolConfig, Registration};
 use prefixcache_oracle::plain::PlainPool;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -11,27 +11,30 @@ fn key(number: u8) -> BlockKey {
     BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::default())
 }
 
-fn allocate(pool: &impl BlockStore, count: usize) -> Vec<BlockId> {
+fn allocate(pool: &mut impl BlockStore, count: usize) -> Vec<BlockId> {
     let mut blocks = Vec::new();
     pool.allocate(count, &mut blocks).unwrap();
     blocks
 }
 
-fn register(pool: &impl BlockStore, block: BlockId, number: u8) -> Registration {
+fn register(pool: &mut impl BlockStore, block: BlockId, number: u8) -> Registration {
     pool.register(block, key(number), pool.epoch()).unwrap()
 }
 
 /// Far more copies than a chain had room for once, all held.
 fn held_copies<M: Mode>() {
-    let pool = BlockPool::<M>::new(PoolConfig::new(4097)).unwrap();
-    let copies = allocate(&pool, 3000);
-    assert_eq!(register(&pool, copies[0], 0), Registration::New);
+    let mut pool = Writer::<M>::in_mode(PoolConfig::new(4097)).unwrap();
+    let copies = allocate(&mut pool, 3000);
+    assert_eq!(register(&mut pool, copies[0], 0), Registration::New);
     for &copy in &copies[1..] {
-        assert_eq!(register(&pool, copy, 0), Registration::Twin(copies[0]));
+        assert_eq!(
+            register(&mut pool, copy, 0),
+            Registration::Duplicate(copies[0])
+        );
     }
-    let others = allocate(&pool, 250);
+    let others = allocate(&mut pool, 250);
     for (number, &block) in (1..).zip(&others) {
-        assert_eq!(register(&pool, block, number), Registration::New);
+        assert_eq!(register(&mut pool, block, number), Registration::New);
         assert_eq!(pool.lookup(&key(number)), Some(block));
     }
     assert_eq!(pool.lookup(&key(0)), Some(copies[0]));
@@ -40,7 +43,7 @@ fn held_copies<M: Mode>() {
     pool.validate().unwrap();
     pool.release(&copies).unwrap();
     // The blank ones first, then the copies in turn.
-    let mut taken = allocate(&pool, 846 + 2000);
+    let mut taken = allocate(&mut pool, 846 + 2000);
     assert_eq!(pool.lookup(&key(0)), Some(copies[2000]));
     taken.extend(&others);
     pool.release(&taken).unwrap();
@@ -55,10 +58,10 @@ fn held_copies_are_all_found_and_crowd_out_nothing() {
 
 /// A prompt that is asked for again and again leaves a copy of its last block each time.
 fn released_copies<M: Mode>() {
-    let pool = BlockPool::<M>::new(PoolConfig::new(1 << 14)).unwrap();
+    let mut pool = Writer::<M>::in_mode(PoolConfig::new(1 << 14)).unwrap();
     for _ in 0..10_000 {
-        let block = allocate(&pool, 1)[0];
-        let _ = register(&pool, block, 0);
+        let block = allocate(&mut pool, 1)[0];
+        let _ = register(&mut pool, block, 0);
         pool.release(&[block]).unwrap();
     }
     pool.validate().unwrap();
@@ -70,7 +73,7 @@ fn released_copies<M: Mode>() {
     // Whatever is lost, the content hits as long as the last one stands.
     let mut taken = Vec::new();
     while pool.lookup(&key(0)).is_some() {
-        taken.extend(allocate(&pool, 1));
+        taken.extend(allocate(&mut pool, 1));
     }
     assert_eq!(taken.len(), (1 << 14) - 1);
 }
@@ -116,7 +119,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// Does a step; the blocks that stay held.
-fn apply(pool: &impl BlockStore, held: &mut Vec<BlockId>, step: &Step) -> String {
+fn apply(pool: &mut impl BlockStore, held: &mut Vec<BlockId>, step: &Step) -> String {
     match *step {
         Step::Register {
             key,
@@ -151,7 +154,7 @@ fn apply(pool: &impl BlockStore, held: &mut Vec<BlockId>, step: &Step) -> String
     }
 }
 
-fn answers(pool: &impl BlockStore, steps: &[Step]) -> Vec<String> {
+fn answers(pool: &mut impl BlockStore, steps: &[Step]) -> Vec<String> {
     let mut held = Vec::new();
     let look = |step| {
         let outcome = apply(pool, &mut held, step);
@@ -175,8 +178,8 @@ proptest! {
     #[test]
     fn all_pools_find_the_same_copy(steps in vec(step(), 1..80)) {
         let config = PoolConfig::new(4 * MAX_COPIES);
-        let plain = answers(&PlainPool::new(config).unwrap(), &steps);
-        prop_assert_eq!(&plain, &answers(&BlockPool::<Shared>::new(config).unwrap(), &steps));
-        prop_assert_eq!(&plain, &answers(&BlockPool::<SingleWriter>::new(config).unwrap(), &steps));
+        let plain = answers(&mut PlainPool::new(config).unwrap(), &steps);
+        prop_assert_eq!(&plain, &answers(&mut Writer::<Shared>::in_mode(config).unwrap(), &steps));
+        prop_assert_eq!(&plain, &answers(&mut Writer::<SingleWriter>::in_mode(config).unwrap(), &steps));
     }
 }

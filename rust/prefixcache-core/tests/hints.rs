@@ -7,13 +7,13 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
+use prefixcache_core::hints::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::id::GroupId;
-use prefixcache_core::ledger::{Ledger, MAX_OWNERS};
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -23,8 +23,8 @@ const SIZE: usize = 4;
 const BLOCKS: usize = 8;
 
 struct Served {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
-    ledger: Ledger,
+    cache: PrefixCache<Writer>,
+    table: RetentionTable,
 }
 
 /// A prompt of its own.
@@ -51,18 +51,11 @@ impl Served {
     }
 
     fn with(config: PoolConfig, share: f64, groups: Groups) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: SIZE,
-            groups,
-        };
-        let cache = PrefixCache::new(hashing, BlockPool::new(config).unwrap()).unwrap();
+        let hashing = HashConfig::new(SIZE, groups);
+        let cache = PrefixCache::new(hashing, Writer::new(config).unwrap()).unwrap();
         let mut served = Self {
             cache,
-            ledger: Ledger::new(share).unwrap(),
+            table: RetentionTable::new(share).unwrap(),
         };
         served.at(0);
         served
@@ -70,7 +63,9 @@ impl Served {
 
     /// Sets the time, in seconds.
     fn at(&mut self, seconds: u64) {
-        self.ledger.set_time(Duration::from_secs(seconds));
+        self.cache
+            .store_mut()
+            .set_time(Duration::from_secs(seconds));
     }
 
     fn begin(&mut self, tokens: &[u32], owner: &str, hints: &[Hint]) -> Sequence {
@@ -92,7 +87,7 @@ impl Served {
             .commit_prefix_plan(sequence, hits, rest + 1)
             .unwrap();
         assert_eq!(taken, Some(hits), "nothing is refused");
-        self.ledger.note_hits(self.cache.store(), sequence);
+        self.table.note_hits(self.cache.store_mut(), sequence);
     }
 
     fn end(&mut self, mut sequence: Sequence) {
@@ -104,9 +99,8 @@ impl Served {
         self.cache
             .mark_blocks_filled(&mut [&mut *sequence], &[upto])
             .unwrap();
-        self.cache
-            .release_with_hints(&mut self.ledger, &mut [sequence])
-            .unwrap();
+        self.table.keep(self.cache.store_mut(), sequence);
+        self.cache.release(&mut [sequence]).unwrap();
         self.cache.validate().unwrap();
     }
 
@@ -115,12 +109,12 @@ impl Served {
         self.end(sequence);
     }
 
-    /// Prompts of nobody, as many as fill the pool so many times.
+    /// Prompts of nobody, as many as fill the pool `pools` times.
     fn fill(&mut self, pools: usize) {
         let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
         for number in 0..prompts {
             self.serve(1000 + number as u32, "", &[]);
-            self.ledger.demote_expired(self.cache.store(), 16);
+            self.table.demote_expired(self.cache.store_mut(), 16);
         }
     }
 
@@ -170,15 +164,12 @@ impl Served {
 #[test]
 fn a_hinted_prefix_outlives_ten_pools_and_goes_once_its_ttl_ends() {
     for eviction_policy in [EvictionPolicy::Lru, EvictionPolicy::ReuseQueue] {
-        let config = PoolConfig {
-            eviction_policy,
-            ..PoolConfig::new(101)
-        };
+        let config = PoolConfig::new(101).with_eviction_policy(eviction_policy);
         let mut served = Served::with(config, 0.2, Groups::full(1).unwrap());
         served.serve(1, "one", &[hint(Some(6 * SIZE), 60, Some(600))]);
         served.fill(10);
         assert_eq!(served.hits(1), 6, "the range and no more");
-        // The hit lets the TTL begin anew.
+        // The hit starts the TTL again.
         served.at(599);
         served.serve(1, "another", &[]);
         served.at(1198);
@@ -187,7 +178,7 @@ fn a_hinted_prefix_outlives_ten_pools_and_goes_once_its_ttl_ends() {
         served.at(1199);
         served.fill(2);
         assert_eq!(served.hits(1), 0);
-        assert_eq!((served.ledger.stats().expired, served.ledger.len()), (6, 0));
+        assert_eq!((served.table.stats().expired, served.table.len()), (6, 0));
     }
 }
 
@@ -216,7 +207,7 @@ fn owners_over_budget_lose_their_own_oldest_and_touch_no_third() {
             "the last 32 blocks"
         );
     }
-    assert_eq!(served.ledger.stats().demoted, 2 * 16 * BLOCKS as u64);
+    assert_eq!(served.table.stats().demoted, 2 * 16 * BLOCKS as u64);
 }
 
 #[test]
@@ -234,7 +225,7 @@ fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
         served.serve(number, "one", &[hint(None, 100, None)]);
     }
     // Of the first prompt a block went for the last one's slot.
-    assert_eq!(served.ledger.stats().hinted, 79);
+    assert_eq!(served.table.stats().hinted, 79);
     let tokens: Vec<u32> = (0..80 * SIZE as u32 - 1)
         .map(|token| 1 << 30 | token)
         .collect();
@@ -244,7 +235,7 @@ fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
 }
 
 #[test]
-fn the_ledger_is_bounded_whoever_asks() {
+fn the_table_is_bounded_whoever_asks() {
     let owners = if std::env::var_os("PREFIXCACHE_LONG_TESTS").is_some() {
         1_000_000
     } else {
@@ -264,18 +255,12 @@ fn the_ledger_is_bounded_whoever_asks() {
             .cache
             .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS * SIZE])
             .unwrap();
-        served
-            .cache
-            .release_with_hints(&mut served.ledger, &mut [&mut sequence])
-            .unwrap();
+        served.table.keep(served.cache.store_mut(), &sequence);
+        served.cache.release(&mut [&mut sequence]).unwrap();
         let most = MAX_OWNERS * 64;
-        assert!(
-            served.ledger.len() <= most,
-            "{} entries",
-            served.ledger.len()
-        );
+        assert!(served.table.len() <= most, "{} entries", served.table.len());
     }
-    assert!(served.ledger.stats().hinted <= 64, "what is there alone");
+    assert!(served.table.stats().hinted <= 64, "what is there alone");
 }
 
 #[test]
@@ -311,12 +296,12 @@ fn a_slice_of_what_has_ended_leaves_prefixes() {
     let mut served = Served::new(60, 0.5);
     served.serve(1, "one", &[hint(None, 90, Some(1))]);
     served.at(5);
-    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 5);
+    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 5);
     // Those of the end are as any others now.
     let prompts = 60 / BLOCKS as u32;
     (0..prompts).for_each(|number| served.serve(1000 + number, "", &[]));
     assert_eq!(served.hits(1), 3);
-    assert_eq!(served.ledger.demote_expired(served.cache.store(), 5), 3);
+    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 3);
 }
 
 #[test]
@@ -330,7 +315,7 @@ fn what_was_raised_before_a_clear_goes_first() {
     assert_eq!(first, Vec::from_iter(1..=BLOCKS as u32));
     served.serve(2, "one", &[hint(None, 100, None)]);
     assert_eq!(
-        served.ledger.stats().hinted,
+        served.table.stats().hinted,
         BLOCKS,
         "what was before is forgotten"
     );
@@ -387,7 +372,7 @@ fn the_end_of_a_range_stays_behind_a_window() {
         "the whole group up to there, and the window before it"
     );
     // Three blocks, and of the window the last one and one below.
-    assert_eq!(served.ledger.stats().hinted, 3 + 2);
+    assert_eq!(served.table.stats().hinted, 3 + 2);
 }
 
 #[test]
@@ -432,7 +417,7 @@ fn bad_hints_name_the_range() {
     assert!(Hints::new(owner, many).is_err());
     assert!(
         [-0.1, 1.1, f64::NAN]
-            .map(Ledger::new)
+            .map(RetentionTable::new)
             .iter()
             .all(Result::is_err)
     );
@@ -455,8 +440,8 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
     };
     served.serve(1, "one", &[head, rest]);
     served.at(4000);
-    served.ledger.demote_expired(served.cache.store(), 256);
-    served.cache.store().release_cached(1);
+    served.table.demote_expired(served.cache.store_mut(), 256);
+    served.cache.store_mut().release_cached(1);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 1);
     served.check_counts([prompt(1)]);
 }
@@ -465,19 +450,19 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
 fn what_comes_back_is_nobodys() {
     let mut served = Served::new(40, 1.0);
     served.serve(1, "one", &[hint(Some((BLOCKS - 1) * SIZE), 95, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.serve(1, "one", &[hint(None, 55, None)]);
-    served.cache.store().release_cached(2);
+    served.cache.store_mut().release_cached(2);
     served.check_counts([prompt(1)]);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 2);
 
     // It counts against no share, either: the younger prompt keeps its priority.
     let mut served = Served::new(2 * BLOCKS + 2, 0.5);
     served.serve(1, "one", &[hint(None, 95, None)]);
-    served.cache.store().release_cached(BLOCKS);
+    served.cache.store_mut().release_cached(BLOCKS);
     served.serve(2, "one", &[hint(None, 95, None)]);
-    assert_eq!(served.ledger.stats().hinted, BLOCKS);
-    assert_eq!(served.ledger.stats().demoted, 0);
+    assert_eq!(served.table.stats().hinted, BLOCKS);
+    assert_eq!(served.table.stats().demoted, 0);
 }
 
 /// Something that happens to a cache with hints.
@@ -543,17 +528,17 @@ proptest! {
                     served.at(now);
                 }
                 Event::Expire(most) => {
-                    served.ledger.demote_expired(served.cache.store(), most);
+                    served.table.demote_expired(served.cache.store_mut(), most);
                 }
                 Event::Evict(count) => {
-                    served.cache.store().release_cached(count);
+                    served.cache.store_mut().release_cached(count);
                 }
                 Event::Clear => served.cache.clear_cache_index(),
             }
             served.check_counts((0..6).map(|number| related(number, BLOCKS)));
-            served.ledger.forget_lost(served.cache.store());
+            served.table.forget_evicted(served.cache.store_mut());
             let cached = served.cache.store().cached_blocks().len();
-            prop_assert!(served.ledger.stats().hinted <= cached);
+            prop_assert!(served.table.stats().hinted <= cached);
         }
     }
 }

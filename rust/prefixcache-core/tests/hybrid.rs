@@ -3,10 +3,10 @@
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
-use prefixcache_core::pool::{BlockPool, SingleWriter};
-use prefixcache_core::retention::{Pins, Retention};
+use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, PoolConfig};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{BlockStore, Lookup, PoolConfig};
 
 const SIZE: usize = 4;
 const FULL: GroupSpec = GroupSpec::FullAttention;
@@ -18,25 +18,15 @@ const ANCHORS: Retention = Retention::Anchors {
 };
 const PINNED: Retention = Retention::Anchors {
     interval: 0,
-    pins: Some(Pins {
-        min_distance: 0,
-        prefix: true,
-    }),
+    pins: Some(Pins::new(0, true)),
 };
 
-type Cache = PrefixCache<BlockPool<SingleWriter>>;
+type Cache = PrefixCache<Writer>;
 
 fn cache(groups: &[GroupSpec], block_size: usize, num_blocks: usize) -> Cache {
-    let config = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size,
-        groups: Groups::new(groups.to_vec()).unwrap(),
-    };
+    let config = HashConfig::new(block_size, Groups::new(groups.to_vec()).unwrap());
     let pool = PoolConfig::new(num_blocks + 1);
-    let pool = BlockPool::with_ring_capacity(pool, 1 << 12).unwrap();
+    let pool = Writer::with_ring_capacity(pool, 1 << 12).unwrap();
     PrefixCache::new(config, pool).unwrap()
 }
 
@@ -46,7 +36,12 @@ fn prompt(seed: u32, len: u32) -> Vec<u32> {
 
 /// Serves a request as a scheduler does: chunk by chunk, what is behind dropped before the next one, and
 /// an anchor at the last full block before the prompt's last token. Returns its hit.
-fn serve(cache: &Cache, tokens: &[u32], retention: Retention, chunk: usize) -> (usize, Sequence) {
+fn serve(
+    cache: &mut Cache,
+    tokens: &[u32],
+    retention: Retention,
+    chunk: usize,
+) -> (usize, Sequence) {
     let len = tokens.len();
     let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
     sequence.set_retention(retention);
@@ -68,7 +63,7 @@ fn serve(cache: &Cache, tokens: &[u32], retention: Retention, chunk: usize) -> (
 }
 
 /// Serves a request to its end; its hit.
-fn finish(cache: &Cache, tokens: &[u32], retention: Retention) -> usize {
+fn finish(cache: &mut Cache, tokens: &[u32], retention: Retention) -> usize {
     let (hits, mut sequence) = serve(cache, tokens, retention, 8);
     cache.pin_anchors(&[&mut sequence]).unwrap();
     cache.release(&mut [&mut sequence]).unwrap();
@@ -76,11 +71,11 @@ fn finish(cache: &Cache, tokens: &[u32], retention: Retention) -> usize {
     hits
 }
 
-fn cached_blocks(cache: &Cache) -> usize {
+fn cached_blocks(cache: &mut Cache) -> usize {
     cache.store().cached_blocks().len()
 }
 
-fn probe(cache: &Cache, tokens: &[u32]) -> usize {
+fn probe(cache: &mut Cache, tokens: &[u32]) -> usize {
     let hashes = cache.compute_block_hashes(tokens, &Scope::default(), vec![]);
     cache.probe_within(&hashes, tokens.len() - 1)
 }
@@ -88,11 +83,11 @@ fn probe(cache: &Cache, tokens: &[u32]) -> usize {
 #[test]
 fn a_long_prompt_holds_a_window_and_a_chunk_in_each_window_group() {
     let window = GroupSpec::SlidingWindow { window: 1024 };
-    let cache = cache(&[FULL, window, window], 16, 2200);
+    let mut cache = cache(&[FULL, window, window], 16, 2200);
     let tokens = prompt(1, 28_000);
     // The full group's 1,750 blocks; in each other 64 of the window, one below, 32 of the chunk, and one.
     assert_eq!(cache.most_blocks(28_000, 512), 1750 + 2 * (64 + 1 + 32 + 1));
-    let (_, mut sequence) = serve(&cache, &tokens, ANCHORS, 512);
+    let (_, mut sequence) = serve(&mut cache, &tokens, ANCHORS, 512);
     let held = |group| {
         let table = sequence.block_table(group).iter();
         table.filter(|block| !block.is_null()).count()
@@ -106,17 +101,17 @@ fn a_long_prompt_holds_a_window_and_a_chunk_in_each_window_group() {
 
 #[test]
 fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let tokens = prompt(1, 32);
-    finish(&cache, &tokens, Retention::Everything);
-    assert_eq!(probe(&cache, &tokens), 28, "a token is left to compute");
-    assert_eq!(probe(&cache, &tokens[..13]), 12);
+    finish(&mut cache, &tokens, Retention::Everything);
+    assert_eq!(probe(&mut cache, &tokens), 28, "a token is left to compute");
+    assert_eq!(probe(&mut cache, &tokens[..13]), 12);
     // Blocks 0 to 3 of the window's group were dropped first, and are lost first.
     let mut others = Vec::new();
-    cache.store().allocate(48 + 4, &mut others).unwrap();
-    assert_eq!(probe(&cache, &tokens), 28);
-    assert_eq!(probe(&cache, &tokens[..25]), 24);
-    assert_eq!(probe(&cache, &tokens[..21]), 0, "its window is gone");
+    cache.store_mut().allocate(48 + 4, &mut others).unwrap();
+    assert_eq!(probe(&mut cache, &tokens), 28);
+    assert_eq!(probe(&mut cache, &tokens[..25]), 24);
+    assert_eq!(probe(&mut cache, &tokens[..21]), 0, "its window is gone");
     let mut shorter = cache.new_sequence(tokens.clone(), Scope::default(), vec![]);
     assert_eq!(cache.commit_prefix_plan(&mut shorter, 28, 4), Ok(Some(28)));
     let null = |group: usize| {
@@ -131,57 +126,61 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     // A commit of fewer blocks than were counted derives a length that holds.
     assert_eq!(cache.commit_prefix_plan(&mut shorter, 20, 4), Ok(Some(0)));
     cache.release(&mut [&mut shorter]).unwrap();
-    cache.store().release(&others).unwrap();
+    cache.store_mut().release(&others).unwrap();
 }
 
 /// Takes blocks until so many cached ones are left, and gives them back without content.
-fn press(cache: &Cache, left: usize) {
+fn press(cache: &mut Cache, left: usize) {
     let mut others = Vec::new();
     let count = cache.store().num_free() - left;
-    cache.store().allocate(count, &mut others).unwrap();
-    cache.store().release(&others).unwrap();
+    cache.store_mut().allocate(count, &mut others).unwrap();
+    cache.store_mut().release(&others).unwrap();
     assert_eq!(cached_blocks(cache), left);
 }
 
 #[test]
 fn all_stays_behind_a_window_while_there_is_room() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let shared = prompt(1, 24);
     let request = |suffix: u32| [shared.clone(), prompt(suffix, 20)].concat();
-    finish(&cache, &request(2), ANCHORS);
-    assert_eq!(finish(&cache, &request(3), ANCHORS), 24);
-    assert_eq!(finish(&cache, &request(4), ANCHORS), 24);
+    finish(&mut cache, &request(2), ANCHORS);
+    assert_eq!(finish(&mut cache, &request(3), ANCHORS), 24);
+    assert_eq!(finish(&mut cache, &request(4), ANCHORS), 24);
     // What was hit there is needed again, and outlasts what was not.
-    press(&cache, 6 + 3 * 5 + 2 + 3 * 3);
-    assert_eq!(probe(&cache, &request(5)), 24);
+    press(&mut cache, 6 + 3 * 5 + 2 + 3 * 3);
+    assert_eq!(probe(&mut cache, &request(5)), 24);
 }
 
 #[test]
 fn anchors_alone_stay_behind_a_window_under_pressure() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let mut tokens = prompt(1, 34);
-    finish(&cache, &tokens, ANCHORS);
-    assert_eq!(cached_blocks(&cache), 8 + 8);
-    press(&cache, 8 + 3);
+    finish(&mut cache, &tokens, ANCHORS);
+    assert_eq!(cached_blocks(&mut cache), 8 + 8);
+    press(&mut cache, 8 + 3);
     // Eight full blocks, and the last three of the window: two, and one below.
-    assert_eq!(cached_blocks(&cache), 8 + 3);
-    assert_eq!(probe(&cache, &tokens), 32, "the same prompt again");
+    assert_eq!(cached_blocks(&mut cache), 8 + 3);
+    assert_eq!(probe(&mut cache, &tokens), 32, "the same prompt again");
     tokens[30] = 0;
-    assert_eq!(probe(&cache, &tokens), 28, "edited in its last full block");
+    assert_eq!(
+        probe(&mut cache, &tokens),
+        28,
+        "edited in its last full block"
+    );
     tokens[25] = 0;
-    assert_eq!(probe(&cache, &tokens), 0, "edited before what was kept");
+    assert_eq!(probe(&mut cache, &tokens), 0, "edited before what was kept");
 }
 
 #[test]
 fn a_junction_repairs_what_the_windows_lost() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 128);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 128);
     let shared = prompt(1, 24);
     let request = |suffix: u32| [shared.clone(), prompt(suffix, 20)].concat();
-    finish(&cache, &request(2), ANCHORS);
-    press(&cache, 11 + 3);
+    finish(&mut cache, &request(2), ANCHORS);
+    press(&mut cache, 11 + 3);
     // The second finds the full group alone, and makes the junction its anchor.
     let second = request(3);
-    assert_eq!(probe(&cache, &second), 0);
+    assert_eq!(probe(&mut cache, &second), 0);
     let mut sequence = cache.new_sequence(second, Scope::default(), vec![]);
     sequence.set_retention(ANCHORS);
     sequence.add_anchor(24);
@@ -191,24 +190,24 @@ fn a_junction_repairs_what_the_windows_lost() {
         .unwrap();
     cache.drop_unneeded(&mut [&mut sequence], &[44]).unwrap();
     cache.release(&mut [&mut sequence]).unwrap();
-    assert_eq!(probe(&cache, &request(4)), 24, "the third stands there");
+    assert_eq!(probe(&mut cache, &request(4)), 24, "the third stands there");
 }
 
 #[test]
 fn multiples_of_the_interval_are_anchors_whatever_the_chunks() {
     for chunk in [1, 3, 8, 40] {
-        let cache = cache(&[FULL, WINDOW], SIZE, 64);
+        let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
         let retention = Retention::Anchors {
             interval: 16,
             pins: None,
         };
         let tokens = prompt(1, 40);
-        let (_, mut sequence) = serve(&cache, &tokens, retention, chunk);
+        let (_, mut sequence) = serve(&mut cache, &tokens, retention, chunk);
         cache.drop_unneeded(&mut [&mut sequence], &[40]).unwrap();
         cache.release(&mut [&mut sequence]).unwrap();
-        press(&cache, 10 + 8);
+        press(&mut cache, 10 + 8);
         let hits: Vec<usize> = (1..=10)
-            .map(|blocks| probe(&cache, &tokens[..blocks * SIZE]))
+            .map(|blocks| probe(&mut cache, &tokens[..blocks * SIZE]))
             .collect();
         // Lengths of 4 blocks (16 tokens), of 8, and of 9 and 10 at the end; of one less each.
         let expected = [0, 0, 0, 12, 16, 16, 16, 28, 32, 36];
@@ -218,19 +217,19 @@ fn multiples_of_the_interval_are_anchors_whatever_the_chunks() {
 
 #[test]
 fn what_was_a_hit_or_is_held_by_others_keeps_its_content() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let shared = prompt(1, 17);
-    finish(&cache, &shared, ANCHORS);
+    finish(&mut cache, &shared, ANCHORS);
     let longer = [&shared[..], &prompt(2, 30)[..]].concat();
-    assert_eq!(finish(&cache, &longer, ANCHORS), 16);
+    assert_eq!(finish(&mut cache, &longer, ANCHORS), 16);
     assert_eq!(
-        probe(&cache, &shared),
+        probe(&mut cache, &shared),
         16,
         "the second moved on past its hit"
     );
     // Two at once: the one that drops a block first leaves it to the other.
-    let (_, mut first) = serve(&cache, &prompt(3, 8), ANCHORS, 8);
-    let (hits, mut second) = serve(&cache, &prompt(3, 9), ANCHORS, 8);
+    let (_, mut first) = serve(&mut cache, &prompt(3, 8), ANCHORS, 8);
+    let (hits, mut second) = serve(&mut cache, &prompt(3, 9), ANCHORS, 8);
     assert_eq!(hits, 8);
     for token in 8..40 {
         cache.append_tokens(&mut [&mut first], &[7]).unwrap();
@@ -241,21 +240,21 @@ fn what_was_a_hit_or_is_held_by_others_keeps_its_content() {
     }
     assert!(first.block_table(1)[0].is_null());
     cache.release(&mut [&mut first, &mut second]).unwrap();
-    assert_eq!(probe(&cache, &prompt(3, 9)), 8);
+    assert_eq!(probe(&mut cache, &prompt(3, 9)), 8);
 }
 
 #[test]
 fn pinned_anchors_outlast_a_flood_and_nothing_waits_for_them() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 60);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 60);
     let tokens = prompt(1, 40);
-    finish(&cache, &tokens, PINNED);
+    finish(&mut cache, &tokens, PINNED);
     // The full group's ten, and the windows of the prompt's end and of what follows it.
     assert_eq!(cache.store().stats().pinned_free, 10 + 4);
     for seed in 2..12 {
-        finish(&cache, &prompt(seed, 60), Retention::Everything);
+        finish(&mut cache, &prompt(seed, 60), Retention::Everything);
     }
-    assert_eq!(probe(&cache, &tokens), 36);
-    assert_eq!(finish(&cache, &tokens, ANCHORS), 36);
+    assert_eq!(probe(&mut cache, &tokens), 36);
+    assert_eq!(finish(&mut cache, &tokens, ANCHORS), 36);
     assert_eq!(cache.store().stats().pinned_free, 14, "a hit takes no pin");
     // A request that needs the whole pool starts.
     let mut all = cache.new_sequence(prompt(20, 120), Scope::default(), vec![]);
@@ -266,10 +265,10 @@ fn pinned_anchors_outlast_a_flood_and_nothing_waits_for_them() {
 
 #[test]
 fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
-    let cache = cache(&[FULL, WINDOW, FULL], SIZE, 96);
+    let mut cache = cache(&[FULL, WINDOW, FULL], SIZE, 96);
     let tokens = prompt(1, 40);
-    finish(&cache, &tokens, ANCHORS);
-    press(&cache, 2 * 10 + 4);
+    finish(&mut cache, &tokens, ANCHORS);
+    press(&mut cache, 2 * 10 + 4);
     let mut shared = cache.new_sequence(tokens[..25].to_vec(), Scope::default(), vec![]);
     assert_eq!(
         cache.count_prefix_hits(&mut shared),
@@ -282,8 +281,8 @@ fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
     windows[20] = 7;
     let mut other = cache.new_sequence(windows, Scope::default(), vec![]);
     assert_eq!(cache.count_whole_hits(&mut other, usize::MAX), Ok(20));
-    let alone = self::cache(&[WINDOW], SIZE, 64);
-    finish(&alone, &tokens, Retention::Everything);
+    let mut alone = self::cache(&[WINDOW], SIZE, 64);
+    finish(&mut alone, &tokens, Retention::Everything);
     let mut same = alone.new_sequence(tokens, Scope::default(), vec![]);
     assert_eq!(alone.count_prefix_hits(&mut same), Ok(40));
     assert_eq!(
@@ -294,20 +293,20 @@ fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
 }
 
 #[test]
-fn a_block_given_up_for_its_twin_pushes_out_no_other() {
-    let cache = cache(&[FULL], SIZE, 8);
+fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
+    let mut cache = cache(&[FULL], SIZE, 8);
     let tokens = prompt(1, 8);
-    finish(&cache, &prompt(2, 16), Retention::Everything);
+    finish(&mut cache, &prompt(2, 16), Retention::Everything);
     let mut both = [1, 2].map(|_| cache.new_sequence(tokens.clone(), Scope::default(), vec![]));
     for sequence in &mut both {
         assert_eq!(cache.commit_prefix_plan(sequence, 0, 8), Ok(Some(0)));
     }
     let [first, second] = &mut both;
     let batch = &mut [&mut *first, &mut *second];
-    for twin in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
-        let own = &mut *batch[twin.sequence];
+    for duplicate in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
+        let own = &mut *batch[duplicate.sequence];
         cache
-            .replace_block(own, twin.group, twin.index, twin.holder)
+            .replace_block(own, duplicate.group, duplicate.index, duplicate.holder)
             .unwrap();
     }
     assert_eq!(first.block_table(0), second.block_table(0));
@@ -315,35 +314,35 @@ fn a_block_given_up_for_its_twin_pushes_out_no_other() {
     cache.validate().unwrap();
     // Two blocks more fit without a loss, where the copies were.
     let mut others = Vec::new();
-    cache.store().allocate(2, &mut others).unwrap();
+    cache.store_mut().allocate(2, &mut others).unwrap();
     assert_eq!(
-        (probe(&cache, &prompt(2, 17)), probe(&cache, &prompt(1, 9))),
+        (
+            probe(&mut cache, &prompt(2, 17)),
+            probe(&mut cache, &prompt(1, 9))
+        ),
         (16, 8)
     );
 }
 
 #[test]
 fn an_anchor_close_to_the_one_before_is_not_pinned() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
     let retention = Retention::Anchors {
         interval: 0,
-        pins: Some(Pins {
-            min_distance: 9,
-            prefix: false,
-        }),
+        pins: Some(Pins::new(9, false)),
     };
-    finish(&cache, &prompt(1, 40), retention);
+    finish(&mut cache, &prompt(1, 40), retention);
     // The prompt's last full block lies nine blocks past nothing, its end one further.
     assert_eq!(cache.store().stats().pinned_free, 3);
-    assert_eq!(cached_blocks(&cache), 10 + 10);
-    press(&cache, 10 + 4);
+    assert_eq!(cached_blocks(&mut cache), 10 + 10);
+    press(&mut cache, 10 + 4);
     assert_eq!(cache.store().stats().pinned_free, 3);
 }
 
 #[test]
 fn an_aborted_request_pins_nothing_more() {
-    let cache = cache(&[FULL, WINDOW], SIZE, 64);
-    let (_, mut sequence) = serve(&cache, &prompt(1, 40), PINNED, 8);
+    let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
+    let (_, mut sequence) = serve(&mut cache, &prompt(1, 40), PINNED, 8);
     cache.release(&mut [&mut sequence]).unwrap();
     assert_eq!(cache.store().stats().pinned_free, 0);
     cache.validate().unwrap();

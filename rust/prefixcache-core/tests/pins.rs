@@ -1,8 +1,8 @@
 //! Pins are of content, not holds: they last through hits and releases, and never past their epoch.
 
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig, Registration};
 use prefixcache_oracle::plain::PlainPool;
 
 const BLOCKS: usize = 8;
@@ -11,21 +11,21 @@ fn key(number: u8) -> BlockKey {
     BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::default())
 }
 
-fn allocate(pool: &impl BlockStore, count: usize) -> Vec<BlockId> {
+fn allocate(pool: &mut impl BlockStore, count: usize) -> Vec<BlockId> {
     let mut blocks = Vec::new();
     pool.allocate(count, &mut blocks).unwrap();
     blocks
 }
 
-/// A held block that is registered under the key, first or as a twin.
-fn registered(pool: &impl BlockStore, number: u8) -> BlockId {
+/// A held block that is registered under the key, first or as a duplicate.
+fn registered(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = allocate(pool, 1)[0];
     let outcome = pool.register(block, key(number), pool.epoch()).unwrap();
     assert_ne!(outcome, Registration::Stale);
     block
 }
 
-fn hit(pool: &impl BlockStore, number: u8) -> BlockId {
+fn hit(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let mut blocks = Vec::new();
     let hits = pool.commit(std::iter::once(key(number)), 0, &mut blocks);
     assert_eq!(hits, Ok(1));
@@ -33,7 +33,7 @@ fn hit(pool: &impl BlockStore, number: u8) -> BlockId {
 }
 
 /// A free pinned block with content.
-fn pinned(pool: &impl BlockStore, number: u8) -> BlockId {
+fn pinned(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = registered(pool, number);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
@@ -47,14 +47,14 @@ macro_rules! on_each_pool {
         $(#[$doc])*
         #[test]
         fn $name() {
-            fn run($pool: &impl BlockStore) {
+            fn run($pool: &mut impl BlockStore) {
                 $body
                 $pool.validate().unwrap();
             }
             let config = PoolConfig::new(BLOCKS + 1);
-            run(&PlainPool::new(config).unwrap());
-            run(&BlockPool::<SingleWriter>::with_ring_capacity(config, 64).unwrap());
-            run(&BlockPool::<Shared>::with_ring_capacity(config, 64).unwrap());
+            run(&mut PlainPool::new(config).unwrap());
+            run(&mut Writer::<SingleWriter>::with_ring_capacity(config, 64).unwrap());
+            run(&mut Writer::<Shared>::with_ring_capacity(config, 64).unwrap());
         }
     )*};
 }
@@ -78,13 +78,15 @@ on_each_pool! {
         let again = hit(pool, 1);
         pool.release(&[again]).unwrap();
         assert_eq!(pool.stats().pinned_free, 0);
-        assert_eq!(pool.unpin(&[hit(pool, 1)]), Ok(0));
+        let third = hit(pool, 1);
+        assert_eq!(pool.unpin(&[third]), Ok(0));
     }
 
     fn a_pin_is_kept_through_a_hit_and_its_release(pool) {
         let block = pinned(pool, 1);
         for _ in 0..3 {
-            pool.release(&[hit(pool, 1)]).unwrap();
+            let block = hit(pool, 1);
+            pool.release(&[block]).unwrap();
             assert_eq!(pool.stats().pinned_free, 1);
         }
         // All others go before it.
@@ -105,26 +107,26 @@ on_each_pool! {
         assert_eq!(pool.lookup(&key(1)), None);
     }
 
-    fn a_pin_of_a_twin_is_on_the_copy_that_hits(pool) {
+    fn a_pin_of_a_duplicate_is_on_the_copy_that_hits(pool) {
         let first = registered(pool, 1);
-        let twin = registered(pool, 1);
+        let duplicate = registered(pool, 1);
         pool.release(&[first]).unwrap();
-        assert_eq!(pool.pin(&[twin]), Ok(1), "the free copy moves to the pinned tier");
+        assert_eq!(pool.pin(&[duplicate]), Ok(1), "the free copy moves to the pinned tier");
         assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (1, Some(&first)));
-        assert_eq!(pool.pin(&[twin]), Ok(0));
-        pool.release(&[twin]).unwrap();
+        assert_eq!(pool.pin(&[duplicate]), Ok(0));
+        pool.release(&[duplicate]).unwrap();
         assert_eq!(pool.stats().pinned_free, 1, "one copy is enough");
         let others = allocate(pool, BLOCKS - 1);
         assert_eq!(pool.lookup(&key(1)), Some(first));
         pool.release(&others).unwrap();
     }
 
-    fn an_unpin_of_a_twin_takes_the_pin_off_the_copy_that_has_it(pool) {
+    fn an_unpin_of_a_duplicate_takes_the_pin_off_the_copy_that_has_it(pool) {
         let first = pinned(pool, 1);
-        let twin = registered(pool, 1);
-        assert_eq!(pool.unpin(&[twin]), Ok(1));
+        let duplicate = registered(pool, 1);
+        assert_eq!(pool.unpin(&[duplicate]), Ok(1));
         assert_eq!((pool.stats().pinned_free, pool.free_order().last()), (0, Some(&first)));
-        pool.release(&[twin]).unwrap();
+        pool.release(&[duplicate]).unwrap();
     }
 
     fn pins_of_an_ended_epoch_go_first(pool) {
@@ -135,7 +137,7 @@ on_each_pool! {
         pool.clear_index();
         pool.release(&[held]).unwrap();
         assert_eq!(pool.free_order()[0], free);
-        let current = pinned_beside(pool, 4);
+        let current = pinned_next_to(pool, 4);
         assert_eq!(pool.free_order()[0], held, "blank blocks are next, the stale pin is gone");
         assert_eq!(pool.free_order().last(), Some(&current));
         // A block of the regular tier that was cleared keeps its place before the pinned one.
@@ -146,14 +148,15 @@ on_each_pool! {
 on_each_pool! {
     fn pins_are_counted_from_the_first_to_the_last(pool) {
         let counts = |pool: &_| {
-            let stats = BlockStore::stats(pool);
+            let stats = Lookup::stats(pool);
             [stats.pins, stats.demotions, stats.pinned_evictions, stats.pinned_hits, stats.pinned as u64]
         };
         let [one, two, plain] = [1, 2, 3].map(|number| registered(pool, number));
         assert_eq!(pool.pin(&[one, two, one]), Ok(2));
         assert_eq!(counts(pool), [2, 0, 0, 0, 2], "a held block carries its pin too");
         pool.release(&[one, two, plain]).unwrap();
-        pool.release(&[hit(pool, 2), hit(pool, 3)]).unwrap();
+        let hits = [2, 3].map(|number| hit(pool, number));
+        pool.release(&hits).unwrap();
         assert_eq!(counts(pool), [2, 0, 0, 1, 2], "a hit of another block is none of a pinned one");
         assert_eq!(pool.demote(5), 2);
         assert_eq!(counts(pool), [2, 2, 0, 1, 0]);
@@ -162,7 +165,8 @@ on_each_pool! {
         assert_eq!(pool.unpin(&[one]), Ok(1));
         pool.release(&[one, two]).unwrap();
         assert_eq!(counts(pool), [4, 2, 0, 1, 1]);
-        pool.release(&allocate(pool, BLOCKS)).unwrap();
+        let all = allocate(pool, BLOCKS);
+        pool.release(&all).unwrap();
         assert_eq!(counts(pool), [4, 2, 1, 1, 0], "one of the evictions was of a pinned block");
     }
 
@@ -190,7 +194,7 @@ on_each_pool! {
 }
 
 /// As [`pinned`], but for a pool that has pins already.
-fn pinned_beside(pool: &impl BlockStore, number: u8) -> BlockId {
+fn pinned_next_to(pool: &mut impl BlockStore, number: u8) -> BlockId {
     let block = registered(pool, number);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();

@@ -1,7 +1,7 @@
 //! One thread: the lock-free pool in both modes against the plain one, step by step.
 
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 use proptest::collection::vec;
@@ -12,13 +12,13 @@ const MAX_BLOCKS: usize = 40;
 /// Short enough to be wrapped many times in a script, and four slots a block.
 const RING: usize = 256;
 
-fn pool<M: Mode>(order: Order, ring: usize) -> BlockPool<M> {
-    BlockPool::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
+fn pool<M: Mode>(order: Order, ring: usize) -> Writer<M> {
+    Writer::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
 }
 
 fn compare<M: Mode>(order: Order, steps: &[[u8; 3]]) {
     let config = config(MAX_BLOCKS, order.0, order.1);
-    assert_same_as_plain(config, &pool::<M>(order, RING), steps);
+    assert_same_as_plain(config, &mut pool::<M>(order, RING), steps);
 }
 
 /// Where released blocks go, and which of them is evicted first.
@@ -57,7 +57,7 @@ proptest! {
 
     #[test]
     fn pool_with_short_rings_drops_content_and_no_block(order in order(), steps in script()) {
-        assert_conserves(&pool::<Shared>(order, 8), &steps);
-        assert_conserves(&pool::<SingleWriter>(order, 8), &steps);
+        assert_conserves(&mut pool::<Shared>(order, 8), &steps);
+        assert_conserves(&mut pool::<SingleWriter>(order, 8), &steps);
     }
 }

@@ -44,14 +44,13 @@ fn vectors() -> Vec<Vector> {
 fn config(root: &Root) -> HashConfig {
     assert!(root.groups.iter().all(|group| group == "full"));
     let specs = vec![GroupSpec::FullAttention; root.groups.len()];
-    HashConfig {
-        model: root.model.clone(),
-        revision: root.revision.clone(),
-        kv_dtype: root.kv_dtype.clone(),
-        arithmetic: root.arithmetic.clone(),
-        block_size: root.block_size,
-        groups: Groups::new(specs).unwrap(),
-    }
+    HashConfig::new(root.block_size, Groups::new(specs).unwrap())
+        .with_model(
+            &root.model.clone(),
+            &root.kv_dtype.clone(),
+            &root.arithmetic.clone(),
+        )
+        .with_revision(&root.revision.clone())
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -5,9 +5,9 @@
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, PoolConfig};
+use prefixcache_core::store::{Lookup, PoolConfig};
 
 const BLOCK_SIZE: usize = 16;
 
@@ -16,20 +16,16 @@ fn resets() -> usize {
     asked.and_then(|asked| asked.parse().ok()).unwrap_or(20_000)
 }
 
-type Cache<M> = PrefixCache<BlockPool<M>>;
+type Cache<M> = PrefixCache<Writer<M>>;
 
 fn cache<M: Mode>(num_blocks: usize) -> Cache<M> {
-    let hashing = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: BLOCK_SIZE,
-        groups: Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
-    };
+    let hashing = HashConfig::new(
+        BLOCK_SIZE,
+        Groups::new(vec![GroupSpec::FullAttention]).unwrap(),
+    );
     PrefixCache::new(
         hashing,
-        BlockPool::new(PoolConfig::new(num_blocks)).unwrap(),
+        Writer::in_mode(PoolConfig::new(num_blocks)).unwrap(),
     )
     .unwrap()
 }
@@ -40,7 +36,7 @@ fn prompt<M: Mode>(cache: &Cache<M>, number: u32, blocks: usize) -> Sequence {
 }
 
 /// Takes what hits, computes the rest, and publishes all of it.
-fn serve<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
+fn serve<M: Mode>(cache: &mut Cache<M>, sequence: &mut Sequence) {
     let hits = cache.count_prefix_hits(sequence).unwrap();
     let rest = sequence.num_tokens() - hits;
     let plan = cache.commit_prefix_plan(sequence, hits, rest).unwrap();
@@ -50,7 +46,7 @@ fn serve<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
 }
 
 /// Serves a prompt and finds all of it afterwards.
-fn put<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
+fn put<M: Mode>(cache: &mut Cache<M>, sequence: &mut Sequence) {
     serve(cache, sequence);
     cache.release(&mut [sequence]).unwrap();
     assert_eq!(
@@ -60,7 +56,7 @@ fn put<M: Mode>(cache: &Cache<M>, sequence: &mut Sequence) {
     );
 }
 
-fn check_good_as_new<M: Mode>(cache: &Cache<M>, hits_by_bisection: bool) {
+fn check_good_as_new<M: Mode>(cache: &mut Cache<M>, hits_by_bisection: bool) {
     cache.validate().unwrap();
     assert_eq!(cache.store().content_drops(), 0);
     assert_eq!(cache.store().evicts_in_order(), hits_by_bisection);
@@ -71,16 +67,16 @@ fn check_good_as_new<M: Mode>(cache: &Cache<M>, hits_by_bisection: bool) {
 }
 
 fn the_same_prompt_after_every_reset<M: Mode>(num_blocks: usize, by_bisection: bool) {
-    let cache = cache::<M>(num_blocks);
+    let mut cache = cache::<M>(num_blocks);
     let mut same = prompt(&cache, 0, 8);
     for _ in 0..resets() {
         assert_eq!(cache.count_prefix_hits(&mut same).unwrap(), 0);
-        put(&cache, &mut same);
+        put(&mut cache, &mut same);
         cache.clear_cache_index();
     }
-    put(&cache, &mut same);
+    put(&mut cache, &mut same);
     cache.validate().unwrap();
-    check_good_as_new(&cache, by_bisection);
+    check_good_as_new(&mut cache, by_bisection);
 }
 
 #[test]
@@ -93,7 +89,7 @@ fn the_same_prompt_can_be_cached_after_every_reset() {
 
 /// Some prompts of their own and one in a few copies, some of them served across the reset.
 fn mixed_prompts_and_resets<M: Mode>(by_bisection: bool) {
-    let cache = cache::<M>(2048);
+    let mut cache = cache::<M>(2048);
     for round in 0..resets() as u32 / 4 {
         let mut copies: Vec<Sequence> = (0..3).map(|_| prompt(&cache, 0, 5)).collect();
         for copy in &mut copies {
@@ -104,19 +100,19 @@ fn mixed_prompts_and_resets<M: Mode>(by_bisection: bool) {
             cache.mark_blocks_filled(&mut [copy], &[80]).unwrap();
         }
         let mut own = prompt(&cache, round % 7 * 1000, 6);
-        put(&cache, &mut own);
+        put(&mut cache, &mut own);
         cache.clear_cache_index();
         for copy in &mut copies {
             cache.mark_blocks_filled(&mut [copy], &[80]).unwrap();
             cache.release(&mut [copy]).unwrap();
         }
-        put(&cache, &mut own);
-        put(&cache, &mut copies[0]);
+        put(&mut cache, &mut own);
+        put(&mut cache, &mut copies[0]);
         if round % 512 == 0 {
             cache.validate().unwrap();
         }
     }
-    check_good_as_new(&cache, by_bisection);
+    check_good_as_new(&mut cache, by_bisection);
 }
 
 #[test]
@@ -127,18 +123,16 @@ fn other_prompts_and_copies_are_cached_after_every_reset() {
 
 /// What was full before a reset makes room for as much after it.
 fn full_pool_and_resets<M: Mode>(by_bisection: bool) {
-    let cache = cache::<M>(1 << 10);
+    let mut cache = cache::<M>(1 << 10);
     for round in 0..resets() as u32 / 256 {
         for number in 0..8 {
-            put(
-                &cache,
-                &mut prompt(&cache, (round % 3 + number) * 10_000, 120),
-            );
+            let mut sequence = prompt(&cache, (round % 3 + number) * 10_000, 120);
+            put(&mut cache, &mut sequence);
         }
         cache.validate().unwrap();
         cache.clear_cache_index();
     }
-    check_good_as_new(&cache, by_bisection);
+    check_good_as_new(&mut cache, by_bisection);
 }
 
 #[test]

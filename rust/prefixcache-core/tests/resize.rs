@@ -1,19 +1,19 @@
-//! What a resize promises beside holders, registrations and other writers.
+//! What a resize promises next to holders, registrations and other writers.
 
 use std::cell::Cell;
 
 use prefixcache_core::error::ResizeError;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, Registration};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig, Registration};
 
 fn key(content: u8) -> BlockKey {
     BlockKey::new(BlockHash::from_bytes([content; 32]), GroupId::default())
 }
 
 /// A pool of two blocks, the second of which holds content 1.
-fn pool<M: Mode>() -> (BlockPool<M>, BlockId) {
-    let pool = BlockPool::with_ring_capacity(PoolConfig::new(3), 16).unwrap();
+fn pool<M: Mode>() -> (Writer<M>, BlockId) {
+    let mut pool = Writer::with_ring_capacity(PoolConfig::new(3), 16).unwrap();
     let mut blocks = Vec::new();
     pool.allocate(2, &mut blocks).unwrap();
     let outcome = pool.register(blocks[1], key(1), pool.epoch());
@@ -22,7 +22,7 @@ fn pool<M: Mode>() -> (BlockPool<M>, BlockId) {
 }
 
 /// Takes holds on the block by hits until it can count no more; how many.
-fn hold_fully<M: Mode>(pool: &BlockPool<M>) -> usize {
+fn hold_fully<M: Mode>(pool: &mut Writer<M>) -> usize {
     let mut held = Vec::new();
     let mut holders = 0;
     while pool.commit([key(1)].into_iter(), 0, &mut held) == Ok(1) {
@@ -34,8 +34,8 @@ fn hold_fully<M: Mode>(pool: &BlockPool<M>) -> usize {
 
 #[test]
 fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
-    let (pool, block) = pool::<Shared>();
-    let holders = hold_fully(&pool);
+    let (mut pool, block) = pool::<Shared>();
+    let holders = hold_fully(&mut pool);
     assert_eq!(pool.resize(2), Ok(1));
     assert_eq!(pool.lookup(&key(1)), None);
     pool.release(&vec![block; holders]).unwrap();
@@ -47,8 +47,8 @@ fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
 
 #[test]
 fn a_block_that_can_count_no_more_holders_is_registered_anew() {
-    let (pool, block) = pool::<SingleWriter>();
-    hold_fully(&pool);
+    let (mut pool, block) = pool::<SingleWriter>();
+    hold_fully(&mut pool);
     pool.clear_index();
     let outcome = pool.register(block, key(2), pool.epoch());
     assert_eq!(outcome, Ok(Registration::New));
@@ -58,11 +58,12 @@ fn a_block_that_can_count_no_more_holders_is_registered_anew() {
 
 /// The keys of a commit resize the pool, as another thread might while the commit takes its blocks.
 #[test]
-fn a_resize_beside_a_writer_is_refused() {
-    let (pool, block) = pool::<Shared>();
+fn a_resize_with_a_writer_is_refused() {
+    let (mut pool, block) = pool::<Shared>();
+    let other = pool.clone();
     let refusals = Cell::new(0);
     let keys = [1].into_iter().map(|content| {
-        if let Err(refusal) = pool.resize(3) {
+        if let Err(refusal) = other.clone().resize(3) {
             assert_eq!(refusal, ResizeError::Busy);
             refusals.set(refusals.get() + 1);
         }

@@ -1,4 +1,4 @@
-//! Reuse-queue beside LRU on small random workloads.
+//! Reuse-queue against LRU on small random workloads.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, SingleWriter};
+use prefixcache_core::pool::{SingleWriter, Writer};
 use prefixcache_core::store::{BlockStore, PoolConfig};
 
 #[path = "common/random.rs"]
@@ -74,26 +74,16 @@ fn mixture(mut parts: Vec<Next>) -> Next {
 
 /// Hit blocks, in percent of all.
 fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
-    let config = PoolConfig {
-        eviction_policy: policy,
-        ..PoolConfig::new(NUM_BLOCKS)
-    };
-    let pool = BlockPool::<SingleWriter>::new(config).unwrap();
-    let hashes = HashConfig {
-        model: String::new(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: 1,
-        groups: Groups::full(1).unwrap(),
-    };
-    let cache = PrefixCache::new(hashes, pool).unwrap();
+    let config = PoolConfig::new(NUM_BLOCKS).with_eviction_policy(policy);
+    let pool = Writer::<SingleWriter>::in_mode(config).unwrap();
+    let hashes = HashConfig::new(1, Groups::full(1).unwrap());
+    let mut cache = PrefixCache::new(hashes, pool).unwrap();
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);
     for at in 0..REQUESTS {
-        if let Some(reuse) = cache.store().reuse_queue() {
-            reuse.set_time(Duration::from_millis(400 * at as u64));
-        }
+        cache
+            .store_mut()
+            .set_time(Duration::from_millis(400 * at as u64));
         let prompt = next(&mut random);
         let len = prompt.len();
         let mut sequence = cache.new_sequence(prompt, Scope::default(), vec![]);

@@ -1,6 +1,6 @@
 //! Two threads that change the pool and two that probe it, for PREFIXCACHE_STRESS_SECONDS (5).
 //!
-//! A table beside the pool says what each block's KV would hold. A writer fills it before it registers
+//! A table next to the pool says what each block's KV would hold. A writer fills it before it registers
 //! a block, and checks it at every hit, under its hold: a block that was recycled under a reader, or
 //! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
 //! block must be there once.
@@ -12,10 +12,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig, Registration};
+use prefixcache_core::pool::{Mode, Reader, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{
+    BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig, Registration,
+};
 use random::Random;
 
 const BLOCKS: usize = 600;
@@ -38,7 +40,7 @@ fn key(content: u64) -> BlockKey {
 
 /// The pool, and what its blocks hold.
 struct World<M: Mode> {
-    pool: BlockPool<M>,
+    pool: Reader<M>,
     memory: Vec<AtomicU64>,
     stop: AtomicBool,
     hits: AtomicU64,
@@ -47,7 +49,7 @@ struct World<M: Mode> {
 }
 
 impl<M: Mode> World<M> {
-    fn new(free_order: FreeOrder, ring: Option<usize>) -> Self {
+    fn new(free_order: FreeOrder, ring: Option<usize>) -> (Self, Writer<M>) {
         Self::with_policy(free_order, EvictionPolicy::Lru, ring)
     }
 
@@ -55,19 +57,18 @@ impl<M: Mode> World<M> {
         free_order: FreeOrder,
         eviction_policy: EvictionPolicy,
         ring: Option<usize>,
-    ) -> Self {
-        let config = PoolConfig {
-            num_blocks: BLOCKS,
-            max_blocks: BLOCKS + 100,
-            free_order,
-            eviction_policy,
+    ) -> (Self, Writer<M>) {
+        let config = PoolConfig::new(BLOCKS)
+            .with_max_blocks(BLOCKS + 100)
+            .with_free_order(free_order)
+            .with_eviction_policy(eviction_policy);
+        let writer = match ring {
+            Some(slots) => Writer::with_ring_capacity(config, slots),
+            None => Writer::in_mode(config),
         };
-        let pool = match ring {
-            Some(slots) => BlockPool::with_ring_capacity(config, slots),
-            None => BlockPool::new(config),
-        };
-        Self {
-            pool: pool.unwrap(),
+        let writer = writer.unwrap();
+        let world = Self {
+            pool: writer.reader(),
             memory: (0..config.max_blocks)
                 .map(|_| AtomicU64::new(BLANK))
                 .collect(),
@@ -75,46 +76,47 @@ impl<M: Mode> World<M> {
             hits: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             moved: AtomicU64::new(0),
-        }
+        };
+        (world, writer)
     }
 
     /// A request: hits, new blocks, "computing", registering, release. With `hard`, what a scheduler
     /// does rarely too.
-    fn request(&self, random: &mut Random, hard: bool) {
+    fn request(&self, pool: &mut Writer<M>, random: &mut Random, hard: bool) {
         let document = random.below(DOCUMENTS);
         let length = 1 + random.below(LONGEST);
         let contents: Vec<u64> = (0..length).map(|place| content(document, place)).collect();
         let keys: Vec<BlockKey> = contents.iter().map(|&content| key(content)).collect();
-        let epoch = self.pool.epoch();
-        let expected = self.pool.count_leading(keys.iter().copied());
+        let epoch = pool.epoch();
+        let expected = pool.count_leading(keys.iter().copied());
         let mut blocks = Vec::new();
         let new = contents.len() - expected + 1;
         let expected = keys[..expected].iter().copied();
         // Two writers never need as many blocks as there are.
-        let hits = self.pool.commit(expected, new, &mut blocks);
+        let hits = pool.commit(expected, new, &mut blocks);
         let hits = hits.expect("what fits is served");
         for (block, &content) in blocks[..hits].iter().zip(&contents) {
             self.check(*block, content, "a hit");
         }
         self.hits.fetch_add(hits as u64, Ordering::Relaxed);
         for (&block, &content) in blocks[hits..].iter().zip(&contents[hits..]) {
-            self.compute(block, content, epoch);
+            self.compute(pool, block, content, epoch);
         }
         if hard {
-            self.do_something_rare(random, &blocks);
+            self.do_something_rare(pool, random, &blocks);
         }
         for (block, &content) in blocks.iter().zip(&contents) {
             self.check(*block, content, "a held block");
         }
         blocks.reverse();
         let queue = Queue::new(random.below(Queue::COUNT as u64) as u8);
-        self.pool.release_to(&blocks, queue).unwrap();
+        pool.release_to(&blocks, queue).unwrap();
     }
 
     /// A new block gets its content and is registered.
-    fn compute(&self, block: BlockId, content: u64, epoch: prefixcache_core::id::Epoch) {
+    fn compute(&self, pool: &mut Writer<M>, block: BlockId, content: u64, epoch: Epoch) {
         self.memory[block.index()].store(content, Ordering::Release);
-        let outcome = self.pool.register(block, key(content), epoch).unwrap();
+        let outcome = pool.register(block, key(content), epoch).unwrap();
         assert_ne!(outcome, Registration::Already, "a new block had content");
     }
 
@@ -123,47 +125,49 @@ impl<M: Mode> World<M> {
         assert_eq!(held, content, "{what}, block {block}, holds something else");
     }
 
-    fn do_something_rare(&self, random: &mut Random, blocks: &[BlockId]) {
+    fn do_something_rare(&self, pool: &mut Writer<M>, random: &mut Random, blocks: &[BlockId]) {
         match random.below(400) {
-            0 => self.pool.clear_index(),
-            1..20 => drop(self.pool.pin(blocks).unwrap()),
-            20..40 => drop(self.pool.unpin(blocks).unwrap()),
-            40..60 => drop(self.pool.demote(random.below(30) as usize)),
-            64..68 => self.shrink(random),
-            68..70 => drop(self.pool.release_cached(random.below(20) as usize)),
-            // Refused beside the other writer.
-            60..64 => drop(self.pool.resize(BLOCKS - 100 + random.below(200) as usize)),
+            0 => pool.clear_index(),
+            1..20 => drop(pool.pin(blocks).unwrap()),
+            20..40 => drop(pool.unpin(blocks).unwrap()),
+            40..60 => drop(pool.demote(random.below(30) as usize)),
+            64..68 => self.shrink(pool, random),
+            68..70 => drop(pool.release_cached(random.below(20) as usize)),
+            // Refused while the other thread writes.
+            60..64 => drop(pool.resize(BLOCKS - 100 + random.below(200) as usize)),
             _ => {}
         }
     }
 
     /// A slice of a shrink. Its KV is copied as one registered content would be.
-    fn shrink(&self, random: &mut Random) {
+    fn shrink(&self, pool: &mut Writer<M>, random: &mut Random) {
         let mut moves = Moves::default();
         let num_blocks = BLOCKS - 100 + random.below(80) as usize;
-        // Refused beside the other writer, and for more blocks than there are.
-        if self.pool.begin_moves(num_blocks, 16, &mut moves).is_err() {
+        // Refused while the other thread writes, and for more blocks than there are.
+        if pool.begin_moves(num_blocks, 16, &mut moves).is_err() {
             return;
         }
-        for one in &moves.under_way {
+        for one in &moves.in_flight {
             let kv = self.memory[one.from.index()].load(Ordering::Acquire);
             self.memory[one.to.index()].store(kv, Ordering::Release);
         }
         if random.below(4) == 0 {
-            return self.pool.abort_moves(&mut moves).unwrap();
+            return pool.abort_moves(&mut moves).unwrap();
         }
-        while self.pool.finish_moves(&mut moves).is_err() {
+        while pool.finish_moves(&mut moves).is_err() {
             std::thread::yield_now();
         }
         self.moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn write(&self, seed: u64, hard: bool) {
+    /// Writes until it is stopped, and gives its right to write back.
+    fn write(&self, mut pool: Writer<M>, seed: u64, hard: bool) -> Writer<M> {
         let mut random = Random(seed);
         while !self.stop.load(Ordering::Relaxed) {
-            self.request(&mut random, hard);
+            self.request(&mut pool, &mut random, hard);
             self.rounds.fetch_add(1, Ordering::Relaxed);
         }
+        pool
     }
 
     fn probe(&self, seed: u64) {
@@ -186,18 +190,23 @@ impl<M: Mode> World<M> {
         assert!(sizes.iter().all(|size| sizes[0].abs_diff(*size) <= 1));
     }
 
-    fn run(&self, writers: u64, hard: bool, duration: Duration) {
+    fn run(&self, writers: Vec<Writer<M>>, hard: bool, duration: Duration) -> Vec<Writer<M>> {
         let seed = seed();
         println!("PREFIXCACHE_TEST_SEED={seed} repeats the choices, though not the threads' turns");
         std::thread::scope(|scope| {
-            (0..writers).for_each(|i| drop(scope.spawn(move || self.write(seed + i, hard))));
+            let writers = (0..).zip(writers);
+            let writers: Vec<_> = writers
+                .map(|(i, writer)| scope.spawn(move || self.write(writer, seed + i, hard)))
+                .collect();
             (2..4).for_each(|i| drop(scope.spawn(move || self.probe(seed + i))));
             let start = Instant::now();
             while start.elapsed() < duration {
                 std::thread::sleep(Duration::from_millis(20));
             }
             self.stop.store(true, Ordering::Relaxed);
-        });
+            let ended = writers.into_iter().map(|writer| writer.join());
+            ended.map(|pool| pool.expect("a writer failed")).collect()
+        })
     }
 
     /// At rest nobody holds anything, and all is where it belongs.
@@ -243,38 +252,40 @@ fn duration() -> Duration {
 
 #[test]
 fn two_writers() {
-    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
-    world.run(2, false, duration());
+    let (world, pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
+    world.run(vec![pool.clone(), pool], false, duration());
     world.check_rest();
     assert_eq!(world.pool.content_drops(), 0);
 }
 
 /// One writer asks for many blocks that miss and one new one, the other for a third of the pool.
 #[test]
-fn misses_beside_allocations() {
-    let pool = BlockPool::<Shared>::new(PoolConfig::new(301)).unwrap();
+fn misses_with_allocations() {
+    let pool = Writer::<Shared>::in_mode(PoolConfig::new(301)).unwrap();
     let stop = AtomicBool::new(false);
-    let serve = |ask: &(dyn Fn(&mut Vec<BlockId>) + Sync)| {
-        let mut blocks = Vec::new();
+    let serve = |ask: fn(&mut Writer<Shared>, &mut Vec<BlockId>)| {
+        let (mut pool, mut blocks) = (pool.clone(), Vec::new());
         while !stop.load(Ordering::Relaxed) {
-            ask(&mut blocks);
+            ask(&mut pool, &mut blocks);
             pool.release(&blocks).unwrap();
             blocks.clear();
         }
     };
-    let commit = |blocks: &mut Vec<BlockId>| {
-        let missing = (0..250_u64).collect::<Vec<_>>();
-        let hits = pool.commit(missing.into_iter().map(key), 1, blocks);
-        assert_eq!(hits, Ok(0), "what fits is served");
-    };
-    let allocate = |blocks: &mut Vec<BlockId>| {
-        let taken = pool.allocate(100, blocks);
-        assert_eq!(taken, Ok(()), "what fits is served");
-    };
     std::thread::scope(|scope| {
         let both = [
-            scope.spawn(|| serve(&commit)),
-            scope.spawn(|| serve(&allocate)),
+            scope.spawn(|| {
+                serve(|pool, blocks| {
+                    let missing = (0..250_u64).collect::<Vec<_>>();
+                    let hits = pool.commit(missing.into_iter().map(key), 1, blocks);
+                    assert_eq!(hits, Ok(0), "what fits is served");
+                });
+            }),
+            scope.spawn(|| {
+                serve(|pool, blocks| {
+                    let taken = pool.allocate(100, blocks);
+                    assert_eq!(taken, Ok(()), "what fits is served");
+                });
+            }),
         ];
         let start = Instant::now();
         while start.elapsed() < duration() && !both.iter().any(|one| one.is_finished()) {
@@ -287,17 +298,17 @@ fn misses_beside_allocations() {
 
 #[test]
 fn two_writers_append_order() {
-    let world = World::<Shared>::new(FreeOrder::Append, None);
-    world.run(2, false, duration());
+    let (world, pool) = World::<Shared>::new(FreeOrder::Append, None);
+    world.run(vec![pool.clone(), pool], false, duration());
     world.check_rest();
     assert_eq!(world.pool.content_drops(), 0);
 }
 
 #[test]
 fn two_writers_that_pin_clear_and_resize() {
-    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
-    world.run(2, true, duration());
-    world.pool.resize(BLOCKS).unwrap();
+    let (world, mut pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
+    world.run(vec![pool.clone(), pool.clone()], true, duration());
+    pool.resize(BLOCKS).unwrap();
     world.check_rest();
 }
 
@@ -305,18 +316,19 @@ fn two_writers_that_pin_clear_and_resize() {
 fn two_writers_with_queues() {
     for ring in [None, Some(256)] {
         let policy = EvictionPolicy::ReuseQueue;
-        let world = World::<Shared>::with_policy(FreeOrder::UnhashedFirst, policy, ring);
-        world.run(2, true, duration());
-        world.pool.resize(BLOCKS).unwrap();
+        let (world, mut pool) =
+            World::<Shared>::with_policy(FreeOrder::UnhashedFirst, policy, ring);
+        world.run(vec![pool.clone(), pool.clone()], true, duration());
+        pool.resize(BLOCKS).unwrap();
         world.check_rest();
     }
 }
 
 #[test]
 fn two_writers_on_rings_that_fill_up() {
-    let world = World::<Shared>::new(FreeOrder::UnhashedFirst, Some(256));
-    world.run(2, true, duration());
-    world.pool.resize(BLOCKS).unwrap();
+    let (world, mut pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, Some(256));
+    world.run(vec![pool.clone(), pool.clone()], true, duration());
+    pool.resize(BLOCKS).unwrap();
     world.check_rest();
     assert!(
         world.pool.content_drops() > 0,
@@ -326,8 +338,8 @@ fn two_writers_on_rings_that_fill_up() {
 
 #[test]
 fn one_writer_in_single_writer_mode() {
-    let world = World::<SingleWriter>::new(FreeOrder::UnhashedFirst, None);
-    world.run(1, true, duration());
-    world.pool.resize(BLOCKS).unwrap();
+    let (world, pool) = World::<SingleWriter>::new(FreeOrder::UnhashedFirst, None);
+    let pool = world.run(vec![pool], true, duration()).pop();
+    pool.expect("the writer came back").resize(BLOCKS).unwrap();
     world.check_rest();
 }

@@ -10,7 +10,7 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{BlockPool, Shared, SingleWriter};
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
@@ -99,14 +99,7 @@ struct Replay<S> {
 
 impl<S: BlockStore> Replay<S> {
     fn new(config: &Config, store: S) -> Self {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: config.block_size,
-            groups: config.groups(),
-        };
+        let hashing = HashConfig::new(config.block_size, config.groups());
         Self {
             cache: PrefixCache::new(hashing, store).unwrap(),
             sequences: HashMap::new(),
@@ -236,10 +229,10 @@ fn plain_pool() {
 
 #[test]
 fn block_pool_with_a_single_writer() {
-    replay(|config| BlockPool::<SingleWriter>::with_ring_capacity(config, 256).unwrap());
+    replay(|config| Writer::<SingleWriter>::with_ring_capacity(config, 256).unwrap());
 }
 
 #[test]
 fn block_pool_shared() {
-    replay(|config| BlockPool::<Shared>::with_ring_capacity(config, 256).unwrap());
+    replay(|config| Writer::<Shared>::with_ring_capacity(config, 256).unwrap());
 }

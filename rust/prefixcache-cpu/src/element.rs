@@ -33,6 +33,9 @@ pub trait Element: Copy + Send + Sync + 'static {
     /// columns are adjacent: one line or two, in the order of the depth.
     fn lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>);
 
+    /// The same from vectors of numbers of the same columns, `b` at the next depth.
+    fn column_lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>);
+
     /// Loads a vector.
     ///
     /// # Safety
@@ -112,6 +115,11 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    fn column_lines<L: Lanes>(_: L, a: L::V, b: L::V) -> (L::V, Option<L::V>) {
+        (a, Some(b))
+    }
+
+    #[inline(always)]
     unsafe fn load<L: Lanes>(lanes: L, from: *const Self) -> L::V {
         // SAFETY: the caller's promise is the same.
         unsafe { lanes.load(from) }
@@ -150,6 +158,11 @@ impl Element for Bf16 {
     #[inline(always)]
     fn lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>) {
         (lanes.round_pairs(a, b), None)
+    }
+
+    #[inline(always)]
+    fn column_lines<L: Lanes>(lanes: L, a: L::V, b: L::V) -> (L::V, Option<L::V>) {
+        (lanes.zip_rounded(a, b), None)
     }
 
     #[inline(always)]

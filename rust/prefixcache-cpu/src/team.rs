@@ -1,7 +1,7 @@
 //! A few threads that share the tasks of one computation at a time.
 //!
 //! A decode step has some two hundred short computations, so what counts is how fast the members
-//! start: between two of them a member spins for a while before it sleeps.
+//! start: between two of them a member spins for a while before it sleeps, and less on a busy machine.
 //!
 //! How a computation is passed on. One word, the gate, holds the number of the round, whether the
 //! round is open, and how many members are in it. `run` writes the job, then opens the next round
@@ -18,12 +18,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
 
 /// Turns of the wait loop before a member sleeps: about 100 microseconds.
 const SPINS_BEFORE_SLEEP: u32 = 4_000;
 
-/// Turns of the caller's wait loop between two offers of the processor to other threads.
-const SPINS_BEFORE_YIELD: u32 = 2_000;
+/// Turns of a wait loop between two offers of the processor to other threads.
+const SPINS_BEFORE_YIELD: u32 = 500;
+
+/// An offer that takes longer was taken: the machine is busy.
+const TAKEN: Duration = Duration::from_micros(50);
 
 /// The most threads of a team.
 pub const MAX_THREADS: usize = 1024;
@@ -62,6 +66,14 @@ fn round_of(gate: u64) -> u64 {
 unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is used only while `run` keeps its target alive.
 unsafe impl Send for Shared {}
+
+/// Offers the processor to other threads; whether one of them took it, so that to spin on would take it
+/// from the next.
+fn others_ran() -> bool {
+    let begun = Instant::now();
+    thread::yield_now();
+    begun.elapsed() > TAKEN
+}
 
 #[derive(Clone, Copy)]
 struct Job {
@@ -230,11 +242,14 @@ impl Shared {
 
     /// Waits for a round other than `seen`; returns its number.
     fn await_round(&self, seen: u64) -> u64 {
-        for _ in 0..SPINS_BEFORE_SLEEP {
+        for spin in 1..=SPINS_BEFORE_SLEEP {
             // Acquire: synchronizes with `open_round`, so that `stop` is visible.
             let round = round_of(self.gate.load(Ordering::Acquire));
             if round != seen {
                 return round;
+            }
+            if spin % SPINS_BEFORE_YIELD == 0 && others_ran() {
+                break;
             }
             std::hint::spin_loop();
         }

@@ -141,7 +141,8 @@ impl<E: Element> PackedLinear<E> {
         Ok(())
     }
 
-    /// Packs the blocks of a part, the one that starts at output `first`: a row of bytes an output.
+    /// Packs the blocks of a part, the one that starts at output `first`: a row of bytes an output. They
+    /// are laid out for products in `form`.
     ///
     /// # Errors
     /// See [`BlocksError`]; nothing is written.
@@ -151,6 +152,7 @@ impl<E: Element> PackedLinear<E> {
     pub fn copy_blocks(
         &mut self,
         memory: &WeightMemory,
+        form: Form,
         team: &Team,
         first: usize,
         format: Format,
@@ -166,7 +168,7 @@ impl<E: Element> PackedLinear<E> {
         };
         team.try_run(blocks.rows(), finite)?;
         let part = &mut self.parts[part];
-        if let Some(made) = part.made_blocks(memory, inputs, format, self.activations)? {
+        if let Some(made) = part.made_blocks(memory, form, inputs, format, self.activations)? {
             part.storage = made;
         }
         part.copy_blocks(team, blocks);
@@ -302,7 +304,7 @@ impl<E: Element> PackedLinear<E> {
     /// Whether there are blocks, and too many rows to widen them in registers.
     fn widens(&self, form: Form, rows: usize) -> bool {
         self.parts.iter().any(|part| match &part.storage {
-            Storage::Blocks(blocks) => !blocks.multiplies_few(form, rows),
+            Storage::Blocks(blocks) => !blocks.multiplies_few::<E>(form, rows),
             _ => false,
         })
     }

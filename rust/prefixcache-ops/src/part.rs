@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use prefixcache_cpu::{Element, OutOfMemory, Rows, Team, WeightMemory};
+use prefixcache_cpu::{Element, Form, OutOfMemory, Rows, Team, WeightMemory};
 
 use crate::dense::PackedDense;
 use crate::int8::Int8Weight;
@@ -97,6 +97,7 @@ impl<E: Element> Part<E> {
     pub fn made_blocks(
         &self,
         memory: &WeightMemory,
+        form: Form,
         inputs: usize,
         format: Format,
         activations: Activations,
@@ -107,7 +108,7 @@ impl<E: Element> Part<E> {
         let outputs = self.outputs.len();
         let made = match activations {
             Activations::Exact => {
-                PackedBlocks::zeroed(memory, format, inputs, outputs).map(Storage::Blocks)
+                PackedBlocks::zeroed(memory, form, format, inputs, outputs).map(Storage::Blocks)
             }
             Activations::Int8 => {
                 Int8Weight::zeroed(memory, format, inputs, outputs).map(Storage::Int8)

@@ -61,14 +61,15 @@ fn bits<E: Element>(numbers: &[E]) -> Vec<u32> {
 
 /// Layers of the same weight: one kept as blocks, part by part, and one of dense numbers.
 struct Pair<E> {
+    form: Form,
     kept: PackedLinear<E>,
     dense: PackedLinear<E>,
     numbers: Vec<E>,
 }
 
 impl<E: Element> Pair<E> {
-    /// Parts of so many outputs; `None` is dense.
-    fn new(inputs: usize, parts: &[(Option<Format>, usize)], with_bias: bool) -> Self {
+    /// Parts of these numbers of outputs, laid out for a form; `None` is dense.
+    fn new(form: Form, inputs: usize, parts: &[(Option<Format>, usize)], with_bias: bool) -> Self {
         let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
         let sizes: Vec<usize> = parts.iter().map(|part| part.1).collect();
         let outputs = sizes.iter().sum();
@@ -81,7 +82,7 @@ impl<E: Element> Pair<E> {
                 Some(format) => {
                     let bytes = random_rows(seed, format, inputs, count);
                     let blocks = Rows::new(&bytes, format.row_bytes(inputs));
-                    kept.copy_blocks(&memory, &team, first, format, blocks)
+                    kept.copy_blocks(&memory, form, &team, first, format, blocks)
                         .expect("a part");
                     numbers(format, &bytes)
                 }
@@ -102,6 +103,7 @@ impl<E: Element> Pair<E> {
             dense.copy_bias(0, &bias);
         }
         Self {
+            form,
             kept,
             dense,
             numbers: all,
@@ -109,7 +111,7 @@ impl<E: Element> Pair<E> {
     }
 
     /// Both compute the same bits of `O` numbers.
-    fn check<O: Element>(&self, form: Form, threads: usize, rows: usize, with_residual: bool) {
+    fn check<O: Element>(&self, threads: usize, rows: usize, with_residual: bool) {
         let (inputs, outputs) = (self.kept.inputs(), self.kept.outputs());
         let team = Team::new(threads).expect("threads");
         let x = noise::<E>(8, rows * inputs);
@@ -119,7 +121,7 @@ impl<E: Element> Pair<E> {
             let residual = with_residual.then_some(Rows::new(&residual, outputs));
             let to = RowsMut::new(&mut out, outputs);
             layer
-                .forward(form, &team, Rows::new(&x, inputs), residual, &to)
+                .forward(self.form, &team, Rows::new(&x, inputs), residual, &to)
                 .expect("memory");
             bits(&out)
         };
@@ -128,7 +130,8 @@ impl<E: Element> Pair<E> {
             (0..kept.len()).find(|&i| kept[i] != dense[i] && !both_nan(kept[i], dense[i]));
         assert_eq!(
             differs, None,
-            "{form:?}, {rows} rows of {inputs} to {outputs}"
+            "{:?}, {rows} rows of {inputs} to {outputs}",
+            self.form
         );
     }
 }
@@ -169,10 +172,10 @@ proptest! {
             Some(256) => 256 * groups.div_ceil(7),
             _ => 32 * groups,
         };
-        let pair = Pair::<Bf16>::new(inputs, &parts, with_bias);
-        pair.check::<Bf16>(form, threads, rows, with_residual);
-        pair.check::<f32>(form, threads, rows, with_residual);
-        Pair::<f32>::new(inputs, &parts, with_bias).check::<f32>(form, threads, rows, with_residual);
+        let pair = Pair::<Bf16>::new(form, inputs, &parts, with_bias);
+        pair.check::<Bf16>(threads, rows, with_residual);
+        pair.check::<f32>(threads, rows, with_residual);
+        Pair::<f32>::new(form, inputs, &parts, with_bias).check::<f32>(threads, rows, with_residual);
     }
 }
 
@@ -180,14 +183,12 @@ proptest! {
 fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
     for format in Format::ALL {
         let parts = [(Some(format), 72)];
-        let (narrow, wide) = (
-            Pair::<Bf16>::new(512, &parts, true),
-            Pair::<f32>::new(512, &parts, true),
-        );
         for form in Form::available() {
-            for rows in [1, 2, 3, 5, 8, 9, 200] {
-                narrow.check::<Bf16>(form, 1, rows, true);
-                wide.check::<f32>(form, 1, rows, false);
+            let narrow = Pair::<Bf16>::new(form, 512, &parts, true);
+            let wide = Pair::<f32>::new(form, 512, &parts, true);
+            for rows in [1, 2, 3, 4, 5, 8, 9, 200] {
+                narrow.check::<Bf16>(1, rows, true);
+                wide.check::<f32>(1, rows, false);
             }
         }
     }
@@ -197,19 +198,20 @@ fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
 fn panels_are_widened_in_turns_where_there_is_no_room_for_all() {
     // A panel takes 2 MiB.
     let parts = [(Some(Format::Q4K), 72), (None, 70), (Some(Format::Q6K), 72)];
-    let pair = Pair::<Bf16>::new(16_384, &parts, true);
     for form in Form::available() {
+        let pair = Pair::<Bf16>::new(form, 16_384, &parts, true);
         // Rows of two tasks: all panels that there is room for come first.
-        pair.check::<Bf16>(form, 1, 25, true);
+        pair.check::<Bf16>(1, 25, true);
         // Rows of one: a thread has room for one panel.
-        pair.check::<Bf16>(form, 2, 9, true);
+        pair.check::<Bf16>(2, 9, true);
     }
 }
 
 /// Every block's numbers, read back as rows: the signs of zeros too, which sums do not show.
-fn check_rows<E: Element>(format: Format) {
+fn check_rows<E: Element>(form: Form, format: Format) {
     let (inputs, outputs) = (512, 130);
     let pair = Pair::<E>::new(
+        form,
         inputs,
         &[(Some(format), 70), (None, 3), (Some(format), 57)],
         false,
@@ -231,18 +233,22 @@ fn check_rows<E: Element>(format: Format) {
 #[test]
 fn rows_are_read_as_they_were_written() {
     for format in Format::ALL {
-        check_rows::<Bf16>(format);
-        check_rows::<f32>(format);
+        for form in Form::available() {
+            check_rows::<Bf16>(form, format);
+            check_rows::<f32>(form, format);
+        }
     }
 }
 
 #[test]
 fn blocks_take_the_memory_of_their_file() {
     for format in Format::ALL {
-        let pair = Pair::<Bf16>::new(512, &[(Some(format), 128)], false);
-        let file = 128 * format.row_bytes(512);
-        assert!(pair.kept.num_bytes() * 100 <= file * 103, "{format}");
-        assert_eq!(pair.dense.num_bytes(), 2 * 128 * 512);
+        for form in Form::available() {
+            let pair = Pair::<Bf16>::new(form, 512, &[(Some(format), 128)], false);
+            let file = 128 * format.row_bytes(512);
+            assert!(pair.kept.num_bytes() * 100 <= file * 103, "{format}");
+            assert_eq!(pair.dense.num_bytes(), 2 * 128 * 512);
+        }
     }
 }
 
@@ -250,6 +256,7 @@ fn blocks_take_the_memory_of_their_file() {
 fn a_part_changes_what_it_is_kept_as() {
     let (memory, team) = (WeightMemory::default(), Team::new(1).expect("threads"));
     let pair = Pair::<Bf16>::new(
+        Form::detect(),
         256,
         &[(Some(Format::Q4K), 40), (Some(Format::Q6K), 30)],
         false,
@@ -271,7 +278,7 @@ fn a_part_changes_what_it_is_kept_as() {
     assert_eq!(read(&kept), wanted);
     let bytes = random_rows(1, Format::Q5_1, 256, 30);
     let blocks = Rows::new(&bytes, Format::Q5_1.row_bytes(256));
-    kept.copy_blocks(&memory, &team, 40, Format::Q5_1, blocks)
+    kept.copy_blocks(&memory, Form::detect(), &team, 40, Format::Q5_1, blocks)
         .expect("a part");
     assert_eq!(
         kept.formats().collect::<Vec<_>>(),
@@ -296,7 +303,14 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
         let mut layer = PackedLinear::<f32>::new(256, &[20, 30], false).expect("memory");
         let good = random_rows(1, format, 256, 30);
         layer
-            .copy_blocks(&memory, &team, 20, format, rows_of(format, &good))
+            .copy_blocks(
+                &memory,
+                Form::detect(),
+                &team,
+                20,
+                format,
+                rows_of(format, &good),
+            )
             .expect("a part");
         let before = layer.num_bytes();
         for at in [208, 0, 2] {
@@ -310,8 +324,14 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
                 let block = 17 * format.row_bytes(256) + format.row_bytes(256) - format.bytes();
                 if is_half {
                     bad[block + at..][..2].copy_from_slice(&bits.to_le_bytes());
-                    let refused =
-                        layer.copy_blocks(&memory, &team, 20, format, rows_of(format, &bad));
+                    let refused = layer.copy_blocks(
+                        &memory,
+                        Form::detect(),
+                        &team,
+                        20,
+                        format,
+                        rows_of(format, &bad),
+                    );
                     assert_eq!(refused, Err(BlocksError::Scale(17)), "{format}");
                 }
             }

@@ -175,7 +175,14 @@ impl Case {
             .copy_rows(&memory, 0, Rows::new(&weight, self.inputs))
             .expect("memory");
         layer
-            .copy_blocks(&memory, &team, dense, self.format, self.blocks())
+            .copy_blocks(
+                &memory,
+                Form::detect(),
+                &team,
+                dense,
+                self.format,
+                self.blocks(),
+            )
             .expect("blocks");
         layer.copy_bias(0, &bias);
         for form in Form::available() {
@@ -317,7 +324,7 @@ fn rows_are_read_back_as_they_were_written() {
         let [exact, int8] = layers.each_mut().map(|layer| {
             let rows = Rows::new(&blocks, format.row_bytes(inputs));
             layer
-                .copy_blocks(&memory, &team, 0, format, rows)
+                .copy_blocks(&memory, Form::detect(), &team, 0, format, rows)
                 .expect("blocks");
             let mut out = vec![Bf16::from_f32(f32::NAN); outputs * inputs];
             layer.read_rows(&team, &ids, &RowsMut::new(&mut out, inputs));

@@ -9,13 +9,13 @@ use crate::plain::PlainPool;
 use prefixcache_core::band::Band;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
-use prefixcache_core::pool::{BlockPool, Mode};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::pool::{Mode, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 
 /// Keys that a script can name.
 const KEYS: u8 = 48;
 
-/// Losses that a listener's log holds: more than any step has.
+/// EvictionLog that a listener's log holds: more than any step has.
 const LOG: usize = 256;
 
 /// One step: what to do, and two numbers that say to what.
@@ -28,12 +28,10 @@ pub fn config(
     free_order: FreeOrder,
     eviction_policy: EvictionPolicy,
 ) -> PoolConfig {
-    PoolConfig {
-        num_blocks: max_blocks - max_blocks / 4,
-        max_blocks,
-        free_order,
-        eviction_policy,
-    }
+    PoolConfig::new(max_blocks - max_blocks / 4)
+        .with_max_blocks(max_blocks)
+        .with_free_order(free_order)
+        .with_eviction_policy(eviction_policy)
 }
 
 fn key(number: u8) -> BlockKey {
@@ -98,7 +96,7 @@ impl Script {
     /// Does one step to `pool`; what came back, and the holds that were taken.
     fn apply(
         &self,
-        pool: &impl BlockStore,
+        pool: &mut impl BlockStore,
         mover: &mut Mover,
         [what, a, b]: Step,
     ) -> (String, Option<Request>) {
@@ -250,7 +248,7 @@ struct Mover {
 
 impl Mover {
     /// A part of a slice of a shrink, or all slices that it takes.
-    fn shrink(&mut self, pool: &impl BlockStore, a: u8, num_blocks: usize) -> String {
+    fn shrink(&mut self, pool: &mut impl BlockStore, a: u8, num_blocks: usize) -> String {
         let most = usize::from(a % 5);
         match a / 8 % 4 {
             0 => format!("{:?}", pool.finish_moves(&mut self.moves)),
@@ -260,7 +258,7 @@ impl Mover {
                 let mut story = format!("{:?}", pool.finish_moves(&mut self.moves));
                 loop {
                     story += &self.begin(pool, num_blocks, most + 1);
-                    if self.moves.under_way.is_empty() {
+                    if self.moves.in_flight.is_empty() {
                         return format!("{story} {:?}", pool.resize(num_blocks));
                     }
                     story += &format!(" {:?} ", pool.finish_moves(&mut self.moves));
@@ -269,25 +267,25 @@ impl Mover {
         }
     }
 
-    fn begin(&mut self, pool: &impl BlockStore, num_blocks: usize, most: usize) -> String {
+    fn begin(&mut self, pool: &mut impl BlockStore, num_blocks: usize, most: usize) -> String {
         let outcome = pool.begin_moves(num_blocks, most, &mut self.moves);
         if outcome.is_ok() {
-            let copies = self.moves.under_way.iter().map(|one| (one.from, one.to));
+            let copies = self.moves.in_flight.iter().map(|one| (one.from, one.to));
             self.copied.extend(copies);
         }
-        format!("{outcome:?} {:?}", self.moves.under_way)
+        format!("{outcome:?} {:?}", self.moves.in_flight)
     }
 
     /// The blocks that content is being moved to.
     fn held(&self) -> Vec<BlockId> {
-        self.moves.under_way.iter().map(|one| one.to).collect()
+        self.moves.in_flight.iter().map(|one| one.to).collect()
     }
 }
 
 /// Runs a script on a plain pool and on `pool`, which has the same configuration and has not been
 /// used. Panics where they differ or where one of them is broken.
-pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, steps: &[Step]) {
-    let plain = PlainPool::new(config).expect("the configuration was accepted before");
+pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, steps: &[Step]) {
+    let mut plain = PlainPool::new(config).expect("the configuration was accepted before");
     let mut script = Script::default();
     let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
     // Half of the scripts run without a listener.
@@ -300,13 +298,13 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, st
     for &step in steps {
         plain.set_time(script.now());
         pool.set_time(script.now());
-        let (expected, taken) = script.apply(&plain, &mut plain_mover, step);
+        let (expected, taken) = script.apply(&mut plain, &mut plain_mover, step);
         let (outcome, _) = script.apply(pool, &mut mover, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
-        let mut losses = Vec::new();
-        pool.take_losses(LOG, &mut losses);
-        assert_eq!(losses, plain.take_losses(), "the losses");
+        let mut evictions = Vec::new();
+        pool.take_evictions(LOG, &mut evictions);
+        assert_eq!(evictions, plain.take_evictions(), "the evictions");
         script.settle(step, taken);
         script.moving = mover.held();
         let sound = pool.validate_holds(script.holds());
@@ -314,7 +312,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &BlockPool<M>, st
     }
 }
 
-fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
+fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
     pool.validate().expect("the lock-free pool is whole");
     assert_eq!(pool.free_order(), plain.free_order(), "the free order");
     assert_eq!(
@@ -332,7 +330,7 @@ fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
 }
 
 /// Of as many cells as there are blocks, of fewer that do not divide them, and of one.
-fn assert_same_map<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
+fn assert_same_map<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
     let ages = [100, 1000, 10_000].map(Duration::from_micros);
     for cells in [1000, 7, 1] {
         let map = pool.map(cells, &ages).expect("the arguments are sound");
@@ -342,7 +340,7 @@ fn assert_same_map<M: Mode>(plain: &PlainPool, pool: &BlockPool<M>) {
 
 /// Runs a script on a pool whose rings may be too short, so that it may forget content that a plain
 /// pool would keep. Panics where the pool is broken, a hit is wrong or a block is handed out twice.
-pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
+pub fn assert_conserves<M: Mode>(pool: &mut Writer<M>, steps: &[Step]) {
     let mut script = Script::default();
     let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
     let mut mover = Mover::default();
@@ -352,7 +350,7 @@ pub fn assert_conserves<M: Mode>(pool: &BlockPool<M>, steps: &[Step]) {
         if let Some(request) = &taken {
             check_taken(&script, &contents, step, request);
         }
-        if outcome.starts_with("Ok(New") || outcome.starts_with("Ok(Twin") {
+        if outcome.starts_with("Ok(New") || outcome.starts_with("Ok(Duplicate") {
             let [_, a, b] = step;
             let (block, _) = script.block(a, b).expect("it was registered");
             contents.insert(block, key(a ^ b.rotate_left(3)));

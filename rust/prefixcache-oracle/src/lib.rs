@@ -1,8 +1,8 @@
-//! The obvious block pool, scripts that drive it beside the lock-free one, and the obvious hashes.
+//! The obvious block pool, scripts that drive it next to the lock-free one, and the obvious hashes.
 //!
 //! For tests, fuzzing and benchmarks; nothing that is shipped depends on this crate.
 
 pub mod differential;
 pub mod hashes;
 pub mod plain;
-pub mod plain_ledger;
+pub mod plain_retention;

@@ -3,26 +3,28 @@
 //! It is the oracle of the lock-free [`BlockStore`], so it favours being read over being fast; all
 //! the same every operation is O(1) per block, the removal from the middle of a tier included.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
 use prefixcache_core::band::Band;
+use prefixcache_core::clock::Clock;
 use prefixcache_core::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
+use prefixcache_core::evictions::{Cause, EvictedBlock, Eviction};
 use prefixcache_core::id::{BlockId, Epoch};
-use prefixcache_core::losses::{Cause, Loss, LostBlock};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
-use prefixcache_core::stats::StoreStats;
+use prefixcache_core::store::sealed::Sealed;
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, MAX_COPIES, Move, Moves, PoolConfig, Registration,
+    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Move, Moves, PoolConfig, Registration,
+    StoreStats,
 };
 
-/// A pool for one owner; its methods take `&self` as [`BlockStore`] asks, and it is not `Sync`.
+/// A pool for one owner.
 #[derive(Debug)]
 pub struct PlainPool {
-    state: RefCell<State>,
+    state: State,
     reuse: Option<Arc<ReuseQueue>>,
+    clock: Clock,
 }
 
 /// A free block's place: the end of a line of free blocks that it stands in.
@@ -146,19 +148,20 @@ struct State {
     stats: StoreStats,
     /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
     reuse: Option<Arc<ReuseQueue>>,
-    now: Duration,
+    clock: Clock,
     /// What was lost since it was last asked for, if somebody listens.
-    losses: Option<Vec<Loss>>,
+    evictions: Option<Vec<Eviction>>,
 }
 
 impl PlainPool {
     /// A pool whose blocks are all free and without content.
     pub fn new(config: PoolConfig) -> Result<Self, InvalidArgument> {
         config.check()?;
-        let reuse = match config.eviction_policy {
-            EvictionPolicy::Lru => None,
-            EvictionPolicy::ReuseQueue => ReuseQueue::new(config.max_blocks).map(Arc::new),
-        };
+        let clock = Clock::default();
+        clock.set(Duration::ZERO);
+        let has_queues = config.eviction_policy == EvictionPolicy::ReuseQueue;
+        let reuse = has_queues.then(|| ReuseQueue::new(config.max_blocks, clock.clone()));
+        let reuse = reuse.flatten().map(Arc::new);
         let mut state = State {
             config,
             num_blocks: config.num_blocks,
@@ -175,34 +178,27 @@ impl PlainPool {
             epoch: Epoch::default(),
             stats: StoreStats::default(),
             reuse: reuse.clone(),
-            now: Duration::ZERO,
-            losses: None,
+            clock: clock.clone(),
+            evictions: None,
         };
         state.move_end(config.num_blocks);
         Ok(Self {
-            state: RefCell::new(state),
+            state,
             reuse,
+            clock,
         })
     }
 
-    /// Sets the time of losses and policy.
-    pub fn set_time(&self, now: Duration) {
-        self.state.borrow_mut().now = now;
-        if let Some(reuse) = &self.reuse {
-            reuse.set_time(now);
-        }
-    }
-
     /// Remembers what is lost from now on.
-    pub fn listen(&self) {
-        self.state.borrow_mut().losses = Some(Vec::new());
+    pub fn listen(&mut self) {
+        self.state.evictions = Some(Vec::new());
     }
 
     /// What was lost since the last call, in this order.
-    pub fn take_losses(&self) -> Vec<Loss> {
-        let mut state = self.state.borrow_mut();
+    pub fn take_evictions(&mut self) -> Vec<Eviction> {
+        let state = &mut self.state;
         state
-            .losses
+            .evictions
             .as_mut()
             .map(std::mem::take)
             .unwrap_or_default()
@@ -212,7 +208,7 @@ impl PlainPool {
 impl PlainPool {
     /// What `BlockPool::map` tells, found by looking for each cell's blocks among all.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap {
-        let state = self.state.borrow();
+        let state = &self.state;
         let num_blocks = state.num_blocks - 1;
         let cells = cells.min(num_blocks);
         let mut map = BlockMap::default();
@@ -247,119 +243,49 @@ impl PlainPool {
     }
 }
 
-impl BlockStore for PlainPool {
+impl Sealed for PlainPool {}
+
+impl Lookup for PlainPool {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-        self.state.borrow().lookup(key)
-    }
-
-    fn commit(
-        &self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        self.state.borrow_mut().commit(keys, num_new, out)
-    }
-
-    fn register(
-        &self,
-        block: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.state.borrow_mut().register(block, key, epoch)
-    }
-
-    fn release(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.borrow_mut().release(blocks)
-    }
-
-    fn release_to(&self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.state.borrow_mut().release_to(blocks, queue)
+        self.state.lookup(key)
     }
 
     fn reuse_queue(&self) -> Option<&ReuseQueue> {
         self.reuse.as_deref()
     }
 
-    fn release_unneeded(&self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.borrow_mut().release_unneeded(blocks)
-    }
-
     fn epoch(&self) -> Epoch {
-        self.state.borrow().epoch
-    }
-
-    fn clear_index(&self) {
-        let mut state = self.state.borrow_mut();
-        state.epoch = state.epoch.next();
-        if let Some(losses) = &mut state.losses {
-            losses.push(Loss::Everything);
-        }
-    }
-
-    fn pin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.borrow_mut().set_pins(blocks, true)
-    }
-
-    fn unpin(&self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.borrow_mut().set_pins(blocks, false)
-    }
-
-    fn demote(&self, count: usize) -> usize {
-        self.state.borrow_mut().demote(count)
+        self.state.epoch
     }
 
     fn band(&self, key: &BlockKey) -> Option<Band> {
-        let state = self.state.borrow();
+        let state = &self.state;
         state.lookup(key).map(|id| state.blocks[id.index()].band)
     }
 
+    fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        let content = self.state.blocks[block.index()].content;
+        content.expect("the block has content").0
+    }
+
     fn held_band(&self, block: BlockId) -> Band {
-        self.state.borrow().blocks[block.index()].band
-    }
-
-    fn set_band(&self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
-        self.state.borrow_mut().set_band(key, band)
-    }
-
-    fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.state.borrow_mut().resize(num_blocks)
-    }
-
-    fn begin_moves(
-        &self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.state.borrow_mut().begin_moves(num_blocks, most, moves)
-    }
-
-    fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        Ok(self.state.borrow_mut().finish_moves(moves))
-    }
-
-    fn release_cached(&self, count: usize) -> usize {
-        self.state.borrow_mut().give_up(count, Cause::Evicted)
-    }
-
-    fn set_max_cached(&self, blocks: Option<usize>) {
-        let mut state = self.state.borrow_mut();
-        state.max_cached = blocks.unwrap_or(usize::MAX);
-        state.keep_bound();
+        self.state.blocks[block.index()].band
     }
 
     fn num_blocks(&self) -> usize {
-        self.state.borrow().num_blocks
+        self.state.num_blocks
     }
 
     fn num_free(&self) -> usize {
-        self.state.borrow().num_free()
+        self.state.num_free()
     }
 
     fn free_order(&self) -> Vec<BlockId> {
-        let state = self.state.borrow();
+        let state = &self.state;
         let ended = state.ended();
         let line = ended.iter().copied().chain(state.walk(state.blank));
         let tiers = Band::all().flat_map(|band| state.tiers_of(band));
@@ -368,20 +294,103 @@ impl BlockStore for PlainPool {
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
-        let state = self.state.borrow();
+        let state = &self.state;
         state.ids().filter(|&id| state.is_cached(id)).collect()
     }
 
     fn stats(&self) -> StoreStats {
-        self.state.borrow().stats()
+        self.state.stats()
     }
 
     fn num_holders(&self, block: BlockId) -> usize {
-        self.state.borrow().blocks[block.index()].holders as usize
+        self.state.blocks[block.index()].holders as usize
     }
 
     fn validate(&self) -> Result<(), Broken> {
-        self.state.borrow().validate()
+        self.state.validate()
+    }
+}
+
+impl BlockStore for PlainPool {
+    fn commit(
+        &mut self,
+        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+        num_new: usize,
+        out: &mut Vec<BlockId>,
+    ) -> Result<usize, Exhausted> {
+        self.state.commit(keys, num_new, out)
+    }
+
+    fn register(
+        &mut self,
+        block: BlockId,
+        key: BlockKey,
+        epoch: Epoch,
+    ) -> Result<Registration, Misuse> {
+        self.state.register(block, key, epoch)
+    }
+
+    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.release(blocks)
+    }
+
+    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        self.state.release_to(blocks, queue)
+    }
+
+    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
+        self.state.release_unneeded(blocks)
+    }
+
+    fn clear_index(&mut self) {
+        let state = &mut self.state;
+        state.epoch = state.epoch.next();
+        if let Some(evictions) = &mut state.evictions {
+            evictions.push(Eviction::Everything);
+        }
+    }
+
+    fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.set_pins(blocks, true)
+    }
+
+    fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
+        self.state.set_pins(blocks, false)
+    }
+
+    fn demote(&mut self, count: usize) -> usize {
+        self.state.demote(count)
+    }
+
+    fn set_band(&mut self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
+        self.state.set_band(key, band)
+    }
+
+    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.state.resize(num_blocks)
+    }
+
+    fn begin_moves(
+        &mut self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.state.begin_moves(num_blocks, most, moves)
+    }
+
+    fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        Ok(self.state.finish_moves(moves))
+    }
+
+    fn release_cached(&mut self, count: usize) -> usize {
+        self.state.give_up(count, Cause::Evicted)
+    }
+
+    fn set_max_cached(&mut self, blocks: Option<usize>) {
+        let state = &mut self.state;
+        state.max_cached = blocks.unwrap_or(usize::MAX);
+        state.keep_bound();
     }
 }
 
@@ -421,8 +430,8 @@ impl State {
 
     /// The time since the last use of content that can be hit, if somebody listens.
     fn age(&self, id: BlockId) -> Option<Duration> {
-        let is_known = self.losses.is_some() && self.is_cached(id);
-        is_known.then(|| self.now - self.blocks[id.index()].life.used)
+        let is_known = self.evictions.is_some() && self.is_cached(id);
+        is_known.then(|| self.clock.now() - self.blocks[id.index()].life.used)
     }
 
     fn is_retired(&self, id: BlockId) -> bool {
@@ -484,7 +493,7 @@ impl State {
         let block = &mut self.blocks[id.index()];
         block.holders += 1;
         block.life.hits += 1;
-        block.life.used = self.now;
+        block.life.used = self.clock.now();
         self.stats.touches += 1;
         self.stats.pinned_hits += u64::from(self.blocks[id.index()].pinned);
     }
@@ -639,7 +648,7 @@ impl State {
             self.check_held(id)?;
             let block = &mut self.blocks[id.index()];
             block.holders -= 1;
-            block.life.used = self.now;
+            block.life.used = self.clock.now();
             if block.holders == 0 {
                 freed.push(id);
             }
@@ -656,20 +665,17 @@ impl State {
             self.forget(id);
         }
         // Leaving blocks without content stand nowhere.
-        match self.config.free_order {
-            FreeOrder::UnhashedFirst => {
-                for &id in rest.iter().rev() {
-                    if !self.is_above(id) {
-                        self.push_front(id);
-                    }
+        if self.config.free_order == FreeOrder::Append {
+            let stays = |id: &&BlockId| self.is_cached(**id) || !self.is_above(**id);
+            let kept: Vec<BlockId> = freed.iter().filter(stays).copied().collect();
+            self.push_back_all(&kept);
+        } else {
+            for &id in rest.iter().rev() {
+                if !self.is_above(id) {
+                    self.push_front(id);
                 }
-                self.push_back_all(&cached);
             }
-            FreeOrder::Append => {
-                let stays = |id: &&BlockId| self.is_cached(**id) || !self.is_above(**id);
-                let kept: Vec<BlockId> = freed.iter().filter(stays).copied().collect();
-                self.push_back_all(&kept);
-            }
+            self.push_back_all(&cached);
         }
         self.keep_bound();
     }
@@ -817,7 +823,7 @@ impl State {
         }
         for id in held {
             self.count_eviction(id);
-            self.blocks[id.index()].life.used = self.now;
+            self.blocks[id.index()].life.used = self.clock.now();
             self.lose(id, Cause::Resized);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
@@ -853,7 +859,7 @@ impl State {
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        if !moves.under_way.is_empty() {
+        if !moves.in_flight.is_empty() {
             return Err(ResizeError::Moving);
         }
         if num_blocks > self.num_blocks {
@@ -865,10 +871,10 @@ impl State {
         }
         self.move_end(num_blocks);
         let before = self.stats.evictions;
-        while moves.under_way.len() < most
-            && let Some(one) = self.next_move(&moves.under_way)
+        while moves.in_flight.len() < most
+            && let Some(one) = self.next_move(&moves.in_flight)
         {
-            moves.under_way.push(one);
+            moves.in_flight.push(one);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
         Ok(())
@@ -876,9 +882,9 @@ impl State {
 
     /// Of the leaving blocks with content the last in the order, and the first block below, if that goes
     /// first of the two.
-    fn next_move(&mut self, under_way: &[Move]) -> Option<Move> {
+    fn next_move(&mut self, in_flight: &[Move]) -> Option<Move> {
         let order = self.tiers_in_order();
-        let is_from = |id: BlockId| under_way.iter().any(|one| one.from == id);
+        let is_from = |id: BlockId| in_flight.iter().any(|one| one.from == id);
         let can_move = |id: BlockId| self.is_above(id) && self.is_cached(id) && !is_from(id);
         let last = order.iter().rposition(|&id| can_move(id))?;
         let from = order[last];
@@ -911,7 +917,7 @@ impl State {
         };
         let mut failed = vec![];
         let mut moved = 0;
-        for one in moves.under_way.drain(..) {
+        for one in moves.in_flight.drain(..) {
             if can_finish(self, &one) {
                 self.carry(one.from, one.to);
                 moved += 1;
@@ -989,7 +995,7 @@ impl State {
         let hitting = self.lookup(&key);
         self.take_out_surplus(key);
         self.enter(id, key);
-        Ok(hitting.map_or(Registration::New, Registration::Twin))
+        Ok(hitting.map_or(Registration::New, Registration::Duplicate))
     }
 
     /// Where many blocks hold the key, takes the last free one of the regular tier out of the index.
@@ -1024,7 +1030,7 @@ impl State {
             None => self.buckets[bucket] = id,
             Some(last) => self.blocks[last.index()].next_in_bucket = id,
         }
-        let (born, used) = (self.now, self.now);
+        let (born, used) = (self.clock.now(), self.clock.now());
         let block = &mut self.blocks[id.index()];
         block.content = Some((key, self.epoch));
         block.life = Life {
@@ -1036,7 +1042,7 @@ impl State {
 
     /// Takes content and pin from a block, and tells of content of this epoch.
     fn lose(&mut self, id: BlockId, cause: Cause) {
-        if self.losses.is_none() {
+        if self.evictions.is_none() {
             return self.forget(id);
         }
         let Block {
@@ -1057,18 +1063,18 @@ impl State {
             && epoch == self.epoch
         {
             let is_last = was_found && self.lookup(&key).is_none();
-            let loss = Loss::Block(LostBlock {
+            let loss = Eviction::Block(EvictedBlock {
                 hash: key.hash,
                 group: key.group,
                 cause,
                 band: if pinned { band.max(Band::of(80)) } else { band },
                 hits: life.hits,
-                age: self.now - life.born,
-                idle: self.now - life.used,
+                age: self.clock.now() - life.born,
+                idle: self.clock.now() - life.used,
                 is_last,
             });
-            if let Some(losses) = &mut self.losses {
-                losses.push(loss);
+            if let Some(evictions) = &mut self.evictions {
+                evictions.push(loss);
             }
         }
     }

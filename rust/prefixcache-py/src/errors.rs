@@ -33,6 +33,7 @@ impl IntoPyErr for PoolError {
         match self {
             Self::Invalid(error) => error.into_py_err(),
             Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
+            other => PyRuntimeError::new_err(other.to_string()),
         }
     }
 }
@@ -42,7 +43,7 @@ impl IntoPyErr for ListenError {
         match self {
             Self::Invalid(error) => error.into_py_err(),
             Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
-            Self::Twice | Self::Late => PyRuntimeError::new_err(self.to_string()),
+            other => PyRuntimeError::new_err(other.to_string()),
         }
     }
 }
@@ -51,7 +52,7 @@ impl IntoPyErr for ResizeError {
     fn into_py_err(self) -> PyErr {
         match self {
             Self::Invalid(error) => error.into_py_err(),
-            Self::Busy | Self::Moving => PyRuntimeError::new_err(self.to_string()),
+            other => PyRuntimeError::new_err(other.to_string()),
         }
     }
 }

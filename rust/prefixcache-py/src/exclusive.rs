@@ -1,4 +1,4 @@
-//! A value that one call uses at a time. Nobody ever waits for it: a second call is told so.
+//! A value that one call uses at a time. Nobody ever waits for it: a second call gets an error.
 
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
@@ -17,7 +17,7 @@ impl<T> Exclusive<T> {
     pub fn try_use(&self) -> Option<Using<'_, T>> {
         match self.0.try_lock() {
             Ok(using) => Some(using),
-            // A call that used it panicked, and its caller was told: the next one is not refused.
+            // A call that used it panicked, and its caller knows: the next one is not refused.
             Err(TryLockError::Poisoned(using)) => Some(using.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }

@@ -253,8 +253,8 @@ impl PackedLinear {
         // SAFETY: the caller gives the address of blocks of this format, and keeps them.
         run_on_numbers(py, blocks.numbers(), || unsafe {
             let (memory, team, blocks) = (&cpu.weights, &cpu.team, blocks.rows()?);
-            let written =
-                with_layer!(layer, layer => layer.copy_blocks(memory, team, start, format, blocks));
+            let written = with_layer!(layer, layer => layer
+                .copy_blocks(memory, cpu.form, team, start, format, blocks));
             written.map_err(IntoPyErr::into_py_err)
         })
     }

@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
+use prefixcache_core::TableBuffers;
 use prefixcache_core::cache;
 use prefixcache_core::error::{Argument, CacheError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::ledger::Ledger;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{BlockPool, BlockState, Mode};
+use prefixcache_core::pool::{AnyWriter, BlockState};
 use prefixcache_core::sequence as core;
-use prefixcache_core::store::{BlockStore, FreeOrder, Move, Moves, PoolConfig};
-use prefixcache_core::tables::TableBuffers;
+use prefixcache_core::store::{FreeOrder, Lookup, Move, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
+use prefixcache_replay::recording::Pseudonyms;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -27,12 +27,12 @@ use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::events::{Event, EventSnapshot, event};
+use crate::evictions;
 use crate::exclusive::{Exclusive, Using};
-use crate::losses;
 use crate::names::{self, Name};
 use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
-use crate::shared_cache::{Cache, Core, on};
+use crate::shared_cache::{Cache, Core, Reader, blocks_looked_at};
 use crate::tokens::Tokens;
 use crate::writer::Threads;
 
@@ -89,12 +89,9 @@ pub fn pool_config(
     free_order: FreeOrder,
 ) -> PoolConfig {
     let num_blocks = num_blocks.0;
-    PoolConfig {
-        num_blocks,
-        max_blocks: max_blocks.map_or(num_blocks, |most| most.0),
-        free_order,
-        eviction_policy: EvictionPolicy::default(),
-    }
+    PoolConfig::new(num_blocks)
+        .with_max_blocks(max_blocks.map_or(num_blocks, |most| most.0))
+        .with_free_order(free_order)
 }
 
 /// A kind, a colon and a name.
@@ -161,31 +158,26 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
     ) -> PyResult<Self> {
         let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
-        let ledger = Ledger::new(share).map_err(IntoPyErr::into_py_err)?;
-        let pool = PoolConfig {
-            eviction_policy: eviction_policy.0,
-            ..pool_config(num_blocks, max_blocks, free_order.0)
-        };
+        let pool = pool_config(num_blocks, max_blocks, free_order.0)
+            .with_eviction_policy(eviction_policy.0);
         let groups = match (groups, num_groups) {
             (Some(_), Some(_)) => {
-                let reason = "must not be given beside groups, which says how many there are";
+                let reason = "must not be given with groups, which says how many there are";
                 return Err(out_of_range("num_groups", reason));
             }
             (Some(specs), None) => Groups::new(specs.0),
             (None, count) => Groups::full(count.map_or(1, |count| count.0.into())),
         };
-        let hashing = HashConfig {
-            model: model.to_owned(),
-            revision: revision.to_owned(),
-            kv_dtype: kv_dtype.to_owned(),
-            arithmetic: arithmetic.to_owned(),
-            block_size: block_size.map_or(16, |size| size.0),
-            groups: groups.map_err(IntoPyErr::into_py_err)?,
-        };
+        let hashing = HashConfig::new(
+            block_size.map_or(16, |size| size.0),
+            groups.map_err(IntoPyErr::into_py_err)?,
+        )
+        .with_model(model, kv_dtype, arithmetic)
+        .with_revision(revision);
         let weights = weights.map(|name| name.0);
-        let cache = Cache::new(hashing, weights, pool, threads.0, ledger)?;
+        let cache = Cache::new(hashing, weights, pool, threads.0, share)?;
         let bound = max_cached_blocks.map(|most| most.0);
-        on!(cache.core()?, |core| core.set_max_cached(bound));
+        cache.set_max_cached(bound)?;
         Ok(Self(Arc::new(cache)))
     }
 
@@ -198,7 +190,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         lora: Option<String>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let scope = Scope { lora, cache_salt };
-        let root = on!(self.0.core()?, |cache| cache.root_hash(&scope));
+        let root = self.0.reader()?.root_hash(&scope);
         Ok(PyBytes::new(py, root.as_bytes()))
     }
 
@@ -212,12 +204,11 @@ retention_budget=0.2, max_cached_blocks=None)"
         lora: Option<String>,
         extras: Option<BlockExtras>,
     ) -> PyResult<BlockHashes> {
-        let core = self.0.core()?;
+        let core = self.0.reader()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
         let extras = extras.map_or_else(Extras::new, |extras| extras.0);
         let hashes = run_on_tokens(py, tokens.len(), || {
-            on!(core, |cache| cache
-                .compute_block_hashes(&tokens, &scope, extras))
+            core.compute_block_hashes(&tokens, &scope, extras)
         });
         Ok(BlockHashes(hashes))
     }
@@ -237,19 +228,16 @@ retention_budget=0.2, max_cached_blocks=None)"
         extras: Option<BlockExtras>,
         hashes: Option<PyRef<'_, BlockHashes>>,
     ) -> PyResult<Sequence> {
-        let core = self.0.core()?;
+        let core = self.0.reader()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
         if let (Some(hashes), None) = (hashes, &extras) {
             let known = hashes.0.clone();
-            let sequence = on!(core, |cache| cache
-                .new_hashed_sequence(tokens, scope, known));
+            let sequence = core.new_hashed_sequence(tokens, scope, known);
             return Ok(Sequence::new(sequence, Arc::downgrade(&self.0)));
         }
         let extras = extras.map_or_else(Extras::new, |extras| extras.0);
         let count = tokens.len();
-        let sequence = run_on_tokens(py, count, || {
-            on!(core, |cache| cache.new_sequence(tokens, scope, extras))
-        });
+        let sequence = run_on_tokens(py, count, || core.new_sequence(tokens, scope, extras));
         Ok(Sequence::new(sequence, Arc::downgrade(&self.0)))
     }
 
@@ -261,10 +249,10 @@ retention_budget=0.2, max_cached_blocks=None)"
         hashes: &BlockHashes,
         max_tokens: Option<Number<names::MaxTokens>>,
     ) -> PyResult<usize> {
-        let (core, hashes) = (self.0.core()?, &hashes.0);
+        let (core, hashes) = (self.0.reader()?, &hashes.0);
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
-        let work = core.blocks_looked_at(hashes.as_slice().len());
-        let probe = || on!(core, |cache| cache.probe_within(hashes, most));
+        let work = blocks_looked_at(core, hashes.as_slice().len());
+        let probe = || core.probe_within(hashes, most);
         Ok(run(py, work, probe))
     }
 
@@ -278,9 +266,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
-        let core = self.0.core()?;
+        let core = self.0.reader()?;
         run(py, count_work(core, sequence), || {
-            on!(core, |cache| cache.count_prefix_hits_within(sequence, most))
+            core.count_prefix_hits_within(sequence, most)
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -295,9 +283,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
-        let core = self.0.core()?;
+        let core = self.0.reader()?;
         run(py, count_work(core, sequence), || {
-            on!(core, |cache| cache.count_whole_hits(sequence, most))
+            core.count_whole_hits(sequence, most)
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -320,10 +308,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         let chunk = chunk.map_or(num_tokens, |chunk| chunk.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let work = hit_tokens.saturating_add(num_tokens);
-        let taken = self.0.write_with_ledger(|core, ledger| {
+        let taken = self.0.write_hinted(|core| {
             run_on_tokens(py, work, || {
-                let plan = (hit_tokens, num_tokens, chunk);
-                on!(core, |cache| commit(cache, ledger, sequence, plan))
+                core.commit_in_chunks(sequence, hit_tokens, num_tokens, chunk)
             })
         })?;
         taken.map_err(IntoPyErr::into_py_err)
@@ -342,7 +329,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         let counts = &counts.0;
         self.on_batch(&sequences, |core, batch| {
             run_on_tokens(py, saturating_sum(counts), || {
-                on!(core, |cache| cache.append_slots(batch, counts))
+                core.append_slots(batch, counts)
             })
         })
     }
@@ -360,7 +347,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         self.on_batch(&sequences, |core, batch| {
             let ready = batch.iter().map(|one| one.num_ready_slots()).sum();
             run_on_tokens(py, saturating_sum(upto).saturating_sub(ready), || {
-                on!(core, |cache| cache.ensure_slots(batch, upto))
+                core.ensure_slots(batch, upto)
             })
         })
     }
@@ -372,22 +359,20 @@ retention_budget=0.2, max_cached_blocks=None)"
         chunk: Number<names::Chunk>,
     ) -> PyResult<usize> {
         let (num_tokens, chunk) = (num_tokens.0, chunk.0);
-        Ok(on!(self.0.core()?, |cache| cache.most_blocks(num_tokens, chunk)))
+        Ok(self.0.reader()?.most_blocks(num_tokens, chunk))
     }
 
     /// Add one token to each sequence.
     fn append_tokens(&self, py: Python<'_>, sequences: Batch, tokens: Tokens) -> PyResult<()> {
         let tokens = &tokens.0;
         self.on_batch(&sequences, |core, batch| {
-            run_on_tokens(py, tokens.len(), || {
-                on!(core, |cache| cache.append_tokens(batch, tokens))
-            })
+            run_on_tokens(py, tokens.len(), || core.append_tokens(batch, tokens))
         })
     }
 
     /// Say that the KV of the first `upto[i]` tokens is there, and publish the full blocks among them.
     ///
-    /// Returns the twins among them: (sequence, group, index in the block table, the block that
+    /// Returns the duplicates among them: (sequence, group, index in the block table, the block that
     /// already holds the content). A sequence committed before the last clear publishes nothing.
     fn mark_blocks_filled(
         &self,
@@ -396,17 +381,22 @@ retention_budget=0.2, max_cached_blocks=None)"
         upto: Numbers<names::Upto>,
     ) -> PyResult<Vec<(usize, u16, usize, u32)>> {
         let upto = &upto.0;
-        let twins = self.on_batch(&sequences, |core, batch| {
+        let duplicates = self.on_batch(&sequences, |core, batch| {
             let filled = batch.iter().map(|sequence| sequence.num_filled()).sum();
             run_on_tokens(py, saturating_sum(upto).saturating_sub(filled), || {
-                on!(core, |cache| cache.mark_blocks_filled(batch, upto))
+                core.mark_blocks_filled(batch, upto)
             })
         })?;
-        let plain = |twin: &cache::Twin| {
-            let group = twin.group.get();
-            (twin.sequence, group, twin.index, twin.holder.get())
+        let plain = |duplicate: &cache::Duplicate| {
+            let group = duplicate.group.get();
+            (
+                duplicate.sequence,
+                group,
+                duplicate.index,
+                duplicate.holder.get(),
+            )
         };
-        Ok(twins.iter().map(plain).collect())
+        Ok(duplicates.iter().map(plain).collect())
     }
 
     /// Drop the blocks that no token from `upto[i]` on needs; how many.
@@ -421,9 +411,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let upto = &upto.0;
         self.on_batch(&sequences, |core, batch| {
-            run(py, batch.len(), || {
-                on!(core, |cache| cache.drop_unneeded(batch, upto))
-            })
+            run(py, batch.len(), || core.drop_unneeded(batch, upto))
         })
     }
 
@@ -431,11 +419,11 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn pin_anchors(&self, py: Python<'_>, sequences: Batch) -> PyResult<usize> {
         self.on_batch(&sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-            run_on_tokens(py, work, || on!(core, |cache| cache.pin_anchors(batch)))
+            run_on_tokens(py, work, || core.pin_anchors(batch))
         })
     }
 
-    /// Swap a published block of a sequence for `block`, the twin that hits, and give its own one up.
+    /// Swap a published block of a sequence for `block`, the duplicate that hits, and give its own one up.
     fn replace_block(
         &self,
         sequence: &Sequence,
@@ -445,10 +433,8 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<()> {
         let (group, index, block) = (group.0, index.0, block.0);
         let mut sequence = sequence.use_as("sequence")?;
-        let (core, _writing) = self.0.core_to_write()?;
-        let replaced = on!(core, |cache| {
-            cache.replace_block(&mut sequence, group, index, block)
-        });
+        let core = &mut *self.0.write()?;
+        let replaced = core.replace_block(&mut sequence, group, index, block);
         replaced.map_err(IntoPyErr::into_py_err)
     }
 
@@ -460,14 +446,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
         let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-        let released = self.0.write_with_ledger(|core, ledger| {
-            run_on_tokens(py, work, || {
-                on!(core, |cache| match ledger {
-                    Some(ledger) => cache.release_with_hints(ledger, &mut batch),
-                    None => cache.release(&mut batch),
-                })
-            })
-        })?;
+        let released = self
+            .0
+            .write_hinted(|core| run_on_tokens(py, work, || core.release(&mut batch)))?;
         released.map_err(IntoPyErr::into_py_err)
     }
 
@@ -477,22 +458,13 @@ retention_budget=0.2, max_cached_blocks=None)"
     #[pyo3(signature = (max_blocks=None), text_signature = "($self, max_blocks=256)")]
     fn demote_expired(&self, max_blocks: Option<Number<names::MaxBlocks>>) -> PyResult<usize> {
         let most = max_blocks.map_or(EXPIRED_AT_ONCE, |most| most.0);
-        self.0.write_with_ledger(|core, ledger| {
-            ledger.map_or(0, |ledger| {
-                on!(core, |cache| ledger.demote_expired(cache.store(), most))
-            })
-        })
+        self.0.write_hinted(|core| core.demote_expired(most))
     }
 
-    /// Set the time that TTLs, losses and the eviction policy go by, in seconds, and end the use of the clock.
+    /// Set the time that TTLs, evictions and the eviction policy go by, in seconds, and end the use of the clock.
     fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
         let now = seconds.0;
-        self.0.write_with_ledger(|core, ledger| {
-            on!(core, |cache| cache.store().set_time(now));
-            if let Some(ledger) = ledger {
-                ledger.set_time(now);
-            }
-        })
+        self.0.write_hinted(|core| core.set_time(now))
     }
 
     /// Let the eviction policy go by the names that a `BlockNamer` with this key gives blocks, not by hashes.
@@ -500,14 +472,15 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// For sequences made from now on; once in a cache's life. A recording of the names can then be replayed.
     fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
         let key = key_of("key", key)?;
-        let (core, _writing) = self.0.core_to_write()?;
-        on!(core, |cache| cache.name_blocks(key)).map_err(IntoPyErr::into_py_err)
+        let core = &mut *self.0.write()?;
+        Pseudonyms::new(key, core.block_size())
+            .and_then(|pseudonyms| core.name_blocks(Arc::new(pseudonyms)))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
     fn clear_cache_index(&self) -> PyResult<()> {
-        self.0
-            .write_with_ledger(|core, _| on!(core, |cache| cache.clear_cache_index()))
+        self.0.write_hinted(|core| core.clear_cache_index())
     }
 
     /// Forget everything cached, and hash under other weights from now on, by their name if they have one.
@@ -517,20 +490,19 @@ retention_budget=0.2, max_cached_blocks=None)"
         weights: Option<One<names::Weights, WeightsName>>,
     ) -> PyResult<u64> {
         let name = weights.map(|name| name.0);
-        self.0
-            .write_with_ledger(|core, _| on!(core, |cache| cache.new_weight_version(name)))
+        self.0.write_hinted(|core| core.new_weight_version(name))
     }
 
     /// Counts the changes of the weights; 0 at first.
     #[getter]
     fn weight_version(&self) -> PyResult<u64> {
-        Ok(on!(self.0.core()?, |cache| cache.weight_version()))
+        Ok(self.0.reader()?.weight_version())
     }
 
     /// What every hash calls the weights of now: their name, or the version's digits.
     #[getter]
     fn weights_name(&self) -> PyResult<String> {
-        Ok(on!(self.0.core()?, |cache| cache.weights_name()))
+        Ok(self.0.reader()?.weights_name())
     }
 
     /// Pin the blocks that the longest hit within the first `num_tokens` tokens needs.
@@ -544,9 +516,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let num_tokens = num_tokens.0;
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.0.core_to_write()?;
+        let core = &mut *self.0.write()?;
         run(py, sequence.hashes().len(), || {
-            on!(core, |cache| cache.pin(sequence, num_tokens))
+            core.pin(sequence, num_tokens)
         })
         .map_err(IntoPyErr::into_py_err)
     }
@@ -554,26 +526,23 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
     fn unpin(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
         let sequence = &mut *sequence.use_as("sequence")?;
-        let (core, _writing) = self.0.core_to_write()?;
-        run(py, sequence.hashes().len(), || {
-            on!(core, |cache| cache.unpin(sequence))
-        })
-        .map_err(IntoPyErr::into_py_err)
+        let core = &mut *self.0.write()?;
+        run(py, sequence.hashes().len(), || core.unpin(sequence)).map_err(IntoPyErr::into_py_err)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
     fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
         let count = count.0;
-        let (core, _writing) = self.0.core_to_write()?;
-        Ok(run(py, count, || on!(core, |cache| cache.demote(count))))
+        let core = &mut *self.0.write()?;
+        Ok(run(py, count, || core.demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
     fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
         let num_blocks = num_blocks.0;
-        let busy = self.0.write_with_ledger(|core, _| {
-            let work = core.num_blocks().max(num_blocks);
-            run(py, work, || on!(core, |cache| cache.resize(num_blocks)))
+        let busy = self.0.write_hinted(|core| {
+            let work = core.store().num_blocks().max(num_blocks);
+            run(py, work, || core.resize(num_blocks))
         })?;
         busy.map_err(IntoPyErr::into_py_err)
     }
@@ -591,15 +560,13 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_moves: Number<names::MaxMoves>,
     ) -> PyResult<(BlockArray<'py>, BlockArray<'py>)> {
         let (num_blocks, most) = (num_blocks.0, max_moves.0);
-        let (core, _writing) = self.0.core_to_write()?;
+        let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let work = core.num_blocks();
-        let begun = run(py, work, || {
-            on!(core, |cache| cache.begin_moves(num_blocks, most, moves))
-        });
+        let work = core.store().num_blocks();
+        let begun = run(py, work, || core.begin_moves(num_blocks, most, moves));
         begun.map_err(IntoPyErr::into_py_err)?;
         let array = |side: fn(&Move) -> BlockId| {
-            let ids = moves.under_way.iter().map(|one| side(one).get() as i32);
+            let ids = moves.in_flight.iter().map(|one| side(one).get() as i32);
             PyArray1::from_iter(py, ids)
         };
         Ok((array(|one| one.from), array(|one| one.to)))
@@ -607,30 +574,26 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// End the slice whose KV was copied: its content is found where it was copied to. How many moved.
     fn finish_moves(&self, py: Python<'_>) -> PyResult<usize> {
-        let (core, _writing) = self.0.core_to_write()?;
+        let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let finished = run(py, moves.under_way.len(), || {
-            on!(core, |cache| cache.finish_moves(moves))
-        });
+        let finished = run(py, moves.in_flight.len(), || core.finish_moves(moves));
         finished.map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the slice back: content stays where it is.
     fn abort_moves(&self, py: Python<'_>) -> PyResult<()> {
-        let (core, _writing) = self.0.core_to_write()?;
+        let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let aborted = run(py, moves.under_way.len(), || {
-            on!(core, |cache| cache.abort_moves(moves))
-        });
+        let aborted = run(py, moves.in_flight.len(), || core.abort_moves(moves));
         aborted.map_err(|misuse| CacheError::from(misuse).into_py_err())
     }
 
     /// Give up the content of the `count` free blocks that would lose it first. How many there were.
     fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
         let count = count.0;
-        self.0.write_with_ledger(|core, _| {
-            let work = count.min(core.num_blocks());
-            run(py, work, || on!(core, |cache| cache.release_cached(count)))
+        self.0.write_hinted(|core| {
+            let work = count.min(core.store().num_blocks());
+            run(py, work, || core.release_cached(count))
         })
     }
 
@@ -642,9 +605,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
     ) -> PyResult<()> {
         let bound = max_cached_blocks.map(|most| most.0);
-        let (core, _writing) = self.0.core_to_write()?;
-        run(py, core.num_blocks(), || {
-            on!(core, |cache| cache.set_max_cached(bound));
+        let core = &mut *self.0.write()?;
+        run(py, core.store().num_blocks(), || {
+            core.set_max_cached(bound);
         });
         Ok(())
     }
@@ -673,7 +636,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let batch = sequences.use_all()?;
         let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
-        let core = self.0.core()?;
+        let core = self.0.reader()?;
         // Last, and attached to the interpreter until they are written: nobody's code runs that could
         // resize the arrays.
         let (mut indptr, mut indices) = (indptr.write()?, indices.write()?);
@@ -689,51 +652,49 @@ retention_budget=0.2, max_cached_blocks=None)"
                 .map(slice_of::<names::FirstPages, _>)
                 .transpose()?,
         };
-        let written = on!(core, |cache| {
-            cache.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers)
-        });
+        let written = core.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers);
         written.map_err(IntoPyErr::into_py_err)
     }
 
     /// Tokens in a block.
     #[getter]
     fn block_size(&self) -> PyResult<usize> {
-        Ok(on!(self.0.core()?, |cache| cache.block_size()))
+        Ok(self.0.reader()?.block_size())
     }
 
-    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or told.
+    /// Blocks, the null block counted, as `num_blocks` is wherever it is given or returned.
     #[getter]
     fn num_blocks(&self) -> PyResult<usize> {
-        Ok(self.0.core()?.num_blocks())
+        Ok(self.0.reader()?.store().num_blocks())
     }
 
     /// Blocks that nobody holds.
     #[getter]
     fn num_free_blocks(&self) -> PyResult<usize> {
-        Ok(on!(self.0.core()?, |cache| cache.store().num_free()))
+        Ok(self.0.reader()?.store().num_free())
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = self.0.core_at_rest()?;
-        Ok(run(py, core.num_blocks(), || {
-            ids_of(&on!(core, |cache| cache.store().free_order()))
+        let core = &*self.0.pause()?;
+        Ok(run(py, core.store().num_blocks(), || {
+            ids_of(&core.store().free_order())
         }))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let (core, _paused) = self.0.core_at_rest()?;
-        Ok(run(py, core.num_blocks(), || {
-            ids_of(&on!(core, |cache| cache.store().cached_blocks()))
+        let core = &*self.0.pause()?;
+        Ok(run(py, core.store().num_blocks(), || {
+            ids_of(&core.store().cached_blocks())
         }))
     }
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let core = self.0.core()?;
-        let dict = on!(core, |cache| store_stats(py, cache.store()))?;
-        let stats = on!(core, |cache| cache.stats());
+        let core = self.0.reader()?;
+        let dict = store_stats(py, core.store())?;
+        let stats = core.stats();
         dict.set_item("queries", stats.queries)?;
         dict.set_item("hits", stats.hits)?;
         let [hinted, demoted, expired] = self.0.hint_counts();
@@ -752,9 +713,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         age_bounds: Option<List<names::AgeBounds, Duration>>,
     ) -> PyResult<(CountTable<'py>, CountTable<'py>)> {
         let bounds = age_bounds.map_or_else(Vec::new, |bounds| bounds.0);
-        let core = self.0.core()?;
-        let map = run(py, core.num_blocks(), || {
-            on!(core, |cache| cache.store().map(cells.0, &bounds))
+        let core = self.0.reader()?;
+        let map = run(py, core.store().num_blocks(), || {
+            core.store().map(cells.0, &bounds)
         });
         let map = map.map_err(IntoPyErr::into_py_err)?;
         let rows = map.states.len();
@@ -777,49 +738,50 @@ retention_budget=0.2, max_cached_blocks=None)"
         gap_bounds: Option<List<names::GapBounds, Duration>>,
     ) -> PyResult<()> {
         let bounds = gap_bounds.map_or_else(Vec::new, |bounds| bounds.0);
-        let core = self.0.core()?;
-        let listening = on!(core, |cache| cache.store().listen(capacity.0, &bounds));
+        let core = self.0.reader()?;
+        let listening = core.store().listen(capacity.0, &bounds);
         listening.map_err(IntoPyErr::into_py_err)
     }
 
-    /// Take up to `max_losses` losses out of the log, the oldest first, as arrays. Any thread.
+    /// Take up to `max_losses` evictions out of the log, the oldest first, as arrays. Any thread.
     fn take_losses<'py>(
         &self,
         py: Python<'py>,
         max_losses: Number<names::MaxLosses>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let (core, most) = (self.0.core()?, max_losses.0);
-        let losses = py.detach(|| {
-            let mut losses = Vec::new();
-            on!(core, |cache| cache.store().take_losses(most, &mut losses));
-            losses
+        let (core, most) = (self.0.reader()?, max_losses.0);
+        let evictions = py.detach(|| {
+            let mut evictions = Vec::new();
+            core.store().take_evictions(most, &mut evictions);
+            evictions
         });
-        losses::arrays(py, &losses)
+        evictions::arrays(py, &evictions)
     }
 
-    /// Losses for which the log had no room. Any thread.
+    /// EvictionLog for which the log had no room. Any thread.
     #[getter]
     fn missed_losses(&self) -> PyResult<u64> {
-        Ok(on!(self.0.core()?, |cache| cache.store().missed_losses()))
+        Ok(self.0.reader()?.store().missed_evictions())
     }
 
     /// How many gaps between uses lie up to each bound and above the one before, and the sum of all in
     /// seconds. Any thread.
     fn reuse_gaps(&self) -> PyResult<(Vec<u64>, f64)> {
-        let gaps = on!(self.0.core()?, |cache| cache.store().reuse_gaps());
+        let gaps = self.0.reader()?.store().reuse_gaps();
         Ok((gaps.counts, gaps.sum.as_secs_f64()))
     }
 
     /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.
     fn keep_events(&self) -> PyResult<()> {
-        let (core, _writing) = self.0.core_to_write()?;
-        let Core::SingleWriter(cache) = core else {
+        let core = &mut *self.0.write()?;
+        let block_size = core.block_size();
+        let AnyWriter::One(pool) = core.store_mut() else {
             let reason = "must be \"single_writer\": what several writers change has no one order";
             return Err(out_of_range("threads", reason));
         };
-        let reader = cache.store().keep_journal(cache.block_size());
+        let reader = pool.keep_events(block_size);
         let reader = reader.map_err(IntoPyErr::into_py_err)?;
-        // The pool refuses a second journal, so nothing stands here.
+        // The pool refuses a second event_log, so nothing stands here.
         let _ = self.0.events.set(Exclusive::new(reader));
         Ok(())
     }
@@ -853,16 +815,13 @@ retention_budget=0.2, max_cached_blocks=None)"
         let batch: Option<Vec<&core::Sequence>> = batch
             .as_ref()
             .map(|batch| batch.iter().map(|sequence| &**sequence).collect());
-        let (core, _paused) = self.0.core_at_rest()?;
-        let made_here = on!(core, |cache| cache
-            .check_made_here(batch.as_deref().unwrap_or_default()));
+        let core = &*self.0.pause()?;
+        let made_here = core.check_made_here(batch.as_deref().unwrap_or_default());
         made_here.map_err(IntoPyErr::into_py_err)?;
         let moves = &*self.moves()?;
-        let sound = run(py, core.num_blocks(), || {
-            on!(core, |cache| {
-                cache.validate()?;
-                batch.map_or(Ok(()), |batch| cache.validate_holds(&batch, moves))
-            })
+        let sound = run(py, core.store().num_blocks(), || {
+            core.validate()?;
+            batch.map_or(Ok(()), |batch| core.validate_holds(&batch, moves))
         });
         sound.map_err(IntoPyErr::into_py_err)
     }
@@ -879,7 +838,7 @@ retention_budget=0.2, max_cached_blocks=None)"
 }
 
 impl PrefixCache {
-    /// The slice of a shrink that is under way.
+    /// The slice of a shrink that is in flight.
     fn moves(&self) -> PyResult<Using<'_, Moves>> {
         let moves = self.0.moves.try_use();
         moves.ok_or_else(|| ResizeError::Busy.into_py_err())
@@ -889,34 +848,20 @@ impl PrefixCache {
     fn on_batch<T>(
         &self,
         sequences: &Batch,
-        work: impl FnOnce(&Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
+        work: impl FnOnce(&mut Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
     ) -> PyResult<T> {
         let mut batch = sequences.use_all()?;
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
-        let (core, _writing) = self.0.core_to_write()?;
+        let core = &mut *self.0.write()?;
         work(core, &mut batch).map_err(IntoPyErr::into_py_err)
     }
 }
 
-/// Commits a sequence, and lets the TTLs of what it hits begin anew.
-fn commit<M: Mode>(
-    cache: &cache::PrefixCache<BlockPool<M>>,
-    ledger: Option<&mut Ledger>,
-    sequence: &mut core::Sequence,
-    (hit_tokens, num_tokens, chunk): (usize, usize, usize),
-) -> Result<Option<usize>, CacheError> {
-    let taken = cache.commit_in_chunks(sequence, hit_tokens, num_tokens, chunk)?;
-    if let Some(ledger) = ledger {
-        ledger.note_hits(cache.store(), sequence);
-    }
-    Ok(taken)
-}
-
 /// About how many blocks a count of a sequence's hits looks at or hashes.
-fn count_work(core: &Core, sequence: &core::Sequence) -> usize {
-    match on!(core, |cache| cache.hashes_are_current(sequence)) {
-        true => core.blocks_looked_at(sequence.hashes().len()),
+fn count_work(core: &Reader, sequence: &core::Sequence) -> usize {
+    match core.hashes_are_current(sequence) {
+        true => blocks_looked_at(core, sequence.hashes().len()),
         false => sequence.hashes().len(),
     }
 }
@@ -926,7 +871,7 @@ fn saturating_sum(counts: &[usize]) -> usize {
 }
 
 /// What a pool tells of itself.
-pub fn store_stats<'py>(py: Python<'py>, store: &impl BlockStore) -> PyResult<Bound<'py, PyDict>> {
+pub fn store_stats<'py>(py: Python<'py>, store: &impl Lookup) -> PyResult<Bound<'py, PyDict>> {
     let stats = store.stats();
     let dict = PyDict::new(py);
     dict.set_item("evictions", stats.evictions)?;

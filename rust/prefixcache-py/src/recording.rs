@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use prefixcache_core::naming::{Chain, Namer};
-use prefixcache_replay::recording::{Agreement, Counters, Policy, replay, write_name};
+use prefixcache_core::policy::{Chain, NameBlocks};
+use prefixcache_replay::recording::{Agreement, Counters, Policy, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -17,15 +17,15 @@ use crate::tokens::Tokens;
 
 /// Names the blocks of requests for one recording, by hashes under a key. Any thread.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct BlockNamer(Namer);
+pub struct BlockNamer(Pseudonyms);
 
 #[pymethods]
 impl BlockNamer {
-    /// A namer with a `key` of 32 bytes, for blocks of `block_size` tokens.
+    /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
     fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
-        let namer = Namer::new(key_of("key", key)?, block_size.0);
-        Ok(Self(namer.map_err(IntoPyErr::into_py_err)?))
+        let pseudonyms = Pseudonyms::new(key_of("key", key)?, block_size.0);
+        Ok(Self(pseudonyms.map_err(IntoPyErr::into_py_err)?))
     }
 
     /// Tokens in a block.
@@ -74,8 +74,8 @@ pub fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
 /// file and line, for what is no recording, and OSError for what cannot be read.
 #[pyfunction]
 pub fn replay_recording(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let told = py.detach(|| replay(&path)).map_err(into_py_err)?;
-    agreement(py, &told)
+    let outcome = py.detach(|| replay(&path)).map_err(into_py_err)?;
+    agreement(py, &outcome)
 }
 
 fn into_py_err(error: TraceError) -> PyErr {
@@ -85,21 +85,21 @@ fn into_py_err(error: TraceError) -> PyErr {
     }
 }
 
-fn agreement<'py>(py: Python<'py>, told: &Agreement) -> PyResult<Bound<'py, PyDict>> {
+fn agreement<'py>(py: Python<'py>, outcome: &Agreement) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    dict.set_item("agrees", told.agrees())?;
-    dict.set_item("difference", &told.difference)?;
-    dict.set_item("ended", &told.ended)?;
-    dict.set_item("parts", told.parts)?;
-    dict.set_item("requests", told.requests)?;
-    dict.set_item("events", told.events)?;
-    dict.set_item("checks", told.checks)?;
-    dict.set_item("unchecked_events", told.unchecked)?;
-    dict.set_item("live", counters(py, &told.live)?)?;
-    dict.set_item("replayed", counters(py, &told.replayed)?)?;
-    dict.set_item("block_size", told.header.block_size)?;
-    dict.set_item("num_blocks", told.header.num_blocks)?;
-    let policy = match told.header.eviction_policy {
+    dict.set_item("agrees", outcome.agrees())?;
+    dict.set_item("difference", &outcome.difference)?;
+    dict.set_item("ended", &outcome.ended)?;
+    dict.set_item("parts", outcome.parts)?;
+    dict.set_item("requests", outcome.requests)?;
+    dict.set_item("events", outcome.events)?;
+    dict.set_item("checks", outcome.checks)?;
+    dict.set_item("unchecked_events", outcome.unchecked)?;
+    dict.set_item("live", counters(py, &outcome.live)?)?;
+    dict.set_item("replayed", counters(py, &outcome.replayed)?)?;
+    dict.set_item("block_size", outcome.header.block_size)?;
+    dict.set_item("num_blocks", outcome.header.num_blocks)?;
+    let policy = match outcome.header.eviction_policy {
         Policy::Lru => "lru",
         Policy::ReuseQueue => "reuse-queue",
     };

@@ -1,11 +1,11 @@
 //! The Python class `Sequence`.
 
-use std::sync::{Arc, Weak};
+use std::sync::Weak;
 
 use prefixcache_core::error::Argument;
 use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::retention::{Pins, Retention};
 use prefixcache_core::sequence as core;
+use prefixcache_core::sequence::retention::{Pins, Retention};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -15,19 +15,19 @@ use crate::detach;
 use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
-use crate::shared_cache::{Cache, SharedSequence};
+use crate::shared_cache::Cache;
 use crate::tokens::Tokens;
 
 /// A request's tokens, block hashes and block tables. Made by `PrefixCache.new_sequence`.
 #[pyclass(frozen, module = "prefixcache.core")]
 pub struct Sequence {
-    sequence: SharedSequence,
+    sequence: Exclusive<core::Sequence>,
     cache: Weak<Cache>,
 }
 
 impl Sequence {
     pub fn new(sequence: core::Sequence, cache: Weak<Cache>) -> Self {
-        let sequence = Arc::new(Exclusive::new(sequence));
+        let sequence = Exclusive::new(sequence);
         Self { sequence, cache }
     }
 
@@ -40,12 +40,15 @@ impl Sequence {
 impl Drop for Sequence {
     /// A sequence that was not released gives its blocks back when it is collected.
     fn drop(&mut self) {
-        let used = self.sequence.try_use();
-        if !used.is_some_and(|sequence| sequence.is_committed()) {
+        let Some(mut sequence) = self.sequence.try_use() else {
             return;
-        }
-        if let Some(cache) = self.cache.upgrade() {
-            cache.collect(&self.sequence);
+        };
+        if sequence.is_committed() {
+            sequence.abandon();
+            drop(sequence);
+            if let Some(cache) = self.cache.upgrade() {
+                cache.reclaim();
+            }
         }
     }
 }
@@ -87,10 +90,7 @@ impl Sequence {
         min_pin_blocks: Option<Number<names::MinPinBlocks>>,
         pin_prefix: bool,
     ) -> PyResult<()> {
-        let pins = pin.then(|| Pins {
-            min_distance: min_pin_blocks.map_or(0, |least| least.0),
-            prefix: pin_prefix,
-        });
+        let pins = pin.then(|| Pins::new(min_pin_blocks.map_or(0, |least| least.0), pin_prefix));
         let retention = match interval {
             None if pin => return Err(out_of_range("interval", "must not be None with pin")),
             None => Retention::Everything,

@@ -1,15 +1,16 @@
 //! A cache in either form of its pool, shared between the Python object and the sequences it made.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use prefixcache_core::cache;
-use prefixcache_core::events::{EventReader, Journal, MAX_UNTAKEN};
+use prefixcache_core::PrefixCache;
+use prefixcache_core::error::InvalidArgument;
+use prefixcache_core::events::{EventLog, EventReader, MAX_UNREAD};
 use prefixcache_core::hash::HashConfig;
-use prefixcache_core::ledger::{Ledger, LedgerStats};
-use prefixcache_core::pool::{BlockPool, Mode, Shared, SingleWriter};
-use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
+use prefixcache_core::hints::HintStats;
+
+use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
+use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -21,49 +22,30 @@ use crate::writer::{Threads, Writer, Writing};
 /// Blocks of events that the writer receives in one call for a reader that is late: about half a millisecond.
 const RECEIVED_AT_ONCE: usize = 1 << 10;
 
-/// A sequence that outlives its Python object where its blocks cannot be given back at once.
-pub type SharedSequence = Arc<Exclusive<Sequence>>;
+/// A cache to look at.
+pub type Reader = PrefixCache<AnyReader>;
 
-/// A pool in either of its forms, or what lies over it.
-pub enum Either<A, B> {
-    SingleWriter(A),
-    Shared(B),
-}
-
-/// A cache over either form of the pool.
-pub type Core =
-    Either<cache::PrefixCache<BlockPool<SingleWriter>>, cache::PrefixCache<BlockPool<Shared>>>;
-
-/// Evaluates an expression about a pool or a cache, whichever form it has.
-macro_rules! on {
-    ($either:expr, |$one:ident| $work:expr) => {
-        match $either {
-            $crate::shared_cache::Either::SingleWriter($one) => $work,
-            $crate::shared_cache::Either::Shared($one) => $work,
-        }
-    };
-}
-pub(crate) use on;
+/// A cache to change.
+pub type Core = PrefixCache<AnyWriter>;
 
 /// What a sequence knows of its cache, which may be collected before it.
 pub struct Cache {
-    core: Core,
-    writer: Writer<Ledger>,
+    reader: Reader,
+    writer: Writer<Core>,
     hints: HintCounts,
     closed: AtomicBool,
-    abandoned: Abandoned,
-    /// The slice of a shrink that is under way.
+    /// The slice of a shrink that is in flight.
     pub moves: Exclusive<Moves>,
     /// The reader of what can be found, where somebody wants to know.
     pub events: OnceLock<Exclusive<EventReader>>,
 }
 
-/// What the writer's ledger says of itself, for all threads. Relaxed, all of it: the counts are for people.
+/// What the writer says of hints, for all threads. Relaxed, all of it: the counts are for people.
 #[derive(Default)]
 pub struct HintCounts([AtomicU64; 3]);
 
 impl HintCounts {
-    fn publish(&self, stats: LedgerStats) {
+    fn publish(&self, stats: HintStats) {
         let counts = [stats.hinted as u64, stats.demoted, stats.expired];
         for (count, now) in self.0.iter().zip(counts) {
             count.store(now, Ordering::Relaxed);
@@ -76,107 +58,89 @@ impl HintCounts {
     }
 }
 
-/// Sequences that were collected with their blocks while their thread could not write.
-#[derive(Default)]
-struct Abandoned {
-    sequences: Mutex<Vec<SharedSequence>>,
-    /// Whether there are any: every call that writes asks.
-    any: AtomicBool,
-}
-
-impl Abandoned {
-    fn lock(&self) -> MutexGuard<'_, Vec<SharedSequence>> {
-        self.sequences
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn push(&self, sequence: SharedSequence) {
-        let mut sequences = self.lock();
-        sequences.push(sequence);
-        // Relaxed, as wherever the flag is set: the lock orders it.
-        self.any.store(true, Ordering::Relaxed);
-    }
-
-    fn take_all(&self) -> Vec<SharedSequence> {
-        // Relaxed: what is missed here is found by the next call that writes.
-        if !self.any.load(Ordering::Relaxed) {
-            return Vec::new();
-        }
-        let mut sequences = self.lock();
-        self.any.store(false, Ordering::Relaxed);
-        std::mem::take(&mut sequences)
-    }
-}
-
 impl Cache {
+    /// A cache whose hints may raise this `share` of the pool for each owner.
     pub fn new(
         hashing: HashConfig,
         weights: Option<WeightsName>,
         pool: PoolConfig,
         threads: Threads,
-        ledger: Ledger,
+        share: f64,
     ) -> PyResult<Self> {
+        let (reader, writer) = match threads {
+            Threads::SingleWriter => {
+                let pool = pool::Writer::new(pool).map_err(IntoPyErr::into_py_err)?;
+                let cache = cache_over(AnyWriter::One(pool), hashing, weights);
+                let cache = cache.and_then(|cache| cache.with_hints(share));
+                let cache = cache.map_err(IntoPyErr::into_py_err)?;
+                (cache.reader(), Writer::one(cache))
+            }
+            Threads::Shared => {
+                let pool = MultiWriter::shared(pool).map_err(IntoPyErr::into_py_err)?;
+                let cache = cache_over(pool, hashing, weights).map_err(IntoPyErr::into_py_err)?;
+                let make = move || Core::from(cache.clone());
+                (make().reader(), Writer::many(make))
+            }
+        };
         Ok(Self {
-            core: Core::new(hashing, weights, pool, threads)?,
-            writer: Writer::new(threads, ledger),
+            reader,
+            writer,
             hints: HintCounts::default(),
             closed: AtomicBool::new(false),
-            abandoned: Abandoned::default(),
             moves: Exclusive::new(Moves::default()),
             events: OnceLock::new(),
         })
     }
 
-    /// The cache, to read.
-    pub fn core(&self) -> PyResult<&Core> {
+    /// The cache, to look at.
+    pub fn reader(&self) -> PyResult<&Reader> {
         // Relaxed: the flag orders nothing; the pool itself outlives every call.
         if self.closed.load(Ordering::Relaxed) {
             return Err(PyRuntimeError::new_err("the cache is closed"));
         }
-        Ok(&self.core)
+        Ok(&self.reader)
     }
 
-    /// The cache, to change while the second value lives.
-    pub fn core_to_write(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
-        let (core, writing) = (self.core()?, self.writer.write()?);
-        for sequence in self.abandoned.take_all() {
-            core.release_collected(&sequence);
-        }
-        self.receive_late_events(core);
-        Ok((core, writing))
+    /// The cache, to change.
+    pub fn write(&self) -> PyResult<Writing<'_, Core>> {
+        self.reader()?;
+        let mut writing = self.writer.write()?;
+        writing.reclaim();
+        self.receive_late_events(&writing);
+        Ok(writing)
     }
 
     /// Receives events in the place of a reader that has not for long, so that what waits is bounded.
-    fn receive_late_events(&self, core: &Core) {
+    fn receive_late_events(&self, cache: &Core) {
         let Some(events) = self.events.get() else {
             return;
         };
-        let pending = on!(core, |cache| cache.store().journal()).map_or(0, Journal::num_pending);
-        if pending > MAX_UNTAKEN
+        let pending = cache.store().event_log().map_or(0, EventLog::num_pending);
+        if pending > MAX_UNREAD
             && let Some(mut reader) = events.try_use()
         {
             reader.receive(RECEIVED_AT_ONCE);
         }
     }
 
-    /// The cache, which no single writer changes while the second value lives.
-    pub fn core_at_rest(&self) -> PyResult<(&Core, Writing<'_, Ledger>)> {
-        Ok((self.core()?, self.writer.pause()?))
+    /// The cache, which no single writer changes meanwhile.
+    pub fn pause(&self) -> PyResult<Writing<'_, Core>> {
+        self.reader()?;
+        self.writer.pause()
     }
 
-    /// Calls `work`, which changes the cache, with the ledger of a single writer.
-    pub fn write_with_ledger<T>(
-        &self,
-        work: impl FnOnce(&Core, Option<&mut Ledger>) -> T,
-    ) -> PyResult<T> {
-        let (core, mut writing) = self.core_to_write()?;
-        let outcome = work(core, writing.as_mut().map(|seat| &mut seat.own));
-        if let Some(seat) = &mut writing {
-            on!(core, |cache| seat.own.forget_lost(cache.store()));
-            self.hints.publish(seat.own.stats());
-        }
+    /// Calls `work`, which changes the cache, and publishes what has become of hints.
+    pub fn write_hinted<T>(&self, work: impl FnOnce(&mut Core) -> T) -> PyResult<T> {
+        let cache = &mut *self.write()?;
+        let outcome = work(cache);
+        self.hints.publish(cache.hint_stats());
         Ok(outcome)
+    }
+
+    /// Bounds the free blocks that keep their content. The calling thread does not become the writer.
+    pub fn set_max_cached(&self, bound: Option<usize>) -> PyResult<()> {
+        self.pause()?.set_max_cached(bound);
+        Ok(())
     }
 
     /// Counts about hints. Any thread.
@@ -184,21 +148,21 @@ impl Cache {
         self.hints.get()
     }
 
-    /// Whether any thread may write, so that there is no ledger.
+    /// Whether any thread may write, so that hints are not looked at.
     pub fn is_shared(&self) -> bool {
         self.writer.is_shared()
     }
 
-    /// Makes the calling thread the writer.
+    /// Makes the calling thread the one that writes.
     pub fn adopt_writer(&self) -> PyResult<()> {
         self.writer.adopt()
     }
 
     /// The reader of what can be found.
     pub fn events(&self) -> PyResult<&Exclusive<EventReader>> {
-        self.core()?;
-        let untold = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
-        self.events.get().ok_or_else(untold)
+        self.reader()?;
+        let missing = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
+        self.events.get().ok_or_else(missing)
     }
 
     /// Refuses every later call.
@@ -206,63 +170,31 @@ impl Cache {
         self.closed.store(true, Ordering::Relaxed);
     }
 
-    /// Takes the blocks of a collected sequence back, now or in the next call that writes.
-    pub fn collect(&self, sequence: &SharedSequence) {
-        match self.writer.write() {
-            Ok(_writing) => self.core.release_collected(sequence),
-            // Another thread is the writer, or a call is writing.
-            Err(_) => self.abandoned.push(Arc::clone(sequence)),
+    /// Takes the blocks of collected sequences back, unless another thread is the writer, or a call is writing:
+    /// then the next call that writes does.
+    pub fn reclaim(&self) {
+        if let Ok(mut writing) = self.writer.write() {
+            writing.reclaim();
         }
     }
 }
 
-impl Core {
-    fn new(
-        hashing: HashConfig,
-        weights: Option<WeightsName>,
-        pool: PoolConfig,
-        threads: Threads,
-    ) -> PyResult<Self> {
-        Ok(match threads {
-            Threads::SingleWriter => Self::SingleWriter(cache_over(hashing, weights, pool)?),
-            Threads::Shared => Self::Shared(cache_over(hashing, weights, pool)?),
-        })
-    }
-
-    /// Gives back the blocks of a sequence that no call can use any more.
-    fn release_collected(&self, sequence: &SharedSequence) {
-        let Some(mut sequence) = sequence.try_use() else {
-            return;
-        };
-        // It holds its blocks, so the pool takes them; there is nobody to tell of a broken invariant.
-        let _ = on!(self, |cache| cache.release(&mut [&mut *sequence]));
-    }
-
-    /// The null block counted.
-    pub fn num_blocks(&self) -> usize {
-        on!(self, |cache| cache.store().num_blocks())
-    }
-
-    /// How many of the blocks of a prompt a count of its hits looks at.
-    pub fn blocks_looked_at(&self, num_blocks: usize) -> usize {
-        match self {
-            Self::SingleWriter(cache) if cache.counts_by_bisection() => {
-                num_blocks.checked_ilog2().unwrap_or(0) as usize
-            }
-            _ => num_blocks,
-        }
-    }
-}
-
-fn cache_over<M: Mode>(
+fn cache_over<S: BlockStore>(
+    pool: S,
     hashing: HashConfig,
     weights: Option<WeightsName>,
-    pool: PoolConfig,
-) -> PyResult<cache::PrefixCache<BlockPool<M>>> {
-    let pool = BlockPool::new(pool).map_err(IntoPyErr::into_py_err)?;
-    let cache = cache::PrefixCache::new(hashing, pool).map_err(IntoPyErr::into_py_err)?;
+) -> Result<PrefixCache<S>, InvalidArgument> {
+    let cache = PrefixCache::new(hashing, pool)?;
     Ok(match weights {
         Some(name) => cache.with_weights(name),
         None => cache,
     })
+}
+
+/// How many of the blocks of a prompt a count of its hits looks at.
+pub fn blocks_looked_at(cache: &Reader, num_blocks: usize) -> usize {
+    match cache.counts_by_bisection() {
+        true => num_blocks.checked_ilog2().unwrap_or(0) as usize,
+        false => num_blocks,
+    }
 }

@@ -1,5 +1,6 @@
-//! Which threads may change a cache: any, or one at a time, which a second one is told.
+//! Which threads may change a cache: any, or one at a time; a second one gets an error.
 
+use std::ops::{Deref, DerefMut};
 use std::thread::{self, ThreadId};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -8,17 +9,44 @@ use pyo3::prelude::*;
 use crate::arguments::Word;
 use crate::exclusive::{Exclusive, Using};
 
-/// The right to change a cache until it is dropped, and what belongs to its single writer.
-pub type Writing<'a, T = ()> = Option<Using<'a, Seat<T>>>;
+/// What changes a cache or a pool.
+pub enum Writer<T> {
+    /// The only one, lent to one call of one thread at a time.
+    One(Exclusive<Lent<T>>),
+    /// Each call makes its own.
+    Many(Box<dyn Fn() -> T + Send + Sync>),
+}
 
-/// The writing thread of a single-writer cache, once there is one; nothing for a shared cache.
-pub struct Writer<T = ()>(Option<Exclusive<Seat<T>>>);
-
-/// The place of a single writer.
-pub struct Seat<T> {
+/// The only writer, and the thread that writes, once there is one.
+pub struct Lent<T> {
     thread: Option<ThreadId>,
-    /// What the writer alone uses.
-    pub own: T,
+    writer: T,
+}
+
+/// A writer until it is dropped.
+pub enum Writing<'a, T> {
+    One(Using<'a, Lent<T>>),
+    Many(T),
+}
+
+impl<T> Deref for Writing<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match self {
+            Self::One(lent) => &lent.writer,
+            Self::Many(writer) => writer,
+        }
+    }
+}
+
+impl<T> DerefMut for Writing<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        match self {
+            Self::One(lent) => &mut lent.writer,
+            Self::Many(writer) => writer,
+        }
+    }
 }
 
 /// Which threads may change a cache: one at a time, or any.
@@ -37,40 +65,44 @@ impl Word for Threads {
 }
 
 impl<T> Writer<T> {
-    pub fn new(threads: Threads, own: T) -> Self {
-        let single = threads == Threads::SingleWriter;
-        Self(single.then(|| Exclusive::new(Seat { thread: None, own })))
+    pub fn one(writer: T) -> Self {
+        let thread = None;
+        Self::One(Exclusive::new(Lent { thread, writer }))
+    }
+
+    pub fn many(make: impl Fn() -> T + Send + Sync + 'static) -> Self {
+        Self::Many(Box::new(make))
     }
 
     /// Whether any thread may write at any time.
     pub fn is_shared(&self) -> bool {
-        self.0.is_none()
+        matches!(self, Self::Many(_))
     }
 
-    /// The right to write; the first thread to ask becomes the writer.
+    /// The writer; the first thread to ask for the only one is the one that has it.
     pub fn write(&self) -> PyResult<Writing<'_, T>> {
         let mut writing = self.pause()?;
-        if let Some(seat) = &mut writing {
+        if let Writing::One(lent) = &mut writing {
             let this = thread::current().id();
-            if *seat.thread.get_or_insert(this) != this {
+            if *lent.thread.get_or_insert(this) != this {
                 return Err(second_writer());
             }
         }
         Ok(writing)
     }
 
-    /// Keeps a single writer from writing, for a look at the whole structure.
+    /// The writer, whichever thread has it, for a look at the whole structure.
     pub fn pause(&self) -> PyResult<Writing<'_, T>> {
-        let Some(writer) = &self.0 else {
-            return Ok(None);
-        };
-        writer.try_use().map(Some).ok_or_else(second_writer)
+        match self {
+            Self::One(one) => one.try_use().map(Writing::One).ok_or_else(second_writer),
+            Self::Many(make) => Ok(Writing::Many(make())),
+        }
     }
 
-    /// Makes the calling thread the writer.
+    /// Makes the calling thread the one that writes.
     pub fn adopt(&self) -> PyResult<()> {
-        if let Some(seat) = &mut self.pause()? {
-            seat.thread = Some(thread::current().id());
+        if let Writing::One(lent) = &mut self.pause()? {
+            lent.thread = Some(thread::current().id());
         }
         Ok(())
     }

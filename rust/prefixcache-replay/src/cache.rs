@@ -3,13 +3,12 @@
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
+use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
-use prefixcache_core::ledger::Ledger;
-use prefixcache_core::losses::{Loss, LostBlock};
 use prefixcache_core::{
-    BlockPool, BlockStore, EvictionPolicy, Extras, Groups, HashConfig, PoolConfig, PrefixCache,
-    Scope, Sequence, SingleWriter,
+    EvictionPolicy, Extras, Groups, HashConfig, Lookup, PoolConfig, PrefixCache, Scope, Sequence,
+    Writer,
 };
 use thiserror::Error;
 
@@ -77,15 +76,14 @@ pub enum ConfigError {
     /// The cache could not be made.
     #[error(transparent)]
     Argument(#[from] InvalidArgument),
-    /// There is no memory for what is told of lost blocks.
+    /// There is no memory for the log of evictions.
     #[error(transparent)]
     Listen(#[from] ListenError),
 }
 
 /// A cache, and what its requests found.
 pub struct Cache {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
-    ledger: Ledger,
+    cache: PrefixCache<Writer>,
     /// What is said of every prompt, whatever the trace says.
     hints: Vec<Hint>,
     num_blocks: usize,
@@ -119,13 +117,12 @@ fn event_hash(hash: &BlockHash) -> u64 {
 impl Cache {
     /// A cache without content, for traces of this block size.
     pub fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
-        let pool = BlockPool::<SingleWriter>::new(PoolConfig {
-            eviction_policy: config.eviction_policy,
-            ..PoolConfig::new(config.num_blocks.saturating_add(1))
-        })?;
+        let pool = Writer::new(
+            PoolConfig::new(config.num_blocks.saturating_add(1))
+                .with_eviction_policy(config.eviction_policy),
+        )?;
         Ok(Self {
-            cache: PrefixCache::new(hash_config()?, pool)?,
-            ledger: Ledger::new(1.0)?,
+            cache: PrefixCache::new(hash_config()?, pool)?.with_hints(1.0)?,
             hints: config.hints.clone(),
             num_blocks: config.num_blocks,
             block_size,
@@ -187,11 +184,8 @@ impl Cache {
     }
 
     fn set_time(&mut self, now: Duration) {
-        if let Some(reuse) = self.cache.store().reuse_queue() {
-            reuse.set_time(now);
-        }
-        self.ledger.set_time(now);
-        self.ledger.demote_expired(self.cache.store(), MAX_EXPIRED);
+        self.cache.set_time(now);
+        self.cache.demote_expired(MAX_EXPIRED);
     }
 
     fn run_blocks(&mut self, waiting: &mut Waiting) -> Result<usize, CacheError> {
@@ -199,23 +193,22 @@ impl Cache {
         let sequence = &mut waiting.sequence;
         let length = sequence.num_tokens();
         let hit_slots = hits * BLOCK_SIZE;
-        let cache = &self.cache;
-        let taken = cache.commit_prefix_plan(sequence, hit_slots, length - hit_slots)?;
+        let taken = self
+            .cache
+            .commit_prefix_plan(sequence, hit_slots, length - hit_slots)?;
         assert_eq!(
             taken,
             Some(hit_slots),
             "a pool that nobody else uses has room"
         );
-        self.ledger.note_hits(cache.store(), sequence);
         let length = self.add_answer(sequence, &waiting.answer)?;
         self.cache.mark_blocks_filled(&mut [sequence], &[length])?;
-        let ledger = &mut self.ledger;
-        self.cache.release_with_hints(ledger, &mut [sequence])?;
+        self.cache.release(&mut [sequence])?;
         Ok(hits)
     }
 
     /// The tokens that the sequence then has.
-    fn add_answer(&self, sequence: &mut Sequence, answer: &[u32]) -> Result<usize, CacheError> {
+    fn add_answer(&mut self, sequence: &mut Sequence, answer: &[u32]) -> Result<usize, CacheError> {
         if !answer.is_empty() {
             sequence.extend(answer);
             let upto = sequence.num_tokens();
@@ -224,7 +217,7 @@ impl Cache {
         Ok(sequence.num_tokens())
     }
 
-    /// Keeps lost blocks for [`Self::take_lost`] from now on: those of one request at least.
+    /// Keeps evicted blocks for [`Self::take_lost`] from now on: those of one request at least.
     pub fn listen(&self) -> Result<(), ListenError> {
         let capacity = (self.num_blocks + 1).next_power_of_two();
         self.cache.store().listen(capacity, &[])
@@ -232,15 +225,17 @@ impl Cache {
 
     /// The blocks that nobody has any more, as KV events name them, since the last call.
     pub fn take_lost(&self, lost: &mut Vec<u64>) {
-        let mut losses = Vec::new();
-        self.cache.store().take_losses(usize::MAX, &mut losses);
-        let last = losses.iter().filter_map(|loss| match loss {
-            Loss::Block(LostBlock {
+        let mut evictions = Vec::new();
+        self.cache
+            .store()
+            .take_evictions(usize::MAX, &mut evictions);
+        let last = evictions.iter().filter_map(|loss| match loss {
+            Eviction::Block(EvictedBlock {
                 hash,
                 is_last: true,
                 ..
             }) => Some(event_hash(hash)),
-            Loss::Block(_) | Loss::Everything => None,
+            Eviction::Block(_) | Eviction::Everything => None,
         });
         lost.clear();
         lost.extend(last);
@@ -257,14 +252,7 @@ impl Cache {
 }
 
 fn hash_config() -> Result<HashConfig, InvalidArgument> {
-    Ok(HashConfig {
-        model: "trace".into(),
-        revision: String::new(),
-        kv_dtype: String::new(),
-        arithmetic: String::new(),
-        block_size: BLOCK_SIZE,
-        groups: Groups::full(1)?,
-    })
+    Ok(HashConfig::new(BLOCK_SIZE, Groups::full(1)?).with_model("trace", "", ""))
 }
 
 fn tokens(blocks: &[BlockKey]) -> Vec<u32> {

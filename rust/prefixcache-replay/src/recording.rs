@@ -12,4 +12,4 @@ pub use events::{Counters, Event, Header, Line, Policy, RecordedHint};
 pub(crate) use events::{hint_of, part_path};
 pub use exact::{Agreement, replay};
 pub(crate) use names::parse as parse_names;
-pub use names::write as write_name;
+pub use names::{Pseudonyms, write as write_name};

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
+use prefixcache_core::clock::Clock;
 use prefixcache_core::id::BlockHash;
 use prefixcache_core::policy::{ReuseQueue, Turn};
 use prefixcache_replay::trace::{BlockKey, Reader, Request};
@@ -101,7 +102,7 @@ impl Names {
 /// Asks both of each request, in the order of the trace.
 fn answers(requests: &[Request]) -> impl Iterator<Item = (Answer, Answer)> {
     let names = Names::new(requests);
-    let policy = ReuseQueue::new(BLOCKS).unwrap();
+    let policy = ReuseQueue::new(BLOCKS, Clock::default()).unwrap();
     policy.set_time(Duration::ZERO);
     let mut history = History::default();
     requests.iter().map(move |request| {

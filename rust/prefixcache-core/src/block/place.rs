@@ -74,10 +74,23 @@ impl Class {
         Self(Self::OF_BANDS[band.index()])
     }
 
+    /// The band of the blocks of each class.
+    const BANDS: [Band; Self::COUNT] = {
+        let mut bands = [Band::DEFAULT; Self::COUNT];
+        let mut band = 0;
+        while band < Band::COUNT {
+            bands[Self::OF_BANDS[band] as usize] = Band::new(band as u8);
+            band += 1;
+        }
+        // Pins are the second class of the band before theirs.
+        bands[Self::PINNED.index()] = bands[Self::PINNED.index() - 1];
+        bands
+    };
+
     /// The band that blocks of this class are of.
-    pub(crate) fn band(self) -> Band {
-        let first = |band: &Band| Self::of_band(*band) <= self;
-        Band::all().rfind(first).unwrap_or_default()
+    #[inline]
+    pub(crate) const fn band(self) -> Band {
+        Self::BANDS[self.index()]
     }
 
     /// The ring of one of the default class's queues.

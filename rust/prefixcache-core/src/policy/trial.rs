@@ -17,7 +17,7 @@ const ONE: u64 = 1 << 16;
 /// Updates of the scores in which a hit's weight falls to a third.
 const MEMORY: u64 = 32;
 
-/// LRU is taken unless the scores' order has more hits by one in so many, as the sample errs by as much.
+/// LRU is taken unless the scores' order has more hits by one in this many, as the sample errs by as much.
 const MARGIN: u64 = 64;
 
 /// Sampled blocks that wait, by queue and bucket of age.

@@ -1,8 +1,8 @@
 //! Giving up content: on request, and above a bound on the blocks that stand in line with theirs.
 
 use super::BlockPool;
-use crate::free_stack::Chain;
-use crate::losses::Cause;
+use super::free_stack::Chain;
+use crate::evictions::Cause;
 use crate::sync::{AtomicUsize, Mode, Ordering};
 
 use Ordering::Relaxed;
@@ -55,7 +55,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Gives up the content of the first `count` blocks that stand in line with theirs; how many there were.
     pub(super) fn give_up(&self, count: usize, cause: Cause) -> usize {
-        // An allocation beside this may count on all other blocks.
+        // An allocation meanwhile may count on all other blocks.
         let at_once = if M::SHARED { 1 } else { count };
         let mut given_up = 0;
         while given_up < count {
@@ -70,7 +70,7 @@ impl<M: Mode> BlockPool<M> {
 
     fn give_up_some(&self, count: usize, cause: Cause) -> usize {
         let mut inside = self.credits.enter::<M>();
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         self.take_stale(credits, &mut ids);

@@ -3,16 +3,16 @@
 use std::num::NonZeroU64;
 
 use super::BlockPool;
+use super::index::{Index, Only, Spot};
 use crate::band::Band;
 use crate::block::Transition::Done;
 use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
-use crate::index::{Index, Only, Spot};
 use crate::store::{BlockKey, MAX_COPIES, Registration};
 use crate::sync::{AtomicU64, Fault, Mode, Ordering, OwnLine, planted, prefetch};
 
-use Ordering::{Acquire, Release};
+use Ordering::{Acquire, Relaxed, Release};
 
 /// Keys that are looked up together.
 const BATCH: usize = 16;
@@ -53,8 +53,10 @@ impl Contents {
 
     /// Says that content of this epoch may be lost out of order.
     pub(super) fn disorder(&self) {
-        // Release: whoever reads it sees the change that it stands for.
-        self.disordered.store(self.epoch().get() + 1, Release);
+        if !planted(Fault::KeepOrder) {
+            // Release: whoever reads it sees the change that it stands for.
+            self.disordered.store(self.epoch().get() + 1, Release);
+        }
     }
 
     /// Whether all content of this epoch is lost in order.
@@ -64,7 +66,7 @@ impl Contents {
     }
 
     /// The number of the next registration; they start at 1.
-    fn next_seq<M: Mode>(&self) -> u64 {
+    pub(super) fn next_seq<M: Mode>(&self) -> u64 {
         M::fetch_add(&self.census.0.registrations, 1) + 1
     }
 
@@ -267,12 +269,13 @@ impl<M: Mode> BlockPool<M> {
     // Registering.
 
     /// Lets a block that the caller holds be found under `key`.
-    pub(super) fn enter(
+    pub(super) fn register(
         &self,
         id: BlockId,
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse> {
+        self.check_held(id)?;
         loop {
             let over = epoch != self.contents.epoch() && !planted(Fault::EpochOfNow);
             if over || self.is_retired(id) {
@@ -345,35 +348,20 @@ impl<M: Mode> BlockPool<M> {
             self.number_others(spot, &content, epoch);
         }
         let before = |other: &Found| other.seq.get() < block.seq();
-        let twin = early.unwrap_or_else(|| look().filter(before));
+        let duplicate = early.unwrap_or_else(|| look().filter(before));
         self.end_claim(id, entered);
-        match twin {
+        match duplicate {
             _ if !entered => Registration::Stale,
             Some(other) => {
-                self.note_twins_above_default(spot, &content);
-                Registration::Twin(other.id)
+                if !M::SHARED {
+                    block.note_copy();
+                    self.block(other.id).note_copy();
+                }
+                self.note_duplicates_above_default(spot, &content);
+                Registration::Duplicate(other.id)
             }
             None => Registration::New,
         }
-    }
-
-    /// Gives a registration its final number. The content can be found from here on.
-    ///
-    /// Of several threads that register the same content exactly one is told that it is the first, and
-    /// its block is the one that hits. A number is drawn after the entry stands, by the registering
-    /// thread or one that helps it. So whoever draws a later number sees the entry, and numbers it
-    /// before it compares. If that comes in time, the helped registration is the later one after all.
-    fn number(&self, block: &Block, open: u64) {
-        block.number_registration::<M>(open, self.contents.next_seq::<M>());
-    }
-
-    fn number_others(&self, spot: Spot, content: &Content, epoch: Epoch) {
-        self.index.for_each_candidate(spot, |id| {
-            let block = self.block(id);
-            if let Some(open) = block.matches_open(content, epoch) {
-                self.number(block, open);
-            }
-        });
     }
 
     /// Makes the index entry of a claimed block whose content is written, or takes that content back;
@@ -381,7 +369,7 @@ impl<M: Mode> BlockPool<M> {
     fn enter_index(&self, id: BlockId, spot: Spot, content: &Content, epoch: Epoch) -> bool {
         let ended = |id| self.spot_if_ended(id);
         let room =
-            self.replace_surplus(id, spot, content) || self.index.insert::<M>(spot, id, ended);
+            self.replace_excess(id, spot, content) || self.index.insert::<M>(spot, id, ended);
         if !room {
             M::add(&self.counters.drops, 1);
         }
@@ -402,18 +390,18 @@ impl<M: Mode> BlockPool<M> {
         entered
     }
 
-    // Twins.
+    // Duplicates.
 
     /// Gives a block the index entry of a copy of its content that is one too many; whether there was one.
     ///
     /// The copy is free and the block is held, so the block is given back after it: whatever stands in
     /// line before the copy still stands before a block with its content. In a pool that several
     /// threads change, the copy may be touched meanwhile. It is a valid hit, and can be found no more.
-    fn replace_surplus(&self, id: BlockId, spot: Spot, content: &Content) -> bool {
+    fn replace_excess(&self, id: BlockId, spot: Spot, content: &Content) -> bool {
         if self.index.only_candidate(spot) != Only::Unclear {
             return false;
         }
-        let surplus = self.surplus_copy(spot, content);
+        let surplus = self.excess_copy(spot, content);
         let replaced = surplus.is_some_and(|copy| self.index.replace::<M>(spot, copy, id));
         if replaced {
             M::add(&self.counters.surplus, 1);
@@ -424,7 +412,7 @@ impl<M: Mode> BlockPool<M> {
     /// Of [`MAX_COPIES`] or more blocks with one content, the last registered one, but for the first, that
     /// is free in the default class.
     #[cold]
-    fn surplus_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
+    fn excess_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
         let (mut copies, mut first, mut last_free) = (0, None::<Found>, None::<Found>);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
@@ -452,7 +440,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Content whose copies are of different classes may be lost out of order: those who hold one of the
     /// others may hold, further on, blocks that outlive it by their class.
-    fn note_twins_above_default(&self, spot: Spot, content: &Content) {
+    fn note_duplicates_above_default(&self, spot: Spot, content: &Content) {
         let (mut copies, mut above) = (0, false);
         self.for_each_copy(spot, content, |copy| {
             copies += 1;
@@ -463,11 +451,11 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// [`Self::note_twins_above_default`] for the content of a held block.
-    fn note_twins_of(&self, key: &BlockKey) {
+    /// [`Self::note_duplicates_above_default`] for the content of a held block.
+    fn note_duplicates_of(&self, key: &BlockKey) {
         let content = Content::from(key);
         let spot = self.index.spot(&content, self.contents.epoch());
-        self.note_twins_above_default(spot, &content);
+        self.note_duplicates_above_default(spot, &content);
     }
 
     // Pins.
@@ -477,7 +465,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Pins the content of held blocks; how much of it was not pinned before.
-    pub(super) fn pin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+    pub(super) fn pin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let mut pinned = 0;
         let outcome = ids.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -499,14 +487,14 @@ impl<M: Mode> BlockPool<M> {
             .find(&key)
             .filter(|&hit| !self.is_pinned(hit))
             .is_some_and(|hit| self.classify(hit, id, &key, State::pinned));
-        self.note_twins_of(&key);
+        self.note_duplicates_of(&key);
         pinned
     }
 
     /// Takes the pins from the content of held blocks; how much of it was pinned.
     ///
     /// Blocks that follow them, in other requests, may stay pinned and outlive them.
-    pub(super) fn unpin_all(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+    pub(super) fn unpin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
         let mut unpinned = 0;
         let outcome = ids.iter().try_for_each(|&id| {
             self.check_held(id)?;
@@ -539,16 +527,13 @@ impl<M: Mode> BlockPool<M> {
 
     // Bands.
 
-    /// The band of the copy that hits for `key`, pins left aside.
-    pub(super) fn band_of(&self, key: &BlockKey) -> Option<Band> {
-        let hit = self.find(key)?;
-        Some(self.block(hit).state().own_class().band())
-    }
-
     /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
     /// is one. The caller may hold `held`.
-    pub(super) fn set_band_of(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        let Some(hit) = self.find(key) else {
+    pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        // Relaxed: the thread that gives bands evicts too.
+        self.gives_bands.store(true, Relaxed);
+        let is_alone = self.is_only_copy(held);
+        let Some(hit) = is_alone.then_some(held).or_else(|| self.find(key)) else {
             return false;
         };
         let change = |state: State| match state.own_class().band() == band {
@@ -560,10 +545,21 @@ impl<M: Mode> BlockPool<M> {
         if band < Band::DEFAULT {
             // What follows the content in other requests may be of a higher band.
             self.contents.disorder();
-        } else if !held.is_null() {
-            self.note_twins_of(key);
+        } else if !held.is_null() && !is_alone {
+            self.note_duplicates_of(key);
         }
         true
+    }
+
+    /// Whether a block that the caller holds is the one that hits for its content, and no other was ever registered
+    /// with that. Always false where several threads register.
+    #[inline]
+    pub(super) fn is_only_copy(&self, id: BlockId) -> bool {
+        if M::SHARED || id.is_null() {
+            return false;
+        }
+        let block = self.block(id);
+        block.seq() != 0 && !block.is_copied() && self.is_current(block) && !self.is_retired(id)
     }
 
     /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of
@@ -698,7 +694,7 @@ mod tests {
     use super::super::SingleWriter;
     use super::*;
     use crate::id::{BlockHash, GroupId};
-    use crate::store::{BlockStore, PoolConfig};
+    use crate::store::{Lookup, PoolConfig};
 
     /// After 2^32 clears content would be found again if the record kept 32 bits of its epoch alone.
     #[test]

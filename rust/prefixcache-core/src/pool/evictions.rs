@@ -1,38 +1,40 @@
-//! What the pool tells of content that is lost: see [`losses`](crate::losses).
+//! What the pool reports of content that blocks lose: see [`evictions`](crate::evictions).
 
 use std::time::Duration;
 
 use super::BlockPool;
+use super::index::Spot;
 use crate::band::Band;
 use crate::block::{Class, Content};
 use crate::error::{InvalidArgument, ListenError};
-use crate::events::{EventReader, Journal};
+use crate::events::{EventLog, EventReader};
+use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
 use crate::id::BlockId;
-use crate::index::Spot;
-use crate::losses::{Cause, Loss, Losses, ReuseGaps};
-use crate::store::{BlockKey, BlockStore};
-use crate::sync::{Fault, Mode, SingleWriter, planted};
+use crate::store::{BlockKey, HintedChange};
+use crate::sync::{Fault, Mode, Ordering::Relaxed, SingleWriter, planted};
 
-/// The most losses that a log may hold: 4 GiB of them.
+/// The most evictions that a log may hold: 4 GiB of them.
 const MAX_CAPACITY: usize = 1 << 26;
 
 impl BlockPool<SingleWriter> {
-    /// Tells the reader, from now on, of blocks of `block_size` tokens that can be found and cannot any more. Once
+    /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more. Once
     /// in a pool's life, before anything is cached: of that the reader would never know.
     ///
     /// Of one writer alone, whose changes have an order.
-    pub fn keep_journal(&self, block_size: usize) -> Result<EventReader, ListenError> {
+    pub(super) fn keep_events(&self, block_size: usize) -> Result<EventReader, ListenError> {
         if self.contents.cached() > 0 {
             return Err(ListenError::Late);
         }
-        let (journal, reader) = Journal::new(block_size);
-        self.journal.set(journal).map_err(|_| ListenError::Twice)?;
+        let (event_log, reader) = EventLog::new(block_size);
+        self.event_log
+            .set(event_log)
+            .map_err(|_| ListenError::Twice)?;
         Ok(reader)
     }
 }
 
 impl<M: Mode> BlockPool<M> {
-    /// Keeps a log of content that is lost from now on, of up to `capacity` blocks rounded up to a power of two,
+    /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
     /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
     /// loss and 24 a block, once they are touched.
     pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
@@ -45,129 +47,134 @@ impl<M: Mode> BlockPool<M> {
             return Err(InvalidArgument::new("gap_bounds", reason).into());
         }
         let capacity = capacity.next_power_of_two();
-        let losses = Losses::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);
-        let losses = losses.ok_or(ListenError::OutOfMemory { capacity })?;
-        self.losses.set(losses).map_err(|_| ListenError::Twice)
+        let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);
+        let log = log.ok_or(ListenError::OutOfMemory { capacity })?;
+        self.eviction_log.set(log).map_err(|_| ListenError::Twice)
     }
 
-    /// Takes up to `most` losses out of the log, the oldest first. From any thread, beside those that change the
-    /// pool; nothing where nobody listens.
-    pub fn take_losses(&self, most: usize, out: &mut Vec<Loss>) {
-        if let Some(losses) = self.losses.get() {
-            losses.take(most, out);
+    /// Takes up to `most` evictions out of the log, the oldest first. From any thread, in parallel with those that
+    /// change the pool; nothing where nobody listens.
+    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
+        if let Some(log) = self.eviction_log.get() {
+            log.take(most, out);
         }
     }
 
-    /// Losses for which the log had no room.
+    /// Evictions for which the log had no room.
     #[must_use]
-    pub fn missed_losses(&self) -> u64 {
-        self.losses.get().map_or(0, Losses::missed)
+    pub fn missed_evictions(&self) -> u64 {
+        self.eviction_log.get().map_or(0, EvictionLog::missed)
     }
 
     /// How long content waited between its uses; empty where nobody listens.
     #[must_use]
     pub fn reuse_gaps(&self) -> ReuseGaps {
-        self.losses.get().map(Losses::gaps).unwrap_or_default()
-    }
-
-    /// Sets the time of losses and policy, and ends the use of the system's clock: with times that are given, the
-    /// same calls have the same outcome.
-    pub fn set_time(&self, now: Duration) {
-        self.clock.set(now);
-        if let Some(reuse) = self.reuse_queue() {
-            reuse.set_time(now);
-        }
+        self.eviction_log
+            .get()
+            .map(EvictionLog::gaps)
+            .unwrap_or_default()
     }
 
     /// A call begins that registers, hits, gives back or loses content.
     #[inline]
-    pub(super) fn tell_time_of_batch(&self) {
-        if let Some(losses) = self.losses.get() {
-            losses.tell_time(&self.clock);
+    pub(super) fn note_time_of_batch(&self) {
+        if let Some(log) = self.eviction_log.get() {
+            log.set_time(&self.clock);
         }
     }
 
     /// Content is about to be written to a block that the caller has claimed.
     #[inline]
     pub(super) fn note_registered(&self, id: BlockId) {
-        if let Some(losses) = self.losses.get() {
-            losses.registered(id);
+        if let Some(log) = self.eviction_log.get() {
+            log.registered(id);
         }
     }
 
     /// The caller has hit these blocks and holds them.
     #[inline]
     pub(super) fn note_hits(&self, ids: &[BlockId]) {
-        if let Some(losses) = self.losses.get() {
-            losses.hit::<M>(ids);
+        if let Some(log) = self.eviction_log.get() {
+            log.hit::<M>(ids);
         }
     }
 
     /// The caller is about to give up its holds of these blocks, up to the first that nobody holds.
     #[inline]
     pub(super) fn note_released(&self, ids: &[BlockId]) {
-        if let Some(losses) = self.losses.get() {
-            losses.tell_time(&self.clock);
+        if let Some(log) = self.eviction_log.get() {
+            log.set_time(&self.clock);
             let held = ids.iter().take_while(|&&id| self.check_held(id).is_ok());
-            held.for_each(|&id| losses.released(id));
+            held.for_each(|&id| log.released(id));
         }
     }
 
     /// Content moves from a block to another.
     #[inline]
     pub(super) fn note_moved(&self, from: BlockId, to: BlockId) {
-        if let Some(losses) = self.losses.get() {
-            losses.moved(from, to);
+        if let Some(log) = self.eviction_log.get() {
+            log.moved(from, to);
+        }
+        if self.reports_bands() && self.block(from).state().own_class().band() != Band::DEFAULT {
+            self.hinted.push(HintedChange::Moved { from, to });
         }
     }
 
     pub(super) fn note_cleared(&self) {
-        if let Some(losses) = self.losses.get() {
-            losses.lost_everything::<M>();
+        if let Some(log) = self.eviction_log.get() {
+            log.note_clear::<M>();
         }
-        if let Some(journal) = self.journal.get() {
-            journal.cleared();
+        if let Some(event_log) = self.event_log.get() {
+            event_log.cleared();
         }
     }
 
-    /// [`Self::forget_all`], and tells of it. `class_of` says of which class each block was, by its place in `ids`.
+    /// Whether content may have a band that a hint gave it. Pins alone are reported to nobody.
     #[inline]
-    pub(super) fn lose_all(
+    fn reports_bands(&self) -> bool {
+        // Relaxed: the one thread that gives bands also evicts.
+        self.gives_bands.load(Relaxed)
+    }
+
+    /// [`Self::forget_all`], and reports it. `class_of` says of which class each block was, by its place in `ids`.
+    #[inline]
+    pub(super) fn evict_all(
         &self,
         ids: &[BlockId],
         cause: Cause,
         class_of: impl Fn(usize) -> Class,
     ) -> u64 {
-        let (losses, journal) = (self.losses.get(), self.journal.get());
-        let is_hinted = |at| class_of(at).band() != Band::DEFAULT;
-        if losses.is_none() && journal.is_none() && !(0..ids.len()).any(is_hinted) {
+        let (log, event_log) = (self.eviction_log.get(), self.event_log.get());
+        let reports_bands = self.reports_bands();
+        let is_hinted = |at| reports_bands && class_of(at).band() != Band::DEFAULT;
+        if log.is_none() && event_log.is_none() && !(0..ids.len()).any(is_hinted) {
             return self.forget_all(ids);
         }
-        let mut names = Vec::with_capacity(journal.map_or(0, |_| ids.len()));
-        let lost = self.forget_each(ids, |at, spot| {
+        let mut names = Vec::with_capacity(event_log.map_or(0, |_| ids.len()));
+        let evicted = self.forget_each(ids, |at, spot| {
             let id = ids[at];
             let content = self.block(id).content();
             if is_hinted(at) {
-                self.hinted_losses.push(content.key());
+                self.hinted.push(HintedChange::Evicted(id));
             }
             // A copy that was taken out of the index as one too many was none that others could find.
             let is_last = spot.is_some_and(|spot| self.is_gone(spot, &content));
-            if let Some(losses) = losses {
+            if let Some(log) = log {
                 let cause = match class_of(at) == Class::UNNEEDED && cause == Cause::Evicted {
                     true => Cause::Discarded,
                     false => cause,
                 };
-                losses.lost::<M>(id, content, cause, class_of(at).band(), is_last);
+                log.evicted::<M>(id, content, cause, class_of(at).band(), is_last);
             }
-            if is_last && journal.is_some() {
+            if is_last && event_log.is_some() {
                 let BlockKey { hash, group } = content.key();
                 names.push(((&hash).into(), group));
             }
         });
-        if let Some(journal) = journal {
-            journal.lost(names);
+        if let Some(event_log) = event_log {
+            event_log.removed(names);
         }
-        lost
+        evicted
     }
 
     /// Whether no block has the content in this epoch. Of threads that remove copies of it at the same time, at
@@ -178,5 +185,33 @@ impl<M: Mode> BlockPool<M> {
             M::fence();
         }
         !self.has_copy(spot, content)
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use crate::hints::Band;
+    use crate::id::{BlockHash, BlockId, GroupId};
+    use crate::pool::Writer;
+    use crate::store::{BlockKey, BlockStore, HintedChange, Lookup, PoolConfig};
+
+    /// Without hints nobody takes such changes out of their queue.
+    #[test]
+    fn evictions_of_pins_are_reported_only_once_bands_are_given() {
+        let mut pool = Writer::new(PoolConfig::new(4)).unwrap();
+        let key = BlockKey::new(BlockHash::from_bytes([7; 32]), GroupId::new(0));
+        for band in [None, Some(Band::of(100))] {
+            let mut blocks = Vec::new();
+            pool.allocate(1, &mut blocks).unwrap();
+            let _registration = pool.register(blocks[0], key, pool.epoch()).unwrap();
+            pool.pin(&blocks).unwrap();
+            if let Some(band) = band {
+                assert!(pool.set_band(&key, BlockId::NULL, band));
+            }
+            pool.release(&blocks).unwrap();
+            assert_eq!(pool.release_cached(3), 1);
+            let reported = band.map(|_| HintedChange::Evicted(blocks[0]));
+            assert_eq!(pool.take_hinted_change(), reported);
+        }
     }
 }

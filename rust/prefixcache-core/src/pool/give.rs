@@ -1,14 +1,14 @@
 //! Giving blocks back, and moving them between the classes.
 
 use super::BlockPool;
+use super::credits::Inside;
+use super::free_stack::Chain;
+use super::ring::Reservation;
 use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, Place, State, Ticket, Transition};
-use crate::credits::Inside;
 use crate::error::Misuse;
-use crate::free_stack::Chain;
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::losses::Cause;
 use crate::policy::{Queue, Tick};
-use crate::ring::Reservation;
 use crate::store::FreeOrder;
 use crate::sync::{Fault, Mode, planted};
 
@@ -83,17 +83,17 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// Gives up one hold of each block, in this order, up to the first that nobody holds.
-    pub(super) fn give_back(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+    pub(super) fn release(&self, ids: &[BlockId]) -> Result<(), Misuse> {
         self.give_back_to(ids, Destination::Same)
     }
 
-    /// [`Self::give_back`], but content of the default band is evicted before all other.
-    pub(super) fn give_back_unneeded(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+    /// [`Self::release`], but content of the default band is evicted before all other.
+    pub(super) fn release_unneeded(&self, ids: &[BlockId]) -> Result<(), Misuse> {
         self.give_back_to(ids, Destination::Front)
     }
 
-    /// [`Self::give_back`], but content of the default band joins this queue.
-    pub(super) fn give_back_to_queue(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+    /// [`Self::release`], but content of the default band joins this queue.
+    pub(super) fn release_to(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
         let queue = self.reuse.as_ref().map(|_| Destination::Queue(queue));
         self.give_back_to(ids, queue.unwrap_or(Destination::Same))
     }
@@ -246,7 +246,7 @@ impl<M: Mode> BlockPool<M> {
             if last.is_pinned() {
                 self.pins.count_ended::<M>(1);
             }
-            self.lose_all(&[id], cause, |_| last.class());
+            self.evict_all(&[id], cause, |_| last.class());
         }
         Transition::Raced
     }
@@ -330,7 +330,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. For
-    /// one block at a time: an allocation beside this may count on all others.
+    /// one block at a time: an allocation meanwhile may count on all others.
     fn unpin_next(&self, count: usize, inside: &mut Inside<'_, M>) -> usize {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();

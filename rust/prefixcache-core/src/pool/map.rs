@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::BlockPool;
 use crate::block::Block;
 use crate::error::InvalidArgument;
+use crate::evictions::EvictionLog;
 use crate::id::BlockId;
-use crate::losses::Losses;
-use crate::store::BlockStore;
+use crate::store::Lookup;
 use crate::sync::Mode;
 
 /// The most cells of a map, and the most ages that it tells apart.
@@ -17,6 +17,7 @@ const MAX_AGE_BOUNDS: usize = 64;
 
 /// What a block is, of several the last that is true.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum BlockState {
     /// Nobody holds it, and what it has can be hit no more.
     Free,
@@ -81,7 +82,7 @@ fn ids_of_cell(cell: usize, cells: usize, num_blocks: usize) -> Range<u32> {
 }
 
 impl<M: Mode> BlockPool<M> {
-    /// A map of the pool in up to `cells` cells. From any thread, beside those that change the pool, none of which
+    /// A map of the pool in up to `cells` cells. From any thread, in parallel with those that change the pool, none of which
     /// waits: each block is counted once, as it was when it was looked at.
     ///
     /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
@@ -99,7 +100,7 @@ impl<M: Mode> BlockPool<M> {
             return Err(InvalidArgument::new("age_bounds", reason));
         }
         let fresh = self.fresh.ids();
-        let listener = self.losses.get();
+        let listener = self.eviction_log.get();
         let now = self.clock.micros();
         Ok(BlockMap::of(
             self.num_blocks() - 1,
@@ -110,7 +111,7 @@ impl<M: Mode> BlockPool<M> {
                     return (BlockState::Free, None);
                 }
                 let (state, has_content) = self.state_of(self.block(id));
-                let idle = |losses: &Losses| Duration::from_micros(losses.idle(id, now));
+                let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
                 (state, listener.filter(|_| has_content).map(idle))
             },
         ))

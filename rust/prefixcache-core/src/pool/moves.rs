@@ -11,7 +11,7 @@
 //! a caller that fails in between has lost nothing but what that block had, which went first.
 //!
 //! The second call puts the block into the very slot in line that the other leaves, and has the free blocks
-//! to itself for that, as a resize has: an eviction beside it could see the slot vacant and move the head of
+//! to itself for that, as a resize has: an eviction meanwhile could see the slot vacant and move the head of
 //! the line past it. Lookups go on, and never find a block with other content: the record is written before
 //! the index entry names its block. Nor do they miss what moves: the other record is erased after the entry was
 //! exchanged, and a lookup that finds it erased looks at the entry again (`index.rs`).
@@ -31,13 +31,14 @@ const BATCH: usize = 64;
 
 impl<M: Mode> BlockPool<M> {
     /// Begins up to `most` moves of a shrink to `num_blocks`.
-    pub(super) fn begin(
+    pub(super) fn begin_moves(
         &self,
         num_blocks: usize,
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
-        if !moves.under_way.is_empty() {
+        self.config.check_num_blocks(num_blocks)?;
+        if !moves.in_flight.is_empty() {
             return Err(ResizeError::Moving);
         }
         let most_blocks = self.size.num_blocks();
@@ -50,12 +51,12 @@ impl<M: Mode> BlockPool<M> {
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let evictions = self.evictions();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
-        while moves.under_way.len() < most {
-            let wanted = BATCH.min(most - moves.under_way.len());
+        while moves.in_flight.len() < most {
+            let wanted = BATCH.min(most - moves.in_flight.len());
             // Fewer than asked for: blocks below are left that go before some of the batch alone.
             if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
                 break;
@@ -63,7 +64,7 @@ impl<M: Mode> BlockPool<M> {
         }
         self.size.count_lost::<M>(self.evictions() - evictions);
         if planted(Fault::MoveEarly) {
-            moves.under_way.iter().for_each(|one| self.carry(one));
+            moves.in_flight.iter().for_each(|one| self.carry(one));
         }
         Ok(())
     }
@@ -115,7 +116,7 @@ impl<M: Mode> BlockPool<M> {
         self.take_for_moves(credits, &mut to, |id| self.goes_before(id, place, rank));
         self.credits.give::<M>(credits - to.len());
         let pairs = from.iter().zip(&to);
-        moves.under_way.extend(pairs.map(|(&(from, _), &to)| {
+        moves.in_flight.extend(pairs.map(|(&(from, _), &to)| {
             let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
             Move {
                 from,
@@ -150,13 +151,13 @@ impl<M: Mode> BlockPool<M> {
         self.is_above(id) && self.is_cached(id)
     }
 
-    /// Ends the moves under way; how many took place.
-    pub(super) fn finish(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+    /// Ends the moves in flight; how many took place.
+    pub(super) fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
         let Some(resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
         let (mut moved, mut failed) = (0, Vec::new());
-        for batch in moves.under_way.chunks(BATCH) {
+        for batch in moves.in_flight.chunks(BATCH) {
             batch.iter().for_each(|one| self.prefetch_move(one));
             for one in batch {
                 if planted(Fault::MoveEarly) || self.can_finish(one) {
@@ -167,7 +168,7 @@ impl<M: Mode> BlockPool<M> {
                 }
             }
         }
-        moves.under_way.clear();
+        moves.in_flight.clear();
         if !failed.is_empty() {
             moves.plan.made_from = None;
         }
@@ -201,6 +202,9 @@ impl<M: Mode> BlockPool<M> {
             return;
         };
         to.write_content(&content, from.epoch(), from.seq());
+        if from.is_copied() {
+            to.note_copy();
+        }
         if let Some(reuse) = &self.reuse {
             reuse.take_place(one.from, one.to);
         }
@@ -217,7 +221,7 @@ impl<M: Mode> BlockPool<M> {
     }
 
     fn evictions(&self) -> u64 {
-        // Relaxed: no other thread evicts beside a shrink.
+        // Relaxed: no other thread evicts during a shrink.
         self.counters.evictions.load(Relaxed)
     }
 }

@@ -1,19 +1,19 @@
 //! Growing and shrinking.
 //!
 //! A resize has the free blocks to itself: no other thread is inside a call that takes or gives back
-//! any (see [`Credits`](crate::credits::Credits)). Lookups, registrations and pins go on beside it.
+//! any (see [`Credits`](crate::pool::credits::Credits)). Lookups, registrations and pins go on meanwhile.
 //!
 //! A pool has two bounds. Blocks from `num_blocks` on are *retired*: they hold no content, and the held ones
 //! leave at their release. Blocks from the *end* on are not handed out any more, and no credit stands for
-//! them. Both are the same but while a shrink is under way (`moves.rs`): blocks between them are *leaving*.
+//! them. Both are the same but during a shrink (`moves.rs`): blocks between them are *leaving*.
 //! Those with content keep it and their place in line until it is moved or lost; the others stand nowhere.
 
 use super::BlockPool;
+use super::free_stack::Chain;
 use crate::block::{Claim, Class, Transition};
 use crate::error::ResizeError;
-use crate::free_stack::Chain;
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::losses::Cause;
 use crate::sync::{AtomicU64, AtomicUsize, Fault, Mode, Ordering, OwnLine, planted, yield_now};
 
 use Ordering::{Acquire, Release};
@@ -133,12 +133,13 @@ impl<M: Mode> BlockPool<M> {
         id.index() >= self.size.end()
     }
 
-    /// Sets the number of blocks; how many above it are still held. Refused beside another writer.
-    pub(super) fn resize_to(&self, num_blocks: usize) -> Result<usize, ResizeError> {
+    /// Sets the number of blocks; how many above it are still held. Refused while another thread writes.
+    pub(super) fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let before = self.size.num_blocks();
         if num_blocks >= before {
             self.size.set(num_blocks);
@@ -249,7 +250,7 @@ impl<M: Mode> BlockPool<M> {
         if planted(Fault::KeepRetired) {
             return 0;
         }
-        self.lose_all(&unqueued, Cause::Resized, |at| classes[at])
+        self.evict_all(&unqueued, Cause::Resized, |at| classes[at])
     }
 
     /// Takes content and pin from a held block, once no other thread is registering it; how much of it was of
@@ -263,7 +264,7 @@ impl<M: Mode> BlockPool<M> {
                 return 0;
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.note_released(&[id]);
-                let lost = self.lose_all(&[id], Cause::Resized, |_| state.class());
+                let lost = self.evict_all(&[id], Cause::Resized, |_| state.class());
                 if state.is_pinned() {
                     self.pins.count_evicted::<M>(lost);
                 }

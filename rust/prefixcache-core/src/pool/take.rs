@@ -2,12 +2,12 @@
 
 use std::cell::Cell;
 
+use super::credits::Inside;
 use super::{BlockPool, Vacated};
 use crate::block::{Class, Hold, Place, Transition};
-use crate::credits::Inside;
 use crate::error::Exhausted;
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::losses::Cause;
 use crate::policy::{Queue, Rank, ReuseQueue, Tick};
 use crate::store::BlockKey;
 use crate::sync::{Fault, Mode, pause, planted};
@@ -32,13 +32,13 @@ impl<M: Mode> BlockPool<M> {
     /// A credit that this thread holds is a block that no other thread may count on, so it takes one
     /// for each block that it will take out of the free line, and none for a hit that is held already
     /// or for a miss. All in one exchange: of two calls that fit only one at a time, one succeeds.
-    pub(super) fn take(
+    pub(super) fn commit(
         &self,
         keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        self.tell_time_of_batch();
+        self.note_time_of_batch();
         let first = out.len();
         let num_keys = keys.len();
         let free_hits = if num_keys == 0 {
@@ -380,7 +380,7 @@ impl<M: Mode> BlockPool<M> {
             };
             self.ring(class)
                 .take_oldest(&self.blocks, end - first, take, out);
-            let evicted = self.lose_all(&out[first..], cause, |_| class);
+            let evicted = self.evict_all(&out[first..], cause, |_| class);
             M::add(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
                 self.pins

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 
 use super::BlockPool;
+use super::ring::Ring;
 use crate::block::{Block, Class, State, Ticket};
 use crate::error::Broken;
 use crate::id::BlockId;
-use crate::ring::Ring;
 use crate::sync::Mode;
 
 type Check = Result<(), Broken>;

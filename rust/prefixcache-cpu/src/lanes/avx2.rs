@@ -19,10 +19,26 @@ impl Avx2 {
     }
 }
 
+/// Bits whose upper halves are the numbers rounded to bfloat16 (nearest, ties to even); none is NaN.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn rounded_up(v: __m256) -> __m256i {
+    // SAFETY: the caller vouches for AVX2.
+    unsafe {
+        let bits = _mm256_castps_si256(v);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+        _mm256_add_epi32(bits, bias)
+    }
+}
+
 impl Lanes for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
     const WIDTH: usize = 2;
+    const LANE_IS_COLUMN: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -131,15 +147,19 @@ impl Lanes for Avx2 {
     fn round_pairs(self, a: __m256, b: __m256) -> __m256 {
         // SAFETY: `self` proves AVX2.
         unsafe {
-            let rounded = |v| {
-                let bits = _mm256_castps_si256(v);
-                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-                let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-                _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias))
-            };
+            let rounded = |v| _mm256_srli_epi32::<16>(rounded_up(v));
             // It packs each half of `a` beside that of `b`.
             let packed = _mm256_packus_epi32(rounded(a), rounded(b));
             _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
+        }
+    }
+
+    #[inline(always)]
+    fn zip_rounded(self, even: __m256, odd: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(rounded_up(even));
+            _mm256_castsi256_ps(_mm256_blend_epi16::<0b1010_1010>(low, rounded_up(odd)))
         }
     }
 

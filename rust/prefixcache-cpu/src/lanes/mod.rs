@@ -40,6 +40,10 @@ pub trait Lanes: Copy + Send + Sync {
     /// multiplied in registers.
     const DOT_IN_REGISTERS: bool = false;
 
+    /// Whether quantized weights are best laid out with a column in each lane: where an `f32` product is
+    /// as fast as any other, and shuffles are not free.
+    const LANE_IS_COLUMN: bool = false;
+
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::V;
 
@@ -118,6 +122,23 @@ pub trait Lanes: Copy + Send + Sync {
     /// The numbers of `a` and then of `b`, rounded to bfloat16 (nearest, ties to even), two to a word.
     /// None of them is NaN or subnormal.
     fn round_pairs(self, a: Self::V, b: Self::V) -> Self::V;
+
+    /// Words of two: each number of `even`, rounded to bfloat16 (nearest, ties to even), below that of
+    /// `odd`. None of them is NaN.
+    #[inline(always)]
+    fn zip_rounded(self, even: Self::V, odd: Self::V) -> Self::V {
+        let (mut low, mut high) = ([0.0; 16], [0.0; 16]);
+        // SAFETY: the arrays hold 16 numbers, at least LANES.
+        unsafe {
+            self.store(low.as_mut_ptr(), even);
+            self.store(high.as_mut_ptr(), odd);
+            for (low, high) in low.iter_mut().zip(high) {
+                let bits = |x| u32::from(Bf16::from_f32(x).to_bits());
+                *low = f32::from_bits(bits(*low) | bits(high) << 16);
+            }
+            self.load(low.as_ptr())
+        }
+    }
 
     /// The lanes of `a` and then of `b`: those of even number, and those of odd.
     fn unzip(self, a: Self::V, b: Self::V) -> (Self::V, Self::V);

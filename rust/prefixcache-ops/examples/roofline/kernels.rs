@@ -59,7 +59,7 @@ impl Bench {
             let layer = PackedLinear::new(INPUTS, &[outputs], false).expect("memory");
             let mut layer = layer.with_activations(activations);
             let blocks = Rows::new(&blocks, format.row_bytes(INPUTS));
-            let copied = layer.copy_blocks(&self.memory, &self.team, 0, format, blocks);
+            let copied = layer.copy_blocks(&self.memory, self.form, &self.team, 0, format, blocks);
             copied.expect("finite blocks");
             layer
         };
@@ -136,7 +136,7 @@ impl Bench {
 
     /// Widening to panels, which exact products with five rows and more begin with.
     fn widening(&self, format: Format) {
-        let made = PackedBlocks::zeroed(&self.memory, format, INPUTS, FEW_OUTPUTS);
+        let made = PackedBlocks::zeroed(&self.memory, self.form, format, INPUTS, FEW_OUTPUTS);
         let mut packed = made.expect("memory");
         let blocks = blocks(format, FEW_OUTPUTS);
         packed.pack(&self.team, Rows::new(&blocks, format.row_bytes(INPUTS)));

@@ -95,7 +95,7 @@ pub fn measure() {
             if rows <= 8 {
                 let mut layer = PackedLinear::new(INPUTS, &[PANEL], false).expect("memory");
                 layer
-                    .copy_blocks(&memory, &team, 0, format, blocks)
+                    .copy_blocks(&memory, form, &team, 0, format, blocks)
                     .expect("finite blocks");
                 count(&format!("exact {} {rows}", format.name()), || {
                     forward(&layer)

@@ -5,5 +5,6 @@
 //! computed; rounded to the layer's type it is the very number that a widened weight would hold.
 
 pub mod blocks;
+mod columns;
 pub mod packed;
 pub mod widened;

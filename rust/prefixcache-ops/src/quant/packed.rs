@@ -18,6 +18,7 @@ use prefixcache_cpu::{
 };
 
 use super::blocks::{BlockScales, Format, GROUP};
+use super::columns::{self, STRIP};
 use crate::bytes::bytes_mut;
 use crate::panel::{PANEL, Sums, TaskRows};
 
@@ -35,11 +36,20 @@ pub struct Line([MaybeUninit<u32>; PANEL]);
 
 /// Bytes that are asked for before they are widened: widening takes so many instructions that loads
 /// alone keep too few lines on their way from memory.
-const AHEAD: usize = 4096;
+pub(super) const AHEAD: usize = 4096;
+
+/// How the numbers of a panel lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// As this module says.
+    Tiles,
+    /// A column in each lane, as [`columns`] says.
+    Strips,
+}
 
 /// Which scales a format has.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Scales {
+pub(super) enum Scales {
     /// A scale for each block.
     Plain,
     /// A scale and a minimum for each block.
@@ -51,7 +61,7 @@ enum Scales {
 }
 
 /// How the blocks of a format are laid out, known to the compiler.
-trait Layout: Send + Sync {
+pub(super) trait Layout: Send + Sync {
     const FORMAT: Format;
     /// Bits of a code.
     const BITS: u32;
@@ -59,42 +69,46 @@ trait Layout: Send + Sync {
     const SIGNED: bool;
     const SCALES: Scales;
 
+    /// What was added to signed codes where they are stored unsigned.
+    const ZERO: u8 = if Self::SIGNED {
+        1 << (Self::BITS - 1)
+    } else {
+        0
+    };
     /// The most rows whose products with this format's blocks are taken from registers.
     const MAX_FEW: usize = match Self::SCALES {
         Scales::Plain => MAX_FEW,
         _ => MAX_FEW_WITH_MORE_SCALES,
     };
-    /// Bytes of the blocks' own scales: float16, a column each.
+    /// Bytes of a column's own scales in a block, float16.
     const HEADER: usize = match Self::SCALES {
-        Scales::Plain | Scales::Sixteens => 2 * PANEL,
-        Scales::Minimum | Scales::GroupMinimum => 4 * PANEL,
+        Scales::Plain | Scales::Sixteens => 2,
+        Scales::Minimum | Scales::GroupMinimum => 4,
     };
-    /// Bytes of a group's scales: a byte, a column each.
+    /// Bytes of a column's scales in a group.
     const GROUP_HEADER: usize = match Self::SCALES {
         Scales::Plain | Scales::Minimum => 0,
-        Scales::GroupMinimum | Scales::Sixteens => 2 * PANEL,
+        Scales::GroupMinimum | Scales::Sixteens => 2,
     };
-    /// Bytes of a group.
-    const GROUP_BYTES: usize = Self::GROUP_HEADER + PANEL * GROUP * Self::BITS as usize / 8;
+    /// Bytes of a column in a group.
+    const GROUP_BYTES: usize = Self::GROUP_HEADER + GROUP * Self::BITS as usize / 8;
     /// Groups of a block.
     const GROUPS: usize = Self::FORMAT.block() / GROUP;
-    /// Bytes of the blocks at one depth.
+    /// Bytes of a block of a column.
     const BLOCK_BYTES: usize = Self::HEADER + Self::GROUPS * Self::GROUP_BYTES;
 
-    /// Where the scales of the blocks with group `group` of a panel start, and the group.
+    /// Where, in `width` columns, the scales of the blocks with group `group` start, and the group.
     #[inline(always)]
-    fn group_at(group: usize) -> (usize, usize) {
+    fn group_at(width: usize, group: usize) -> (usize, usize) {
         let header = group / Self::GROUPS * Self::BLOCK_BYTES;
-        (
-            header,
-            header + Self::HEADER + group % Self::GROUPS * Self::GROUP_BYTES,
-        )
+        let group = header + Self::HEADER + group % Self::GROUPS * Self::GROUP_BYTES;
+        (header * width, group * width)
     }
 }
 
 macro_rules! layouts {
     ($($format:ident: $bits:literal, $signed:literal, $scales:ident;)*) => {$(
-        struct $format;
+        pub(super) struct $format;
 
         impl Layout for $format {
             const FORMAT: Format = Format::$format;
@@ -135,17 +149,20 @@ macro_rules! with_layout {
 pub struct PackedBlocks {
     words: AlignedWords,
     format: Format,
+    order: Order,
     inputs: usize,
     outputs: usize,
 }
 
 impl PackedBlocks {
-    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero.
+    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero. They are laid out
+    /// for products in `form`, and dequantized by others.
     ///
     /// # Panics
     /// `inputs` numbers are not whole blocks.
     pub fn zeroed(
         memory: &WeightMemory,
+        form: Form,
         format: Format,
         inputs: usize,
         outputs: usize,
@@ -156,6 +173,11 @@ impl PackedBlocks {
         Ok(Self {
             words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
             format,
+            order: if form.lane_is_column() {
+                Order::Strips
+            } else {
+                Order::Tiles
+            },
             inputs,
             outputs,
         })
@@ -178,13 +200,16 @@ impl PackedBlocks {
     pub fn pack(&mut self, team: &Team, blocks: Rows<'_, u8>) {
         let width = self.format.row_bytes(self.inputs);
         assert_eq!(blocks.shape(), (self.outputs, width), "shape of the blocks");
-        let format = self.format;
+        let (format, order) = (self.format, self.order);
         let words = panel_words(format, self.inputs);
         let panels = RowsMut::new(self.words.as_mut_slice(), words);
         team.run(panels.rows(), |panel| {
             // SAFETY: each task has a panel of its own.
             let to = unsafe { panels.part(panel, 0, words) };
-            with_layout!(format, F => pack_panel::<F>(blocks, panel * PANEL, to));
+            with_layout!(format, F => match order {
+                Order::Tiles => pack_panel::<F>(blocks, panel * PANEL, to),
+                Order::Strips => columns::pack_panel::<F>(blocks, panel * PANEL, to),
+            });
         });
     }
 
@@ -195,14 +220,27 @@ impl PackedBlocks {
     pub fn read_row<E: Element>(&self, row: usize, out: &mut [E]) {
         assert!(row < self.outputs && out.len() == self.inputs, "row");
         let panel = self.panel(row / PANEL);
-        with_layout!(self.format, F => read_column::<E, F>(panel, row % PANEL, out));
+        let column = row % PANEL;
+        with_layout!(self.format, F => match self.order {
+            Order::Tiles => read_column::<E, F>(panel, PANEL, column, tile_code_at::<F>, out),
+            Order::Strips => {
+                let words = panel.len() / (PANEL / STRIP);
+                let strip = &panel[column / STRIP * words..][..words];
+                read_column::<E, F>(strip, STRIP, column % STRIP, columns::code_at::<F>, out);
+            }
+        });
     }
 
     /// Whether products with so many rows are taken from registers by [`Self::multiply_few`]; with more
     /// rows, and in forms without such products, a panel is widened first.
-    pub fn multiplies_few(&self, form: Form, rows: usize) -> bool {
-        let most = with_layout!(self.format, F => F::MAX_FEW);
-        rows <= most && form.dots_in_registers()
+    pub fn multiplies_few<E: Element>(&self, form: Form, rows: usize) -> bool {
+        match self.order {
+            Order::Tiles => {
+                let most = with_layout!(self.format, F => F::MAX_FEW);
+                rows <= most && form.dots_in_registers()
+            }
+            Order::Strips => rows <= columns::MAX_FEW && E::PER_WORD == 1 && form.lane_is_column(),
+        }
     }
 
     /// Adds the products of a few rows with a panel to the rows' sums, in the order of the depth.
@@ -225,14 +263,12 @@ impl PackedBlocks {
 
     /// Not generic, so that crates which use it need not compile the kernels of all formats again.
     fn multiply_f32(&self, form: Form, panel: usize, rows: TaskRows<'_, f32>, sums: &mut [Sums]) {
-        let product = self.product(panel, rows);
-        with_layout!(self.format, F => product.run::<F>(form, sums));
+        self.product(panel, rows).run(self, form, sums);
     }
 
     /// Not generic for the same reason.
     fn multiply_bf16(&self, form: Form, panel: usize, rows: TaskRows<'_, Bf16>, sums: &mut [Sums]) {
-        let product = self.product(panel, rows);
-        with_layout!(self.format, F => product.run::<F>(form, sums));
+        self.product(panel, rows).run(self, form, sums);
     }
 
     fn product<'a, E: Element>(&'a self, panel: usize, rows: TaskRows<'a, E>) -> Product<'a, E> {
@@ -270,12 +306,16 @@ impl PackedBlocks {
         groups: Range<usize>,
         to: &mut [Line],
     ) {
-        with_layout!(self.format, F => form.run(Widen::<E, F> {
-            panel,
-            groups,
-            to,
-            layout: PhantomData,
-        }));
+        let inputs = self.inputs;
+        with_layout!(self.format, F => {
+            let layout = PhantomData;
+            match self.order {
+                Order::Tiles => form.run(Widen::<E, F> { panel, groups, to, layout }),
+                Order::Strips => {
+                    form.run(columns::Dequantize::<E, F> { panel, inputs, groups, to, layout });
+                }
+            }
+        });
     }
 
     fn panel(&self, panel: usize) -> &[u32] {
@@ -286,22 +326,23 @@ impl PackedBlocks {
 
 fn panel_words(format: Format, inputs: usize) -> usize {
     let bytes = with_layout!(format, F => F::BLOCK_BYTES);
-    inputs / format.block() * (bytes / size_of::<u32>())
+    inputs / format.block() * (bytes * PANEL / size_of::<u32>())
 }
 
 /// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
 fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
     let used = PANEL.min(blocks.rows() - first);
-    for (at, to) in to.chunks_exact_mut(F::BLOCK_BYTES / 4).enumerate() {
+    for (at, to) in to.chunks_exact_mut(F::BLOCK_BYTES * PANEL / 4).enumerate() {
         let block = |column: usize| {
             &blocks.row(first + column)[at * F::FORMAT.bytes()..][..F::FORMAT.bytes()]
         };
         for column in 0..used {
-            pack_scales::<F>(&BlockScales::read(F::FORMAT, block(column)), column, to);
+            let scales = BlockScales::read(F::FORMAT, block(column));
+            pack_scales::<F>(&scales, PANEL, column, to);
         }
         for start in (0..used).step_by(TILE) {
             for group in 0..F::GROUPS {
-                let tile = F::group_at(group).1 + F::GROUP_HEADER;
+                let tile = codes_at::<F>(PANEL, group);
                 let tile = tile / 4 + start * F::BITS as usize;
                 let codes = tile_codes::<F>(start..used.min(start + TILE), group, block);
                 pack_codes::<F>(&codes, &mut to[tile..][..TILE * F::BITS as usize]);
@@ -310,7 +351,19 @@ fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
     }
 }
 
-fn pack_scales<F: Layout>(scales: &BlockScales, column: usize, to: &mut [u32]) {
+/// Where, in `width` columns, the codes of a group start.
+#[inline(always)]
+pub(super) fn codes_at<F: Layout>(width: usize, group: usize) -> usize {
+    F::group_at(width, group).1 + F::GROUP_HEADER * width
+}
+
+/// Writes the scales of a block of one of `width` columns.
+pub(super) fn pack_scales<F: Layout>(
+    scales: &BlockScales,
+    width: usize,
+    column: usize,
+    to: &mut [u32],
+) {
     let to = bytes_mut(to);
     let mut put = |at: usize, half: u16| {
         to[at + 2 * column..][..2].copy_from_slice(&half.to_le_bytes());
@@ -318,12 +371,12 @@ fn pack_scales<F: Layout>(scales: &BlockScales, column: usize, to: &mut [u32]) {
     put(0, scales.d);
     match F::SCALES {
         Scales::Plain | Scales::Sixteens => {}
-        Scales::Minimum => put(2 * PANEL, scales.m),
+        Scales::Minimum => put(2 * width, scales.m),
         // With the other sign, it is added.
-        Scales::GroupMinimum => put(2 * PANEL, scales.m ^ 0x8000),
+        Scales::GroupMinimum => put(2 * width, scales.m ^ 0x8000),
     }
     for group in 0..F::GROUPS {
-        let at = F::group_at(group).1 + column;
+        let at = F::group_at(width, group).1 + column;
         let pair = match F::SCALES {
             Scales::Plain | Scales::Minimum => return,
             Scales::GroupMinimum => [
@@ -334,7 +387,7 @@ fn pack_scales<F: Layout>(scales: &BlockScales, column: usize, to: &mut [u32]) {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
         };
-        (to[at], to[at + PANEL]) = pair.into();
+        (to[at], to[at + width]) = pair.into();
     }
 }
 
@@ -401,50 +454,71 @@ fn close_up<F: Layout>(pairs: u64) -> u64 {
     twos & low | twos >> (2 * gap) & low << (4 * F::BITS)
 }
 
-/// The word of a tile, and the bit in it, where the code of a column starts.
-fn code_at<F: Layout>(column: usize, depth: usize) -> (usize, u32) {
-    let element = 2 * column + depth % 2;
+/// Where the code of a column of a panel starts in its group.
+fn tile_code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
+    let element = 2 * (column % TILE) + depth % 2;
     let bit = F::BITS * (depth / 2 * 2 + element / TILE) as u32;
-    (bit as usize / 32 * TILE + element % TILE, bit % 32)
+    let tile = column / TILE * TILE * F::BITS as usize;
+    CodeAt {
+        word: tile + bit as usize / 32 * TILE + element % TILE,
+        bit: bit % 32,
+        line: TILE,
+        inverted: 0,
+    }
 }
 
-/// Widens one column of a panel.
-fn read_column<E: Element, F: Layout>(panel: &[u32], column: usize, out: &mut [E]) {
+/// Widens one of `width` columns, whose codes lie where `code_at` says.
+fn read_column<E: Element, F: Layout>(
+    panel: &[u32],
+    width: usize,
+    column: usize,
+    code_at: fn(usize, usize) -> CodeAt,
+    out: &mut [E],
+) {
     let bytes =
         |at: usize, count: u32| panel[at / 4] >> (at % 4 * 8) & (u32::MAX >> (32 - 8 * count));
     for (group, out) in out.chunks_exact_mut(GROUP).enumerate() {
-        let (header, at) = F::group_at(group);
+        let (header, at) = F::group_at(width, group);
         let half = |start| f16_to_f32(bytes(header + start + 2 * column, 2) as u16);
         let byte = |start| bytes(at + start + column, 1) as u8;
         let d = half(0);
         let (scales, offset) = match F::SCALES {
             Scales::Plain => ([d, d], None),
-            Scales::Minimum => ([d, d], Some(half(2 * PANEL))),
+            Scales::Minimum => ([d, d], Some(half(2 * width))),
             Scales::GroupMinimum => {
-                let offset = half(2 * PANEL) * f32::from(byte(PANEL));
+                let offset = half(2 * width) * f32::from(byte(width));
                 ([d * f32::from(byte(0)); 2], Some(offset))
             }
             Scales::Sixteens => (
-                [byte(0), byte(PANEL)].map(|scale| d * f32::from(scale.cast_signed())),
+                [byte(0), byte(width)].map(|scale| d * f32::from(scale.cast_signed())),
                 None,
             ),
         };
-        let tile = &panel[(at + F::GROUP_HEADER) / 4..][column / TILE * TILE * F::BITS as usize..];
+        let codes = &panel[codes_at::<F>(width, group) / 4..];
         for (depth, out) in out.iter_mut().enumerate() {
-            let product = scales[depth / 16] * code::<F>(tile, column % TILE, depth);
+            let product = scales[depth / 16] * code::<F>(codes, code_at(column, depth));
             *out = E::from_f32(offset.map_or(product, |offset| product + offset));
         }
     }
 }
 
-/// The code of a column of a tile.
-fn code<F: Layout>(tile: &[u32], column: usize, depth: usize) -> f32 {
-    let (word, bit) = code_at::<F>(column, depth);
-    let mut bits = u64::from(tile[word]);
-    if bit + F::BITS > 32 {
-        bits |= u64::from(tile[word + TILE]) << 32;
+/// Where a code starts, among those of a group.
+pub(super) struct CodeAt {
+    pub(super) word: usize,
+    pub(super) bit: u32,
+    /// Words to the one with the bits that follow.
+    pub(super) line: usize,
+    /// What the highest bit is inverted with: 1 where signed codes are stored unsigned.
+    pub(super) inverted: u32,
+}
+
+/// A code, signed where the format's are.
+fn code<F: Layout>(codes: &[u32], at: CodeAt) -> f32 {
+    let mut bits = u64::from(codes[at.word]);
+    if at.bit + F::BITS > 32 {
+        bits |= u64::from(codes[at.word + at.line]) << 32;
     }
-    let top = ((bits >> bit) as u32) << (32 - F::BITS);
+    let top = ((bits >> at.bit) as u32) << (32 - F::BITS) ^ at.inverted << 31;
     match F::SIGNED {
         true => (top.cast_signed() >> (32 - F::BITS)) as f32,
         false => (top >> (32 - F::BITS)) as f32,
@@ -452,16 +526,23 @@ fn code<F: Layout>(tile: &[u32], column: usize, depth: usize) -> f32 {
 }
 
 /// A panel times the rows of a task.
-struct Product<'a, E> {
-    panel: *const u8,
-    inputs: usize,
+pub(super) struct Product<'a, E> {
+    pub(super) panel: *const u8,
+    pub(super) inputs: usize,
     /// Columns of the panel that are outputs.
-    used: usize,
-    rows: TaskRows<'a, E>,
+    pub(super) used: usize,
+    pub(super) rows: TaskRows<'a, E>,
 }
 
 impl<E: Element> Product<'_, E> {
-    fn run<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
+    fn run(&self, blocks: &PackedBlocks, form: Form, sums: &mut [Sums]) {
+        with_layout!(blocks.format, F => match blocks.order {
+            Order::Tiles => self.multiply_tiles::<F>(form, sums),
+            Order::Strips => self.multiply_strips::<F>(form, sums),
+        });
+    }
+
+    fn multiply_tiles<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
         match sums.len() {
             0 => {}
             1 => form.run(Few::<_, F, 1>::new(self, sums)),
@@ -528,6 +609,7 @@ macro_rules! for_pairs {
         })*
     };
 }
+pub(super) use for_pairs;
 
 /// A vector's columns of a group of the depth.
 struct Columns<L: Lanes, F> {
@@ -548,7 +630,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
     /// The panel has such a group, and 64 columns.
     #[inline(always)]
     unsafe fn new(lanes: L, panel: *const u8, group: usize, column: usize) -> Self {
-        let (header, at) = F::group_at(group);
+        let (header, at) = F::group_at(PANEL, group);
         // SAFETY: inside the headers and the tile of these columns.
         unsafe {
             let (header, group) = (panel.add(header), panel.add(at));
@@ -570,12 +652,12 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
                 }
             };
             let tile = column / TILE * TILE * F::BITS as usize;
-            let tile = group.add(F::GROUP_HEADER).cast::<u32>().add(tile);
+            let tile = group.add(F::GROUP_HEADER * PANEL).cast::<u32>().add(tile);
             let (scales_at, scale_bytes) = match F::GROUPS {
                 1 => (header, F::HEADER),
                 _ => (group, F::GROUP_HEADER),
             };
-            lanes.prefetch(scales_at.wrapping_add(AHEAD + column * scale_bytes / PANEL));
+            lanes.prefetch(scales_at.wrapping_add(AHEAD + column * scale_bytes));
             for line in 0..F::BITS as usize {
                 lanes.prefetch(tile.wrapping_add(line * TILE + AHEAD / size_of::<u32>()));
             }
@@ -730,6 +812,9 @@ impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
+        if L::LANE_IS_COLUMN {
+            unreachable!("laid out for another form");
+        }
         for (group, lines) in self
             .groups
             .zip(self.to.chunks_exact_mut(GROUP / E::PER_WORD))

@@ -6,12 +6,9 @@ use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
 use prefixcache_core::hints::{Hints, Owner};
-use prefixcache_core::ledger::Ledger;
-use prefixcache_core::retention::{Pins, Retention};
-use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
-use prefixcache_core::{
-    BlockPool, Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, SingleWriter,
-};
+use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::{Lookup, Moves, PoolConfig};
+use prefixcache_core::{Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, Writer};
 
 use super::events::{Counters, Event, Events, Header, RecordedHint, Windows, hint_of};
 use super::names;
@@ -171,11 +168,10 @@ struct Request {
 
 /// The cache of a replay, and what the server's cache manager does around it.
 struct Cache {
-    cache: PrefixCache<BlockPool<SingleWriter>>,
-    ledger: Ledger,
+    cache: PrefixCache<Writer>,
     moves: Moves,
     block_size: usize,
-    merges_twins: bool,
+    deduplicates: bool,
     windows: Option<Windows>,
     requests: HashMap<u64, Request>,
     /// Tokens that were looked up beyond full blocks: the replayed sequences have none.
@@ -187,30 +183,28 @@ impl Cache {
         let groups = header.groups.iter().map(super::events::Group::spec);
         let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
         let told = |error: InvalidArgument| refused(error.to_string());
-        let hashing = HashConfig {
-            model: "recording".into(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: header.block_size,
-            groups: Groups::new(groups.collect()).map_err(told)?,
-        };
+        let hashing = HashConfig::new(
+            header.block_size,
+            Groups::new(groups.collect()).map_err(told)?,
+        )
+        .with_model("recording", "", "");
         hashing.check().map_err(told)?;
-        let pool = BlockPool::new(PoolConfig {
-            num_blocks: header.num_blocks,
-            max_blocks: header.max_blocks,
-            free_order: header.free_order.into(),
-            eviction_policy: header.eviction_policy.into(),
-        });
+        let pool = Writer::new(
+            PoolConfig::new(header.num_blocks)
+                .with_max_blocks(header.max_blocks)
+                .with_free_order(header.free_order.into())
+                .with_eviction_policy(header.eviction_policy.into()),
+        );
         let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
-        let cache = PrefixCache::new(hashing, pool).map_err(told)?;
+        let cache = PrefixCache::new(hashing, pool);
+        let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
+        let mut cache = cache.map_err(told)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
-            ledger: Ledger::new(header.retention_budget).map_err(told)?,
             moves: Moves::default(),
             block_size: header.block_size,
-            merges_twins: header.merge_twins,
+            deduplicates: header.merge_twins,
             windows: header.retention,
             requests: HashMap::new(),
             rest_queries: 0,
@@ -221,8 +215,7 @@ impl Cache {
     /// leads to the millisecond before.
     fn set_time(&mut self, time_ms: u64) {
         let now = Duration::from_micros(time_ms.saturating_mul(1000).saturating_add(500));
-        self.cache.store().set_time(now);
-        self.ledger.set_time(now);
+        self.cache.set_time(now);
     }
 
     fn counters(&self) -> Counters {
@@ -266,8 +259,7 @@ impl Cache {
                 Ok(())
             }
             Event::Expire {} => {
-                self.ledger
-                    .demote_expired(self.cache.store(), EXPIRED_AT_ONCE);
+                self.cache.demote_expired(EXPIRED_AT_ONCE);
                 Ok(())
             }
             Event::Reset {} => {
@@ -428,8 +420,6 @@ impl Cache {
             self.cache
                 .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
         if matches!(outcome, Ok(Some(_))) {
-            self.ledger
-                .note_hits(self.cache.store(), &sequence.sequence);
             self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
         }
         self.requests.insert(id, sequence);
@@ -488,12 +478,16 @@ impl Cache {
         let outcome = self
             .cache
             .mark_blocks_filled(&mut sequences(&mut taken), &upto);
-        let merged = outcome.and_then(|twins| {
-            let twins = twins.iter().filter(|_| self.merges_twins);
-            for twin in twins {
-                let sequence = &mut taken[twin.sequence].sequence;
-                self.cache
-                    .replace_block(sequence, twin.group, twin.index, twin.holder)?;
+        let merged = outcome.and_then(|duplicates| {
+            let duplicates = duplicates.iter().filter(|_| self.deduplicates);
+            for duplicate in duplicates {
+                let sequence = &mut taken[duplicate.sequence].sequence;
+                self.cache.replace_block(
+                    sequence,
+                    duplicate.group,
+                    duplicate.index,
+                    duplicate.holder,
+                )?;
             }
             Ok(())
         });
@@ -503,9 +497,7 @@ impl Cache {
 
     fn release(&mut self, ids: &[u64]) -> Result<(), Stop> {
         let mut taken = self.take(ids)?;
-        let outcome = self
-            .cache
-            .release_with_hints(&mut self.ledger, &mut sequences(&mut taken));
+        let outcome = self.cache.release(&mut sequences(&mut taken));
         self.put_back(ids, taken);
         Ok(outcome?)
     }
@@ -524,14 +516,14 @@ impl Cache {
         }
         let mut held: Vec<&mut Sequence> = sequences(&mut taken);
         held.retain(|sequence| sequence.is_committed());
-        Ok(self.cache.release_with_hints(&mut self.ledger, &mut held)?)
+        Ok(self.cache.release(&mut held)?)
     }
 
     // Size.
 
     fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Stop> {
         self.cache.begin_moves(blocks, most, &mut self.moves)?;
-        if self.moves.under_way.is_empty() {
+        if self.moves.in_flight.is_empty() {
             return Ok(());
         }
         if moved {
@@ -573,10 +565,8 @@ fn retention(windows: Windows, may_pin: bool) -> Retention {
     let Some(interval) = windows.interval else {
         return Retention::Everything;
     };
-    let pins = (windows.pin && may_pin).then_some(Pins {
-        min_distance: windows.min_pin_blocks,
-        prefix: windows.pin_prefix,
-    });
+    let pins =
+        (windows.pin && may_pin).then_some(Pins::new(windows.min_pin_blocks, windows.pin_prefix));
     Retention::Anchors { interval, pins }
 }
 

@@ -1,0 +1,342 @@
+//! Committing: taking hits and new blocks, and more of them as a sequence grows.
+
+use super::{PrefixCache, check_len, fault};
+use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
+use crate::groups::GroupSpec;
+use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::policy::Turn;
+use crate::sequence::{Holding, Sequence, Table};
+use crate::store::{BlockKey, BlockStore};
+use crate::sync::Ordering;
+
+/// What a commit took from the pool.
+pub(super) struct Taken {
+    /// Leading blocks that hit: those of them that a group needs.
+    pub(super) hits: usize,
+    /// The block table of each group, hits first.
+    pub(super) tables: Vec<Table>,
+}
+
+/// The blocks that a commit takes without content.
+#[derive(Clone, Copy)]
+pub(super) struct NewBlocks {
+    /// For each group that needs the whole prefix.
+    whole: usize,
+    /// For each of the others.
+    near: usize,
+}
+
+impl NewBlocks {
+    pub(super) const NONE: Self = Self { whole: 0, near: 0 };
+
+    fn of(self, spec: GroupSpec) -> usize {
+        if spec.needs_whole_prefix() {
+            self.whole
+        } else {
+            self.near
+        }
+    }
+}
+
+impl<S: BlockStore> PrefixCache<S> {
+    /// Takes the first `hit_tokens` (a multiple of the block size) as hits and slots for `num_tokens`
+    /// more, all or none. Returns the hit tokens really taken: the longest length up to `hit_tokens`
+    /// that hits. None when blocks are lacking, and then nothing has changed.
+    pub fn commit_prefix_plan(
+        &mut self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+    ) -> Result<Option<usize>, CacheError> {
+        self.commit_in_chunks(sequence, hit_tokens, num_tokens, num_tokens)
+    }
+
+    /// [`Self::commit_prefix_plan`] of a prompt that is computed `chunk` tokens at a time: groups that do
+    /// not need the whole prefix get slots for the first chunk alone, and for the next ones by
+    /// [`Self::ensure_slots`].
+    pub fn commit_in_chunks(
+        &mut self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+        chunk: usize,
+    ) -> Result<Option<usize>, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        if sequence.is_committed() {
+            return Err(fault("sequence", SequenceFault::Committed));
+        }
+        self.check_plan(sequence, hit_tokens, num_tokens, chunk)?;
+        // Read before the blocks are taken: after a clear in between, they are refused at registration.
+        // Read later, they would be registered in an epoch that their hits may not belong to.
+        let epoch = self.store.epoch();
+        self.refresh(sequence);
+        let hit_blocks = hit_tokens / self.block_size();
+        let near = chunk.min(num_tokens);
+        let new_blocks = NewBlocks {
+            whole: num_tokens.div_ceil(self.block_size()),
+            near: near.div_ceil(self.block_size()),
+        };
+        self.reclaim();
+        let Some(Taken { hits, tables }) =
+            self.take(&sequence.hashes()[..hit_blocks], new_blocks)?
+        else {
+            return Ok(None);
+        };
+        let reuse = self.store.reuse_queue();
+        let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.names()));
+        let hit_tokens = hits * self.block_size();
+        let any_whole = self.home.config.groups.any_whole();
+        let all_whole = self.home.config.groups.all_whole();
+        sequence.holding = Some(Holding {
+            epoch,
+            tables,
+            num_slots: hit_tokens + if any_whole { num_tokens } else { near },
+            num_ready: hit_tokens + if all_whole { num_tokens } else { near },
+            num_hits: hits,
+            num_filled: hit_tokens,
+            num_published: hits,
+            turn,
+            num_prompt: sequence.hashes().len(),
+        });
+        self.count_query(sequence.num_tokens(), hit_tokens);
+        let Self { store, hints, .. } = self;
+        if let Some(hints) = hints {
+            // The TTLs of what it hits begin again.
+            hints.note_hits(store, sequence);
+        }
+        Ok(Some(hit_tokens))
+    }
+
+    fn check_plan(
+        &self,
+        sequence: &Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+        chunk: usize,
+    ) -> Result<(), CacheError> {
+        let size = self.block_size();
+        let full = sequence.num_tokens() / size * size;
+        if !hit_tokens.is_multiple_of(size) || hit_tokens > full {
+            let reason =
+                format!("must be a multiple of {size} (block_size) up to {full}, not {hit_tokens}");
+            return Err(InvalidArgument::new("hit_tokens", reason).into());
+        }
+        if hit_tokens == 0 && num_tokens == 0 {
+            return Err(InvalidArgument::new("num_tokens", "must be at least 1").into());
+        }
+        if chunk == 0 && num_tokens > 0 {
+            return Err(InvalidArgument::new("chunk", "must be at least 1").into());
+        }
+        self.check_num_slots("num_tokens".into(), num_tokens)
+    }
+
+    /// Fails for more tokens than any pool has slots.
+    pub(super) fn check_num_slots(
+        &self,
+        argument: Argument,
+        count: usize,
+    ) -> Result<(), CacheError> {
+        let most = MAX_BLOCKS * self.block_size();
+        if count <= most {
+            return Ok(());
+        }
+        let reason = format!("must be at most {most}, not {count}");
+        Err(InvalidArgument::new(argument, reason).into())
+    }
+
+    /// Takes the blocks that the longest hit within `hashes` needs, and new blocks; None when blocks are
+    /// lacking.
+    pub(super) fn take(
+        &mut self,
+        hashes: &[BlockHash],
+        new: NewBlocks,
+    ) -> Result<Option<Taken>, Misuse> {
+        if self.home.config.groups.is_one_full() {
+            return Ok(self.take_for_one(hashes, new.whole));
+        }
+        let mut most = hashes;
+        loop {
+            let length = self.longest_hit(most);
+            let keys = self.needed_keys(&hashes[..length]);
+            let specs = self.home.config.groups.specs();
+            let num_new = specs.iter().map(|&spec| new.of(spec)).sum();
+            let mut blocks = Vec::new();
+            let Ok(taken) = self
+                .store
+                .commit(keys.iter().copied(), num_new, &mut blocks)
+            else {
+                return Ok(None);
+            };
+            let Some(gone) = keys.get(taken) else {
+                let tables = self.split(&blocks, length, new);
+                return Ok(Some(Taken {
+                    hits: length,
+                    tables,
+                }));
+            };
+            // Another thread took it since it was looked up. No length beyond that block hits, as each
+            // that is longer than another needs nothing before what the other needs.
+            self.store.release(&blocks)?;
+            let position = hashes.iter().position(|hash| *hash == gone.hash);
+            most = &hashes[..position.unwrap_or(0)];
+        }
+    }
+
+    /// The common case: one group, which needs the whole prefix.
+    fn take_for_one(&mut self, hashes: &[BlockHash], num_new: usize) -> Option<Taken> {
+        let likely_new = self.store.num_free().min(num_new);
+        let mut blocks = Vec::with_capacity(hashes.len() + likely_new);
+        let key = |&hash| BlockKey::new(hash, GroupId::default());
+        let outcome = self
+            .store
+            .commit(hashes.iter().map(key), num_new, &mut blocks);
+        let hits = outcome.ok()?;
+        let tables = vec![Table { blocks, first: 0 }];
+        Some(Taken { hits, tables })
+    }
+
+    /// The blocks that a hit of these hashes needs, group by group.
+    fn needed_keys(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
+        let groups = self.home.config.groups.each();
+        groups
+            .flat_map(|(group, spec)| {
+                let needed = &hashes[self.first_needed(spec, hashes.len())..];
+                needed.iter().map(move |&hash| BlockKey::new(hash, group))
+            })
+            .collect()
+    }
+
+    /// The first block that a hit of `length` blocks needs.
+    pub(super) fn first_needed(&self, spec: GroupSpec, length: usize) -> usize {
+        spec.first_needed(length * self.block_size(), self.block_size())
+    }
+
+    /// The table of each group, out of the hits that each needs and then the new blocks of each.
+    fn split(&self, blocks: &[BlockId], length: usize, new: NewBlocks) -> Vec<Table> {
+        let specs = self.home.config.groups.specs();
+        let num_hits = |spec| length - self.first_needed(spec, length);
+        let all_hits: usize = specs.iter().map(|&spec| num_hits(spec)).sum();
+        let (mut hits, mut fresh) = blocks.split_at(all_hits);
+        let table = |&spec: &GroupSpec| {
+            let first = self.first_needed(spec, length);
+            let mut blocks = vec![BlockId::NULL; first];
+            for (part, count) in [(&mut hits, length - first), (&mut fresh, new.of(spec))] {
+                let (own, rest) = part.split_at(count);
+                blocks.extend_from_slice(own);
+                *part = rest;
+            }
+            Table { blocks, first }
+        };
+        specs.iter().map(table).collect()
+    }
+
+    pub(super) fn count_query(&self, queries: usize, hits: usize) {
+        // Relaxed: counters that order nothing.
+        self.home
+            .queries
+            .fetch_add(queries as u64, Ordering::Relaxed);
+        self.home.hits.fetch_add(hits as u64, Ordering::Relaxed);
+    }
+
+    /// Gives each sequence `counts[i]` more slots, in order. Returns how many leading sequences got
+    /// all of theirs; it stops at the first that could not, which is unchanged as all after it.
+    pub fn append_slots(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        counts: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("counts", counts.len(), sequences.len())?;
+        for (index, &count) in counts.iter().enumerate() {
+            let argument = Argument::element("counts", index);
+            if count == 0 {
+                return Err(InvalidArgument::new(argument, "must be at least 1").into());
+            }
+            self.check_num_slots(argument, count)?;
+        }
+        self.reclaim();
+        let mut batch = sequences.iter_mut().zip(counts);
+        let mut scratch = Vec::new();
+        Ok(batch
+            .position(|(sequence, &count)| {
+                let upto = sequence.num_slots() + count;
+                !self.grow(sequence, upto, &mut scratch)
+            })
+            .unwrap_or(counts.len()))
+    }
+
+    /// Gives each sequence slots in every group for its first `upto[i]` tokens, in order: those of
+    /// the next chunk, where [`Self::commit_in_chunks`] gave some groups no more. Returns how many
+    /// leading sequences have theirs; it stops at the first that could not get them, which is
+    /// unchanged as all after it.
+    pub fn ensure_slots(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        for (index, &upto) in upto.iter().enumerate() {
+            self.check_num_slots(Argument::element("upto", index), upto)?;
+        }
+        self.reclaim();
+        let mut batch = sequences.iter_mut().zip(upto);
+        let mut scratch = Vec::new();
+        Ok(batch
+            .position(|(sequence, &upto)| !self.grow(sequence, upto, &mut scratch))
+            .unwrap_or(upto.len()))
+    }
+
+    /// Gives a committed sequence slots for its first `upto` tokens in every group; false when blocks are
+    /// lacking. `scratch` is empty before and after.
+    fn grow(&mut self, sequence: &mut Sequence, upto: usize, scratch: &mut Vec<BlockId>) -> bool {
+        let Some(holding) = &mut sequence.holding else {
+            return false;
+        };
+        let blocks = upto.div_ceil(self.block_size());
+        if !self.grow_tables(&mut holding.tables, blocks, scratch) {
+            return false;
+        }
+        holding.num_slots = holding.num_slots.max(upto);
+        holding.num_ready = holding.num_ready.max(upto);
+        true
+    }
+
+    /// Allocates blocks until each table has `blocks` of them; false when they are lacking.
+    fn grow_tables(
+        &mut self,
+        tables: &mut [Table],
+        blocks: usize,
+        scratch: &mut Vec<BlockId>,
+    ) -> bool {
+        let missing = |table: &Table| blocks.saturating_sub(table.blocks.len());
+        if let [table] = tables {
+            let count = missing(table);
+            return count == 0 || self.store.allocate(count, &mut table.blocks).is_ok();
+        }
+        let count = tables.iter().map(missing).sum();
+        if count > 0 && self.store.allocate(count, scratch).is_err() {
+            return false;
+        }
+        let mut new = scratch.drain(..);
+        for table in tables {
+            let count = missing(table);
+            table.blocks.extend(new.by_ref().take(count));
+        }
+        true
+    }
+
+    /// Adds one token to each sequence.
+    pub fn append_tokens(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        tokens: &[u32],
+    ) -> Result<(), CacheError> {
+        self.check_owners(sequences)?;
+        check_len("tokens", tokens.len(), sequences.len())?;
+        for (sequence, token) in sequences.iter_mut().zip(tokens) {
+            sequence.extend(std::slice::from_ref(token));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,250 @@
+//! Dropping: giving blocks back, and what keeps their content.
+
+use std::cmp::Reverse;
+
+use super::committing::{NewBlocks, Taken};
+use super::{PrefixCache, check_len};
+use crate::error::{Argument, CacheError, InvalidArgument, Misuse};
+use crate::id::{BlockHash, BlockId};
+use crate::policy::Queue;
+use crate::sequence::retention::Fate;
+use crate::sequence::{Abandoned, Holding, Sequence, Table};
+use crate::store::{BlockKey, BlockStore, Lookup};
+
+impl<S: BlockStore> PrefixCache<S> {
+    /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head. What the
+    /// sequences' hints ask for is done before, where the cache looks at hints.
+    pub fn release(&mut self, sequences: &mut [&mut Sequence]) -> Result<(), CacheError> {
+        self.check_committed(sequences)?;
+        let Self { store, hints, .. } = self;
+        for sequence in &*sequences {
+            if let Some(hints) = hints {
+                hints.keep(store, sequence);
+            }
+            debug_assert!(
+                !store.is_at_rest()
+                    || !store.evicts_in_order()
+                    || falls_in_priority(store, sequence),
+                "a block's priority is above that of one before it in its prompt"
+            );
+        }
+        for sequence in sequences {
+            if let Some(holding) = sequence.holding.take() {
+                self.release_all(holding, sequence.names())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back what sequences held that were dropped.
+    pub fn reclaim(&mut self) {
+        while let Some(Abandoned { holding, names }) = self.home.abandoned.pop() {
+            let outcome = self.release_all(holding, &names);
+            debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
+        }
+    }
+
+    /// Gives each block back, to the queue that the policy has for it.
+    fn release_all(&mut self, holding: Holding, names: &[BlockHash]) -> Result<(), Misuse> {
+        let Some(reuse) = self.store.reuse_queue() else {
+            let mut tables = holding.tables.into_iter();
+            return tables
+                .try_for_each(|table| self.store.release(&table.into_held_from_the_end()));
+        };
+        let names = &names[..holding.num_published];
+        let shared = reuse.count_shared(names);
+        for table in holding.tables {
+            let first = table.first;
+            let mut tail = table.into_held_from_the_end();
+            let head = tail.split_off(tail.len() - shared.saturating_sub(first));
+            self.store.release_to(&tail, Queue::of_turn(holding.turn))?;
+            self.store.release_to(&head, Queue::SHARED)?;
+        }
+        if let Some(reuse) = self.store.reuse_queue() {
+            reuse.end(names, holding.turn, holding.num_prompt, shared);
+        }
+        Ok(())
+    }
+
+    /// Drops the blocks that no token from `upto[i]` on needs, where the tokens before are computed and
+    /// their full blocks published. The null block stands in their places. Returns how many there were.
+    ///
+    /// The [`Retention`](crate::sequence::retention::Retention) of a sequence says which of them are evicted
+    /// first, which as others are, and which are pinned. What others hold, and what was a hit, is as others are
+    /// in any case.
+    pub fn drop_unneeded(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        upto: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("upto", upto.len(), sequences.len())?;
+        for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
+            let most = sequence.num_ready_slots();
+            if upto > most {
+                let reason = format!("must be at most {most}, its slots, not {upto}");
+                return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
+            }
+        }
+        let mut dropped = Dropped::default();
+        let (mut count, size) = (0, self.block_size());
+        for (sequence, &upto) in sequences.iter_mut().zip(upto) {
+            let Sequence {
+                holding, anchors, ..
+            } = &mut **sequence;
+            let Some(holding) = holding else { continue };
+            let specs = self.home.config.groups.specs();
+            for (table, &spec) in holding.tables.iter_mut().zip(specs) {
+                let end = anchors.first_held(spec, upto, size);
+                if table.first < end {
+                    count += end - table.first;
+                    dropped.sort(table, end, |index| match index < holding.num_hits {
+                        true => anchors.fate(spec, index, size).max(Fate::Kept),
+                        false => anchors.fate(spec, index, size),
+                    });
+                    dropped.give_up(&mut self.store)?;
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    /// Pins what the sequences' anchors need, as far as it was published and is held; the end of what was
+    /// published is an anchor too. To be called before the release of a request that ended well.
+    /// Returns how many pins are new.
+    pub fn pin_anchors(&mut self, sequences: &[&mut Sequence]) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        let mut pinned = 0;
+        let size = self.block_size();
+        for sequence in sequences {
+            let Some(holding) = &sequence.holding else {
+                continue;
+            };
+            let anchors = &sequence.anchors;
+            let lengths: Vec<usize> = anchors.pinned_upto(holding.num_published, size).collect();
+            for (table, &spec) in holding.tables.iter().zip(self.home.config.groups.specs()) {
+                let own = match spec.needs_whole_prefix() {
+                    // The last anchor's blocks are those of all.
+                    true if anchors.pins_prefix() => &lengths[lengths.len().saturating_sub(1)..],
+                    true => &[],
+                    false => &lengths[..],
+                };
+                for &length in own {
+                    let first = spec.first_kept(length, size).max(table.first);
+                    if first < length {
+                        pinned += self.store.pin(&table.blocks[first..length])?;
+                    }
+                }
+            }
+        }
+        Ok(pinned)
+    }
+
+    /// Pins the blocks that the longest hit within the first `num_tokens` tokens needs, whether the
+    /// sequence holds them or not. Returns how many pins are new.
+    pub fn pin(&mut self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        let full = num_tokens.min(sequence.num_tokens()) / self.block_size();
+        let Some(Taken { tables, .. }) = self.take(&sequence.hashes()[..full], NewBlocks::NONE)?
+        else {
+            return Ok(0);
+        };
+        // They are held meanwhile, so that no other thread recycles a block after it was found.
+        let mut pinned = 0;
+        for table in &tables {
+            pinned += self.store.pin(&table.blocks[table.first..])?;
+        }
+        for table in tables {
+            self.store.release(&table.into_held_from_the_end())?;
+        }
+        Ok(pinned)
+    }
+
+    /// Takes the pins off the sequence's cached blocks. Returns how many were pinned.
+    pub fn unpin(&mut self, sequence: &mut Sequence) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        self.refresh(sequence);
+        let mut unpinned = 0;
+        for (group, _) in self.home.config.groups.each() {
+            let keys = sequence.hashes().iter();
+            let keys = keys.map(|&hash| BlockKey::new(hash, group));
+            // Of all blocks, as pinned anchors may stand anywhere.
+            let cached: Vec<BlockKey> = keys.filter(|&key| self.is_hit(key)).collect();
+            let mut blocks = Vec::with_capacity(cached.len());
+            // Without new blocks it takes what it can, and only free hits need to be free.
+            if self
+                .store
+                .commit(cached.into_iter(), 0, &mut blocks)
+                .is_ok()
+            {
+                unpinned += self.store.unpin(&blocks)?;
+                blocks.reverse();
+                self.store.release(&blocks)?;
+            }
+        }
+        Ok(unpinned)
+    }
+
+    /// Moves the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
+    pub fn demote(&mut self, count: usize) -> usize {
+        self.store.demote(count)
+    }
+}
+
+/// Whether no published block of the sequence has a higher priority than the one before it in its table.
+fn falls_in_priority(store: &impl Lookup, sequence: &Sequence) -> bool {
+    let holding = sequence.holding.iter();
+    let tables = holding.flat_map(|holding| {
+        let published = |table: &'_ Table| table.first..holding.num_published.max(table.first);
+        holding
+            .tables
+            .iter()
+            .map(move |table| &table.blocks[published(table)])
+    });
+    let specs = sequence.config().groups.specs();
+    let mut whole = tables
+        .zip(specs)
+        .filter(|(_, spec)| spec.needs_whole_prefix());
+    whole.all(|(blocks, _)| blocks.is_sorted_by_key(|&block| Reverse(store.held_band(block))))
+}
+
+/// Blocks that a sequence drops, by what becomes of them, those of its end first.
+#[derive(Default)]
+struct Dropped {
+    pinned: Vec<BlockId>,
+    /// The pinned ones too.
+    kept: Vec<BlockId>,
+    unneeded: Vec<BlockId>,
+}
+
+impl Dropped {
+    /// Takes the blocks before `end` out of a table.
+    fn sort(&mut self, table: &mut Table, end: usize, fate: impl Fn(usize) -> Fate) {
+        for index in (table.first..end).rev() {
+            let block = std::mem::replace(&mut table.blocks[index], BlockId::NULL);
+            let fate = fate(index);
+            if fate == Fate::Pinned {
+                self.pinned.push(block);
+            }
+            if fate == Fate::Unneeded {
+                self.unneeded.push(block);
+            } else {
+                self.kept.push(block);
+            }
+        }
+        table.first = end;
+    }
+
+    fn give_up(&mut self, store: &mut impl BlockStore) -> Result<(), Misuse> {
+        if !self.pinned.is_empty() {
+            store.pin(&self.pinned)?;
+        }
+        store.release(&self.kept)?;
+        store.release_unneeded(&self.unneeded)?;
+        self.pinned.clear();
+        self.kept.clear();
+        self.unneeded.clear();
+        Ok(())
+    }
+}

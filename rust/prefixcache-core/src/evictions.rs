@@ -1,0 +1,206 @@
+//! Content that blocks lose, reported to whoever listens.
+//!
+//! Nothing of this exists until somebody listens ([`BlockPool::listen`](crate::BlockPool::listen)): then an array
+//! remembers when each block's content came and was used, and every block that loses content of the current
+//! epoch leaves one [`Eviction`] in a bounded log. Any thread takes them out of it, in parallel with those that change
+//! the pool. A full log takes no more: what was not reported is counted.
+
+mod gaps;
+mod log;
+mod metadata;
+
+use std::time::Duration;
+
+use crate::band::Band;
+use crate::block::Content;
+use crate::clock::Clock;
+use crate::id::{BlockHash, BlockId, GroupId};
+use crate::store::BlockKey;
+use crate::sync::{AtomicU64, Mode, Ordering};
+
+pub use gaps::ReuseGaps;
+
+use Ordering::Relaxed;
+
+/// Why a block lost its content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cause {
+    /// It was handed out for other content, as the first in the order of eviction.
+    Evicted,
+    /// It was handed out for other content before all other, as its last holder needed it no more.
+    Discarded,
+    /// Its last holder released it and there was no place in line; see
+    /// [`content_drops`](crate::BlockPool::content_drops).
+    Dropped,
+    /// The pool shrank below it.
+    Resized,
+    /// More blocks stood in line than may: see [`set_max_cached`](crate::BlockStore::set_max_cached).
+    Bounded,
+}
+
+impl Cause {
+    const ALL: [Self; 5] = [
+        Self::Evicted,
+        Self::Discarded,
+        Self::Dropped,
+        Self::Resized,
+        Self::Bounded,
+    ];
+}
+
+/// A block that lost its content.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EvictedBlock {
+    /// The hash of the content.
+    pub hash: BlockHash,
+    /// The group that the block belonged to.
+    pub group: GroupId,
+    /// Why it went.
+    pub cause: Cause,
+    /// The band of its priority.
+    pub band: Band,
+    /// How often the content was hit, as far as somebody listened.
+    pub hits: u32,
+    /// How long ago the content was registered, or the listening began.
+    pub age: Duration,
+    /// How long ago the last holder gave it up, or the listening began; 0 if it was held.
+    pub idle: Duration,
+    /// Whether no other block has the content any more. When several threads evict copies at the same time,
+    /// each of them may say so; at least one does.
+    pub is_last: bool,
+}
+
+/// What was evicted.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Eviction {
+    /// The content of one block.
+    Block(EvictedBlock),
+    /// Everything: the index was cleared. The blocks that it left behind are not reported one by one.
+    Everything,
+}
+
+/// What a listener's pool remembers.
+pub(crate) struct EvictionLog {
+    log: log::Log,
+    blocks: metadata::BlockMetadata,
+    gaps: gaps::Gaps,
+    /// The time of the batch in progress, in microseconds: the clock is read once a batch.
+    now: AtomicU64,
+}
+
+impl EvictionLog {
+    /// A log of `capacity` evictions, a power of two, for a pool of up to `max_blocks`; None when there is no memory.
+    pub(crate) fn new(
+        capacity: usize,
+        gap_bounds: &[Duration],
+        max_blocks: usize,
+        clock: &Clock,
+    ) -> Option<Self> {
+        let now = clock.micros();
+        Some(Self {
+            log: log::Log::new(capacity)?,
+            blocks: metadata::BlockMetadata::new(max_blocks, now)?,
+            gaps: gaps::Gaps::new(gap_bounds),
+            now: AtomicU64::new(now),
+        })
+    }
+
+    /// A batch begins.
+    pub(crate) fn set_time(&self, clock: &Clock) {
+        // Relaxed: a time that is read late makes an age inexact by the length of a call.
+        self.now.store(clock.micros(), Relaxed);
+    }
+
+    fn now(&self) -> u64 {
+        self.now.load(Relaxed)
+    }
+
+    /// The block, which is the caller's alone, gets content.
+    pub(crate) fn registered(&self, block: BlockId) {
+        self.blocks.begin(block, self.now());
+    }
+
+    /// These blocks were hit, and are held.
+    pub(crate) fn hit<M: Mode>(&self, blocks: &[BlockId]) {
+        let now = self.now();
+        for &block in blocks {
+            self.gaps.count::<M>(self.blocks.hit::<M>(block, now));
+        }
+    }
+
+    /// A holder, the last one or not, gives the block up.
+    pub(crate) fn released(&self, block: BlockId) {
+        self.blocks.touch(block, self.now());
+    }
+
+    /// For how long nobody has used the block's content, in microseconds up to `now`.
+    pub(crate) fn idle(&self, block: BlockId, now: u64) -> u64 {
+        self.blocks.of(block, now).idle
+    }
+
+    /// Content moves from a block to another, both the caller's alone.
+    pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
+        self.blocks.carry(from, to);
+    }
+
+    /// The block, which is the caller's alone, has no content any more.
+    pub(crate) fn evicted<M: Mode>(
+        &self,
+        block: BlockId,
+        content: Content,
+        cause: Cause,
+        band: Band,
+        is_last: bool,
+    ) {
+        let known = self.blocks.of(block, self.now());
+        let kind = 1 + cause as u64;
+        let flags = kind << log::KIND_SHIFT | u64::from(is_last) << log::LAST_SHIFT;
+        let names = (band.index() as u64) << log::BAND_SHIFT | u64::from(content.group);
+        let [a, b, c, d] = content.hash;
+        let facts = u64::from(known.hits) << log::HITS_SHIFT | flags | names;
+        self.log
+            .push::<M>([a, b, c, d, facts, known.age, known.idle]);
+    }
+
+    /// The index was cleared.
+    pub(crate) fn note_clear<M: Mode>(&self) {
+        self.log.push::<M>([0; log::WORDS]);
+    }
+
+    /// Takes up to `most` evictions out of the log, the oldest first.
+    pub(crate) fn take(&self, most: usize, out: &mut Vec<Eviction>) {
+        out.extend(std::iter::from_fn(|| self.log.pop()).take(most).map(unpack));
+    }
+
+    pub(crate) fn missed(&self) -> u64 {
+        self.log.missed()
+    }
+
+    pub(crate) fn gaps(&self) -> ReuseGaps {
+        self.gaps.counts()
+    }
+}
+
+fn unpack([a, b, c, d, facts, age, idle]: log::Words) -> Eviction {
+    let kind = facts >> log::KIND_SHIFT & 7;
+    let Some(&cause) = Cause::ALL.get((kind as usize).wrapping_sub(1)) else {
+        return Eviction::Everything;
+    };
+    let content = Content {
+        hash: [a, b, c, d],
+        group: facts as u16,
+    };
+    let BlockKey { hash, group } = content.key();
+    Eviction::Block(EvictedBlock {
+        hash,
+        group,
+        cause,
+        band: Band::all()
+            .nth((facts >> log::BAND_SHIFT & 7) as usize)
+            .unwrap_or_default(),
+        hits: (facts >> log::HITS_SHIFT) as u32,
+        age: Duration::from_micros(age),
+        idle: Duration::from_micros(idle),
+        is_last: facts >> log::LAST_SHIFT & 1 == 1,
+    })
+}

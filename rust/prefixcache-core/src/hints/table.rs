@@ -1,0 +1,700 @@
+//! The retention table: what hints have raised, for whom, and until when.
+//!
+//! The pool knows of bands alone: each block's content has one, and that of a block is decided at its release. Who
+//! asked for it and for how long stands here, by the block that hits for the content. The pool reports whatever
+//! content leaves a block or moves to another. The table belongs to the one thread that changes a cache; it takes
+//! `&mut self` and there is no lock.
+//!
+//! **A content's band** is the highest that anybody asks for. An owner whose content would be more than its share
+//! of the pool loses what it used longest ago, never what others asked for. A hit starts all TTLs of what it hits
+//! again, whoever hits. Lowered content is nobody's, counts against no share, and the first hit makes it as
+//! dear as any other.
+//!
+//! **Order.** All of an owner's content is a set of prefixes, each block asked for at least as dearly and for as
+//! long as the next; that holds after a raise, a hit, the end of a TTL and a demotion, each of which takes what
+//! follows first. So content goes in order still (see `PrefixCache::keeps_prefixes`): a block that moves to
+//! another line moves to its end, before the blocks that precede it in its prompt. Where a raised content has
+//! further copies, and wherever something is lowered, the pool learns that the order has ended.
+//!
+//! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks ([`spans`](super::spans)),
+//! and a block that is the only copy of its content, as most are, is looked up nowhere. Times at which TTLs end
+//! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has evicted since the
+//! last call is forgotten first, so there are at most [`MAX_OWNERS`] entries for each content that the pool holds,
+//! and one for whoever lowered it.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::band::Band;
+use super::spans::{
+    Ends, Entry, Levels, Line, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis,
+};
+use super::{Hints, Owner, Raising};
+use crate::error::InvalidArgument;
+use crate::id::{BlockId, Epoch, GroupId};
+use crate::sequence::{Holding, Sequence};
+use crate::store::{BlockKey, BlockStore, HintedChange};
+
+/// Owners that may raise one content. What a further one asks for does not count, from there on.
+pub const MAX_OWNERS: usize = 4;
+
+/// Lifetime counts, and what there is now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HintStats {
+    /// Content that was raised or lowered and is there, as of the table's last call.
+    pub hinted: usize,
+    /// Blocks that lost their priority to younger ones of the same owner.
+    pub demoted: u64,
+    /// Blocks whose TTL ended.
+    pub expired: u64,
+}
+
+/// What retention hints have raised: see the [module](self).
+#[derive(Debug)]
+pub struct RetentionTable {
+    /// Of the pool's blocks, for each owner.
+    share: f64,
+    epoch: Epoch,
+    /// The first entry of each block.
+    blocks: Vec<u32>,
+    spans: Spans,
+    owners: Slab<OwnerSpans>,
+    names: HashMap<Owner, u32>,
+    times: BTreeMap<Time, Ends>,
+    stats: HintStats,
+    /// What the last call raised: its memory is used again.
+    raised: Vec<Raise>,
+}
+
+/// What a sequence gives back.
+struct Released<'a> {
+    sequence: &'a Sequence,
+    holding: &'a Holding,
+    hints: &'a Hints,
+    now: Time,
+    /// Blocks that an owner may raise.
+    most: usize,
+}
+
+impl Released<'_> {
+    /// The key of a block, and the block; the null block where it needs none.
+    #[inline]
+    fn block(&self, group: GroupId, index: usize) -> (BlockKey, BlockId) {
+        let key = BlockKey::new(self.sequence.hashes()[index], group);
+        (key, self.holding.tables[group.index()].blocks[index])
+    }
+}
+
+/// A block that is to be raised.
+#[derive(Debug)]
+struct Raise {
+    /// The one that hits.
+    hit: BlockId,
+    /// Which block of the sequence.
+    index: u32,
+    group: GroupId,
+    /// The band that it has.
+    band: Band,
+}
+
+/// What one call uses. One owner's entries count as used after those of the owner before.
+#[derive(Default)]
+struct Uses(Vec<OwnerUses>);
+
+struct OwnerUses {
+    owner: u32,
+    /// Of the last entry: the span that it was in, and a number that stands for what was asked for it.
+    from: (u32, usize),
+    /// New ones, in no line yet. The last takes entries.
+    spans: Vec<u32>,
+}
+
+impl RetentionTable {
+    /// A table that gives each owner this share of the pool, from 0 to 1.
+    pub fn new(share: f64) -> Result<Self, InvalidArgument> {
+        if !(0.0..=1.0).contains(&share) {
+            let reason = format!("must be from 0 to 1, not {share}");
+            return Err(InvalidArgument::new("retention_budget", reason));
+        }
+        Ok(Self::empty(share))
+    }
+
+    fn empty(share: f64) -> Self {
+        Self {
+            share,
+            epoch: Epoch::default(),
+            blocks: Vec::new(),
+            spans: Spans::default(),
+            owners: Slab::default(),
+            names: HashMap::new(),
+            times: BTreeMap::new(),
+            stats: HintStats::default(),
+            raised: Vec::new(),
+        }
+    }
+
+    /// Lifetime counts, and what there is now.
+    #[must_use]
+    pub fn stats(&self) -> HintStats {
+        self.stats
+    }
+
+    /// How many entries there are, one for each owner of each content.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.spans.entries.len()
+    }
+
+    /// Whether nothing is raised or lowered.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Forgets what was asked for content that has left the pool since the last call, be it back or not: it came
+    /// back without a band.
+    pub fn forget_evicted(&mut self, store: &mut impl BlockStore) {
+        if self.epoch != store.epoch() {
+            // Content of ended epochs can be hit no more.
+            *self = Self {
+                epoch: store.epoch(),
+                stats: HintStats {
+                    hinted: 0,
+                    ..self.stats
+                },
+                ..Self::empty(self.share)
+            };
+        }
+        while let Some(change) = store.take_hinted_change() {
+            match change {
+                HintedChange::Evicted(block) => self.forget(block),
+                HintedChange::Moved { from, to } => self.follow_move(from, to),
+            }
+        }
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        while let entry @ 1.. = self.first_of(block) {
+            self.remove(entry);
+        }
+    }
+
+    fn follow_move(&mut self, from: BlockId, to: BlockId) {
+        let first = self.first_of(from);
+        if first == NONE {
+            return;
+        }
+        self.grow_to(to.index() + 1);
+        self.blocks[from.index()] = NONE;
+        self.blocks[to.index()] = first;
+        let mut entry = first;
+        while entry != NONE {
+            self.spans.entries[entry].block = to;
+            entry = self.spans.entries[entry].next;
+        }
+    }
+
+    // Use.
+
+    /// Starts the TTLs of what a committed sequence hit again. To be called after the commit.
+    pub fn note_hits(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
+        let Some(holding) = &sequence.holding else {
+            return;
+        };
+        self.forget_evicted(store);
+        if self.is_empty() {
+            return;
+        }
+        let now = millis(store.clock().now());
+        let mut uses = Uses::default();
+        for index in (0..holding.num_hits).rev() {
+            for table in &holding.tables {
+                if index >= table.first {
+                    self.refresh(store, table.blocks[index], now, &mut uses);
+                }
+            }
+        }
+        self.link_all(uses);
+    }
+
+    fn refresh(&mut self, store: &mut impl BlockStore, block: BlockId, now: Time, uses: &mut Uses) {
+        let mut next = self.first_of(block);
+        while next != NONE {
+            let entry = next;
+            next = self.spans.entries[entry].next;
+            match self.spans.of(entry).owner {
+                NOBODY => drop(self.end(store, entry)),
+                owner => self.note_use(uses, entry, owner, 0, |levels| levels.refresh(now)),
+            }
+        }
+    }
+
+    /// Puts an entry behind what was used before, with other levels: `change` makes them of its own, and the same
+    /// of the same levels for the same `reason`.
+    #[inline]
+    fn note_use(
+        &mut self,
+        uses: &mut Uses,
+        entry: u32,
+        owner: u32,
+        reason: usize,
+        change: impl FnOnce(&mut Levels),
+    ) {
+        let span = self.spans.entries[entry].span;
+        let own = uses.of(owner);
+        if own.from != (span, reason) || own.spans.is_empty() {
+            own.from = (span, reason);
+            let mut levels = self.spans[span].levels;
+            change(&mut levels);
+            let last = own.spans.last();
+            if last.is_none_or(|&last| self.spans[last].levels != levels) {
+                own.spans.push(self.spans.add(owner, levels));
+            }
+        }
+        let to = own.spans[own.spans.len() - 1];
+        if span != NONE {
+            self.pull(entry);
+        }
+        self.spans.push(to, entry);
+    }
+
+    /// Puts the spans that a call has made into their lines.
+    fn link_all(&mut self, uses: Uses) {
+        for own in uses.0 {
+            for span in own.spans {
+                let ends = &mut self.owners[own.owner].ends;
+                self.spans.link(Line::Owner, ends, span, NONE);
+                self.schedule(span);
+            }
+        }
+    }
+
+    // Raising and lowering.
+
+    /// Does what a sequence's hints ask for, with what it has published. To be called before its release,
+    /// while it holds its blocks.
+    pub fn keep(&mut self, store: &mut impl BlockStore, sequence: &Sequence) {
+        let (Some(hints), Some(holding)) = (&sequence.hints, &sequence.holding) else {
+            return;
+        };
+        self.forget_evicted(store);
+        // What it holds may be of an epoch that has ended.
+        if holding.epoch != self.epoch {
+            return;
+        }
+        self.grow_to(store.num_blocks());
+        let released = Released {
+            sequence,
+            holding,
+            hints,
+            now: millis(store.clock().now()),
+            most: (self.share * store.num_blocks().saturating_sub(1) as f64) as usize,
+        };
+        let mut ranges = Raising::of_groups(hints, sequence, holding);
+        let mut raised = std::mem::take(&mut self.raised);
+        raised.clear();
+        self.find_raised(store, &released, &mut ranges, &mut raised);
+        self.lower(store, &released);
+        if !raised.is_empty() {
+            self.raise(store, &released, &mut ranges, &raised);
+        }
+        self.raised = raised;
+        self.keep_to(store, hints.owner(), released.most);
+    }
+
+    /// Lists what the hints raise, first block first: of a group that needs all before a block only as far as that
+    /// is raised too.
+    fn find_raised(
+        &self,
+        store: &mut impl BlockStore,
+        released: &Released,
+        ranges: &mut [Raising],
+        raised: &mut Vec<Raise>,
+    ) {
+        let owner = self.names.get(&released.hints.owner()).copied();
+        let groups = &released.sequence.config().groups;
+        let mut ended = vec![false; groups.count()];
+        let last = ranges.iter().map(Raising::end).max().unwrap_or(0);
+        for index in 0..last {
+            for (group, spec) in groups.each() {
+                let at = group.index();
+                if ended[at] || ranges[at].at(index).0.is_empty() {
+                    continue;
+                }
+                if raised.len() == released.most {
+                    return;
+                }
+                let (key, held) = released.block(group, index);
+                match store.lookup_held(&key, held) {
+                    Some(hit) if self.has_room(hit, owner) => raised.push(Raise {
+                        hit,
+                        index: index as u32,
+                        group,
+                        band: store.held_band(hit),
+                    }),
+                    _ => ended[at] = spec.needs_whole_prefix(),
+                }
+            }
+        }
+    }
+
+    #[inline]
+    fn has_room(&self, block: BlockId, owner: Option<u32>) -> bool {
+        let mut others = 0;
+        let mut entry = self.first_of(block);
+        while entry != NONE {
+            let other = self.spans.of(entry).owner;
+            others += usize::from(other != NOBODY && Some(other) != owner);
+            entry = self.spans.entries[entry].next;
+        }
+        others < MAX_OWNERS
+    }
+
+    fn raise(
+        &mut self,
+        store: &mut impl BlockStore,
+        released: &Released,
+        ranges: &mut [Raising],
+        raised: &[Raise],
+    ) {
+        let owner = self.owner_of(released.hints.owner());
+        let mut uses = Uses::default();
+        for raise in raised.iter().rev() {
+            let (group, index) = (raise.group, raise.index as usize);
+            let (wishes, reason) = ranges[group.index()].at(index);
+            let entry = self.entry(raise.hit, owner);
+            self.note_use(&mut uses, entry, owner, reason, |levels| {
+                wishes
+                    .iter()
+                    .for_each(|&wish| levels.ask(wish, released.now));
+            });
+            let band = self.band(raise.hit);
+            if band != raise.band {
+                let (key, held) = released.block(group, index);
+                store.set_band(&key, held, band);
+            }
+        }
+        self.link_all(uses);
+    }
+
+    /// Lowers what the sequence itself has computed, and nobody asked for.
+    fn lower(&mut self, store: &mut impl BlockStore, released: &Released) {
+        let Released {
+            sequence,
+            holding,
+            hints,
+            now,
+            ..
+        } = *released;
+        let size = sequence.config().block_size;
+        let mut uses = Uses::default();
+        let mut end = holding.num_published;
+        while end > holding.num_hits
+            && let Some((first, wish)) = hints.lowering(end - 1, size)
+        {
+            let first = first.max(holding.num_hits);
+            for index in (first..end).rev() {
+                for (group, _) in sequence.config().groups.each() {
+                    let (key, held) = released.block(group, index);
+                    let is_own = !held.is_null() && store.lookup_held(&key, held) == Some(held);
+                    if !is_own || self.first_of(held) != NONE {
+                        continue;
+                    }
+                    let entry = self.entry(held, NOBODY);
+                    let ask = |levels: &mut Levels| levels.ask(wish, now);
+                    self.note_use(&mut uses, entry, NOBODY, first, ask);
+                    if store.held_band(held) != wish.band {
+                        store.set_band(&key, held, wish.band);
+                    }
+                }
+            }
+            end = first;
+        }
+        self.link_all(uses);
+    }
+
+    fn owner_of(&mut self, name: Owner) -> u32 {
+        *self.names.entry(name).or_insert_with(|| {
+            self.owners.add(OwnerSpans {
+                name: Some(name),
+                ..OwnerSpans::default()
+            })
+        })
+    }
+
+    /// An owner's entry for a block, which is made, of no span, if there is none.
+    #[inline]
+    fn entry(&mut self, block: BlockId, owner: u32) -> u32 {
+        let first = self.first_of(block);
+        let mut entry = first;
+        while entry != NONE {
+            if self.spans.of(entry).owner == owner {
+                return entry;
+            }
+            entry = self.spans.entries[entry].next;
+        }
+        self.stats.hinted += usize::from(first == NONE);
+        self.owners[owner].len += 1;
+        let entry = self.spans.entries.add(Entry::new(block, first));
+        self.blocks[block.index()] = entry;
+        entry
+    }
+
+    #[inline]
+    fn first_of(&self, block: BlockId) -> u32 {
+        self.blocks.get(block.index()).copied().unwrap_or(NONE)
+    }
+
+    /// Makes room for the first `count` blocks, on pages that nobody has touched.
+    fn grow_to(&mut self, count: usize) {
+        if self.blocks.len() < count {
+            let mut grown = vec![NONE; count];
+            grown[..self.blocks.len()].copy_from_slice(&self.blocks);
+            self.blocks = grown;
+        }
+    }
+
+    /// The band that the block's content should have: the highest that anybody asks for.
+    #[inline]
+    fn band(&self, block: BlockId) -> Band {
+        let mut band = None;
+        let mut entry = self.first_of(block);
+        while entry != NONE {
+            band = band.max(self.spans.of(entry).band);
+            entry = self.spans.entries[entry].next;
+        }
+        band.unwrap_or_default()
+    }
+
+    // Ending.
+
+    /// Ends what an owner used longest ago, down to `most`.
+    fn keep_to(&mut self, store: &mut impl BlockStore, owner: Owner, most: usize) {
+        while let Some(&at) = self.names.get(&owner)
+            && self.owners[at].len > most
+        {
+            let entry = self.spans.first_of(self.owners[at].ends.front);
+            self.stats.demoted += u64::from(self.end(store, entry));
+        }
+    }
+
+    /// Gives content whose TTL has ended the band that it has without, of `most` entries at most, those
+    /// that ended first. Returns how many blocks moved to another band. To be called now and then, such as
+    /// before each step of a scheduler.
+    pub fn demote_expired(&mut self, store: &mut impl BlockStore, most: usize) -> usize {
+        self.forget_evicted(store);
+        let now = millis(store.clock().now());
+        let mut moved = 0;
+        for _ in 0..most {
+            let Some((&due, ends)) = self.times.first_key_value().filter(|(due, _)| **due <= now)
+            else {
+                break;
+            };
+            let entry = self.spans.first_of(ends.front);
+            moved += usize::from(self.expire(store, entry, due));
+        }
+        moved
+    }
+
+    /// Drops what has ended of an entry by the time `due`; whether its content moved to another band.
+    ///
+    /// What ended later is dropped in its own turn, even where that is over too: content goes from line to line
+    /// in the order in which its levels ended, so that a prompt's last blocks are always before its first ones.
+    fn expire(&mut self, store: &mut impl BlockStore, entry: u32, due: Time) -> bool {
+        let block = self.spans.entries[entry].block;
+        let before = self.band(block);
+        let mut levels = self.spans.of(entry).levels;
+        levels.drop_ended(due);
+        if levels.band().is_some() {
+            let to = self.span_before(self.spans.entries[entry].span, levels);
+            self.pull(entry);
+            self.spans.push(to, entry);
+        } else {
+            self.remove(entry);
+        }
+        let moved = self.move_from(store, block, before);
+        self.stats.expired += u64::from(moved && self.band(block) == Band::DEFAULT);
+        moved
+    }
+
+    /// A span with these levels that stands before another in their owner's line, and last of those that end when
+    /// it does.
+    fn span_before(&mut self, span: u32, levels: Levels) -> u32 {
+        let before = self.spans.before(span);
+        let due = levels.end();
+        let is_last = due == NEVER || self.times.get(&due).is_some_and(|ends| ends.back == before);
+        if before != NONE && is_last && self.spans[before].levels == levels {
+            return before;
+        }
+        let owner = self.spans[span].owner;
+        let new = self.spans.add(owner, levels);
+        let ends = &mut self.owners[owner].ends;
+        self.spans.link(Line::Owner, ends, new, span);
+        self.schedule(new);
+        new
+    }
+
+    /// Ends an entry; whether its content moved to another band.
+    fn end(&mut self, store: &mut impl BlockStore, entry: u32) -> bool {
+        let block = self.spans.entries[entry].block;
+        let before = self.band(block);
+        self.remove(entry);
+        self.move_from(store, block, before)
+    }
+
+    /// Gives a block's content the band that it should have now, if it is still of the band `before`.
+    fn move_from(&self, store: &mut impl BlockStore, block: BlockId, before: Band) -> bool {
+        let after = self.band(block);
+        after != before
+            && store.held_band(block) == before
+            && store.set_band(&store.key_of(block), BlockId::NULL, after)
+    }
+
+    /// Takes an entry out of its span, which ends with its last one.
+    #[inline]
+    fn pull(&mut self, entry: u32) {
+        let span = self.spans.entries[entry].span;
+        if self.spans.pull(entry) {
+            self.end_span(span);
+        }
+    }
+
+    #[cold]
+    fn end_span(&mut self, span: u32) {
+        let owner = self.spans[span].owner;
+        let ends = &mut self.owners[owner].ends;
+        self.spans.unlink(Line::Owner, ends, span);
+        self.unschedule(span);
+        self.spans.remove(span);
+    }
+
+    fn remove(&mut self, entry: u32) {
+        let owner = self.spans.of(entry).owner;
+        self.pull(entry);
+        let Entry { block, next, .. } = self.spans.entries.take(entry);
+        let mut before = self.first_of(block);
+        if before == entry {
+            self.blocks[block.index()] = next;
+            self.stats.hinted -= usize::from(next == NONE);
+        } else {
+            while self.spans.entries[before].next != entry {
+                before = self.spans.entries[before].next;
+            }
+            self.spans.entries[before].next = next;
+        }
+        self.owners[owner].len -= 1;
+        if self.owners[owner].len == 0
+            && let Some(name) = self.owners[owner].name
+        {
+            self.names.remove(&name);
+            self.owners.take(owner);
+        }
+    }
+
+    // Times.
+
+    fn schedule(&mut self, span: u32) {
+        let due = self.spans[span].due;
+        if due != NEVER {
+            let ends = self.times.entry(due).or_default();
+            self.spans.link(Line::Time, ends, span, NONE);
+        }
+    }
+
+    fn unschedule(&mut self, span: u32) {
+        let due = self.spans[span].due;
+        if let Some(ends) = self.times.get_mut(&due) {
+            self.spans.unlink(Line::Time, ends, span);
+            if ends.front == NONE {
+                self.times.remove(&due);
+            }
+        }
+    }
+}
+
+impl Uses {
+    fn of(&mut self, owner: u32) -> &mut OwnerUses {
+        let at = self.0.iter().position(|own| own.owner == owner);
+        let at = at.unwrap_or_else(|| {
+            self.0.push(OwnerUses {
+                owner,
+                from: (NONE, 0),
+                spans: Vec::new(),
+            });
+            self.0.len() - 1
+        });
+        &mut self.0[at]
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cache::PrefixCache;
+    use crate::groups::Groups;
+    use crate::hash::{HashConfig, Scope};
+    use crate::hints::Hint;
+    use crate::pool::Writer;
+    use crate::store::PoolConfig;
+
+    const BLOCKS: usize = 500;
+
+    type Cache = PrefixCache<Writer>;
+
+    fn serve(cache: &mut Cache, table: &mut RetentionTable, owner: &str, hints: Vec<Hint>) {
+        let tokens = (0..BLOCKS as u32).collect();
+        let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
+        sequence.set_hints(Hints::new(Owner::named(owner), hints).unwrap());
+        let hits = cache.count_prefix_hits(&mut sequence).unwrap();
+        let taken = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
+        assert_eq!(taken.unwrap(), Some(hits));
+        table.note_hits(cache.store_mut(), &sequence);
+        let filled = cache.mark_blocks_filled(&mut [&mut sequence], &[BLOCKS]);
+        assert!(filled.unwrap().is_empty());
+        table.keep(cache.store_mut(), &sequence);
+        cache.release(&mut [&mut sequence]).unwrap();
+    }
+
+    fn hint(start: usize, end: Option<usize>, priority: u8) -> Hint {
+        // The dearest ends first.
+        let ttl = Some(Duration::from_secs(100 - u64::from(priority)));
+        Hint {
+            start,
+            end,
+            priority,
+            ttl,
+        }
+    }
+
+    /// Whatever a prompt's length and however often it is asked for.
+    #[test]
+    fn a_range_costs_a_range_and_not_its_blocks() {
+        let hashing = HashConfig {
+            model: String::new(),
+            revision: String::new(),
+            kv_dtype: String::new(),
+            arithmetic: String::new(),
+            block_size: 1,
+            groups: Groups::full(1).unwrap(),
+        };
+        let pool = Writer::new(PoolConfig::new(2 * BLOCKS)).unwrap();
+        let mut cache = Cache::new(hashing, pool).unwrap();
+        let mut table = RetentionTable::new(1.0).unwrap();
+        assert_eq!(size_of::<Entry>(), 16);
+        for (owner, entries, spans) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
+            let hints = vec![hint(0, Some(100), 90), hint(100, None, 60)];
+            serve(&mut cache, &mut table, owner, hints);
+            assert_eq!(table.len(), entries * BLOCKS);
+            assert_eq!(table.spans.count(), spans, "after {owner}");
+        }
+        assert_eq!(table.stats().hinted, BLOCKS);
+        cache.store_mut().set_time(Duration::from_secs(100_000));
+        let moved = table.demote_expired(cache.store_mut(), usize::MAX);
+        assert_eq!(moved, BLOCKS + 100);
+        assert_eq!(
+            (table.len(), table.spans.count(), table.times.len()),
+            (0, 0, 0)
+        );
+    }
+}

@@ -1,0 +1,57 @@
+//! What the handles of a cache and its sequences share.
+
+use crossbeam_queue::SegQueue;
+
+use super::Holding;
+use crate::hash::{self, HashConfig, Scope};
+use crate::id::BlockHash;
+use crate::policy::NameBlocks;
+use crate::sync::{Arc, AtomicU64, OnceLock};
+use crate::weights::{CurrentWeights, WeightsName};
+
+/// What the handles of a cache and its sequences share. Its address is the cache's identity.
+#[derive(Debug)]
+pub(crate) struct Home {
+    pub(crate) config: HashConfig,
+    pub(crate) weights: CurrentWeights,
+    /// What names blocks for the eviction policy, where it goes by names.
+    pub(crate) pseudonyms: OnceLock<Arc<dyn NameBlocks>>,
+    /// Tokens of the sequences that were committed.
+    pub(crate) queries: AtomicU64,
+    /// Tokens of them that were hits.
+    pub(crate) hits: AtomicU64,
+    /// What sequences held when they were dropped, until the next call that changes the pool.
+    pub(crate) abandoned: SegQueue<Abandoned>,
+}
+
+/// What a sequence held when it was dropped.
+#[derive(Debug)]
+pub(crate) struct Abandoned {
+    pub(crate) holding: Holding,
+    /// What the eviction policy calls the blocks.
+    pub(crate) names: Vec<BlockHash>,
+}
+
+impl Home {
+    pub(crate) fn new(config: HashConfig, weights: Option<WeightsName>) -> Self {
+        Self {
+            weights: CurrentWeights::new(weights, |name| root_of(&config, name)),
+            config,
+            pseudonyms: OnceLock::new(),
+            queries: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+            abandoned: SegQueue::new(),
+        }
+    }
+
+    /// Changes the weights; their version.
+    pub(crate) fn change_weights(&self, name: Option<WeightsName>) -> u64 {
+        self.weights
+            .change(name, |name| root_of(&self.config, name))
+    }
+}
+
+/// The root hash of a cache without a scope, under the weights of this name.
+fn root_of(config: &HashConfig, weights: &str) -> BlockHash {
+    hash::root(config, &Scope::default(), weights)
+}

@@ -1,0 +1,397 @@
+//! Quantized weights with a column in each lane: for forms whose products are those of `f32`.
+//!
+//! A panel is two strips of 32 columns, one after the other. A strip has what the panel's other layout
+//! ([`super::packed`]) has, in as many bytes and the same order: the scales of its blocks, then for each
+//! group of 32 numbers of the depth the group's scales and the codes. A column's codes of a group are
+//! one stream of bits, in the order of the depth; word w of all columns is a line of 32 words. So a
+//! vector of numbers takes a shift, a mask, a conversion and a product, and nothing is shuffled.
+//!
+//! Codes are stored unsigned: a number is `scale * code + offset`, where the offset of a format with
+//! signed codes is `-scale * 2^(bits - 1)`. Both products are exact and the sum is rounded once, so the
+//! number is the same but for the sign of a zero, which no sum shows.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
+
+use super::blocks::{BlockScales, GROUP};
+use super::packed::{
+    AHEAD, CodeAt, Layout, Line, Product, Scales, codes_at, for_pairs, pack_scales,
+};
+use crate::panel::{PANEL, Sums};
+
+/// Columns of a strip.
+pub const STRIP: usize = 32;
+
+/// The most rows that are multiplied without a dequantized panel in between.
+pub const MAX_FEW: usize = 8;
+
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
+
+/// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
+pub(super) fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
+    let used = PANEL.min(blocks.rows() - first);
+    let strip_words = to.len() / (PANEL / STRIP);
+    for (column, row) in (0..used).zip(first..) {
+        let strip = &mut to[column / STRIP * strip_words..][..strip_words];
+        let blocks = blocks.row(row).chunks_exact(F::FORMAT.bytes());
+        for (block, to) in blocks.zip(strip.chunks_exact_mut(F::BLOCK_BYTES * STRIP / 4)) {
+            let scales = BlockScales::read(F::FORMAT, block);
+            pack_scales::<F>(&scales, STRIP, column % STRIP, to);
+            for group in 0..F::GROUPS {
+                let lines = &mut to[codes_at::<F>(STRIP, group) / 4..];
+                let words = stream::<F>(F::FORMAT.codes(block, group));
+                for (word, bits) in words.into_iter().take(F::BITS as usize).enumerate() {
+                    lines[word * STRIP + column % STRIP] = bits;
+                }
+            }
+        }
+    }
+}
+
+/// The codes of a group, unsigned, without the bits between them: `F::BITS` words.
+#[inline(always)]
+fn stream<F: Layout>(codes: [u64; GROUP / 8]) -> [u32; 8] {
+    const BYTES: u64 = 0x00ff_00ff_00ff_00ff;
+    const HALVES: u64 = 0x0000_ffff_0000_ffff;
+    // From codes as the file has them: those that it has in two's complement.
+    let unsigned = u64::from_le_bytes([F::ZERO ^ F::FORMAT.zero(); 8]);
+    let mut bytes = [0; 40];
+    for (i, codes) in codes.into_iter().enumerate() {
+        let codes = codes ^ unsigned;
+        let twos = codes & BYTES | (codes >> 8 & BYTES) << F::BITS;
+        let fours = twos & HALVES | (twos >> 16 & HALVES) << (2 * F::BITS);
+        let eight = fours & u64::from(u32::MAX) | fours >> 32 << (4 * F::BITS);
+        bytes[i * F::BITS as usize..][..8].copy_from_slice(&eight.to_le_bytes());
+    }
+    std::array::from_fn(|i| u32::from_le_bytes(*bytes[4 * i..].first_chunk().expect("40 bytes")))
+}
+
+/// Where the code of a column of a strip starts in its group.
+#[inline(always)]
+pub(super) fn code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
+    let bit = F::BITS as usize * depth;
+    CodeAt {
+        word: bit / 32 * STRIP + column,
+        bit: (bit % 32) as u32,
+        line: STRIP,
+        inverted: F::SIGNED.into(),
+    }
+}
+
+/// What becomes of `C` vectors of words.
+trait TakeLines<L: Lanes, const C: usize> {
+    /// Takes the words of the columns at word `line` of the group.
+    ///
+    /// # Safety
+    /// There is such a word.
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]);
+}
+
+/// `C` vectors of columns of a group of a strip.
+struct Columns<L: Lanes, F, const C: usize> {
+    lanes: L,
+    codes: *const u32,
+    /// What codes are multiplied by: the first 16 of the depth, and the others.
+    scales: [[L::V; C]; 2],
+    /// What is added to the products, in the same order.
+    offsets: [[L::V; C]; 2],
+    layout: PhantomData<F>,
+}
+
+impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
+    /// The columns from `column` on, a multiple of the vector's lanes.
+    ///
+    /// # Safety
+    /// The strip has such a group and columns.
+    #[inline(always)]
+    unsafe fn new(lanes: L, strip: *const u8, group: usize, column: usize) -> Self {
+        let (header, at) = F::group_at(STRIP, group);
+        let mut scales = [[lanes.splat(0.0); C]; 2];
+        let mut offsets = scales;
+        let zero = lanes.splat(-f32::from(F::ZERO));
+        for c in 0..C {
+            let column = column + c * L::LANES;
+            // SAFETY: inside the headers of these columns.
+            unsafe {
+                let half = |start: usize| {
+                    let halves = strip.add(header + start * STRIP).cast::<u16>();
+                    lanes.load_f16(halves.add(column))
+                };
+                let byte = |start: usize| strip.add(at + start * STRIP + column);
+                let d = half(0);
+                for sixteen in 0..2 {
+                    let (scale, offset) = match F::SCALES {
+                        Scales::Plain => (d, lanes.mul(d, zero)),
+                        Scales::Minimum => (d, half(2)),
+                        Scales::GroupMinimum => (
+                            lanes.mul(d, lanes.load_u8(byte(0))),
+                            lanes.mul(half(2), lanes.load_u8(byte(1))),
+                        ),
+                        Scales::Sixteens => {
+                            let scale = lanes.mul(d, lanes.load_i8(byte(sixteen).cast()));
+                            (scale, lanes.mul(scale, zero))
+                        }
+                    };
+                    (scales[sixteen][c], offsets[sixteen][c]) = (scale, offset);
+                }
+            }
+        }
+        // SAFETY: inside the group.
+        let codes = unsafe {
+            strip
+                .add(at + F::GROUP_HEADER * STRIP)
+                .cast::<u32>()
+                .add(column)
+        };
+        Self {
+            lanes,
+            codes,
+            scales,
+            offsets,
+            layout: PhantomData,
+        }
+    }
+
+    /// Dequantizes the group.
+    ///
+    /// # Safety
+    /// `take` has the lines of a group.
+    #[inline(always)]
+    unsafe fn each_line<E: Element>(&self, take: &mut impl TakeLines<L, C>) {
+        let mut words = [self.lanes.splat(0.0); C];
+        for_pairs!(PAIR => {
+            let mut more = words;
+            for c in 0..C {
+                // SAFETY: the stream has 32 codes.
+                let (a, b) = unsafe { (self.number(c, 2 * PAIR), self.number(c, 2 * PAIR + 1)) };
+                let (first, second) = E::column_lines(self.lanes, a, b);
+                words[c] = first;
+                if let Some(second) = second {
+                    more[c] = second;
+                }
+            }
+            let line = PAIR * (2 / E::PER_WORD);
+            // SAFETY: `take` has these lines.
+            unsafe {
+                take.take(line, words);
+                if E::PER_WORD == 1 {
+                    take.take(line + 1, more);
+                }
+            }
+        });
+    }
+
+    /// The numbers of vector `c` at a depth.
+    #[inline(always)]
+    unsafe fn number(&self, c: usize, depth: usize) -> L::V {
+        let lanes = self.lanes;
+        let CodeAt {
+            word,
+            bit: at,
+            line,
+            ..
+        } = code_at::<F>(c * L::LANES, depth);
+        // SAFETY: the stream has this code, so the words with its bits.
+        let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
+        let mut from = at;
+        if at + F::BITS > 32 {
+            // SAFETY: as above.
+            let next = unsafe { lanes.load(self.codes.add(word + line).cast()) };
+            words = lanes.join(words, next, at);
+            from = 0;
+        }
+        let code = match F::BITS {
+            4 => lanes.field::<4, false>(words, from),
+            5 => lanes.field::<5, false>(words, from),
+            6 => lanes.field::<6, false>(words, from),
+            _ => lanes.field::<8, false>(words, from),
+        };
+        lanes.mul_add(
+            code,
+            self.scales[depth / 16][c],
+            self.offsets[depth / 16][c],
+        )
+    }
+}
+
+/// Sums of `H` rows and `C` vectors.
+struct Multiply<L: Lanes, E, const H: usize, const C: usize> {
+    lanes: L,
+    rows: [*const u32; H],
+    sums: [[L::V; C]; H],
+    element: PhantomData<E>,
+}
+
+impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
+    for Multiply<L, E, H, C>
+{
+    #[inline(always)]
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
+        for (sums, row) in self.sums.iter_mut().zip(self.rows) {
+            // SAFETY: the row has this word, as the caller vouches.
+            let x = self
+                .lanes
+                .splat_word(unsafe { row.add(line).read_unaligned() });
+            for (sum, words) in sums.iter_mut().zip(words) {
+                *sum = E::dot(self.lanes, *sum, words, x);
+            }
+        }
+    }
+}
+
+/// A panel times at most `H` rows, `C` vectors of columns at a time.
+struct Few<'a, E, F, const H: usize, const C: usize> {
+    product: &'a Product<'a, E>,
+    sums: &'a mut [Sums],
+    layout: PhantomData<F>,
+}
+
+impl<E: Element> Product<'_, E> {
+    /// Writes the sums of the panel, which is laid out in strips, and its rows.
+    pub(super) fn multiply_strips<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
+        let layout = PhantomData::<F>;
+        match sums.len() {
+            0 => {}
+            1 => form.run(Few::<_, F, 1, 4> {
+                product: self,
+                sums,
+                layout,
+            }),
+            2 => form.run(Few::<_, F, 2, 4> {
+                product: self,
+                sums,
+                layout,
+            }),
+            3..=4 => form.run(Few::<_, F, 4, 2> {
+                product: self,
+                sums,
+                layout,
+            }),
+            _ => form.run(Few::<_, F, 8, 1> {
+                product: self,
+                sums,
+                layout,
+            }),
+        }
+    }
+}
+
+impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E, F, H, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        if !L::LANE_IS_COLUMN || E::PER_WORD != 1 {
+            // Not compiled for the forms and types that it is not run with.
+            unreachable!("laid out for another form");
+        }
+        let product = self.product;
+        // Rows that there are not are the last one, computed for nothing.
+        let last = self.sums.len() - 1;
+        for column in (0..product.used).step_by(C * L::LANES) {
+            let strip = strip_of::<F>(product.panel, product.inputs, column);
+            let mut multiply = Multiply::<L, E, H, C> {
+                lanes,
+                rows: std::array::from_fn(|r| product.rows.words(r.min(last), 0)),
+                sums: [[lanes.splat(0.0); C]; H],
+                element: PhantomData,
+            };
+            for group in 0..product.inputs / GROUP {
+                if column % STRIP == 0 {
+                    prefetch::<F, L>(lanes, strip, group);
+                }
+                // SAFETY: the strip has the group, the rows its words.
+                unsafe {
+                    Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
+                        .each_line::<E>(&mut multiply);
+                    for row in &mut multiply.rows {
+                        *row = row.add(GROUP / E::PER_WORD);
+                    }
+                }
+            }
+            for (to, sums) in self.sums.iter_mut().zip(multiply.sums) {
+                for (to, sum) in to[column..].chunks_exact_mut(L::LANES).zip(sums) {
+                    // SAFETY: the chunk holds LANES numbers.
+                    unsafe { lanes.store(to.as_mut_ptr(), sum) };
+                }
+            }
+        }
+    }
+}
+
+/// The strip with a column of a panel.
+#[inline(always)]
+fn strip_of<F: Layout>(panel: *const u8, inputs: usize, column: usize) -> *const u8 {
+    let blocks = inputs / F::FORMAT.block();
+    panel.wrapping_add(column / STRIP * STRIP * blocks * F::BLOCK_BYTES)
+}
+
+/// Asks for a group before it is read: it takes too many instructions to dequantize one for loads alone
+/// to keep enough cache lines on their way.
+#[inline(always)]
+fn prefetch<F: Layout, L: Lanes>(lanes: L, strip: *const u8, group: usize) {
+    let (header, at) = F::group_at(STRIP, group);
+    let start = if F::GROUPS == 1 { header } else { at };
+    let bytes = codes_at::<F>(STRIP, group) + STRIP * GROUP * F::BITS as usize / 8 - start;
+    for line in 0..bytes.div_ceil(CACHE_LINE) {
+        lanes.prefetch(strip.wrapping_add(start + AHEAD + line * CACHE_LINE));
+    }
+}
+
+/// Stores lines in the dequantized panel.
+struct Store<L> {
+    lanes: L,
+    /// Where the group's first line has these columns.
+    to: *mut u32,
+}
+
+impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
+    #[inline(always)]
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
+        for (c, words) in words.into_iter().enumerate() {
+            // SAFETY: the panel has this line, as the caller vouches.
+            unsafe {
+                self.lanes
+                    .store(self.to.add(line * PANEL + c * L::LANES).cast(), words)
+            }
+        }
+    }
+}
+
+/// Dequantizes groups of the depth.
+pub(super) struct Dequantize<'a, E, F> {
+    pub(super) panel: *const u8,
+    pub(super) inputs: usize,
+    pub(super) groups: Range<usize>,
+    pub(super) to: &'a mut [Line],
+    pub(super) layout: PhantomData<(E, F)>,
+}
+
+impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        if !L::LANE_IS_COLUMN {
+            unreachable!("laid out for another form");
+        }
+        let lines = self.to.chunks_exact_mut(GROUP / E::PER_WORD);
+        for (group, lines) in self.groups.zip(lines) {
+            for column in (0..PANEL).step_by(L::LANES) {
+                let strip = strip_of::<F>(self.panel, self.inputs, column);
+                if column % STRIP == 0 {
+                    prefetch::<F, L>(lanes, strip, group);
+                }
+                // SAFETY: the strip has the group, and `lines` are its lines, of 64 columns.
+                unsafe {
+                    let to = lines.as_mut_ptr().cast::<u32>().add(column);
+                    Columns::<L, F, 1>::new(lanes, strip, group, column % STRIP)
+                        .each_line::<E>(&mut Store { lanes, to });
+                }
+            }
+        }
+    }
+}

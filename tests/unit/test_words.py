@@ -44,8 +44,14 @@ LEFT = (
     "python/prefixcache/ray_serve/",
     "python/prefixcache/routing/",
     "python/prefixcache/tools/",
-    "python/prefixcache/ops/invariant.py",
-    "rust/",
+    "rust/prefixcache-attention/",
+    "rust/prefixcache-core/",
+    "rust/prefixcache-cpu/",
+    "rust/prefixcache-ops/",
+    "rust/prefixcache-oracle/",
+    "rust/prefixcache-py/",
+    "rust/prefixcache-replay/",
+    "rust/prefixcache-routing/",
     "tests/",
 )
 

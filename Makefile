@@ -182,7 +182,7 @@ dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; l
 	python3 release/licences.py --check
 	rm -rf dist && mkdir dist
 	.venv-release/bin/maturin sdist --out dist
-	MATURIN_PEP517_ARGS="--zig --compatibility manylinux2014" \
+	MATURIN_PEP517_ARGS="--profile dist --zig --compatibility manylinux2014" \
 	  CARGO_ZIGBUILD_ZIG_PATH=$$(.venv-release/bin/python -c "import ziglang; print(ziglang.__path__[0])")/zig \
 	  .venv-release/bin/pip wheel --no-deps --wheel-dir dist dist/prefixcache-*.tar.gz
 	.venv-release/bin/auditwheel show dist/prefixcache-*.whl

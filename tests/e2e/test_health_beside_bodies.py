@@ -198,7 +198,9 @@ async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatc
         await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         gc.disable()  # of the objects of all tests
         monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        await asyncio.sleep(0)
         response = await client.post(path, content=body, headers=headers)
+        await asyncio.sleep(0)
         monkeypatch.undo()
         gc.enable()
     assert response.status_code == status, response.text[:500]

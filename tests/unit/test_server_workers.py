@@ -61,7 +61,7 @@ async def test_small_pieces_with_time_between_them_run_in_the_event_loop(clock: 
 async def test_what_is_long_or_sent_to_workers_never_runs_in_the_event_loop(clock: Clock) -> None:
     threads = Workers()
     assert await threads.run(1 << 14, clock.piece(1)) == 1
-    assert await threads.beside(clock.piece(2)) == 2
+    assert await threads.in_thread(clock.piece(2)) == 2
     assert not clock.num_inline
 
 

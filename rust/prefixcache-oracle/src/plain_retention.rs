@@ -104,6 +104,7 @@ impl PlainRetention {
 
     /// Only what is there, with the band that was asked for, was asked for.
     fn forget_evicted(&mut self, store: &mut impl BlockStore) {
+        self.now = store.clock().now().as_millis() as Time;
         if self.epoch != store.epoch() {
             self.epoch = store.epoch();
             self.asked.clear();

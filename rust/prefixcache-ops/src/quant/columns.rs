@@ -230,13 +230,13 @@ impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
 {
     #[inline(always)]
     unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        for (sums, row) in self.sums.iter_mut().zip(self.rows) {
+        // Plain loops over indices: iterators of vectors would keep the sums in memory.
+        for r in 0..H {
             // SAFETY: the row has this word, as the caller vouches.
-            let x = self
-                .lanes
-                .splat_word(unsafe { row.add(line).read_unaligned() });
-            for (sum, words) in sums.iter_mut().zip(words) {
-                *sum = E::dot(self.lanes, *sum, words, x);
+            let x = unsafe { self.rows[r].add(line).read_unaligned() };
+            let x = self.lanes.splat_word(x);
+            for c in 0..C {
+                self.sums[r][c] = E::dot(self.lanes, self.sums[r][c], words[c], x);
             }
         }
     }
@@ -312,10 +312,11 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
                     }
                 }
             }
-            for (to, sums) in self.sums.iter_mut().zip(multiply.sums) {
-                for (to, sum) in to[column..].chunks_exact_mut(L::LANES).zip(sums) {
-                    // SAFETY: the chunk holds LANES numbers.
-                    unsafe { lanes.store(to.as_mut_ptr(), sum) };
+            for r in 0..=last {
+                let to = &mut self.sums[r][column..][..C * L::LANES];
+                for c in 0..C {
+                    // SAFETY: the slice holds C vectors.
+                    unsafe { lanes.store(to[c * L::LANES..].as_mut_ptr(), multiply.sums[r][c]) };
                 }
             }
         }
@@ -351,11 +352,11 @@ struct Store<L> {
 impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
     #[inline(always)]
     unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        for (c, words) in words.into_iter().enumerate() {
+        for c in 0..C {
             // SAFETY: the panel has this line, as the caller vouches.
             unsafe {
-                self.lanes
-                    .store(self.to.add(line * PANEL + c * L::LANES).cast(), words)
+                let to = self.to.add(line * PANEL + c * L::LANES);
+                self.lanes.store(to.cast(), words[c]);
             }
         }
     }

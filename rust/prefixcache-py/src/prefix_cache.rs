@@ -758,7 +758,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         evictions::arrays(py, &evictions)
     }
 
-    /// EvictionLog for which the log had no room. Any thread.
+    /// How many evictions the log had no room for. Any thread.
     #[getter]
     fn missed_losses(&self) -> PyResult<u64> {
         Ok(self.0.reader()?.store().missed_evictions())

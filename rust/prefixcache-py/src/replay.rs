@@ -20,7 +20,7 @@ use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names::{self, Name};
 
-/// The percentiles that are told of what requests compute and wait.
+/// The percentiles that are reported of what requests compute and wait.
 const PERCENTILES: [u64; 3] = [50, 90, 99];
 
 impl IntoPyErr for TraceError {
@@ -151,7 +151,7 @@ enum Stage {
     Running(Box<Replay>),
 }
 
-/// A trace through caches beside each other.
+/// A trace through caches next to each other.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct TraceReplay {
     block_size: usize,

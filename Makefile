@@ -13,6 +13,8 @@ SCHEDULES      ?= 200
 MINUTES        ?= 1
 WORKERS        ?= auto
 LONG_CASES     ?= 1000
+RERUNS         ?= 0
+COVERAGE       ?=
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 HOST     = $(shell rustc -vV | sed -n 's/host: //p')
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
@@ -26,9 +28,9 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks coverage format clean
+.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -55,7 +57,7 @@ serve: setup                       ## MODEL=... PORT=... ARGS="..."
 model: setup                       ## the default model, fetched once
 	$(BIN)/prefixcache download
 
-test: checks test-python           ## what a change must pass (WORKERS=...)
+test: checks test-python           ## what a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
 
 checks: setup-dev                  ## lints and Rust tests
 	$(PARALLEL) lint-python lint-rust test-rust
@@ -71,10 +73,10 @@ nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms,
 	$(MAKE) --no-print-directory soak MINUTES=60
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
-	cd tests/ray_serve && ../../$(BIN)/pytest --timeout=900 --durations=5
+	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --timeout=900 --durations=5
 
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
-	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
+	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
 	$(PYTHON) -m venv .venv-clients
@@ -87,10 +89,7 @@ test-rust:
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
-	$(PYTEST)
-
-coverage: setup-dev model          ## the Python tests again, at least 95 % of the package covered
-	$(PYTEST) --cov --cov-report=term:skip-covered --cov-fail-under=95
+	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95)
 
 test-wheel: setup model            ## the wheel in empty environments: the cache alone, and a served answer
 	$(BIN)/python tests/wheel.py
@@ -142,7 +141,7 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
-bench: setup                       ## what the cache saves: table, picture, record
+bench: setup-dev                   ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
 
 bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp

@@ -16,9 +16,9 @@ from ray import serve
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.stats import PrefixHashInfo
-from prefixcache.ray_serve.fleet.fleet_state import FleetState
-from prefixcache.ray_serve.job import Part, RoutedJob
+from prefixcache.ray_serve.job import Chunk, RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
+from prefixcache.ray_serve.replicas.replica_state import ReplicaState
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
@@ -66,27 +66,27 @@ class Handle:
 class _Stream:
     """Plays Ray's generator of a streaming call."""
 
-    def __init__(self, parts: AsyncIterator[Part]) -> None:
+    def __init__(self, parts: AsyncIterator[Chunk]) -> None:
         self._parts = parts
 
-    def __aiter__(self) -> AsyncIterator[Part]:
+    def __aiter__(self) -> AsyncIterator[Chunk]:
         return self._parts
 
     def cancel(self) -> None: ...
 
 
-class Told:
+class FakeCommands:
     """Plays the deployment `Commands`: all replicas are as `state` says, or as the first one is."""
 
-    def __init__(self, state: FleetState | None = None) -> None:
+    def __init__(self, state: ReplicaState | None = None) -> None:
         self.current = state
         self.num_asked = 0
 
-    async def state(self, hashes: PrefixHashInfo | None = None) -> FleetState:
+    async def state(self, hashes: PrefixHashInfo | None = None) -> ReplicaState:
         self.num_asked += 1
         if self.current is None:
             assert hashes is not None
-            return FleetState(root_hash=hashes.root_hash, weights_name=hashes.weights_name)
+            return ReplicaState(root_hash=hashes.root_hash, weights_name=hashes.weights_name)
         return self.current
 
 
@@ -113,7 +113,7 @@ async def replica_of(
     replica = EngineReplica.__new__(EngineReplica)
     config = config_of(folder, **(flags or {}))
     try:
-        handle: Any = Handle(commands or Told())
+        handle: Any = Handle(commands or FakeCommands())
         given = ServeOptions(**options)
         await replica.__init__(config, given, handle, command_timeout)  # pyright: ignore[reportGeneralTypeIssues]
         yield replica

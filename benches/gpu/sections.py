@@ -89,7 +89,7 @@ SCALES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a section is told."""
+    """What a section is given."""
 
     device: str
     scale: str

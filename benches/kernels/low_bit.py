@@ -68,7 +68,7 @@ def multiply(
 
 
 def read(num_bytes: int, threads: int) -> Callable[[], None]:
-    """Reads so many bytes, each thread its share."""
+    """Reads that many bytes, each thread its share."""
     memory = np.full(num_bytes, 2, np.uint8)
     find = ctypes.CDLL(None).memchr
     find.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)

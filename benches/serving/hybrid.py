@@ -8,7 +8,7 @@ requests leave behind; its flags are shown. The model has Gemma 3's layers (five
 128, then one without) and random weights.
 
 `--simulate` takes the engine with its scheduler and its cache, and a runner that computes nothing:
-it tells how many tokens each request would compute, in a minute, and beside it what is expected.
+it tells how many tokens each request would compute, in a minute, and next to it what is expected.
 A run that was stopped goes on where it was: what its record has is not measured again.
 """
 
@@ -92,7 +92,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 COUNTS = (15, 20, 30, 40, 50, 60)
 ALL = PREFIX + SUFFIX
 # Tokens that a request computes in passes 2 and 3, by a simulation checked against vLLM's manager,
-# which forgets what is behind a window at once unless every block is registered: at most so many.
+# which forgets what is behind a window at once unless every block is registered: at most this many.
 EXPECTED = {
     **{(REGISTERED, k): (ALL, ALL) if k > 15 else (SUFFIX, SUFFIX) for k in COUNTS},
     **{(ANCHORS, k): (ALL, SUFFIX) for k in COUNTS},
@@ -349,9 +349,9 @@ def show(record: dict[str, Any]) -> None:
         if done is not None:
             expected = cell.expected
             mark = " !" if expected and is_more(computed(done), expected) else ""
-            told = in_passes(expected or ()) + mark
-            told_times = (tell(done) for tell in times.values())
-            table.add_row(cell.title, str(cell.k), in_passes(computed(done)), told, *told_times)
+            shown = in_passes(expected or ()) + mark
+            shown_times = (tell(done) for tell in times.values())
+            table.add_row(cell.title, str(cell.k), in_passes(computed(done)), shown, *shown_times)
     Console(width=160).print(table)
 
 

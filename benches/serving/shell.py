@@ -1,4 +1,4 @@
-"""What the serving shell costs beside the bare engine: between tokens, in a step, for a request.
+"""What the serving shell costs over the bare engine: between tokens, in a step, for a request.
 
     python benches/serving/shell.py --streams 256 --step-ms 50
     python benches/serving/shell.py --requests 500 --tokens 1 --step-ms 1
@@ -183,7 +183,7 @@ def client_times(address: str, requests: int, tokens: int) -> list[float]:
 
 
 def _thread_seconds(_: int) -> Any:
-    """CPU time of the process beside the engine's own thread, from now on."""
+    """CPU time of the process without the engine's own thread, from now on."""
     begun = time.process_time(), _engine_seconds()
 
     def spent() -> float:

@@ -11,7 +11,7 @@ use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
-use prefixcache_core::hints::RetentionTable;
+use prefixcache_core::retention::RetentionTable;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::retention::{Pins, Retention};

@@ -16,8 +16,7 @@ from rich.console import Console
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench import machine
-from prefixcache.tools.bench.goodput import parse_objectives
-from prefixcache.tools.bench.records import RequestRecord, Run
+from prefixcache.tools.bench.records import RequestRecord, Run, parse_objectives
 from prefixcache.tools.bench.reports.compare import compare_files
 from prefixcache.tools.bench.reports.page import write_page
 from prefixcache.tools.bench.reports.plots import draw
@@ -28,9 +27,9 @@ from prefixcache.tools.bench.reports.report import (
     medians,
     summarize,
     to_json,
-    write_json,
 )
 from prefixcache.tools.bench.reports.tables import heading, table
+from prefixcache.tools.results import write_json
 
 SETTINGS = {
     "model": "tiny",
@@ -106,12 +105,12 @@ def test_an_objective_between_tokens_is_of_their_mean(itl: float, attained: floa
     assert summary.slo_attainment == attained
 
 
-def test_objectives_are_told_in_milliseconds() -> None:
+def test_objectives_are_in_milliseconds() -> None:
     assert parse_objectives(("ttft:500", "e2el:2000.5")) == {"ttft": 0.5, "e2el": 2.0005}
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "ttft:inf", "speed:5", ""])
-def test_a_wrong_objective_is_told(text: str) -> None:
+def test_a_wrong_objective_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="as in ttft:500"):
         parse_objectives((text,))
 
@@ -157,7 +156,7 @@ def test_the_table_holds_both_variants_and_the_ratio() -> None:
 def test_the_json_can_be_read_back(tmp_path: Path) -> None:
     report = make(off_runs=2)
     path = tmp_path / "deep" / "results.json"
-    write_json(report, path)
+    write_json(to_json(report), path)
     found = json.loads(path.read_text())
     assert found == json.loads(json.dumps(to_json(report)))
     off, on = found["variants"]
@@ -191,8 +190,8 @@ def test_the_page_stands_alone_and_says_all(tmp_path: Path) -> None:
 
 def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
-    write_json(make(), a)
-    write_json(replace(make(), settings=SETTINGS | {"output_len": 9}), b)
+    write_json(to_json(make()), a)
+    write_json(to_json(replace(make(), settings=SETTINGS | {"output_len": 9})), b)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as capture:
         for part in compare_files(a, b):
@@ -206,7 +205,7 @@ def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"variants": []}', '{"variants": [{"name": 1}], "settings": {}}']
 )
-def test_what_is_no_result_is_told_by_its_name(tmp_path: Path, content: str) -> None:
+def test_what_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text(content)
     with pytest.raises(ConfigError, match=r"wrong\.json"):

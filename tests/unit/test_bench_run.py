@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench.arrivals import LoadConfig
 from prefixcache.tools.bench.bench_options import BenchOptions
 from prefixcache.tools.bench.load import drive
-from prefixcache.tools.bench.prompts import Prompt, TokenForm
+from prefixcache.tools.bench.prompts import Message, Prompt, TokenForm
 from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
 from prefixcache.tools.bench.reports.report import Report
 from prefixcache.tools.bench.run import Work, run_bench, settings
@@ -25,6 +25,7 @@ from prefixcache.tools.bench.servers import run_server, serve_arguments
 from prefixcache.tools.bench.sessions import Session, Text, Turn
 from prefixcache.tools.bench.targets import CACHE_OFF, EngineTarget, connect
 from prefixcache.tools.bench.workloads import WorkloadConfig
+from prefixcache.types.token_ids import as_token_ids
 from serving import served_folder
 
 WORKLOAD = WorkloadConfig(num_requests=4, prefix_len=64, suffix_len=16, output_len=3)
@@ -175,6 +176,10 @@ async def test_what_is_too_long_is_not_sent() -> None:
     assert (len(run.records), run.too_long, run.unsent) == (1, 1, 2)
 
 
+def prompt_of(token_ids: Sequence[int], output_len: int) -> Prompt:
+    return Prompt((Message("user", as_token_ids(token_ids)),), output_len)
+
+
 async def test_an_engine_and_its_server_give_the_same_numbers(tiny_checkpoint):
     async with served_folder(tiny_checkpoint()) as (client, engine):
         over_http = await connect(client)
@@ -183,12 +188,10 @@ async def test_an_engine_and_its_server_give_the_same_numbers(tiny_checkpoint):
         assert (over_http.model, over_http.is_ours) == ("tiny", True)
         assert over_http.max_model_len == in_process.max_model_len
         token_ids = over_http.form.pool[:40].tolist()
-        prompt = replace(Prompt.of_tokens(token_ids, 5), continues=True)
+        prompt = replace(prompt_of(token_ids, 5), continues=True)
         for target in (in_process, over_http):
             assert await target.reset_cache()
             cold, warm = await target.send(prompt), await target.send(prompt)
-            foreign = await target.send(replace(prompt, cache_salt="somebody else"))
-            assert (foreign.cached_tokens, foreign.output) == (0, cold.output)
             assert (cold.cached_tokens, warm.cached_tokens) == (0, 32)
             assert cold.output == warm.output
             assert (warm.prompt_tokens, warm.output_tokens) == (40, 5)
@@ -202,7 +205,7 @@ async def test_a_refused_request_is_an_error(tiny_checkpoint, token_ids):
     async with served_folder(tiny_checkpoint()) as (client, _):
         target = await connect(client)
         with pytest.raises(RequestFailedError, match="400"):
-            await target.send(Prompt.of_tokens(token_ids, 2))
+            await target.send(prompt_of(token_ids, 2))
 
 
 async def benched(options: BenchOptions, *more: Callable[[str, int], None]) -> Report:
@@ -264,11 +267,11 @@ async def test_a_workload_that_does_not_fit_says_what_would(tiny_checkpoint):
     options = BenchOptions(
         asked=WorkloadConfig(workload="agents"), flags={"model": str(tiny_checkpoint()), **FLAGS}
     )
-    with pytest.raises(ConfigError, match=r"scale_lengths must be less.* would do") as told:
+    with pytest.raises(ConfigError, match=r"scale_lengths must be less.* would do") as error:
         await benched(options)
-    scale = float(str(told.value).split()[-3])
+    scale = float(str(error.value).split()[-3])
     longest = Work.of(replace(options.asked, scale_lengths=scale)).longest
-    limit = int(str(told.value).split("takes ")[1].split(".")[0].replace(",", ""))
+    limit = int(str(error.value).split("takes ")[1].split(".")[0].replace(",", ""))
     assert longest is not None
     assert 0.5 * limit < longest <= limit
 
@@ -323,6 +326,14 @@ def test_the_command_prints_writes_and_draws(tiny_checkpoint, tmp_path):
     assert "A: cache on" in again.stdout
 
 
+@pytest.mark.parametrize("option", [["--plot", "x.png"], ["--html", "x.html"]])
+def test_a_picture_needs_the_extra(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache.tools.pictures.find_spec", lambda _name: None)
+    result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
+    assert result.exit_code == 2
+    assert f"{option[0]} needs matplotlib: pip install 'prefixcache[plot]'" in result.stderr
+
+
 def test_the_command_says_what_is_wrong() -> None:
     result = CliRunner().invoke(app, ["bench", "--prefix-len", "-5"])
     assert result.exit_code == 2
@@ -332,7 +343,7 @@ def test_the_command_says_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     "option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"], ["--html", "/"]]
 )
-def test_what_cannot_be_written_is_told_before_anything_is_measured(option):
+def test_what_cannot_be_written_is_reported_before_anything_is_measured(option):
     result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
     assert result.exit_code == 2
     assert option[0] in result.stderr

@@ -138,9 +138,9 @@ def test_the_packed_folder_holds_what_the_package_imports() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     (declared,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     needed = set(re.findall(r'^ *"([\w-]+)', declared, re.MULTILINE))
-    # They are on such a machine, plots are drawn elsewhere, and uvloop is for servers.
+    # They are on such a machine, and uvloop is for servers.
     there = {"torch", "transformers", "numpy", "safetensors", "tokenizers", "huggingface_hub"}
-    assert needed - there - {"rich", "matplotlib", "uvloop"} <= _required()
+    assert needed - there - {"rich", "uvloop"} <= _required()
 
 
 def _required() -> set[str]:

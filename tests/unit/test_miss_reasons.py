@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from fake_engine import make_engine, make_request
+from prefixcache.diagnostics.evictions import EvictedBlocks, Evictions
 from prefixcache.diagnostics.history import Miss, RememberedPrompt
-from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.diagnostics.room import Admitted, CacheDiagnostics
 from prefixcache.kv.retention import Retention
@@ -88,7 +88,7 @@ class Room:
         sees_all: bool = False,
         **options: Any,
     ) -> Explanation:
-        """What is told of the prompt before it is sent."""
+        """What is explained of the prompt before it is sent."""
         self.diagnostics.settle()
         ids = np.array(prompt, np.int32)
         asked = Asked(token_ids=ids, owner=owner, salt=salt, **options)
@@ -272,7 +272,7 @@ def test_a_loss_that_nobody_could_take_note_of_is_still_one() -> None:
     assert found.miss.detail.ago_s is None
 
 
-def test_prompts_under_way_are_bounded_and_forgotten_where_nothing_was_computed() -> None:
+def test_prompts_in_flight_are_bounded_and_forgotten_where_nothing_was_computed() -> None:
     room = Room(memory=1 << 15)
     diagnostics = room.diagnostics
     prompt = RememberedPrompt(
@@ -292,8 +292,8 @@ def test_prompts_under_way_are_bounded_and_forgotten_where_nothing_was_computed(
     assert len(diagnostics.history.prompts()) == before
 
 
-def test_the_table_of_losses_keeps_the_last_ones() -> None:
-    table = LostBlocks(1 << 17)
+def test_the_table_of_evictions_keeps_the_last_ones() -> None:
+    table = EvictedBlocks(1 << 17)
     assert 1 << 15 < table.num_bytes <= 1 << 17
     random = np.random.default_rng(0)
     hashes = random.integers(0, 256, (5000, 32), np.uint8)
@@ -307,7 +307,7 @@ def test_the_table_of_losses_keeps_the_last_ones() -> None:
             "idle": np.full(100, 1.0),
             "is_last": np.arange(100) % 10 > 0,
         }
-        table.add(Losses(rows, number, number + 1.0, 0))
+        table.add(Evictions(rows, number, number + 1.0, 0))
     found = [table.find(bytes(one), 1) for one in hashes[4900:]]
     assert not any(found[::10])
     assert sum(one is not None for one in found) > 80
@@ -321,8 +321,8 @@ def test_a_reader_ends_with_its_engine() -> None:
     room = Room()
     reader = room.engine._evictions
     seen = []
-    room.engine.listen_to_losses(seen.append)
-    room.engine.read_losses()
+    room.engine.listen_to_evictions(seen.append)
+    room.engine.read_evictions()
     assert len(seen) == 1
     gone = weakref.ref(reader)
     del room, reader

@@ -31,14 +31,14 @@ from prefixcache.exceptions import (
     QueueFullError,
     RequestTimeoutError,
 )
-from prefixcache.ray_serve.fleet.fleet_state import (
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
     Command,
     Done,
-    FleetState,
     Refused,
+    ReplicaState,
 )
-from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import Request
 from serving import client_of, metric, served_folder
@@ -50,17 +50,17 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from prefixcache.ray_serve.application import build_application
-from prefixcache.ray_serve.fleet import replicas as fleet_module
-from prefixcache.ray_serve.fleet.commands import COMMANDS, REPLICAS, Commands
-from prefixcache.ray_serve.fleet.replicas import Fleet
 from prefixcache.ray_serve.ingress import Ingress
-from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, Stale
+from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, Stale
 from prefixcache.ray_serve.replica import EngineReplica, _events_config
+from prefixcache.ray_serve.replicas import replica_set
+from prefixcache.ray_serve.replicas.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from ray_in_process import (
     BLOCK,
+    FakeCommands,
     Handle,
-    Told,
     config_of,
     enter_replica,
     job_of,
@@ -71,7 +71,7 @@ from ray_in_process import (
 
 PROMPT = [3 + place * 7 % 370 for place in range(70)]
 OTHER = [5 + place * 11 % 370 for place in range(70)]
-# So long that it is under way whenever a test looks.
+# So long that it is in flight whenever a test looks.
 LONG = 1900
 
 Checkpoint = Callable[..., Path]
@@ -99,14 +99,14 @@ async def root_of(replica: EngineReplica) -> str:
     return (await replica.about())["prefix_hash"]["root_hash"]
 
 
-async def parts_of(replica: EngineReplica, *requests: Request, **fields: Any) -> list[Part]:
+async def parts_of(replica: EngineReplica, *requests: Request, **fields: Any) -> list[Chunk]:
     """All that a replica says of a job; `fields` are those of `RoutedJob`."""
     job = job_of(*requests, root=await root_of(replica), **fields)
     async with aclosing(replica.generate(job)) as parts:
         return [one async for one in parts]
 
 
-def tokens_of(parts: Sequence[Part], index: int = 0) -> list[int]:
+def tokens_of(parts: Sequence[Chunk], index: int = 0) -> list[int]:
     outputs = [one for part in parts if isinstance(part, Outputs) for one in part.outputs]
     return [token for at, one in outputs if at == index for token in one.token_ids]
 
@@ -134,7 +134,7 @@ def update_to(folder: Path) -> Command:
 
 async def test_an_answer_is_that_of_a_lone_engine(replica: EngineReplica, folder: Path) -> None:
     parts = await parts_of(replica, request_of(PROMPT, "p"), request_of(OTHER, "o"))
-    assert parts[0] == Accepted("a", await replica.fleet_state())
+    assert parts[0] == Accepted("a", await replica.replica_state())
     assert all(isinstance(one, Outputs) for one in parts[1:])
     assert [tokens_of(parts, 0), tokens_of(parts, 1)] == await lone_answers(folder, PROMPT, OTHER)
 
@@ -301,19 +301,21 @@ async def test_metrics_name_their_replica(replica: EngineReplica) -> None:
 
 async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
     await parts_of(replica, request_of(PROMPT))
-    header, *told, end = decode_snapshot(await replica.kv_snapshot())
+    header, *events, end = decode_snapshot(await replica.kv_snapshot())
     root = await root_of(replica)
     assert isinstance(header, SnapshotHeader)
     assert header.root_hash == root
     assert isinstance(end, SnapshotEnd)
-    stored = [one for event in told if isinstance(event, BlockStored) for one in event.block_hashes]
+    stored = [
+        one for event in events if isinstance(event, BlockStored) for one in event.block_hashes
+    ]
     expected = BlockHashes.compute(PROMPT, bytes.fromhex(root), BLOCK).short()
     assert sorted(stored) == sorted(expected.tolist())
     endpoints = (await replica.record_replica_metadata())["kv_events"]
     assert endpoints["endpoint"].startswith("tcp://127.0.0.1:")
 
 
-def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
+def test_events_are_sent_to_other_nodes_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
     assert _events_config(ServeOptions(kv_events_public=True)).endpoint == "tcp://10.1.2.3:*"
     assert _events_config(ServeOptions()).endpoint == "tcp://127.0.0.1:*"
@@ -322,7 +324,7 @@ def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
 async def test_a_replica_that_is_dropped_ends_its_engine(monkeypatch, folder):
     enter_replica(monkeypatch, "a")
     replica = EngineReplica.__new__(EngineReplica)
-    await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
+    await replica.__init__(config_of(folder), ServeOptions(), Handle(FakeCommands()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
     engine = replica._engine
     assert engine.dead is None
     del replica
@@ -341,19 +343,19 @@ def test_a_replica_that_was_never_made_ends_quietly() -> None:
 
 
 async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) -> None:
-    before = await replica.fleet_state()
+    before = await replica.replica_state()
     pause = Command("pause", options={"mode": "keep"})
     done = await replica.obey(pause, before.after(pause))
     about = (await replica.about())["prefix_hash"]
     assert done == Done(None, about["root_hash"], about["weights_name"])
     assert (await replica.status())["is_paused"] is True
-    after = await replica.fleet_state()
+    after = await replica.replica_state()
     assert after == before.after(pause).named_by(done)
     assert after.number == 1
-    wrong = Command("resize", (None, 1))
+    wrong = Command("resize", {"num_blocks": 1})
     refused = await replica.obey(wrong, after.after(wrong))
     assert isinstance(refused, Refused)
-    assert await replica.fleet_state() == after
+    assert await replica.replica_state() == after
 
 
 async def test_other_weights_give_other_answers(replica, folder, other_weights):
@@ -362,10 +364,10 @@ async def test_other_weights_give_other_answers(replica, folder, other_weights):
     update = update_to(other_weights)
     assert await replica.check_weights(update) is None
     root = await root_of(replica)
-    done = await replica.obey(update, FleetState(number=1, weights=update))
+    done = await replica.obey(update, ReplicaState(number=1, weights=update))
     assert isinstance(done, Done)
     assert done.root_hash == await root_of(replica) != root
-    assert (await replica.fleet_state()).root_hash == done.root_hash
+    assert (await replica.replica_state()).root_hash == done.root_hash
     [old] = await lone_answers(folder, PROMPT)
     [new] = await lone_answers(other_weights, PROMPT)
     assert tokens_of(await parts_of(replica, request_of(PROMPT))) == new != old
@@ -374,10 +376,10 @@ async def test_other_weights_give_other_answers(replica, folder, other_weights):
 async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_weights):
     async with replica_of(monkeypatch, folder) as first:
         update = update_to(other_weights)
-        await first.obey(update, FleetState(number=3, weights=update, pause=Command("pause")))
-        state = await first.fleet_state()
-    async with replica_of(monkeypatch, folder, "b", commands=Told(state)) as second:
-        assert await second.fleet_state() == state
+        await first.obey(update, ReplicaState(number=3, weights=update, pause=Command("pause")))
+        state = await first.replica_state()
+    async with replica_of(monkeypatch, folder, "b", commands=FakeCommands(state)) as second:
+        assert await second.replica_state() == state
         assert await root_of(second) == state.root_hash
         assert (await second.status())["is_paused"] is True
 
@@ -398,34 +400,34 @@ async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, ot
 
 
 async def test_a_replica_that_cannot_do_the_commands_does_not_start(monkeypatch, folder):
-    state = FleetState(number=1, root_hash="00", size=Command("resize", (None, 1)))
+    state = ReplicaState(number=1, root_hash="00", size=Command("resize", {"num_blocks": 1}))
     with pytest.raises(PrefixCacheError, match="blocks"):
-        async with replica_of(monkeypatch, folder, commands=Told(state)):
+        async with replica_of(monkeypatch, folder, commands=FakeCommands(state)):
             pass
 
 
 async def test_a_replica_catches_up_before_it_answers(monkeypatch, folder):
-    told = Told()
-    async with replica_of(monkeypatch, folder, commands=told) as replica:
+    commands = FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands) as replica:
         sleep = Command("sleep", options={"level": 1})
-        told.current = (await replica.fleet_state()).after(sleep)
-        assert told.num_asked == 1
+        commands.current = (await replica.replica_state()).after(sleep)
+        assert commands.num_asked == 1
         await parts_of(replica, request_of(PROMPT), command_number=0)
-        assert told.num_asked == 1
+        assert commands.num_asked == 1
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
             assert isinstance(failed, Failed)
             assert isinstance(failed.error, EngineHaltedError)
-        assert told.num_asked == 2
+        assert commands.num_asked == 2
         assert (await replica.status())["is_sleeping"] is True
-        assert await replica.fleet_state() == told.current
+        assert await replica.replica_state() == commands.current
 
 
 async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
-    told = Told()
-    async with replica_of(monkeypatch, folder, commands=told) as replica:
-        state = await replica.fleet_state()
-        told.current = dataclasses.replace(state, number=1, root_hash="another")
+    commands = FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands) as replica:
+        state = await replica.replica_state()
+        commands.current = dataclasses.replace(state, number=1, root_hash="another")
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
             assert isinstance(failed, Failed)
@@ -435,9 +437,9 @@ async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
 
 
 async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplica) -> None:
-    state = dataclasses.replace(await replica.fleet_state(), pause=Command("pause"))
+    state = dataclasses.replace(await replica.replica_state(), pause=Command("pause"))
     await replica.agree(state)
-    assert await replica.fleet_state() == state
+    assert await replica.replica_state() == state
     await replica.check_health()
     await replica.agree(dataclasses.replace(state, number=1))
     with pytest.raises(EngineDeadError, match="missed a command"):
@@ -479,7 +481,7 @@ async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, oth
 
 
 async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
-    state = await replica.fleet_state()
+    state = await replica.replica_state()
     await replica.agree(dataclasses.replace(state, root_hash="00"))
     with pytest.raises(EngineDeadError):
         await replica.check_health()
@@ -556,16 +558,16 @@ async def test_commands_of_the_ingress_reach_all_replicas(deployed, other_weight
         assert (await client.post("/resume")).status_code == 200
         assert (await client.get("/ready")).status_code == 200
     engine: Any = deployed.ingress._engine
-    await engine._orders.update_weights(**update_to(other_weights).options)
-    assert await root_of(first) == await root_of(second) == engine._orders.state.root_hash
+    await engine._commands.give(UPDATE_WEIGHTS, **update_to(other_weights).options)
+    assert await root_of(first) == await root_of(second) == engine._commands.state.root_hash
     assert (await first.status())["is_paused"] is False
     for one in (first, second):
         parts = await parts_of(one, request_of(PROMPT), command_number=3)
         assert tokens_of(parts) == expected
-    assert engine._orders.state.number == 3
+    assert engine._commands.state.number == 3
 
 
-async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> None:
+async def test_a_probe_of_the_replicas_is_that_of_its_best(deployed: Deployed) -> None:
     engine: Any = deployed.ingress._engine
     request = request_of(PROMPT)
     await parts_of(deployed.replicas.targets[1], request)
@@ -582,7 +584,7 @@ async def test_a_probe_of_the_fleet_is_that_of_its_best(deployed: Deployed) -> N
     assert await engine.probe_all([request, request]) == [0, 0]
 
 
-async def test_a_fleet_without_an_answer_is_dead() -> None:
+async def test_replicas_without_an_answer_is_dead() -> None:
     class Gone:
         async def status(self) -> None:
             raise RayServeException("gone")
@@ -592,17 +594,17 @@ async def test_a_fleet_without_an_answer_is_dead() -> None:
             return {"replica": "b"}
 
     handle: Any = Handle(Gone(), Here())
-    assert await Fleet(handle).statuses() == [{"replica": "b"}]
+    assert await ReplicaSet(handle).statuses() == [{"replica": "b"}]
     handle.targets.pop()
     with pytest.raises(EngineDeadError, match="No replica"):
-        await Fleet(handle).statuses()
+        await ReplicaSet(handle).statuses()
     late = mock.Mock(side_effect=TimeoutError)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     with pytest.raises(EngineDeadError, match="No replica"):
-        await Fleet(handle).about()
+        await ReplicaSet(handle).about()
 
 
-async def test_replicas_that_answer_are_heard_beside_one_that_hangs(monkeypatch):
+async def test_replicas_that_answer_are_heard_next_to_one_that_hangs(monkeypatch):
     class Hangs:
         async def status(self) -> None:
             await asyncio.Event().wait()
@@ -611,23 +613,23 @@ async def test_replicas_that_answer_are_heard_beside_one_that_hangs(monkeypatch)
         async def status(self) -> dict[str, Any]:
             return {"replica": "b"}
 
-    monkeypatch.setattr(fleet_module, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(replica_set, "_ASK_SECONDS", 0.2)
     handle: Any = Handle(Hangs(), Here())
-    assert await Fleet(handle).statuses() == [{"replica": "b"}]
+    assert await ReplicaSet(handle).statuses() == [{"replica": "b"}]
 
 
 async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
-        async def fleet_state(self) -> None:
+        async def replica_state(self) -> None:
             raise RayServeException("gone")
 
         agree = do = mock.AsyncMock(side_effect=RayServeException("gone"))
 
     class Here:
-        async def fleet_state(self) -> FleetState:
-            return FleetState(number=2, root_hash="aa")
+        async def replica_state(self) -> ReplicaState:
+            return ReplicaState(number=2, root_hash="aa")
 
-        async def agree(self, state: FleetState) -> None:
+        async def agree(self, state: ReplicaState) -> None:
             assert state.number == 2
 
         async def do(self, command: Command) -> Done:
@@ -641,7 +643,7 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     # Nobody runs yet: the first replica to start says what all are to be.
     hashes = PrefixHashInfo(format="3", block_size=4, root_hash="bb", weights_name="tag:b")
-    expected = FleetState(root_hash="bb", weights_name="tag:b")
+    expected = ReplicaState(root_hash="bb", weights_name="tag:b")
     assert await Commands(timeout=60).state(hashes) == expected
 
 

@@ -24,7 +24,7 @@ from prefixcache.events.wire import (
     decode_snapshot,
 )
 from prefixcache.exceptions import InvalidRequestError
-from prefixcache.ray_serve.fleet.fleet_state import Refused
+from prefixcache.ray_serve.replicas.replica_state import Refused
 
 pytest.importorskip("ray")
 
@@ -41,6 +41,7 @@ from ray.serve.request_router import PendingRequest
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob
+from prefixcache.ray_serve.replica import EngineReplica
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from prefixcache.types.request import Request
 from ray_in_process import job_of, replica_of, request_of, until
@@ -70,11 +71,18 @@ class FakeReplica:
         self.node_id = node
         self.asked: list[str] = []
         self.queue_len = 0
-        self.target: Any = mock.Mock(probe=mock.AsyncMock(side_effect=self._probe))
+        # Only what a replica has can be called.
+        self.target: Any = mock.Mock(spec=EngineReplica)
+        self.target.probe_all = mock.AsyncMock(side_effect=self._probe_all)
         self._answer = probe
 
-    def _probe(self, request: Request) -> int | Refused:
-        return self._answer if isinstance(self._answer, int) else self._answer(request)
+    def _probe_all(self, requests: Sequence[Request]) -> list[int] | Refused:
+        answers = [
+            self._answer if isinstance(self._answer, int) else self._answer(request)
+            for request in requests
+        ]
+        refused = [one for one in answers if isinstance(one, Refused)]
+        return refused[0] if refused else answers
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         return self.queue_len
@@ -181,7 +189,7 @@ async def tell(
     assert router._caches.knows(name)
 
 
-def told(name: str, probe: Probe | int = 0) -> FakeReplica:
+def with_events(name: str, probe: Probe | int = 0) -> FakeReplica:
     """A replica whose events are read."""
     return FakeReplica(name, probe, events=LOCAL | {"endpoint": f"tcp://127.0.0.1:{name}"})
 
@@ -196,7 +204,7 @@ async def test_the_longest_prefix_comes_first(router: PrefixRequestRouter) -> No
     assert of.expected_hits == {"b": 36}
     # Without it Ray would ask again at once for as long as nobody takes the request.
     assert call.routing_context.should_backoff is True
-    assert [one.asked for one in replicas] == [["probe"]] * 3
+    assert [one.asked for one in replicas] == [["probe_all"]] * 3
 
 
 async def test_calls_that_are_no_jobs_go_to_any_replica(router: PrefixRequestRouter) -> None:
@@ -225,7 +233,7 @@ async def test_a_failed_probe_counts_as_nothing_known(router, fails):
     alone = job()
     assert await order(router, replicas[:1], alone) == ["a"]
     assert alone.expected_hits == {"a": 0}
-    # A call under way would count as a request of this router for ever.
+    # A call in flight would count as a request of this router for ever.
     assert not router._asked.total()
 
 
@@ -233,7 +241,7 @@ async def test_a_late_probe_counts_as_nothing_known(router, monkeypatch):
     monkeypatch.setattr(router_module, "_PROBE_SECONDS", 0.05)
     late, other = update(router, FakeReplica("a", 36), FakeReplica("b", 8))
     never = asyncio.Event()
-    late.target.probe = lambda _: never.wait()
+    late.target.probe_all = lambda _: never.wait()
     of = job()
     assert await order(router, [late, other], of) == ["b", "a"]
     assert of.expected_hits == {"b": 8}
@@ -271,12 +279,12 @@ async def test_its_own_requests_count_once(router: PrefixRequestRouter) -> None:
     assert load(router, replica) == 3 * router_module._REQUEST_TOKENS
 
 
-async def test_questions_under_way_are_no_load(router: PrefixRequestRouter) -> None:
+async def test_questions_in_flight_are_no_load(router: PrefixRequestRouter) -> None:
     replica: Any = FakeReplica("a")
     replica.queue_len = 1
     update(router, replica)
     answer = asyncio.Event()
-    replica.target.probe = lambda _: answer.wait()
+    replica.target.probe_all = lambda _: answer.wait()
     choosing = asyncio.ensure_future(order(router, [replica], job()))
     await until(lambda: replica.asked)
     await until(lambda: router.replica_queue_len_cache.get(replica.replica_id))
@@ -301,13 +309,13 @@ async def test_requests_of_one_key_go_to_one_replica(router: PrefixRequestRouter
 
 
 async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers: Readers) -> None:
-    replicas = update(router, told("a", 40), told("b"), FakeReplica("c", 8))
+    replicas = update(router, with_events("a", 40), with_events("b"), FakeReplica("c", 8))
     of = job()
     await tell(router, readers, "a")
     await tell(router, readers, "b", stored(of, 5))
     assert await order(router, replicas, of) == ["b", "c", "a"]
     assert of.expected_hits == {"b": 20}
-    assert [one.asked for one in replicas] == [[], [], ["probe"]]
+    assert [one.asked for one in replicas] == [[], [], ["probe_all"]]
     readers.updates["tcp://127.0.0.1:b"].put(
         Update(1, [BlockRemoved(of.short_hashes()[1:5].tolist(), None)])
     )
@@ -316,7 +324,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
 
 
 async def test_blocks_under_a_salt_are_asked_for(router, readers):
-    replicas = update(router, told("a", 12), told("b"))
+    replicas = update(router, with_events("a", 12), with_events("b"))
     of = job(salt="secret")
     await tell(router, readers, "a")
     await tell(router, readers, "b")
@@ -325,7 +333,7 @@ async def test_blocks_under_a_salt_are_asked_for(router, readers):
 
 
 async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
-    replicas = update(router, told("a"), FakeReplica("b", 36))
+    replicas = update(router, with_events("a"), FakeReplica("b", 36))
     of = job(read=False)
     await tell(router, readers, "a", stored(of, 9))
     await order(router, replicas, of)
@@ -334,15 +342,15 @@ async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
 
 
 async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
-    replicas = update(router, told("a"), FakeReplica("b", 4), FakeReplica("c", 36))
+    replicas = update(router, with_events("a"), FakeReplica("b", 4), FakeReplica("c", 36))
     of = job(actual_hits={"a": 0, "c": 8})
     await tell(router, readers, "a", stored(of, 9))
     assert await order(router, replicas, of) == ["c", "b", "a"]
-    assert [one.asked for one in replicas] == [[], ["probe"], []]
+    assert [one.asked for one in replicas] == [[], ["probe_all"], []]
 
 
 async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers: Readers) -> None:
-    gone, other = update(router, told("a"), told("b"))
+    gone, other = update(router, with_events("a"), with_events("b"))
     of = job()
     await tell(router, readers, "a", stored(of, 9))
     await tell(router, readers, "b", stored(of, 1))
@@ -355,7 +363,7 @@ async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers:
     router.on_request_routed(pending(of), gone.replica_id, None)
     router.on_request_completed(gone.replica_id, "1")
     assert await order(router, [other], of) == ["b"]
-    # One of the same name that comes back has nothing cached, and is read anew.
+    # One of the same name that comes back has nothing cached, and is read again.
     update(router, gone, other)
     await tell(router, readers, "a")
     assert await order(router, [gone, other], of) == ["b", "a"]
@@ -379,9 +387,9 @@ async def test_events_are_read_where_they_can_be(router, readers, events, node, 
     assert len(readers.updates) == is_read
 
 
-async def test_blocks_under_way_count_until_they_are_computed(router, readers, monkeypatch):
+async def test_blocks_in_flight_count_until_they_are_computed(router, readers, monkeypatch):
     monkeypatch.setattr(router_module, "_EVENT_SECONDS", 0.0)
-    replicas = update(router, told("a"), told("b"))
+    replicas = update(router, with_events("a"), with_events("b"))
     for name in ("a", "b"):
         await tell(router, readers, name)
     first, call = job(), pending(job())
@@ -399,7 +407,7 @@ async def test_blocks_under_way_count_until_they_are_computed(router, readers, m
 
 
 async def test_blocks_of_a_failed_request_do_not_count(router, readers):
-    [replica] = update(router, told("a"))
+    [replica] = update(router, with_events("a"))
     await tell(router, readers, "a")
     of = job()
     router.on_request_routed(pending(of), replica.replica_id, None)
@@ -491,15 +499,15 @@ async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, r
             await until(lambda count=before: network.num_sent > count)
         network.is_lossy = False
         await answer(replica, jobs[-1])
-        _, *told, _ = decode_snapshot(await engine.kv_snapshot())
-        cached = {name for one in told for name in getattr(one, "block_hashes", ())}
+        _, *events, _ = decode_snapshot(await engine.kv_snapshot())
+        cached = {name for one in events for name in getattr(one, "block_hashes", ())}
         await until(lambda: router._routing.num_blocks == len(cached))
         for of in jobs:
             await order(router, [replica], of)
             assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
         assert network.num_lost > 5
         assert engine._engine.control.prefix_cache_stats().evictions
-        # No probe told it.
+        # No probe reported it.
         assert replica.asked == ["kv_snapshot"]
         update(router)
         await asyncio.sleep(0)

@@ -24,14 +24,14 @@ from prefixcache.exceptions import (
     RequestTimeoutError,
     SlowReaderError,
 )
-from prefixcache.ray_serve.fleet.fleet_state import (
+from prefixcache.ray_serve.ray_options import RayOptions
+from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
     Command,
     Done,
-    FleetState,
     Refused,
+    ReplicaState,
 )
-from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.routing import PrefixRouting
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.http.access import AccessRules
@@ -48,17 +48,16 @@ from ray.exceptions import RayActorError
 
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve.answer import Answer
-from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.fleet.commands import Commands
-from prefixcache.ray_serve.fleet.merged_metrics import merged_metrics
-from prefixcache.ray_serve.fleet.orders import Orders
-from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
+from prefixcache.ray_serve.app import create_ingress_app
+from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, RoutedJob, Stale
 from prefixcache.ray_serve.known_caches import KnownCaches
+from prefixcache.ray_serve.replicas.commands import CommandClient, Commands
+from prefixcache.ray_serve.replicas.replica_set import merged_metrics
 
 ROOT = PrefixCache(4, 4).root_hash()
-STATE = FleetState(number=3, root_hash=ROOT.hex())
+STATE = ReplicaState(number=3, root_hash=ROOT.hex())
 
-Play = Callable[[RoutedJob], AsyncIterator[Part]]
+Play = Callable[[RoutedJob], AsyncIterator[Chunk]]
 
 
 class Handle:
@@ -76,12 +75,12 @@ class Handle:
 
 
 class Call:
-    def __init__(self, handle: Handle, parts: AsyncIterator[Part]) -> None:
+    def __init__(self, handle: Handle, parts: AsyncIterator[Chunk]) -> None:
         self._handle = handle
         self._parts = parts
         self._is_open = True
 
-    def __aiter__(self) -> AsyncIterator[Part]:
+    def __aiter__(self) -> AsyncIterator[Chunk]:
         return self._parts
 
     def cancel(self) -> None:
@@ -93,40 +92,40 @@ def _output(text: str, *, ends: bool = False) -> RequestOutput:
     return RequestOutput(request_id="a", text=text, finish_reason="stop" if ends else None)
 
 
-async def _answers(job: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _answers(job: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Accepted("a", STATE)
     for index in range(len(job.requests)):
         yield Outputs([(index, _output(f"{index}", ends=True))], time.monotonic())
 
 
-async def _dies_at_once(_: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _dies_at_once(_: RoutedJob) -> AsyncGenerator[Chunk, None]:
     raise RayActorError
     yield
 
 
-async def _dies_in_the_middle(job: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _dies_in_the_middle(job: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Accepted("b", STATE)
     yield Outputs([(0, _output("x", ends=True))], time.monotonic())
     yield Outputs([(index, _output("y")) for index in range(1, len(job.requests))], 0)
     raise RayActorError
 
 
-async def _is_stale(_: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _is_stale(_: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Stale("c", 4)
 
 
-async def _refuses(_: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _refuses(_: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Failed(InvalidRequestError("no", param="prompt"))
 
 
-async def _sends_for_ever(_: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _sends_for_ever(_: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Accepted("d", STATE)
     while True:
         yield Outputs([(0, _output("z"))], 0)
         await asyncio.sleep(0)
 
 
-async def _sends_nothing(_: RoutedJob) -> AsyncGenerator[Part, None]:
+async def _sends_nothing(_: RoutedJob) -> AsyncGenerator[Chunk, None]:
     yield Accepted("e", STATE)
     await asyncio.sleep(60)
 
@@ -140,14 +139,14 @@ def _requests(count: int = 1) -> list[Request]:
     ]
 
 
-def _orders() -> Orders:
+def _client() -> CommandClient:
     nobody: Any = None
-    return Orders(nobody, FleetState(root_hash=ROOT.hex()))
+    return CommandClient(nobody, ReplicaState(root_hash=ROOT.hex()))
 
 
 def _answer(handle: Any, requests: Sequence[Request] | None = None, **options: Any) -> Answer:
     given = {"deadline": None, "max_unread": None, "block_size": 4, **options}
-    given.setdefault("orders", _orders())
+    given.setdefault("commands", _client())
     return Answer(handle, requests or _requests(), **given)
 
 
@@ -183,7 +182,7 @@ async def test_a_replica_that_died_is_followed_by_another() -> None:
     assert texts == ["x", "0", "1"]
 
 
-async def test_a_stale_replica_is_told_to_the_router() -> None:
+async def test_a_stale_replica_is_reported_to_the_router() -> None:
     handle = Handle(_is_stale, _answers)
     await _all(_answer(handle))
     assert [dict(job.actual_hits) for job in handle.jobs] == [{}, {"c": 4}]
@@ -193,10 +192,10 @@ async def test_a_stale_replica_is_told_to_the_router() -> None:
 
 
 async def test_what_replicas_say_they_have_done_is_asked_of_the_next() -> None:
-    handle, orders = Handle(_answers, _answers), _orders()
-    await _all(_answer(handle, orders=orders))
-    assert orders.state == STATE
-    await _all(_answer(handle, orders=orders))
+    handle, commands = Handle(_answers, _answers), _client()
+    await _all(_answer(handle, commands=commands))
+    assert commands.state == STATE
+    await _all(_answer(handle, commands=commands))
     assert [job.command_number for job in handle.jobs] == [0, 3]
 
 
@@ -242,13 +241,13 @@ class Replica:
     """Does commands as `EngineReplica` does, and remembers what was asked of it."""
 
     def __init__(self, root: str = "a") -> None:
-        self.state = FleetState(root_hash=root)
+        self.state = ReplicaState(root_hash=root)
         self.root = root
         self.asked: list[str] = []
         self.refuses: tuple[str, ...] = ()
         self.is_outdated = False
 
-    async def fleet_state(self) -> FleetState:
+    async def replica_state(self) -> ReplicaState:
         return self.state
 
     async def check_weights(self, command: Command) -> Refused | None:
@@ -262,13 +261,13 @@ class Replica:
             self.root = command.options["path"]
         return Done(len(self.asked), self.root, "tag:w")
 
-    async def obey(self, command: Command, after: FleetState) -> Done | Refused:
+    async def obey(self, command: Command, after: ReplicaState) -> Done | Refused:
         answer = await self.do(command)
         if isinstance(answer, Done):
             self.state = after.named_by(answer)
         return answer
 
-    async def agree(self, state: FleetState) -> None:
+    async def agree(self, state: ReplicaState) -> None:
         self.is_outdated = self.state.number != state.number or self.root != state.root_hash
 
 
@@ -329,18 +328,18 @@ async def test_a_replica_that_fails_alone_is_replaced() -> None:
     assert [one.is_outdated for one in replicas] == [False, True]
 
 
-async def test_who_gives_commands_may_start_anew() -> None:
+async def test_who_gives_commands_may_start_again() -> None:
     replicas = [Replica(), Replica()]
     await _commands(*replicas).run(_update("b"))
     # Cut off before the second one did it, and before anybody computes again.
-    await replicas[0].obey(_update("c"), FleetState(number=2))
+    await replicas[0].obey(_update("c"), ReplicaState(number=2))
     commands = _commands(*replicas)
     assert (await commands.state()).root_hash == "c"
     assert [one.is_outdated for one in replicas] == [False, True]
     assert replicas[0].asked[-1] == "resume"
 
 
-async def test_orders_are_those_of_a_control() -> None:
+async def test_commands_are_those_of_a_control() -> None:
     given = list[Command]()
 
     class Deployment:
@@ -348,19 +347,19 @@ async def test_orders_are_those_of_a_control() -> None:
         def run(self) -> Deployment:
             return self
 
-        async def remote(self, command: Command) -> tuple[FleetState, Done | Refused]:
+        async def remote(self, command: Command) -> tuple[ReplicaState, Done | Refused]:
             given.append(command)
             refused = command.name == "resize"
             answer = Refused(InvalidRequestError("no")) if refused else Done(7, "b", "tag:w")
-            return FleetState(number=1, root_hash="b"), answer
+            return ReplicaState(number=1, root_hash="b"), answer
 
     deployment: Any = Deployment()
-    orders = Orders(deployment, FleetState())
-    assert await orders.run(lambda control: control.sleep(1, mode="abort")) == 7
-    assert given == [Command("sleep", (1,), {"mode": "abort"})]
-    assert orders.state.root_hash == "b"
+    commands = CommandClient(deployment, ReplicaState())
+    assert await commands.give("sleep", level=1, mode="abort") == 7
+    assert given == [Command("sleep", {"level": 1, "mode": "abort"})]
+    assert commands.state.root_hash == "b"
     with pytest.raises(InvalidRequestError):
-        await orders.run(lambda control: control.resize(None, 3))
+        await commands.give("resize", num_blocks=3)
 
 
 def test_hashes_made_elsewhere_are_those_of_the_cache() -> None:
@@ -405,7 +404,7 @@ def test_metrics_of_replicas_are_one_page() -> None:
     ],
     ids=["no-most", "too-few", "none"],
 )
-def test_wrong_numbers_of_replicas_are_told(flags: dict[str, Any], name: str) -> None:
+def test_wrong_numbers_of_replicas_are_rejected(flags: dict[str, Any], name: str) -> None:
     with pytest.raises(FieldError) as error:
         RayOptions(**flags)
     assert error.value.field == name
@@ -455,7 +454,7 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class AllReplicas:
-    """What a `Fleet` tells, of two replicas."""
+    """What a `ReplicaSet` tells, of two replicas."""
 
     def __init__(self) -> None:
         self.is_paused = False
@@ -488,14 +487,14 @@ class AllReplicas:
 
 
 async def test_the_ingress_tells_of_all_replicas() -> None:
-    fleet: Any = AllReplicas()
+    replicas: Any = AllReplicas()
     engine: Any = mock.Mock(max_model_len=64)
-    orders = mock.Mock(give=mock.AsyncMock(return_value=None))
+    commands = mock.Mock(give=mock.AsyncMock(return_value=None))
     served = ServedModel(names=("tiny",), tokenizer=mock.Mock(chat_template=None))
-    app = create_fleet_app(
+    app = create_ingress_app(
         engine,
-        fleet,
-        orders,
+        replicas,
+        commands,
         served,
         rules=AccessRules(admin_api_keys=("admin",)),
         model_dirs=ModelDirs(),
@@ -513,7 +512,7 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
             assert len((await client.get(path)).json()["replicas"]) == 2
         assert (await client.get("/metrics")).text == "# metrics\n"
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
-        fleet.is_paused = True
+        replicas.is_paused = True
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         ready = await client.get("/ready")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "engine_paused")
@@ -527,5 +526,5 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
             assert refused.status_code == 501
             assert path in refused.json()["error"]["message"]
         assert (await client.post("/sleep?level=2")).status_code == 200
-        assert orders.give.await_args.args == (Command("sleep", options={"level": 2}),)
+        assert commands.give.await_args == mock.call("sleep", level=2)
         assert (await client.get("/openapi.json")).status_code == 200

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import make_engine
-from prefixcache._core import BlockNamer, replay_recording
+from prefixcache._core import BlockPseudonyms, replay_recording
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv import trace_writer
 from prefixcache.kv.cache_manager import CacheManager
@@ -239,15 +239,15 @@ def test_a_recording_cut_off_anywhere_reads_up_to_its_last_whole_line(tmp_path: 
 
 def test_names_are_keyed_hashes_and_nothing_else_tells_of_a_prompt(tmp_path: Path) -> None:
     key, tokens = bytes(range(32)), [*range(11)]
-    namer = BlockNamer(key, 4)
+    pseudonyms = BlockPseudonyms(key, 4)
     for salt, begin in ((None, b"\0"), ("", b"\1"), ("né", b"\1" + "né".encode())):
         chain, names = blake3(begin, key=key).digest(), ""
         for start in (0, 4):
             block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + 4])
             chain = blake3(chain + block, key=key).digest()
             names += chain[:8].hex()
-        first, name = namer.extend(namer.begin(salt), tokens[:7])
-        second, other = namer.extend(first, tokens[4:])
+        first, name = pseudonyms.extend(pseudonyms.begin(salt), tokens[:7])
+        second, other = pseudonyms.extend(first, tokens[4:])
         assert (second, name + other) == (chain, names)
     one, two = (record_some(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
     prompts = []
@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_made_is_refused_by_its_flag(tmp_path, path, error
         check_folder(tmp_path / path)
 
 
-def test_a_folder_that_is_gone_by_then_is_told_too(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_by_then_is_reported_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record_trace cannot be made: .*: No such file"):
         TraceWriter(tmp_path / "gone" / "day.jsonl", 1)
 
@@ -381,7 +381,7 @@ def metric_of(writer: TraceWriter) -> float:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_recording_is_told_by_line_and_field(tmp_path, lines, error):
+def test_what_is_no_recording_is_reported_by_line_and_field(tmp_path, lines, error):
     recorded = record_some(tmp_path / "good.jsonl", 0)
     recorded.end()
     header = lines_of(recorded.path)[0]

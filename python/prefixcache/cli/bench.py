@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefixcache.cli.command_line import Given
 from prefixcache.config.engine_config import EngineConfig
-from prefixcache.tools.bench.bench_options import BenchOptions
+from prefixcache.exceptions import FieldError
+from prefixcache.tools.bench.bench_options import DEFAULT_PICTURE, BenchOptions
 from prefixcache.tools.bench.records import BenchmarkError
-from prefixcache.tools.output_files import check_can_write, check_picture
+from prefixcache.tools.pictures import NEEDS_MATPLOTLIB, can_draw, check_picture
+from prefixcache.tools.results import check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -24,10 +24,14 @@ def bench(given: Given) -> None:
     given.make(EngineConfig)  # Checks what each variant's engine is started with.
     engine = given.of(EngineConfig)
     options = given.make(BenchOptions, flags=engine)
-    check_picture("--plot", options.plot)
-    check_can_write({"--output": options.output, "--html": options.html, "--plot": options.plot})
+    if options.plot is not None:
+        check_picture("--plot", options.plot)
+    if options.html is not None and not can_draw():
+        raise FieldError("--html", NEEDS_MATPLOTLIB)
+    picture = options.plot or DEFAULT_PICTURE
+    check_can_write({"--output": options.output, "--html": options.html, "--plot": picture})
     report = _run(options)
-    _show(report, options)
+    _show(report, options, picture)
     if report.errors:
         raise BenchmarkError("; ".join(report.errors))
 
@@ -58,14 +62,13 @@ def _run(options: BenchOptions) -> Report:
     from prefixcache.tools.bench.run import Work, run_bench
 
     work = Work.of(options.asked)
-    command = shlex.join(["prefixcache", *_without_secrets(sys.argv[1:])])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:
         total = None if work.num_requests is None else options.repeats * work.num_requests
         bars = _Bars(progress, total)
-        return asyncio.run(run_bench(options, work, command, bars.advance))
+        return asyncio.run(run_bench(options, work, command_line(), bars.advance))
 
 
 class _Bars:
@@ -83,23 +86,12 @@ class _Bars:
         self._progress.advance(self._tasks[name], count)
 
 
-def _without_secrets(arguments: list[str]) -> list[str]:
-    """The command line as it may stand in a report."""
-    shown = list[str]()
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_key = before == "--api-key"
-        option, equals, _ = argument.partition("=")
-        hidden = f"{option}=..." if equals and option == "--api-key" else argument
-        shown.append("..." if is_key else hidden)
-    return shown
-
-
-def _show(report: Report, options: BenchOptions) -> None:
+def _show(report: Report, options: BenchOptions, picture: Path) -> None:
     from rich.console import Console
 
     from prefixcache.tools.bench.reports.page import write_page
     from prefixcache.tools.bench.reports.plots import draw
-    from prefixcache.tools.bench.reports.report import medians, write_json
+    from prefixcache.tools.bench.reports.report import medians, to_json
     from prefixcache.tools.bench.reports.tables import heading, table
 
     console = Console()
@@ -109,12 +101,15 @@ def _show(report: Report, options: BenchOptions) -> None:
     for remark in report.remarks:
         console.print(remark, highlight=False)
     if options.output is not None:
-        write_json(report, options.output)
+        write_json(to_json(report), options.output)
         console.print(f"Results: {options.output}")
     if not report.has_records:
         return
-    draw(report, options.plot)
-    console.print(f"Picture: {options.plot}")
+    if can_draw():
+        draw(report, picture)
+        console.print(f"Picture: {picture}")
+    else:
+        console.print(f"No picture: it {NEEDS_MATPLOTLIB}", markup=False)
     if options.html is not None:
         write_page(report, options.html)
         console.print(f"Page: {options.html}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from prefixcache.cli.command_line import Given
 from prefixcache.exceptions import FieldError
-from prefixcache.tools.output_files import check_can_write, check_picture
+from prefixcache.tools.pictures import check_picture
 from prefixcache.tools.replay.replay_options import ReplayOptions
+from prefixcache.tools.results import check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,19 +43,18 @@ def _run(options: ReplayOptions) -> None:
     from rich.console import Console
 
     from prefixcache.tools.replay.compare import verdict
-    from prefixcache.tools.replay.report import Report, remarks, write_json
+    from prefixcache.tools.replay.report import Report, remarks, to_json
 
     model = _model(options)
     cells = _all_cells(options, model)
     console = Console()
     traces = tuple(_replayed(options, cells, console))
     verdicts = () if options.compare is None else tuple(map(verdict, traces))
-    command = shlex.join(["prefixcache", *sys.argv[1:]])
-    report = Report(command, traces, model, options.goodput, verdicts)
+    report = Report(command_line(), traces, model, options.goodput, verdicts)
     for line in [*remarks(report), *verdicts]:
         console.print(line, highlight=False)
     if options.output is not None:
-        write_json(report, options.output)
+        write_json(to_json(report), options.output)
         console.print(f"Results: {options.output}")
     if options.plot is not None:
         from prefixcache.tools.replay.plots import draw
@@ -130,6 +128,7 @@ def _replay_one(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from prefixcache.tools.bench.machine import usable_cores
     from prefixcache.tools.replay.run import (
         num_passes,
         replay_as_recorded,
@@ -146,16 +145,9 @@ def _replay_one(
         trace = replay_trace(
             path,
             cells,
-            jobs=options.jobs or _usable_cores(),
+            jobs=options.jobs or usable_cores(),
             bounds=options.bounds,
             cache_answers=options.cache_answers,
             progress=lambda read: progress.advance(task, read),
         )
     return replace(trace, as_recorded=replay_as_recorded(path))
-
-
-def _usable_cores() -> int:
-    """Processors this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prefixcache.cli.command_line import Given
-from prefixcache.tools.output_files import check_can_write
+from prefixcache.tools.results import check_can_write, command_line, write_json
 from prefixcache.tools.verify.verify_options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -26,10 +24,10 @@ def verify(given: Given) -> None:
     where the server could not be asked, or was never seen to hit.
     """
     from prefixcache.tools.verify.client import VerifyError
-    from prefixcache.tools.verify.verify_run import base_url
+    from prefixcache.tools.verify.verify_run import check_url
 
     options = given.make(VerifyOptions)
-    base_url(options.url)
+    check_url(options.url)
     check_can_write({"--output": options.output})
     try:
         report = _run(options)
@@ -49,11 +47,11 @@ def _run(options: VerifyOptions) -> Report:
     from prefixcache.tools.verify.verify_run import run_verify
 
     seed = secrets.randbits(31) if options.seed is None else options.seed
-    command = shlex.join(["prefixcache", *sys.argv[1:]])
     columns = (SpinnerColumn(), TextColumn("{task.completed} answers"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
-        return asyncio.run(run_verify(options, seed, command, lambda: progress.advance(task)))
+        done = run_verify(options, seed, command_line(), lambda: progress.advance(task))
+        return asyncio.run(done)
 
 
 def _show(report: Report, output: Path | None) -> None:
@@ -75,4 +73,4 @@ def _show(report: Report, output: Path | None) -> None:
     for sentence in verdict(report):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if output is not None:
-        output.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
+        write_json(to_json(report), output)

@@ -1,1 +1,1 @@
-"""Why prompts were not cached: what is remembered of prompts and lost blocks, and reasons."""
+"""Why prompts were not cached: what is remembered of prompts and evicted blocks, and reasons."""

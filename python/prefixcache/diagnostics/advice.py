@@ -1,7 +1,7 @@
 """Which prompts were computed again although the cache had most of them, and what to do about it.
 
 A prompt is compared with the one before it that begins alike. Where it left that one at some text
-and went on as that one did, the tokens behind the difference were computed a second time. Losses
+and went on as that one did, the tokens behind the difference were computed a second time. Misses
 at the same place of the same beginning are one finding, with the field that varies.
 """
 
@@ -30,7 +30,7 @@ Offender = Literal["date", "id", "tool_order", "tools_changed", "billing_header"
 
 # Tokens at the top of a prompt, where what varies costs the most.
 _TOP = 200
-# So many tokens in a row that both prompts hold count as the same text.
+# This many tokens in a row that both prompts hold count as the same text.
 _GRAM = 8
 # Tokens by which prompts before this one may share less than the nearest, and be taken as newer.
 _SLACK = 16
@@ -58,7 +58,7 @@ _MOVE = "move it behind the stable part, as to the last user message"
 _OF_TEXT = (None, "different_text", "tail")
 _TO_DO: dict[Offender, str] = {
     "date": f"{_MOVE}, or leave the time out",
-    "id": f"{_MOVE}, or send it beside the prompt, as `metadata`",
+    "id": f"{_MOVE}, or send it outside the prompt, as `metadata`",
     "tool_order": "pin the order of tools: sort them by name",
     "tools_changed": "send the same tools each time; `tool_choice` says which may be called",
     "billing_header": "leave it out, or start the server with "
@@ -147,17 +147,17 @@ class Summary:
 
 
 def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summary:
-    """What administrators are told of the prompts, given the oldest first. Shows their text.
+    """What administrators see of the prompts, given the oldest first. Shows their text.
 
     Takes time that grows with the prompts' tokens, about a second for ten million.
     """
     found: dict[object, Finding] = {}
-    for loss in _losses(prompts, block_size):
-        key = _key(loss)
-        finding = found.setdefault(key, Finding(reason=loss.reason))
+    for miss in _recomputed_all(prompts, block_size):
+        key = _key(miss)
+        finding = found.setdefault(key, Finding(reason=miss.reason))
         finding.num_requests += 1
-        finding.tokens_recomputed += loss.tokens
-        _describe(finding, loss)
+        finding.tokens_recomputed += miss.tokens
+        _describe(finding, miss)
     return Summary(
         num_requests=len(prompts),
         prompt_tokens=sum(prompt.prompt_tokens for prompt in prompts),
@@ -167,7 +167,7 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
     )
 
 
-class _Loss(NamedTuple):
+class _Recomputed(NamedTuple):
     """A prompt that computed `tokens` of `earlier` again, from token `position` on."""
 
     prompt: RememberedPrompt
@@ -179,13 +179,13 @@ class _Loss(NamedTuple):
     offender: Offender | None = None
 
 
-def _losses(prompts: Iterable[RememberedPrompt], block_size: int) -> Iterator[_Loss]:
+def _recomputed_all(prompts: Iterable[RememberedPrompt], block_size: int) -> Iterator[_Recomputed]:
     seen = _Seen()
     for prompt in prompts:
         earlier = seen.like(prompt)
-        loss = None if earlier is None else _loss(prompt, earlier, block_size)
-        if loss is not None and loss.tokens >= block_size:
-            yield loss
+        miss = None if earlier is None else _recomputed(prompt, earlier, block_size)
+        if miss is not None and miss.tokens >= block_size:
+            yield miss
         seen.add(prompt)
 
 
@@ -223,12 +223,14 @@ def _scope(prompt: RememberedPrompt) -> tuple[str | None, str | None]:
     return prompt.owner, prompt.salt
 
 
-def _loss(prompt: RememberedPrompt, earlier: RememberedPrompt, block_size: int) -> _Loss | None:
+def _recomputed(
+    prompt: RememberedPrompt, earlier: RememberedPrompt, block_size: int
+) -> _Recomputed | None:
     shared = shared_tokens(prompt.token_ids, earlier.token_ids)
     reason = None if prompt.miss is None else prompt.miss.reason
     if prompt.cached_tokens + block_size <= shared and reason not in _OF_TEXT:
         tokens = shared - prompt.cached_tokens
-        return _Loss(prompt, earlier, reason, tokens, prompt.cached_tokens)
+        return _Recomputed(prompt, earlier, reason, tokens, prompt.cached_tokens)
     repeated = _repeated(prompt.token_ids[shared:], earlier.token_ids[shared:])
     tokens = min(repeated, prompt.prompt_tokens - prompt.cached_tokens)
     difference = (
@@ -241,7 +243,7 @@ def _loss(prompt: RememberedPrompt, earlier: RememberedPrompt, block_size: int) 
     if difference is None:
         return None
     offender = _offender(difference, prompt.source, earlier.source)
-    return _Loss(prompt, earlier, "different_text", tokens, shared, difference, offender)
+    return _Recomputed(prompt, earlier, "different_text", tokens, shared, difference, offender)
 
 
 def _repeated(ids: TokenIds, others: TokenIds) -> int:
@@ -260,32 +262,32 @@ def _grams(ids: TokenIds) -> npt.NDArray[np.uint64]:
     return grams
 
 
-def _key(loss: _Loss) -> object:
-    """The same for losses at the same place behind the same beginning."""
-    difference, source = loss.difference, loss.prompt.source
+def _key(miss: _Recomputed) -> object:
+    """The same for misses at the same place behind the same beginning."""
+    difference, source = miss.difference, miss.prompt.source
     if difference is None or difference.character is None or source is None:
-        return loss.reason, _scope(loss.prompt), loss.position
-    if loss.offender in ("tool_order", "tools_changed"):
-        names = () if loss.offender == "tools_changed" else sorted(source.tool_names())
-        return _scope(loss.prompt), loss.offender, *names
+        return miss.reason, _scope(miss.prompt), miss.position
+    if miss.offender in ("tool_order", "tools_changed"):
+        names = () if miss.offender == "tools_changed" else sorted(source.tool_names())
+        return _scope(miss.prompt), miss.offender, *names
     start = word_start(source.text, difference.character)
-    return _scope(loss.prompt), difference.message, difference.field, hash(source.text[:start])
+    return _scope(miss.prompt), difference.message, difference.field, hash(source.text[:start])
 
 
-def _describe(finding: Finding, loss: _Loss) -> None:
-    """Tells of the newest loss."""
-    finding.position, finding.difference = loss.position, loss.difference
-    finding.request_id, finding.last_time = loss.prompt.request_id, loss.prompt.time
-    finding.salt, finding.offender = loss.prompt.salt, loss.offender
-    finding.advice = _advice(loss)
+def _describe(finding: Finding, miss: _Recomputed) -> None:
+    """Describes the newest miss."""
+    finding.position, finding.difference = miss.position, miss.difference
+    finding.request_id, finding.last_time = miss.prompt.request_id, miss.prompt.time
+    finding.salt, finding.offender = miss.prompt.salt, miss.offender
+    finding.advice = _advice(miss)
 
 
-def _advice(loss: _Loss) -> str:
-    if loss.offender is not None:
-        return _TO_DO[loss.offender]
-    if loss.difference is None:
-        return _LOST.get(loss.reason, "")
-    if loss.difference.message:
+def _advice(miss: _Recomputed) -> str:
+    if miss.offender is not None:
+        return _TO_DO[miss.offender]
+    if miss.difference is None:
+        return _LOST.get(miss.reason, "")
+    if miss.difference.message:
         return "leave what was said before as it was, and add behind it"
     return _MOVE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,24 +33,24 @@ MissReason = Literal[
 
 Pressure = Literal["capacity", "cached_limit", "shrunk_cache", "unknown"]
 
-# What an entry takes beside tokens and text, in bytes, roughly.
+# What an entry takes besides tokens and text, in bytes, roughly.
 _ENTRY_BYTES = 800
 # A trim goes below the limit by this share, so that its cost is spread over what comes next.
 _TRIM = 1 / 16
-# Neighbours that share equally much: the newest of so many on each side is taken.
+# Neighbours that share equally much: the newest of this many on each side is taken.
 _NEIGHBOURS = 32
 # A number above those of all entries.
 _NEWEST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class LostContent:
-    """How the first block that did not hit was lost.
+class EvictedContent:
+    """How the first block that did not hit was evicted.
 
     By "capacity" it was the next to go when room was needed, by "cached_limit" when more was
     cached than `--prefix-cache-max-blocks`.
-    Seconds: `ago_s` since it was lost, `age_s` from its registration to then, `idle_s` from its
-    last use to then; None where it is known only that it was lost. `hits` counts its uses.
+    Seconds: `ago_s` since it was evicted, `age_s` from its registration to then, `idle_s` from its
+    last use to then; None where it is known only that it was evicted. `hits` counts its uses.
     """
 
     pressure: Pressure = "unknown"
@@ -63,12 +64,12 @@ class LostContent:
 class Miss:
     """The first block that did not hit, and why: the tokens before it did.
 
-    `detail` tells of content that was lost, where that is the reason.
+    `detail` tells of content that was evicted, where that is the reason.
     """
 
     hit_tokens: int
     reason: MissReason
-    detail: LostContent | None = None
+    detail: EvictedContent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ class _Entry(NamedTuple):
 
 
 class _Order:
-    """Entries by their tokens: what shares the most with a prompt stands beside its place."""
+    """Entries by their tokens: what shares the most with a prompt stands next to its place."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -290,14 +291,9 @@ class _Order:
 
     def _place(self, token_ids: TokenIds, number: int) -> int:
         """Where an entry of these tokens stands; of equal tokens the newest is first."""
-        low, high = 0, len(self._entries)
-        while low < high:
-            middle = (low + high) // 2
-            if _stands_before(self._entries[middle], token_ids, number):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(
+            self._entries, True, key=lambda entry: not _stands_before(entry, token_ids, number)
+        )
 
 
 def _stands_before(entry: _Entry, token_ids: TokenIds, number: int) -> bool:

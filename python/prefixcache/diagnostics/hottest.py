@@ -82,7 +82,7 @@ class HotPrefixes:
 
 
 def _nodes(prompts: Sequence[RememberedPrompt], shared: Sequence[int]) -> list[HotPrefix]:
-    """The top of the tree of sorted prompts, of which neighbours share so many tokens.
+    """The top of the tree of sorted prompts, of which neighbours have `shared` tokens in common.
 
     A node is a run of prompts that share more tokens than its neighbours do with it. It is open
     while the run goes on, and `open_runs` are nested: length, first prompt, children.

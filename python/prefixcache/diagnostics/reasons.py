@@ -11,8 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
+from prefixcache.diagnostics.evictions import DISCARDED, EvictedBlock, EvictedBlocks
 from prefixcache.diagnostics.history import (
-    LostContent,
+    EvictedContent,
     Miss,
     MissReason,
     Pressure,
@@ -20,9 +21,8 @@ from prefixcache.diagnostics.history import (
     RememberedPrompt,
     TokenIds,
 )
-from prefixcache.diagnostics.losses import DISCARDED, LostBlock, LostBlocks
 
-# Of the rest of an earlier prompt so many short pieces are looked for in the new one.
+# Of the rest of an earlier prompt this many short pieces are looked for in the new one.
 _NUM_PIECES = 16
 _PIECE_TOKENS = 8
 
@@ -53,8 +53,8 @@ class Asked:
     """A prompt whose miss is to be explained, and how it was or would be sent.
 
     `hit_tokens` and `window_missed_tokens` are those of its admission; None where it was not sent,
-    and what the cache has now is told. It arrived and was started then, in seconds of
-    `time.monotonic`: only prompts that arrived before, and blocks that were lost before, have to
+    and what the cache has now counts. It arrived and was started then, in seconds of
+    `time.monotonic`: only prompts that arrived before, and blocks that were evicted before, have to
     do with it. `reads` is whether it may read the cache.
     """
 
@@ -86,7 +86,9 @@ class Explanation:
     def __str__(self) -> str:
         """One sentence."""
         return _SENTENCES[self.miss.reason].format(
-            tokens=self._tokens(), hit=self.miss.hit_tokens, lost=_loss_in_words(self.miss.detail)
+            tokens=self._tokens(),
+            hit=self.miss.hit_tokens,
+            evicted=_eviction_in_words(self.miss.detail),
         )
 
     def _tokens(self) -> str:
@@ -108,13 +110,13 @@ class Reasons:
         block_size: int,
         caches_prefixes: bool,
         history: PromptHistory,
-        losses: LostBlocks,
+        evictions: EvictedBlocks,
     ) -> None:
         self._look_up = look_up
         self._block_size = block_size
         self._caches_prefixes = caches_prefixes
         self._history = history
-        self._losses = losses
+        self._evictions = evictions
 
     def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
         """The reason, as whoever asks may know it: only with `sees_all` other salts are named.
@@ -164,7 +166,7 @@ class Reasons:
 
     def _why(
         self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
-    ) -> tuple[MissReason, LostContent | None]:
+    ) -> tuple[MissReason, EvictedContent | None]:
         """The reason; `seen` is an earlier prompt that has the whole block, if there is one."""
         if not self._caches_prefixes:
             return "cache_off", None
@@ -180,51 +182,51 @@ class Reasons:
 
     def _why_gone(
         self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
-    ) -> tuple[MissReason, LostContent | None]:
+    ) -> tuple[MissReason, EvictedContent | None]:
         """The reason why the cache does not have the block behind the first `hit` tokens."""
-        losses = self._losses_of(known, hit // self._block_size)
-        in_time = [one for one in losses if _went_by(one, asked.started_at)]
-        lost = max(in_time, key=lambda one: one.time, default=None)
+        evictions = self._evictions_of(known, hit // self._block_size)
+        in_time = [one for one in evictions if _went_by(one, asked.started_at)]
+        evicted = max(in_time, key=lambda one: one.time, default=None)
         if seen is not None and seen.salt == asked.salt:
-            forgotten = self._forgotten(seen, lost)
+            forgotten = self._forgotten(seen, evicted)
             if forgotten is not None:
                 return forgotten, None
-        if lost is not None:
-            return _told(lost)
+        if evicted is not None:
+            return _explained(evicted)
         reason = self._why_not_there(asked, hit + self._block_size, seen)
         if reason != "evicted":
             return reason, None
         # The prompt's own blocks fell behind the window since, which hides that earlier ones had.
-        if any(one.cause == DISCARDED for one in losses):
+        if any(one.cause == DISCARDED for one in evictions):
             return "window_lost", None
-        return reason, LostContent()
+        return reason, EvictedContent()
 
     def _why_not_there(self, asked: Asked, end: int, seen: RememberedPrompt | None) -> MissReason:
-        """The reason for a block of which no loss is known."""
+        """The reason for a block of which no eviction is known."""
         if seen is None:
             return "never_seen"
         if seen.salt != asked.salt:
             return "another_salt"
         return "write_refused" if seen.write_upto < end else "evicted"
 
-    def _losses_of(self, known: KnownPrefix, index: int) -> list[LostBlock]:
-        """The last loss of the block in each group that lost it."""
-        found = (self._losses.find(name, group) for name, group in known.names(index))
+    def _evictions_of(self, known: KnownPrefix, index: int) -> list[EvictedBlock]:
+        """The last eviction of the block in each group that evicted it."""
+        found = (self._evictions.find(name, group) for name, group in known.names(index))
         return [one for one in found if one is not None]
 
-    def _forgotten(self, seen: RememberedPrompt, lost: LostBlock | None) -> MissReason | None:
+    def _forgotten(self, seen: RememberedPrompt, evicted: EvictedBlock | None) -> MissReason | None:
         """Whether everything was forgotten after the prompt was seen, and before the block went."""
-        if self._losses.new_weights_at > seen.arrival:
+        if self._evictions.new_weights_at > seen.arrival:
             return "weights_changed"
-        if lost is not None and lost.time > seen.arrival:
+        if evicted is not None and evicted.time > seen.arrival:
             return None
-        return "cleared" if self._losses.cleared_at > seen.arrival else None
+        return "cleared" if self._evictions.cleared_at > seen.arrival else None
 
 
 _SENTENCES: Mapping[MissReason, str] = {
     "never_seen": "No earlier prompt had the block of {tokens} behind the same beginning.",
     "different_text": "An earlier prompt has other text within or before the block of {tokens}.",
-    "evicted": "The block of {tokens} was cached and is gone: {lost}.",
+    "evicted": "The block of {tokens} was cached and is gone: {evicted}.",
     "another_salt": "The block of {tokens} was sent under another cache salt alone.",
     "weights_changed": "The block of {tokens} was computed with other weights.",
     "cleared": "The block of {tokens} was cached before the cache was cleared.",
@@ -244,32 +246,32 @@ _PRESSURES: Mapping[Pressure, str] = {
 }
 
 
-def _loss_in_words(lost: LostContent | None) -> str:
-    if lost is None or lost.ago_s is None or lost.age_s is None or lost.idle_s is None:
+def _eviction_in_words(evicted: EvictedContent | None) -> str:
+    if evicted is None or evicted.ago_s is None or evicted.age_s is None or evicted.idle_s is None:
         return _PRESSURES["unknown"]
     return (
-        f"{_PRESSURES[lost.pressure]} {lost.ago_s:.1f} s ago, {lost.age_s:.1f} s after it was "
-        f"computed and {lost.idle_s:.1f} s after its last use"
+        f"{_PRESSURES[evicted.pressure]} {evicted.ago_s:.1f} s ago, {evicted.age_s:.1f} s after it "
+        f"was computed and {evicted.idle_s:.1f} s after its last use"
     )
 
 
-def _went_by(lost: LostBlock, before: float) -> bool:
-    """Whether the block may have been lost then.
+def _went_by(evicted: EvictedBlock, before: float) -> bool:
+    """Whether the block may have been evicted then.
 
     A request discards blocks behind its own windows, but evicts none that it holds.
     """
-    return (lost.time if lost.cause == DISCARDED else lost.since) <= before
+    return (evicted.time if evicted.cause == DISCARDED else evicted.since) <= before
 
 
-def _told(lost: LostBlock) -> tuple[MissReason, LostContent]:
-    detail = LostContent(
-        pressure=lost.pressure,
-        ago_s=max(0.0, time.monotonic() - lost.time),
-        age_s=lost.age_s,
-        idle_s=lost.idle_s,
-        hits=lost.hits,
+def _explained(evicted: EvictedBlock) -> tuple[MissReason, EvictedContent]:
+    detail = EvictedContent(
+        pressure=evicted.pressure,
+        ago_s=max(0.0, time.monotonic() - evicted.time),
+        age_s=evicted.age_s,
+        idle_s=evicted.idle_s,
+        hits=evicted.hits,
     )
-    return "window_lost" if lost.cause == DISCARDED else "evicted", detail
+    return "window_lost" if evicted.cause == DISCARDED else "evicted", detail
 
 
 def _differs(token_ids: TokenIds, earlier: RememberedPrompt, shared: int) -> bool:

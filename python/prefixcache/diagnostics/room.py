@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from prefixcache.diagnostics.evictions import EvictedBlocks, Evictions
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt, TokenIds
-from prefixcache.diagnostics.losses import Losses, LostBlocks
 from prefixcache.diagnostics.reasons import Asked, Explanation, KnownPrefix, Reasons
 
 # Seconds for which reasons are looked up without a chance for others to have the interpreter.
@@ -35,12 +35,12 @@ class Diagnosed(Protocol):
         """What the cache has of a prompt now."""
         ...
 
-    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
-        """Calls `listener` regularly with what was lost, from one thread at a time."""
+    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
+        """Calls `listener` regularly with what was evicted, from one thread at a time."""
         ...
 
-    def read_losses(self) -> None:
-        """Calls the listeners with what was lost until now."""
+    def read_evictions(self) -> None:
+        """Calls the listeners with what was evicted until now."""
         ...
 
 
@@ -59,12 +59,12 @@ class Admitted:
 
 
 class CacheDiagnostics:
-    """Remembers the prompts and the lost blocks of an engine, and explains misses out of them.
+    """Remembers the prompts and the evicted blocks of an engine, and explains misses out of them.
 
-    At most `max_bytes`: half for prompts that were answered, a quarter for those under way, the
-    rest for lost blocks. Everything may be called from any thread; `begin`, `end` and `drop` take
-    a microsecond or so. Reasons of ended requests are looked up when losses are read, twice a
-    second or on demand; `miss_counts` counts these. With `keeps_text` False nobody gives it texts.
+    At most `max_bytes`: half for prompts that were answered, a quarter for those in flight, the
+    rest for evicted blocks. From any thread; `begin` and `end` take a microsecond or so.
+    Reasons of ended requests are looked up when evictions are read, twice a second or on demand;
+    `miss_counts` counts these. With `keeps_text` False nobody gives it texts.
     """
 
     def __init__(self, engine: Diagnosed, max_bytes: int, *, keeps_text: bool = True) -> None:
@@ -72,38 +72,38 @@ class CacheDiagnostics:
         self.block_size = engine.block_size
         self.history = PromptHistory(max_bytes // 2)
         self.miss_counts: Counter[str] = Counter()
-        self._losses = LostBlocks(max_bytes // 4)
-        self._under_way = _UnderWay(max_bytes // 4)
+        self._evictions = EvictedBlocks(max_bytes // 4)
+        self._in_flight = _InFlight(max_bytes // 4)
         self._engine = engine
         self._reasons = Reasons(
             look_up=engine.look_up,
             block_size=engine.block_size,
             caches_prefixes=engine.caches_prefixes,
             history=self.history,
-            losses=self._losses,
+            evictions=self._evictions,
         )
-        engine.listen_to_losses(self._take)
+        engine.listen_to_evictions(self._take)
 
     def begin(self, name: str, prompt: RememberedPrompt) -> None:
         """A prompt goes to the engine; `name` is unique. Where memory is short it is forgotten."""
-        self._under_way.add(name, prompt)
+        self._in_flight.add(name, prompt)
 
     def end(self, name: str, admitted: Admitted | None) -> None:
         """Its request has ended; None where nothing was computed, and so nothing remembered."""
-        self._under_way.end(name, admitted)
+        self._in_flight.end(name, admitted)
 
     def settle(self) -> None:
-        """Takes in what was lost and which requests ended until now."""
-        self._engine.read_losses()
+        """Takes in what was evicted and which requests ended until now."""
+        self._engine.read_evictions()
 
     def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
         """Why the prompt misses or missed; see `Reasons.explain`. Call `settle` before."""
         return self._reasons.explain(asked, sees_all=sees_all)
 
-    def _take(self, losses: Losses) -> None:
-        self._losses.add(losses)
+    def _take(self, evictions: Evictions) -> None:
+        self._evictions.add(evictions)
         begun = time.perf_counter()
-        for prompt, admitted in self._under_way.take_ended():
+        for prompt, admitted in self._in_flight.take_ended():
             self._remember(prompt, admitted)
             if time.perf_counter() - begun > _LONGEST_TURN:
                 time.sleep(0)  # lets the step loop have the interpreter
@@ -138,7 +138,7 @@ class _Kept:
     admitted: Admitted | None = None
 
 
-class _UnderWay:
+class _InFlight:
     """Prompts of requests that have not ended, or whose end was not looked at yet.
 
     Of these the text counts: the tokens are the requests' own as long as they run.

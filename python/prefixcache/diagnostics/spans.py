@@ -41,7 +41,7 @@ class PromptSource:
     """A prompt's text, and the messages and tools that it was rendered of; none for a plain text.
 
     Messages and tools have the form of OpenAI's chats, and are those of the request: whoever keeps
-    a source keeps them: about `size` bytes beside the text.
+    a source keeps them: about `size` bytes besides the text.
     """
 
     text: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.evictions import EvictionReader
@@ -206,14 +206,14 @@ class Engine:
         """What the cache has of a prompt now. From any thread."""
         return self._cache.look_up(token_ids, salt)
 
-    def listen_to_losses(self, listener: Callable[[Losses], None]) -> None:
-        """Calls `listener` twice a second, and at `read_losses`, with what was evicted.
+    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
+        """Calls `listener` twice a second, and at `read_evictions`, with what was evicted.
 
         From threads of its own, one at a time; from any thread.
         """
         self._evictions.listen(listener)
 
-    def read_losses(self) -> None:
+    def read_evictions(self) -> None:
         """Reports to the listeners what was evicted until now. From any thread."""
         self._evictions.read()
 

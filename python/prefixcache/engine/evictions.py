@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.kv.cache_manager import CacheManager
 
 _PERIOD = 0.5
@@ -26,14 +26,14 @@ class EvictionReader:
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
-        self._listeners: list[Callable[[Losses], None]] = []
+        self._listeners: list[Callable[[Evictions], None]] = []
         self._reading = threading.Lock()
         self._capacity = 0
         self._read_at = time.monotonic()
 
     def listen(
         self,
-        listener: Callable[[Losses], None],
+        listener: Callable[[Evictions], None],
         *,
         capacity: int = _LOG_CAPACITY,
         gap_bounds: Sequence[float] = (),
@@ -65,9 +65,9 @@ class EvictionReader:
         since, self._read_at = self._read_at, time.monotonic()
         for _ in range(max(self._capacity // _READ_AT_ONCE, 1)):
             rows = self._cache.take_losses(_READ_AT_ONCE)
-            losses = Losses(rows, since, self._read_at, self._cache.weight_version)
+            evictions = Evictions(rows, since, self._read_at, self._cache.weight_version)
             for listener in self._listeners:
-                listener(losses)
+                listener(evictions)
             if len(rows["cause"]) < _READ_AT_ONCE:
                 return
 

@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefixcache.diagnostics.losses import Losses
+from prefixcache.diagnostics.evictions import Evictions
 from prefixcache.engine.evictions import EvictionReader
 from prefixcache.kv.cache_manager import EVICTED_CAUSES, CacheManager
 from prefixcache.metrics import PREFIX, Histogram
@@ -55,8 +55,8 @@ class BlockResidency:
             value=self._cache.num_missed_evictions,
         )
 
-    def _observe(self, losses: Losses) -> None:
-        rows = losses.rows
+    def _observe(self, evictions: Evictions) -> None:
+        rows = evictions.rows
         evicted = np.isin(rows["cause"], EVICTED_CAUSES)
         self._lifetime.observe_all(rows["age"][evicted])
         self._idle.observe_all(rows["idle"][evicted])

@@ -1,1 +1,1 @@
-"""KV events: what the cache stores and removes, told to routers in the form that vLLM uses."""
+"""KV events: what the cache stores and removes, sent to routers in the form that vLLM uses."""

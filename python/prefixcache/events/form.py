@@ -1,4 +1,4 @@
-"""From the cache's own events to those of the wire."""
+"""From the cache's own events to those of the wire, and what is cached at one moment as such."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections.abc import Sequence
 
 from prefixcache.events.wire import (
     MEDIUM,
+    SNAPSHOT_VERSION,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
     Group,
+    SnapshotEnd,
+    SnapshotHeader,
+    encode_snapshot_part,
 )
-from prefixcache.kv.events import CoreEvent
+from prefixcache.kv.events import CoreEvent, StoredBlocks
 from prefixcache.kv.specs import GroupKind
+
+# As in the publisher: so that a part keeps the interpreter for a fraction of a millisecond.
+_BLOCKS_AT_ONCE = 512
 
 
 class WireForm:
@@ -44,3 +51,30 @@ def _group(kind: GroupKind) -> Group:
     if kind == "full":
         return Group("full_attention")
     return Group(*kind)
+
+
+class CacheSnapshot:
+    """The bytes of a snapshot, part by part; it holds a copy of what was cached until it ends."""
+
+    def __init__(
+        self, blocks: StoredBlocks, form: WireForm, *, sequence: int, root_hash: str, model: str
+    ) -> None:
+        self._blocks = blocks
+        self._form = form
+        self._header: SnapshotHeader | None = SnapshotHeader(
+            SNAPSHOT_VERSION, sequence, root_hash, model, form.block_size, form.groups
+        )
+        self._is_over = False
+
+    def next_part(self) -> bytes:
+        """The next bytes; empty at the end."""
+        if self._header is not None:
+            header, self._header = self._header, None
+            return encode_snapshot_part(header)
+        events = self._blocks.take(_BLOCKS_AT_ONCE)
+        if events:
+            return b"".join(encode_snapshot_part(self._form.event(event)) for event in events)
+        if self._is_over:
+            return b""
+        self._is_over = True
+        return encode_snapshot_part(SnapshotEnd(self._blocks.num_blocks))

@@ -1,4 +1,4 @@
-"""The publisher: takes events from the cache, beside the step loop, and sends them as batches."""
+"""The publisher: takes events from the cache, in a background thread, and sends them as batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache.events.config import KVEventsConfig
-from prefixcache.events.form import WireForm
-from prefixcache.events.snapshot import CacheSnapshot
+from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
 from prefixcache.events.wire import EventBatch, encode_batch
 from prefixcache.kv.events import CacheEvents
@@ -91,7 +90,7 @@ class EventPublisher:
             value=int(self._thread.is_alive()),
         )
         blocks = CounterMetricFamily(
-            PREFIX + "kv_event_blocks", "Blocks that KV events told of.", labels=["type"]
+            PREFIX + "kv_event_blocks", "Blocks that KV events reported.", labels=["type"]
         )
         for kind in ("stored", "removed"):
             blocks.add_metric([kind], self._num_blocks[kind])
@@ -168,7 +167,7 @@ class EventPublisher:
 
 
 class _ReplayBuffer:
-    """The last batches: so many of them, and up to a bound of memory. One thread at a time."""
+    """The last `most` batches, up to a bound of memory. One thread at a time."""
 
     def __init__(self, most: int) -> None:
         self._batches: deque[bytes] = deque()

@@ -31,7 +31,7 @@ _CLOSE_SECONDS = 0.25
 """How often a reader that waits looks whether it was closed."""
 
 _HEARTBEAT_MILLISECONDS = 5_000
-"""A connection that stays silent for twice this long is made anew, and then checked for losses."""
+"""A connection that is silent for twice this long is opened again, and checked for lost batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class EventReader:
     """Iterates over the updates of the publisher at `endpoint`; blocks while there are none.
 
     A gap in the sequence is closed by a replay. Where that does not reach back, and where another
-    process publishes at `endpoint`, the reader starts anew: from a snapshot, or from what the
+    process publishes at `endpoint`, the reader starts again: from a snapshot, or from what the
     replay still has. It looks for lost batches when it connects again, and after `check_seconds`
     without a batch.
 
@@ -138,9 +138,9 @@ class EventReader:
     def _take(self, message: _Message) -> Generator[Update]:
         """What is new up to `message`, which was sent just now."""
         # A publisher counts up. (A proxy between hides that another one connected.)
-        began_anew = message.sequence <= self._last_live
+        began_again = message.sequence <= self._last_live
         self._last_live = message.sequence
-        if began_anew:
+        if began_again:
             yield from self._restart()
         elif self._is_beyond(message):
             yield from self._check()
@@ -178,7 +178,7 @@ class EventReader:
                 if not isinstance(part, SnapshotHeader | SnapshotEnd):
                     yield Update(header.sequence, [part])
         except Exception:
-            _logger.warning("No snapshot beside the KV events of %s", self._endpoint, exc_info=True)
+            _logger.warning("No snapshot with the KV events of %s", self._endpoint, exc_info=True)
             return False
         self._last = header.sequence
         return True

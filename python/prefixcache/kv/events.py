@@ -1,4 +1,4 @@
-"""What the cache stores and removes, for whoever publishes it."""
+"""What the cache stores and removes, for a publisher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CacheEvents:
         return self._cache.root_hash().hex()
 
     def take(self, max_blocks: int) -> list[CoreEvent]:
-        """The oldest events, about that many blocks of them; empty where there are none."""
+        """The oldest events, about `max_blocks` blocks of them; empty where there are none."""
         return self._cache.take_events(max_blocks)
 
     def snapshot(self) -> StoredBlocks | None:

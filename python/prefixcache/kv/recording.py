@@ -1,7 +1,7 @@
 """A cache manager that records the calls that decide what is cached: see docs/recording.md.
 
-The thread of the step loop makes a tuple of what it has anyway and hands it over; numbers of
-requests, names of blocks and lines are made where they are written (`trace_writer.py`).
+The thread of the step loop passes on references to what it has anyway; numbers of requests, names
+of blocks and lines are made where they are written (`trace_writer.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COUNTERS_EVERY_MS = 1000
 
 
 class RecordedCacheManager(CacheManager):
-    """A `CacheManager`, whose arguments it takes, with a recording beside it.
+    """A `CacheManager`, whose arguments it takes, that records what it does.
 
     Times of the cache are those of the recording, in whole milliseconds, so that a replay makes the
     same calls at the same times. The recording ends with the object, or with the interpreter.
@@ -33,7 +33,7 @@ class RecordedCacheManager(CacheManager):
         super().__init__(num_blocks, block_size, **options)
         self._put = writer.put
         self._began = time.monotonic_ns()
-        self._now = self._told_time = self._told_counters = -1
+        self._now = self._set_ms = self._counted_ms = -1
         chosen = inspect.signature(CacheManager).bind(num_blocks, block_size, **options)
         chosen.apply_defaults()
         key = secrets.token_bytes(32)
@@ -57,27 +57,30 @@ class RecordedCacheManager(CacheManager):
             "max_blocks": self.max_blocks,
             "max_cached_blocks": options["max_cached_blocks"],
             "free_order": "unhashed_first",
-            "merge_twins": self._merge_twins,
+            "merge_duplicates": self._merge_twins,
             "publish_answers": self._publish_answers,
             "retention": windows if self.has_windows else None,
         }
 
-    def _read_clock(self) -> int:
+    def _record(self, kind: str, **details: Any) -> None:
+        self._put((kind, self._now, details))
+
+    def _read_clock(self) -> None:
         self._now = (time.monotonic_ns() - self._began) // 1_000_000
-        return self._now
 
     def _tick(self) -> None:
         """Sets the cache's time to that of the event that follows."""
-        if self._read_clock() != self._told_time:
-            self._told_time = self._now
+        self._read_clock()
+        if self._now != self._set_ms:
+            self._set_ms = self._now
             # Half a millisecond on, so that no rounding leads to the one before.
             self._cache.set_time((self._now + 0.5) / 1000)
 
     def _count(self) -> None:
         """Records what the cache counts: where no call is half done, now and then."""
-        if self._now - self._told_counters >= _COUNTERS_EVERY_MS or not self._sequences:
-            self._told_counters = self._now
-            self._put(("counters", self._now, self._cache.stats()))
+        if self._now - self._counted_ms >= _COUNTERS_EVERY_MS or not self._sequences:
+            self._counted_ms = self._now
+            self._record("counters", stats=self._cache.stats())
 
     # Each call is recorded when it has succeeded; those that may end pins within them before, as
     # the pins that they end are recorded too.
@@ -86,13 +89,17 @@ class RecordedCacheManager(CacheManager):
         again = request.request_id in self._sequences
         super().start(request, hashed=hashed)
         # Without `_tick`, since a thread that sets the time becomes the one that writes.
-        self._put(("restart" if again else "add", self._read_clock(), request, hashed))
+        self._read_clock()
+        if again:
+            self._record("restart", request_id=request.request_id)
+        else:
+            self._record("add", request=request, hashed=hashed)
 
     def demote_expired(self) -> None:  # noqa: D102
         self._tick()
         super().demote_expired()
         if self._hints_expire:
-            self._put(("expire", self._now))
+            self._record("expire")
         self._count()
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:  # noqa: D102
@@ -100,66 +107,67 @@ class RecordedCacheManager(CacheManager):
         taken = super().commit(request_id, hit_tokens, num_tokens, chunk)
         if taken is not None:
             at_once = self._window_slots(hit_tokens, chunk)
-            self._put(("start", self._now, request_id, taken, num_tokens, at_once))
+            self._record("start", request_id=request_id, hit=taken, new=num_tokens, chunk=at_once)
         return taken
 
     def ensure_slots(self, wanted: Sequence[tuple[str, int]]) -> int:  # noqa: D102
         self._tick()
         served = super().ensure_slots(wanted)
         if served:
-            self._put(("slots", self._now, wanted[:served]))
+            self._record("slots", wanted=wanted[:served])
         return served
 
     def append_tokens(self, sampled: Mapping[str, int]) -> None:  # noqa: D102
         super().append_tokens(sampled)
-        self._put(("tokens", self._now, sampled))
+        self._record("tokens", sampled=sampled)
 
     def mark_filled(self, request_ids: Sequence[str], upto: Sequence[int]) -> Mapping[int, int]:  # noqa: D102
         self._tick()
-        twins = super().mark_filled(request_ids, upto)
-        self._put(("publish", self._now, request_ids, upto))
-        return twins
+        duplicates = super().mark_filled(request_ids, upto)
+        self._record("publish", request_ids=request_ids, upto=upto)
+        return duplicates
 
     def _add_anchor(self, request_id: str, position: int) -> None:
         super()._add_anchor(request_id, position)
-        self._put(("anchor", self._read_clock(), request_id, position))
+        self._read_clock()
+        self._record("anchor", request_id=request_id, at=position)
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:  # noqa: D102
         self._tick()
-        self._put(("drop", self._now, computed))
+        self._record("drop", wanted=computed)
         super().drop_unneeded(computed)
 
     def _demote(self, count: int) -> None:
         super()._demote(count)
-        self._put(("demote", self._now, count))
+        self._record("demote", count=count)
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: D102
         self._tick()
         super().release(request_ids)
-        self._put(("preempt", self._now, request_ids))
+        self._record("preempt", request_ids=request_ids)
 
     def free(self, request_ids: Sequence[str], *, ended_well: Collection[str] = ()) -> None:  # noqa: D102
         self._tick()
-        self._put(("end", self._now, tuple(request_ids), frozenset(ended_well)))
+        self._record("end", request_ids=tuple(request_ids), well=frozenset(ended_well))
         super().free(request_ids, ended_well=ended_well)
         self._count()
 
     def reset(self) -> None:  # noqa: D102
         self._tick()
         super().reset()
-        self._put(("reset", self._now))
+        self._record("reset")
         self._count()
 
     def new_weight_version(self, weights: str | None = None) -> int:  # noqa: D102
         self._tick()
         version = super().new_weight_version(weights)
-        self._put(("weights", self._now))
+        self._record("weights")
         self._count()
         return version
 
     def resize(self, num_blocks: int) -> int:  # noqa: D102
         self._tick()
-        self._put(("resize", self._now, num_blocks))
+        self._record("resize", blocks=num_blocks)
         held = super().resize(num_blocks)
         self._count()
         return held
@@ -173,7 +181,7 @@ class RecordedCacheManager(CacheManager):
             count = super().move_cached(num_blocks, max_moves, copy)
             moved = True
         finally:
-            self._put(("move", self._now, num_blocks, max_moves, moved))
+            self._record("move", blocks=num_blocks, most=max_moves, moved=moved)
         self._count()
         return count
 

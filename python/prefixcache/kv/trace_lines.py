@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prefixcache._core import BlockNamer
+from prefixcache._core import BlockPseudonyms
 from prefixcache.types.request import CacheOptions, Request
 
 VERSION = 1
 
-Event = tuple[Any, ...]
-"""What happened, its milliseconds since the start, and what it happened to."""
+Event = tuple[str, int, dict[str, Any]]
+"""What happened, its milliseconds since the start, and the arguments of the call."""
 
 _COUNTERS = {
     "queries": "queries",
@@ -32,20 +32,22 @@ _COUNTERS = {
 class _Recorded:
     """A request: its number, and the names of its blocks as its tokens become known."""
 
-    def __init__(self, number: int, request: Request, hashed: bool, namer: BlockNamer) -> None:
+    def __init__(
+        self, number: int, request: Request, hashed: bool, pseudonyms: BlockPseudonyms
+    ) -> None:
         prompt = request.prompt_token_ids
         self.number = number
         self.num_prompt_tokens = len(prompt)
-        self._namer = namer
+        self._pseudonyms = pseudonyms
         self._is_named = hashed
-        chain, self._names = namer.begin(request.cache.salt), ""
+        chain, self._names = pseudonyms.begin(request.cache.salt), ""
         if hashed:
-            chain, self._names = namer.extend(chain, prompt)
-        num_full = len(prompt) // namer.block_size * namer.block_size
+            chain, self._names = pseudonyms.extend(chain, prompt)
+        num_full = len(prompt) // pseudonyms.block_size * pseudonyms.block_size
         self._prompt = chain, prompt[num_full:].tolist()
-        self.begin_anew()
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forgets what followed the prompt."""
         self._chain, rest = self._prompt
         self._rest = list(rest)
@@ -57,13 +59,13 @@ class _Recorded:
         if not self._is_named:
             return
         self._rest.append(token)
-        if len(self._rest) == self._namer.block_size:
-            self._chain, name = self._namer.extend(self._chain, self._rest)
+        if len(self._rest) == self._pseudonyms.block_size:
+            self._chain, name = self._pseudonyms.extend(self._chain, self._rest)
             self._names += name
             self._rest.clear()
 
     def take_names(self) -> str:
-        """Names of blocks that were not told yet."""
+        """Names of blocks that no line has yet."""
         names, self._names = self._names, ""
         return names
 
@@ -74,12 +76,13 @@ class TraceLines:
     `last_ms` is the time of the last event.
     """
 
-    def __init__(self, namer: BlockNamer, *, publishes_answers: bool) -> None:
-        self._namer = namer
+    def __init__(self, pseudonyms: BlockPseudonyms, *, publishes_answers: bool) -> None:
+        self._pseudonyms = pseudonyms
         self._publishes_answers = publishes_answers
         self._requests: dict[str, _Recorded] = {}
         self._num_requests = 0
         self.last_ms = 0
+        # Of the other kinds the details stand in the line as they are.
         self._makers: dict[str, Callable[..., dict[str, Any] | None]] = {
             "add": self._add,
             "restart": self._restart,
@@ -89,49 +92,43 @@ class TraceLines:
             "publish": self._publish,
             "anchor": self._anchor,
             "drop": self._slots,
-            "demote": _named("count"),
             "preempt": self._preempt,
             "end": self._end,
-            "expire": _named(),
-            "reset": _named(),
-            "weights": _named(),
-            "resize": _named("blocks"),
-            "move": _named("blocks", "most", "moved"),
             "counters": _counters,
         }
 
-    def of(self, event: Event) -> list[str]:
-        """The line of an event; none for tokens of answers, told once they have filled a block."""
-        kind, self.last_ms, *details = event
-        told = self._makers[kind](*details)
-        return [] if told is None else [line({"e": kind, "t": self.last_ms} | told)]
+    def of(self, event: Event) -> str:
+        """The line of an event; empty for tokens of answers, named once they fill a block."""
+        kind, self.last_ms, details = event
+        made = self._makers.get(kind, dict[str, Any])(**details)
+        return "" if made is None else line({"e": kind, "t": self.last_ms} | made)
 
     def _numbers(self, request_ids: Iterable[str]) -> list[int]:
         return [self._requests[request_id].number for request_id in request_ids]
 
     def _add(self, request: Request, hashed: bool) -> dict[str, Any]:
-        recorded = _Recorded(self._num_requests, request, hashed, self._namer)
+        recorded = _Recorded(self._num_requests, request, hashed, self._pseudonyms)
         self._requests[request.request_id] = recorded
         self._num_requests += 1
-        told: dict[str, Any] = {"id": recorded.number, "tokens": recorded.num_tokens}
-        told |= {"names": recorded.take_names()} if hashed else {"hashed": False}
-        return told | _options(request.cache, self._namer) | _facts(request)
+        fields: dict[str, Any] = {"id": recorded.number, "tokens": recorded.num_tokens}
+        fields |= {"names": recorded.take_names()} if hashed else {"hashed": False}
+        return fields | _options(request.cache, self._pseudonyms) | _facts(request)
 
-    def _restart(self, request: Request, _hashed: bool) -> dict[str, Any]:
-        recorded = self._requests[request.request_id]
+    def _restart(self, request_id: str) -> dict[str, Any]:
+        recorded = self._requests[request_id]
         recorded.take_names()
-        recorded.begin_anew()
+        recorded.restart()
         return {"id": recorded.number}
 
     def _start(self, request_id: str, hit: int, new: int, chunk: int | None) -> dict[str, Any]:
         recorded = self._requests[request_id]
-        told: dict[str, Any] = {"id": recorded.number, "tokens": recorded.num_tokens}
-        told |= {"hit": hit, "new": new}
+        fields: dict[str, Any] = {"id": recorded.number, "tokens": recorded.num_tokens}
+        fields |= {"hit": hit, "new": new}
         if names := recorded.take_names():
-            told["names"] = names
+            fields["names"] = names
         if chunk is not None:
-            told["chunk"] = chunk
-        return told
+            fields["chunk"] = chunk
+        return fields
 
     def _slots(self, wanted: Sequence[tuple[str, int]]) -> dict[str, Any]:
         return {
@@ -170,44 +167,35 @@ class TraceLines:
         }
 
 
-def _named(*names: str) -> Callable[..., dict[str, Any]]:
-    """For an event whose details stand in the line as they are, under these names."""
-
-    def told(*details: int) -> dict[str, Any]:
-        return dict(zip(names, details, strict=True))
-
-    return told
-
-
-def line(told: Mapping[str, Any]) -> str:
+def line(fields: Mapping[str, Any]) -> str:
     """A whole line of a recording."""
-    return json.dumps(told, separators=(",", ":")) + "\n"
+    return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
-def _options(cache: CacheOptions, namer: BlockNamer) -> dict[str, Any]:
+def _options(cache: CacheOptions, pseudonyms: BlockPseudonyms) -> dict[str, Any]:
     """What a request says of its cache, as far as it is not the default."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if cache.retention:
-        told["hints"] = [(r.start, r.end, r.chosen_priority, r.ttl_s) for r in cache.retention]
+        fields["hints"] = [(r.start, r.end, r.chosen_priority, r.ttl_s) for r in cache.retention]
         # Another salt of the same key names the owner, so equal owners look equal.
-        told["owner"] = namer.begin("owner:" + cache.retention_owner).hex()[:16]
+        fields["owner"] = pseudonyms.begin("owner:" + cache.retention_owner).hex()[:16]
     if cache.write_upto is not None:
-        told["write_upto"] = cache.write_upto
+        fields["write_upto"] = cache.write_upto
     if not cache.write:
-        told["write"] = False
-    return told
+        fields["write"] = False
+    return fields
 
 
 def _facts(request: Request) -> dict[str, Any]:
     """What decides when a request runs and ends, and who wrote its prompt: for simulations."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if request.params.max_tokens is not None:
-        told["max_tokens"] = request.params.max_tokens
+        fields["max_tokens"] = request.params.max_tokens
     if request.priority:
-        told["priority"] = request.priority
+        fields["priority"] = request.priority
     if request.roles:
-        told["roles"] = request.roles
-    return told
+        fields["roles"] = request.roles
+    return fields
 
 
 def _counters(stats: Mapping[str, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefixcache._core import BlockNamer
+from prefixcache._core import BlockPseudonyms
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.trace_lines import VERSION, Event, TraceLines, line
 from prefixcache.metrics import PREFIX
@@ -73,19 +73,19 @@ class TraceWriter:
 
         Blocks are named by hashes under the `key` of 32 bytes.
         """
-        namer = BlockNamer(key, header["block_size"])
-        self._lines = TraceLines(namer, publishes_answers=header["publish_answers"])
+        pseudonyms = BlockPseudonyms(key, header["block_size"])
+        self._lines = TraceLines(pseudonyms, publishes_answers=header["publish_answers"])
         known = {"prefixcache_trace": VERSION, "recording": secrets.token_hex(8)}
         self._parts.header = {**known, "start": time.time(), **header}
         logger.info("What the prefix cache is asked for is recorded in %s.", self.path)
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Hands an event over; from the one thread that changes the cache."""
+        """Queues an event; from the one thread that changes the cache."""
         if self._reason is not None:
             return
         if event[0] == "add":
-            self._tokens_put += len(event[2].prompt_token_ids)
+            self._tokens_put += len(event[2]["request"].prompt_token_ids)
         waiting = self._tokens_put - self._tokens_taken
         if len(self._events) >= MAX_EVENTS or waiting > MAX_PROMPT_TOKENS:
             self._stop("more waits to be written than may")
@@ -136,8 +136,8 @@ class TraceWriter:
             event = self._events.popleft()
             kind = event[0]
             if kind == "add":
-                self._tokens_taken += len(event[2].prompt_token_ids)
-            lines += self._lines.of(event)
+                self._tokens_taken += len(event[2]["request"].prompt_token_ids)
+            lines.append(self._lines.of(event))
             if kind == "counters":
                 break
         self._parts.write(lines)

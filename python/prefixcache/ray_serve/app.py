@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -12,11 +13,11 @@ from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
 from prefixcache.engine.control import Control
-from prefixcache.ray_serve.fleet.fleet_state import Command
-from prefixcache.ray_serve.fleet.not_there import not_there_router
-from prefixcache.ray_serve.fleet.orders import Orders
-from prefixcache.ray_serve.fleet.replicas import Fleet
-from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.ray_serve.replicas.commands import CommandClient
+from prefixcache.ray_serve.replicas.not_served import not_served_router
+from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
+from prefixcache.ray_serve.replicas.replica_state import UPDATE_WEIGHTS
+from prefixcache.ray_serve.routed_engine import RoutedEngine
 from prefixcache.server.admin.admin import add_changes, add_commands, command_options
 from prefixcache.server.admin.health import add_probes, raise_if_not_ready
 from prefixcache.server.admin.model_dirs import ModelDirs
@@ -30,10 +31,10 @@ from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
 
 
-def create_fleet_app(
-    engine: FleetEngine,
-    fleet: Fleet,
-    orders: Orders,
+def create_ingress_app(
+    engine: RoutedEngine,
+    replicas: ReplicaSet,
+    commands: CommandClient,
     served: ServedModel,
     *,
     rules: AccessRules,
@@ -41,44 +42,41 @@ def create_fleet_app(
     limits: ServerLimits,
     flags: Mapping[str, Any],
 ) -> FastAPI:
-    """The application over the replicas of `engine`: `fleet` asks them, `orders` command them."""
+    """The application over the replicas of `engine`: `replicas` asks them, `commands` changes."""
     release = package_version()
     maker = JobMaker(engine=engine, served=served)
     app = client_app(maker, ResponseStore(), release)
-    app.include_router(_health_router(fleet))
-    app.include_router(_info_router(fleet, served, release, flags))
-    app.include_router(_command_router(orders, model_dirs))
-    app.include_router(not_there_router())
+    app.include_router(_health_router(replicas))
+    app.include_router(_info_router(replicas, served, release, flags))
+    app.include_router(_command_router(commands, model_dirs))
+    app.include_router(not_served_router())
     describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
 
 
-def _command_router(orders: Orders, model_dirs: ModelDirs) -> APIRouter:
+def _command_router(commands: CommandClient, model_dirs: ModelDirs) -> APIRouter:
     router = APIRouter()
     add_commands(
         router,
         Control.endpoints(),
-        lambda command, given: orders.give(Command(command.__name__, options=given)),
+        lambda command, given: commands.give(command.__name__, **given),
     )
     add_changes(
-        router,
-        orders.run,
-        orders.update_weights,
-        model_dirs,
+        router, partial(commands.give, "resize"), partial(commands.give, UPDATE_WEIGHTS), model_dirs
     )
     return router
 
 
-def _health_router(fleet: Fleet) -> APIRouter:
+def _health_router(replicas: ReplicaSet) -> APIRouter:
     router = APIRouter()
 
     async def health() -> Response:
-        await fleet.statuses()
+        await replicas.statuses()
         return Response()
 
     async def ready() -> Response:
-        for status in await fleet.statuses():
+        for status in await replicas.statuses():
             raise_if_not_ready(status["halted"])
         return Response()
 
@@ -86,7 +84,7 @@ def _health_router(fleet: Fleet) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, int]:
-        statuses = await fleet.statuses()
+        statuses = await replicas.statuses()
         running = sum(one["running"] for one in statuses)
         waiting = sum(one["waiting"] for one in statuses)
         return {"server_load": running + waiting, "running": running, "waiting": waiting}
@@ -95,20 +93,20 @@ def _health_router(fleet: Fleet) -> APIRouter:
 
 
 def _info_router(
-    fleet: Fleet, served: ServedModel, release: str, flags: Mapping[str, Any]
+    replicas: ReplicaSet, served: ServedModel, release: str, flags: Mapping[str, Any]
 ) -> APIRouter:
     router = APIRouter()
-    told = ("batch_invariant", "dtype", "weights", "prefix_hash")
+    names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:
-        about = await fleet.about()
-        shown = {name: about[0][name] for name in told}
+        about = await replicas.about()
+        shown = {name: about[0][name] for name in names}
         return {"version": release, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        about = await fleet.about()
+        about = await replicas.about()
         return {
             "version": release,
             "model": served.root,
@@ -121,25 +119,25 @@ def _info_router(
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        text = await fleet.metrics()
+        text = await replicas.metrics()
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/prefix_cache/stats")
     async def prefix_cache_stats() -> dict[str, Any]:
-        statuses = await fleet.statuses()
+        statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["prefix_cache"] for one in statuses}}
 
     @router.get("/prefix_cache/resize")
     async def resize_status() -> dict[str, Any]:
-        statuses = await fleet.statuses()
+        statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
-        return {"is_paused": any(one["is_paused"] for one in await fleet.statuses())}
+        return {"is_paused": any(one["is_paused"] for one in await replicas.statuses())}
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": any(one["is_sleeping"] for one in await fleet.statuses())}
+        return {"is_sleeping": any(one["is_sleeping"] for one in await replicas.statuses())}
 
     return router

@@ -8,10 +8,10 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from prefixcache.ray_serve.fleet.commands import COMMANDS, REPLICAS, Commands
 from prefixcache.ray_serve.ingress import Ingress
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.ray_serve.replica import EngineReplica
+from prefixcache.ray_serve.replicas.commands import COMMANDS, REPLICAS, Commands
 from prefixcache.server.options.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def build_application(
         max_ongoing_requests=options.limit_concurrency,
         ray_actor_options={"num_cpus": 0},
     )
-    commands = _deployment(Commands).options(
+    commands_deployment = _deployment(Commands).options(
         name=COMMANDS, max_ongoing_requests=_NO_BOUND, ray_actor_options={"num_cpus": 0}
     )
     timeout = ray_options.command_timeout
-    orders = commands.bind(timeout)
-    engines = replicas.bind(config, options, orders, timeout)
-    return ingress.bind(config, options, ray_options, engines, orders)
+    commands = commands_deployment.bind(timeout)
+    engines = replicas.bind(config, options, commands, timeout)
+    return ingress.bind(config, options, ray_options, engines, commands)
 
 
 def _deployment(cls: Any) -> Deployment:

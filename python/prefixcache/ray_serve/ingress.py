@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from prefixcache.config.flags import shown_values
 from prefixcache.config.logs import set_up_logging
 from prefixcache.models.hub import read_config, resolve_model
-from prefixcache.ray_serve.app import create_fleet_app
-from prefixcache.ray_serve.fleet.orders import Orders
-from prefixcache.ray_serve.fleet.replicas import Fleet
-from prefixcache.ray_serve.fleet_engine import FleetEngine
+from prefixcache.ray_serve.app import create_ingress_app
+from prefixcache.ray_serve.replicas.commands import CommandClient
+from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
+from prefixcache.ray_serve.routed_engine import RoutedEngine
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.serve import access_rules, served_model, server_limits
 from prefixcache.text.grammar.grammars import Grammars
@@ -45,15 +45,15 @@ class Ingress:
         about = await replicas.about.remote()
         known = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))
-        orders = Orders(commands, await commands.state.remote())
+        client = CommandClient(commands, await commands.state.remote())
         longest, block_size = about["max_model_len"], about["prefix_hash"]["block_size"]
-        self._engine = FleetEngine(
-            replicas, orders, grammars, max_model_len=longest, block_size=block_size
+        self._engine = RoutedEngine(
+            replicas, client, grammars, max_model_len=longest, block_size=block_size
         )
-        self._app = create_fleet_app(
+        self._app = create_ingress_app(
             self._engine,
-            Fleet(replicas),
-            orders,
+            ReplicaSet(replicas),
+            client,
             served_model(config, options, tokenizer, model.generation, **known),
             rules=access_rules(options),
             model_dirs=ModelDirs(options.allowed_model_dirs),

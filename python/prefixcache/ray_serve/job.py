@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from prefixcache.core import BlockHashes
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.ray_serve.fleet.fleet_state import FleetState
+from prefixcache.ray_serve.replicas.replica_state import ReplicaState
 from prefixcache.types.request import Request, RequestOutput
 
 
@@ -50,7 +50,7 @@ class Accepted:
     """The first thing that a replica says of a job that it takes, and the last command it did."""
 
     replica: str
-    state: FleetState
+    state: ReplicaState
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What came since the last part, each with the index of its request.
+    """What came since the last chunk, each with the index of its request.
 
     `now` is the replica's time when it was sent, by the clock of `RequestOutput.started_at`.
     """
@@ -79,4 +79,4 @@ class Failed:
     error: PrefixCacheError
 
 
-Part = Accepted | Stale | Outputs | Failed
+Chunk = Accepted | Stale | Outputs | Failed

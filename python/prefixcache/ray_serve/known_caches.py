@@ -82,7 +82,7 @@ class _CacheReader:
     def _take(self, update: Update) -> None:
         if update.restarted:
             self._routing.clear(self._replica)
-            # Its blocks follow within milliseconds; without it some will never be told of.
+            # Its blocks follow within milliseconds; without it some will never be reported.
             self.is_complete = update.snapshot is not None
         for event in update.events:
             self._note(event)

@@ -1,4 +1,4 @@
-"""Flags of `prefixcache serve-ray` beside those of `serve`. Nothing here imports Ray."""
+"""Flags of `prefixcache serve-ray` besides those of `serve`. Nothing here imports Ray."""
 
 from __future__ import annotations
 

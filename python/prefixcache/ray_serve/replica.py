@@ -25,14 +25,14 @@ from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import ConfigError, EngineDeadError, PrefixCacheError
 from prefixcache.metrics import LabelledMetrics
-from prefixcache.ray_serve.fleet.fleet_state import (
+from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, RoutedJob, Stale
+from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
     Command,
     Done,
-    FleetState,
     Refused,
+    ReplicaState,
 )
-from prefixcache.ray_serve.job import Accepted, Failed, Outputs, Part, RoutedJob, Stale
 from prefixcache.server.admin.admin import update_weights
 from prefixcache.server.admin.health import halted_state
 from prefixcache.server.allocator import bound_arenas
@@ -68,7 +68,7 @@ class EngineReplica:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._commands = commands
         self._command_timeout = command_timeout
-        self._state = FleetState()
+        self._state = ReplicaState()
         self._outdated: EngineDeadError | None = None
         self._following = asyncio.Lock()
         self._resources = ExitStack()
@@ -97,8 +97,8 @@ class EngineReplica:
 
     # Requests.
 
-    async def generate(self, job: RoutedJob) -> AsyncGenerator[Part, None]:
-        """The answers of a job in parts: `Accepted`, then `Outputs`; or `Stale`, or `Failed`.
+    async def generate(self, job: RoutedJob) -> AsyncGenerator[Chunk, None]:
+        """The answers of a job in chunks: `Accepted`, then `Outputs`; or `Stale`, or `Failed`.
 
         Nothing of a job is computed before it is accepted. Closing the stream aborts it.
         """
@@ -153,7 +153,7 @@ class EngineReplica:
 
     # Commands.
 
-    async def fleet_state(self) -> FleetState:
+    async def replica_state(self) -> ReplicaState:
         """What this replica is like, as commands."""
         return self._state
 
@@ -166,14 +166,14 @@ class EngineReplica:
             return Refused(error)
         return None
 
-    async def obey(self, command: Command, after: FleetState) -> Done | Refused:
+    async def obey(self, command: Command, after: ReplicaState) -> Done | Refused:
         """Does a command; the replica is then as `after` says."""
         answer = await self.do(command)
         if isinstance(answer, Done):
             self._state = after.named_by(answer)
         return answer
 
-    async def agree(self, state: FleetState) -> None:
+    async def agree(self, state: ReplicaState) -> None:
         """Ends the replica where it is not what all are to be: Ray Serve makes a new one."""
         if self._outdated is not None:
             return
@@ -228,7 +228,7 @@ class EngineReplica:
         except PrefixCacheError as error:
             self._outdated = EngineDeadError(f"This replica cannot catch up: {error}")
 
-    async def _follow(self, state: FleetState) -> None:
+    async def _follow(self, state: ReplicaState) -> None:
         """Becomes what all replicas are. Raises `ConfigError` where that is something else."""
         for command in state.commands():
             answer = await self.do(command)
@@ -315,7 +315,7 @@ def _events_config(options: ServeOptions) -> KVEventsConfig:
 def _done(command: Command, control: Control) -> Any:
     if command.name == UPDATE_WEIGHTS:
         return update_weights(control, **command.options)
-    return getattr(control, command.name)(*command.args, **command.options)
+    return getattr(control, command.name)(**command.options)
 
 
 def _deadline(job: RoutedJob) -> float | None:

@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from prefixcache.events.config import is_local_endpoint
 from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.known_caches import KnownCaches
+from prefixcache.ray_serve.replicas.replica_state import Refused
 from prefixcache.routing import Choice, PrefixRouting, Routed
 from prefixcache.types.request import Request
 
@@ -40,7 +41,7 @@ class PrefixRequestRouter(RequestRouter):
         self._routing = PrefixRouting(block_size=block_size)
         self._caches = KnownCaches(self._routing)
         self._routed: dict[str, Routed] = {}
-        # Calls under way that are no jobs; Ray counts them as requests of a replica.
+        # Calls in flight that are no jobs; Ray counts them as requests of a replica.
         self._asked = Counter[str]()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -155,8 +156,8 @@ class PrefixRequestRouter(RequestRouter):
 
     async def _probe(self, replica: RunningReplica, request: Request) -> int:
         try:
-            found = await self._call(replica, "probe", _PROBE_SECONDS, request)
-            return found if isinstance(found, int) else 0
+            found = await self._call(replica, "probe_all", _PROBE_SECONDS, [request])
+            return 0 if isinstance(found, Refused) else found[0]
         except Exception as error:  # noqa: BLE001 - it may have died, or sleep; the job goes on
             logger.debug("%s did not answer a probe: %s", _name(replica), type(error).__name__)
             return 0

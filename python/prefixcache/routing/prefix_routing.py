@@ -19,8 +19,8 @@ class RoutingWeights:
 
     - `overlap_weight`: what a token costs that is not cached at a replica, where one that waits
       there costs 1. It delays the prompts behind this one too, and takes the place of another.
-    - `request_tokens`: the work that a request is beside the tokens of its prompt.
-    - `window_tokens`: after so much more work a replica, work counts for less by a factor of e.
+    - `request_tokens`: the work that a request is besides the tokens of its prompt.
+    - `window_tokens`: after this much more work per replica, work counts for less by a factor of e.
     - `balance`: what recent work above the replicas' mean costs: that times the square of the
       surplus over a tenth of the mean, or over 4,096 tokens where that is more.
     - `affinity`: the share of what is missing of a prompt that is taken as cached at its key's
@@ -63,7 +63,7 @@ class PrefixRouting:
     Equal replicas take turns. The same calls give the same choices.
 
     Replicas go by their names, and blocks by the 64-bit hashes of KV events (uint64 arrays). What
-    is known of caches may be told from another thread than the one that chooses.
+    is known of caches may be changed from another thread than the one that chooses.
     """
 
     def __init__(
@@ -99,11 +99,6 @@ class PrefixRouting:
         """Different blocks that are known of."""
         return self._index.num_blocks
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that knowing them takes."""
-        return self._index.memory_bytes
-
     def add(self, replica: str) -> None:
         """Add a replica without blocks, unless it is there."""
         if replica in self._numbers:
@@ -132,7 +127,7 @@ class PrefixRouting:
         return self._index.stored(self._numbers[replica], hashes)
 
     def removed(self, replica: str, hashes: Hashes) -> None:
-        """A replica has lost blocks. Raises `KeyError` for a replica that is not there."""
+        """A replica has evicted blocks. Raises `KeyError` for a replica that is not there."""
         self._index.removed(self._numbers[replica], hashes)
 
     def clear(self, replica: str) -> None:
@@ -152,7 +147,7 @@ class PrefixRouting:
         """The best of the replicas that `loads` names, up to `most`, the best first.
 
         `hashes` are those of the prompt's full blocks. `loads` are tokens that a replica has to
-        compute before it, beside those of requests that this object has routed and not settled; a
+        compute before it, besides those of requests that this object has routed and not settled; a
         name that was not seen before is added. `hit_tokens` replaces what is known of a replica
         that said itself what the prompt would hit there. `key` is the client's `prompt_cache_key`.
         """

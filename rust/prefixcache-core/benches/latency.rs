@@ -10,10 +10,11 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::clock::Clock;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
-use prefixcache_core::hints::{Hint, Hints, Owner, RetentionTable};
+use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::retention::RetentionTable;
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 

@@ -19,10 +19,10 @@ use crate::error::{
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
-use crate::hints::{HintStats, RetentionTable};
 use crate::id::{BlockHash, GroupId};
 use crate::policy::NameBlocks;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
+use crate::retention::{HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
 use crate::store::{BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};

@@ -1,24 +1,21 @@
 //! Retention hints: how dear a client says that ranges of a request's tokens are.
 //!
-//! Soft, all of it: hints order eviction, and refuse nobody a block. The [`RetentionTable`] keeps what they ask for.
+//! Soft, all of it: hints order eviction, and refuse nobody a block. The retention table keeps what they ask for.
 //!
 //! A block is of no use without those before it. So along a request a block is at least as dear as what follows
 //! it: a range above the default band raises all before it as well, and after a lowered one everything is
 //! lowered up to the next that is not.
 
 pub mod band;
-mod spans;
-mod table;
 
 use std::ops::Range;
 use std::time::Duration;
 
 use crate::error::{Argument, InvalidArgument};
 use crate::groups::GroupSpec;
-use crate::sequence::{Holding, Sequence};
+use crate::hash::HashConfig;
 
 pub use band::Band;
-pub use table::{HintStats, MAX_OWNERS, RetentionTable};
 
 /// The most ranges that a request may have.
 pub const MAX_HINTS: usize = 32;
@@ -138,10 +135,10 @@ pub(crate) struct Raising {
 }
 
 impl Raising {
-    /// Of each group, for all blocks that the sequence has published.
-    pub(crate) fn of_groups(hints: &Hints, sequence: &Sequence, holding: &Holding) -> Vec<Self> {
-        let (full, size) = (holding.num_published, sequence.config().block_size);
-        let specs = sequence.config().groups.specs();
+    /// Of each group, for `full` blocks that the sequence has published.
+    pub(crate) fn of_groups(hints: &Hints, config: &HashConfig, full: usize) -> Vec<Self> {
+        let size = config.block_size;
+        let specs = config.groups.specs();
         let of = |spec: &GroupSpec| {
             let range = |hint: &Hint| {
                 let end = hint.end_block(full, size);

@@ -13,6 +13,7 @@ pub mod hints;
 pub mod id;
 pub mod policy;
 pub mod pool;
+pub mod retention;
 pub mod sequence;
 pub mod store;
 mod sync;

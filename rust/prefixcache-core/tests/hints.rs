@@ -7,10 +7,10 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::hints::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::id::GroupId;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::Writer;
+use prefixcache_core::retention::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
@@ -232,6 +232,26 @@ fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
     let all = served.begin(&tokens, "", &[]);
     assert_eq!(served.cache.store().num_free(), 0);
     served.end(all);
+}
+
+/// Whatever a prompt's length and however often it is asked for.
+#[test]
+fn a_range_costs_a_range_and_not_its_blocks() {
+    let mut served = Served::new(100, 1.0);
+    let mut second = hint(None, 60, Some(40));
+    second.start = 3 * SIZE;
+    let hints = [hint(Some(second.start), 90, Some(10)), second];
+    for (owner, entries, ranges) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
+        served.serve(1, owner, &hints);
+        let table = &served.table;
+        assert_eq!(
+            (table.len(), table.num_ranges()),
+            (entries * BLOCKS, ranges)
+        );
+    }
+    served.at(1000);
+    let moved = served.table.demote_expired(served.cache.store_mut(), 100);
+    assert_eq!((moved, served.table.num_ranges()), (BLOCKS + 3, 0));
 }
 
 #[test]

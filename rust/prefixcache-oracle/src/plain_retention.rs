@@ -2,8 +2,9 @@
 
 use prefixcache_core::band::Band;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hints::{Hint, HintStats, MAX_OWNERS, Owner, RetentionTable};
+use prefixcache_core::hints::{Hint, Owner};
 use prefixcache_core::id::{BlockId, Epoch, GroupId};
+use prefixcache_core::retention::{HintStats, MAX_OWNERS, RetentionTable};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockKey, BlockStore};
 

@@ -66,7 +66,7 @@ mod _core {
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
     #[pymodule_export]
-    use crate::recording::{BlockNamer, replay_recording};
+    use crate::recording::{BlockPseudonyms, replay_recording};
     #[pymodule_export]
     use crate::replay::{TraceReader, TraceReplay};
     #[pymodule_export]

@@ -467,7 +467,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         self.0.write_hinted(|core| core.set_time(now))
     }
 
-    /// Let the eviction policy go by the names that a `BlockNamer` with this key gives blocks, not by hashes.
+    /// Let the eviction policy go by the names that a `BlockPseudonyms` with this key gives blocks, not by hashes.
     ///
     /// For sequences made from now on; once in a cache's life. A recording of the names can then be replayed.
     fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
@@ -747,7 +747,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn take_losses<'py>(
         &self,
         py: Python<'py>,
-        max_losses: Number<names::MaxLosses>,
+        max_losses: Number<names::MaxEvictions>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let (core, most) = (self.0.reader()?, max_losses.0);
         let evictions = py.detach(|| {

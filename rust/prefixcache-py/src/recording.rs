@@ -1,26 +1,27 @@
-//! The Python class `BlockNamer` and the function `replay_recording`.
+//! The Python class `BlockPseudonyms` and the function `replay_recording`.
 
 use std::path::PathBuf;
 
+use prefixcache_core::EvictionPolicy;
 use prefixcache_core::policy::{Chain, NameBlocks};
-use prefixcache_replay::recording::{Agreement, Counters, Policy, Pseudonyms, replay, write_name};
+use prefixcache_replay::recording::{Agreement, Counters, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::Number;
+use crate::arguments::{Number, Word};
 use crate::detach::run_on_tokens;
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::names;
 use crate::tokens::Tokens;
 
-/// Names the blocks of requests for one recording, by hashes under a key. Any thread.
+/// Pseudonyms for the blocks of requests in one recording: hashes under a key. Any thread.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct BlockNamer(Pseudonyms);
+pub struct BlockPseudonyms(Pseudonyms);
 
 #[pymethods]
-impl BlockNamer {
+impl BlockPseudonyms {
     /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
     fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
@@ -99,11 +100,10 @@ fn agreement<'py>(py: Python<'py>, outcome: &Agreement) -> PyResult<Bound<'py, P
     dict.set_item("replayed", counters(py, &outcome.replayed)?)?;
     dict.set_item("block_size", outcome.header.block_size)?;
     dict.set_item("num_blocks", outcome.header.num_blocks)?;
-    let policy = match outcome.header.eviction_policy {
-        Policy::Lru => "lru",
-        Policy::ReuseQueue => "reuse-queue",
-    };
-    dict.set_item("eviction_policy", policy)?;
+    let policy = outcome.header.eviction_policy;
+    let mut words = EvictionPolicy::WORDS.iter();
+    let word = words.find_map(|&(word, named)| (named == policy).then_some(word));
+    dict.set_item("eviction_policy", word)?;
     Ok(dict)
 }
 

@@ -151,7 +151,7 @@ enum Stage {
     Running(Box<Replay>),
 }
 
-/// A trace through caches next to each other.
+/// A trace through caches side by side.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct TraceReplay {
     block_size: usize,

@@ -130,19 +130,9 @@ impl ReplicaIndex {
         Ok(hits.into_pyarray(py))
     }
 
-    fn num_cached(&self, py: Python<'_>, replica: Replica) -> PyResult<usize> {
-        let count = self.with(py, |index| index.num_cached(ReplicaId(replica.0)));
-        count.map_err(IndexError::into_py_err)
-    }
-
     #[getter]
     fn num_blocks(&self, py: Python<'_>) -> usize {
         self.with(py, |index| index.num_blocks())
-    }
-
-    #[getter]
-    fn memory_bytes(&self, py: Python<'_>) -> usize {
-        self.with(py, |index| index.memory_bytes())
     }
 }
 
@@ -227,9 +217,5 @@ impl ReplicaChooser {
         self.with(py, |chooser| {
             chooser.note(ReplicaId(replica.0), num_tokens.0)
         });
-    }
-
-    fn recent_tokens(&self, py: Python<'_>, replica: Replica) -> f64 {
-        self.with(py, |chooser| chooser.recent_tokens(ReplicaId(replica.0)))
     }
 }

@@ -7,7 +7,7 @@ use prefixcache_core::PrefixCache;
 use prefixcache_core::error::InvalidArgument;
 use prefixcache_core::events::{EventLog, EventReader, MAX_UNREAD};
 use prefixcache_core::hash::HashConfig;
-use prefixcache_core::hints::HintStats;
+use prefixcache_core::retention::HintStats;
 
 use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
 use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};

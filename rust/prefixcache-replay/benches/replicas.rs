@@ -41,7 +41,7 @@ const TRACES: [Trace; 3] = [
 #[derive(Clone, Copy)]
 struct Trace {
     name: &'static str,
-    /// Replicas that one copy is for: so many that what each holds of half of all blocks is some prompts.
+    /// Replicas that one copy is for: few enough that the share of half of all blocks that each holds is some prompts.
     replicas_a_copy: usize,
     /// How many there are where nothing else is asked. Copies of a trace of many blocks take gigabytes.
     replicas: &'static [usize],
@@ -77,12 +77,10 @@ struct Row<'a> {
     ttft_ms: [f64; 2],
     /// Microseconds of the router a request, at the median and at p99.
     choice_us: [f64; 2],
-    event_us: [f64; 2],
     index_blocks: usize,
-    index_bytes: usize,
 }
 
-/// A trace in memory, some copies of it beside each other.
+/// A trace in memory, some copies of it in parallel.
 struct Load {
     name: String,
     block_size: usize,
@@ -188,9 +186,7 @@ fn row<'a>(load: &'a Load, policy: &'a str, replicas: usize, busy: f64) -> Row<'
         spread_of_requests: 1.0,
         ttft_ms: [0.0; 2],
         choice_us: [0.0; 2],
-        event_us: [0.0; 2],
         index_blocks: 0,
-        index_bytes: 0,
     }
 }
 
@@ -205,9 +201,7 @@ fn of_fleet<'a>(row: Row<'a>, outcome: &FleetOutcome) -> Row<'a> {
         spread_of_requests: spread(&outcome.requests),
         ttft_ms: thousandths(&outcome.ttft_us),
         choice_us: thousandths(&outcome.choice_ns),
-        event_us: thousandths(&outcome.event_ns),
         index_blocks: outcome.index_blocks,
-        index_bytes: outcome.index_bytes,
         ..row
     }
 }
@@ -215,10 +209,9 @@ fn of_fleet<'a>(row: Row<'a>, outcome: &FleetOutcome) -> Row<'a> {
 fn print_row(row: &Row, as_json: bool) -> Result<(), Box<dyn Error>> {
     let [p50, p99] = row.ttft_ms.map(|ms| ms / 1e3);
     let [choice, choice99] = row.choice_us;
-    let [event, event99] = row.event_us;
     println!(
         "{:14} {:>5} {:14} {:6.2} % | {:5.2} {:5.2} | {p50:9.2} {p99:9.2} s | {choice:6.1} {choice99:6.1} us | \
-         {event:6.1} {event99:6.1} us | {:9} blocks {:6.1} MB",
+         {:9} blocks",
         row.trace,
         row.replicas,
         row.policy,
@@ -226,7 +219,6 @@ fn print_row(row: &Row, as_json: bool) -> Result<(), Box<dyn Error>> {
         row.spread_of_tokens,
         row.spread_of_requests,
         row.index_blocks,
-        row.index_bytes as f64 / 1e6,
     );
     if as_json {
         println!("{}", serde_json::to_string(row)?);
@@ -269,7 +261,6 @@ fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Er
         ("power of two", Policy::PowerOfTwo),
         ("prefix", Policy::Prefix(weights)),
         ("cost of Dynamo", Policy::Prefix(DYNAMO)),
-        ("as SGLang", Policy::Thresholds),
     ];
     let is_named = |policy: &str| words.iter().any(|word| policy.starts_with(word.as_str()));
     let any_named = policies.iter().any(|(policy, _)| is_named(policy));
@@ -289,7 +280,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let any_named = TRACES.iter().any(is_named);
     let counts: Vec<usize> = words.iter().filter_map(|word| word.parse().ok()).collect();
     println!(
-        "hit rate | most tokens and requests of a replica over the mean | TTFT p50, p99 | choice p50, p99 | events"
+        "hit rate | most tokens and requests of a replica over the mean | TTFT p50, p99 | choice p50, p99"
     );
     for trace in TRACES {
         if any_named && !is_named(&trace) {

@@ -45,7 +45,7 @@ pub struct Outcome {
     pub input_tokens: u64,
     /// Those that hit.
     pub hit_tokens: u64,
-    /// Blocks that lost their content for another.
+    /// Blocks whose content was evicted for another's.
     pub evictions: u64,
     /// Of each request, the tokens of its prompt that had to be computed.
     pub computed: Quantiles,
@@ -217,19 +217,19 @@ impl Cache {
         Ok(sequence.num_tokens())
     }
 
-    /// Keeps evicted blocks for [`Self::take_lost`] from now on: those of one request at least.
+    /// Keeps evicted blocks for [`Self::take_evicted`] from now on: those of one request at least.
     pub fn listen(&self) -> Result<(), ListenError> {
         let capacity = (self.num_blocks + 1).next_power_of_two();
         self.cache.store().listen(capacity, &[])
     }
 
     /// The blocks that nobody has any more, as KV events name them, since the last call.
-    pub fn take_lost(&self, lost: &mut Vec<u64>) {
+    pub fn take_evicted(&self, evicted: &mut Vec<u64>) {
         let mut evictions = Vec::new();
         self.cache
             .store()
             .take_evictions(usize::MAX, &mut evictions);
-        let last = evictions.iter().filter_map(|loss| match loss {
+        let last = evictions.iter().filter_map(|eviction| match eviction {
             Eviction::Block(EvictedBlock {
                 hash,
                 is_last: true,
@@ -237,8 +237,8 @@ impl Cache {
             }) => Some(event_hash(hash)),
             Eviction::Block(_) | Eviction::Everything => None,
         });
-        lost.clear();
-        lost.extend(last);
+        evicted.clear();
+        evicted.extend(last);
     }
 
     /// What the requests so far found.

@@ -1,7 +1,7 @@
 //! Many servers, each with a cache and a queue of its own, behind a router: a model, not a measurement.
 //!
 //! A server computes one prompt after the other, in the order of arrival. The router learns what a server has cached
-//! from what the cache tells: lost blocks as the prompt that takes their place begins, stored ones as it ends.
+//! from what the cache reports: evicted blocks as the prompt that takes their place begins, stored ones as it ends.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use prefixcache_core::error::CacheError;
 use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
 use prefixcache_routing::index::{IndexError, ReplicaIndex};
+use prefixcache_routing::mix::mix;
 use prefixcache_routing::replica::ReplicaId;
 use thiserror::Error;
 
 use crate::cache::{Cache, CacheConfig, ConfigError, Waiting};
 use crate::quantiles::Quantiles;
 use crate::server::PrefillTime;
-use crate::trace::{Request, mix};
+use crate::trace::Request;
 
 /// Which server gets a request.
 #[derive(Clone, Copy, Debug)]
@@ -26,10 +27,6 @@ pub enum Policy {
     PowerOfTwo,
     /// The one with the lowest cost, as [`Chooser`] counts it.
     Prefix(Weights),
-    /// The one with the longest prefix, by the thresholds of SGLang's cache-aware router, which here knows what is
-    /// cached: where less than 0.3 of a prompt hits, the one that has the fewest blocks; and where the most requests
-    /// of a server are 64 and half as many again above the fewest, the one with the fewest.
-    Thresholds,
 }
 
 /// Servers that are all alike.
@@ -79,10 +76,6 @@ pub struct FleetOutcome {
     pub ttft_us: Quantiles,
     /// Nanoseconds in which the router chose for a request and noted its choice.
     pub choice_ns: Quantiles,
-    /// Nanoseconds in which it took in what the caches told of a request.
-    pub event_ns: Quantiles,
-    /// Bytes of what it knows of the caches, at the end.
-    pub index_bytes: usize,
     /// Different blocks that it knows of.
     pub index_blocks: usize,
 }
@@ -159,7 +152,7 @@ impl Server {
         Some(ended)
     }
 
-    /// Starts the next prompt, unless one is under way or none waits. Returns the tokens that hit and the TTFT in
+    /// Starts the next prompt, unless one is in flight or none waits. Returns the tokens that hit and the TTFT in
     /// milliseconds.
     fn start(
         &mut self,
@@ -213,12 +206,7 @@ impl Knowledge {
         })
     }
 
-    fn choose(
-        &mut self,
-        job: &Asked<'_>,
-        policy: Policy,
-        in_flight: &[usize],
-    ) -> Result<(ReplicaId, Expected), IndexError> {
+    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, Expected), IndexError> {
         self.index.hits(job.hashes, &mut self.hits);
         for hits in &mut self.hits {
             *hits *= job.block_size as u32;
@@ -229,10 +217,7 @@ impl Knowledge {
             loads: &self.loads,
             key: None,
         };
-        let id = match policy {
-            Policy::Thresholds => self.choose_by_thresholds(job.input_tokens, in_flight)?,
-            _ => self.chooser.choose(&prompt, 1)[0],
-        };
+        let id = self.chooser.choose(&prompt, 1)[0];
         let hit = self.hits[usize::from(id.0)] as usize;
         let computed = job.input_tokens.saturating_sub(hit);
         let start = (hit / job.block_size).min(job.hashes.len());
@@ -243,33 +228,7 @@ impl Knowledge {
         Ok((id, Expected { tokens, start }))
     }
 
-    fn choose_by_thresholds(
-        &self,
-        input_tokens: usize,
-        in_flight: &[usize],
-    ) -> Result<ReplicaId, IndexError> {
-        let ids = || (0..in_flight.len()).map(|server| ReplicaId(server as u16));
-        let by_requests = |id: &ReplicaId| in_flight[usize::from(id.0)];
-        let [most, fewest] = [in_flight.iter().max(), in_flight.iter().min()]
-            .map(|count| count.copied().unwrap_or(0));
-        if most - fewest > 64 && most as f64 > 1.5 * fewest as f64 {
-            return Ok(ids().min_by_key(by_requests).unwrap_or(ReplicaId(0)));
-        }
-        let (server, &hit) = (0..)
-            .zip(&self.hits)
-            .max_by_key(|(_, hit)| **hit)
-            .unwrap_or((0, &0));
-        if f64::from(hit) > 0.3 * input_tokens as f64 {
-            return Ok(ReplicaId(server));
-        }
-        let counted = ids().map(|id| Ok((self.index.num_cached(id)?, by_requests(&id), id.0)));
-        let counted = counted.collect::<Result<Vec<_>, IndexError>>()?;
-        Ok(ReplicaId(
-            counted.into_iter().min().map_or(0, |(_, _, id)| id),
-        ))
-    }
-
-    fn lost(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
+    fn evicted(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
         self.index.removed(ReplicaId(server as u16), hashes)
     }
 
@@ -298,7 +257,7 @@ pub struct Fleet {
     knowledge: Option<Knowledge>,
     block_size: usize,
     num_requests: u64,
-    lost: Vec<u64>,
+    evicted: Vec<u64>,
     outcome: FleetOutcome,
 }
 
@@ -308,7 +267,6 @@ impl Fleet {
         let servers = (0..config.num_replicas).map(|_| Server::new(&config.cache, block_size));
         let knowledge = match config.policy {
             Policy::Prefix(weights) => Some(Knowledge::new(&config, weights)?),
-            Policy::Thresholds => Some(Knowledge::new(&config, Weights::default())?),
             Policy::RoundRobin | Policy::PowerOfTwo => None,
         };
         Ok(Self {
@@ -318,7 +276,7 @@ impl Fleet {
             knowledge,
             block_size,
             num_requests: 0,
-            lost: Vec::new(),
+            evicted: Vec::new(),
             outcome: FleetOutcome::default(),
         })
     }
@@ -355,7 +313,7 @@ impl Fleet {
             return Ok((self.choose_blindly(), Expected { tokens, start: 0 }));
         };
         let begin = Instant::now();
-        let (id, expected) = knowledge.choose(asked, self.config.policy, &self.in_flight)?;
+        let (id, expected) = knowledge.choose(asked)?;
         self.outcome
             .choice_ns
             .push(begin.elapsed().as_nanos() as u64);
@@ -397,13 +355,9 @@ impl Fleet {
     fn note_start(&mut self, server: usize, hit: usize, ttft_ms: f64) -> Result<(), IndexError> {
         self.outcome.hit_tokens += hit as u64;
         self.outcome.ttft_us.push((ttft_ms * 1e3) as u64);
-        self.servers[server].cache.take_lost(&mut self.lost);
+        self.servers[server].cache.take_evicted(&mut self.evicted);
         if let Some(knowledge) = &mut self.knowledge {
-            let begin = Instant::now();
-            knowledge.lost(server, &self.lost)?;
-            self.outcome
-                .event_ns
-                .push(begin.elapsed().as_nanos() as u64);
+            knowledge.evicted(server, &self.evicted)?;
         }
         Ok(())
     }
@@ -411,11 +365,7 @@ impl Fleet {
     fn note_end(&mut self, server: usize, ended: &Running) -> Result<(), IndexError> {
         self.in_flight[server] -= 1;
         if let Some(knowledge) = &mut self.knowledge {
-            let begin = Instant::now();
             knowledge.ended(server, ended)?;
-            self.outcome
-                .event_ns
-                .push(begin.elapsed().as_nanos() as u64);
         }
         Ok(())
     }
@@ -427,7 +377,6 @@ impl Fleet {
         Ok(FleetOutcome {
             computed_tokens: self.servers.iter().map(|one| one.computed_tokens).collect(),
             requests: self.servers.iter().map(|one| one.requests).collect(),
-            index_bytes: index.map_or(0, ReplicaIndex::memory_bytes),
             index_blocks: index.map_or(0, ReplicaIndex::num_blocks),
             ..self.outcome
         })

@@ -1,7 +1,7 @@
 //! Recorded requests, run through the real cache without a model.
 //!
 //! A trace says which blocks each prompt has, and nothing of their tokens. [`trace`] reads it as a stream, and
-//! [`replay`] hands each request to any number of caches beside each other ([`cache`]), whose requests wait for a
+//! [`replay`] passes each request to any number of caches side by side ([`cache`]), whose requests wait for a
 //! [`server`] where computing takes time, or a router deals them to many servers ([`fleet`]). [`history`] looks at
 //! the trace alone, and says what the best order of eviction hits, and what a cache without a bound does.
 

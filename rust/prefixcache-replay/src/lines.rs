@@ -60,6 +60,8 @@ pub(crate) struct Lines {
     line: String,
     /// Its number, from 1.
     number: usize,
+    /// Whether the line is to be read once more.
+    is_unread: bool,
 }
 
 /// The bytes of a file that were read so far, packed as they stand in it.
@@ -112,6 +114,7 @@ impl Lines {
             source,
             line: String::new(),
             number: 0,
+            is_unread: false,
         }
     }
 
@@ -148,8 +151,16 @@ impl Lines {
         }
     }
 
+    /// Lets the next call of [`Self::advance`] stay at this line.
+    pub(crate) fn unread(&mut self) {
+        self.is_unread = true;
+    }
+
     /// Goes on to the next line; false at the end of the file.
     pub(crate) fn advance(&mut self) -> Result<bool, TraceError> {
+        if std::mem::take(&mut self.is_unread) {
+            return Ok(true);
+        }
         self.number += 1;
         self.line.clear();
         let mut limited = (&mut self.source).take(MAX_LINE as u64 + 1);

@@ -1,6 +1,6 @@
 //! Percentiles of a stream of numbers in bounded memory.
 
-/// The bits of a number that are kept: what is told of it is less than a thousandth below it.
+/// The bits of a number that are kept: what is reported of it is less than a thousandth below it.
 const BITS: u32 = 10;
 
 /// How often which number came, in buckets whose width grows with the numbers.
@@ -59,10 +59,10 @@ mod tests {
         sorted.sort_unstable();
         for percentile in [0, 1, 50, 90, 99, 100] {
             let rank = (sorted.len() * percentile as usize).div_ceil(100).max(1);
-            let (exact, told) = (sorted[rank - 1], quantiles.at(percentile));
+            let (exact, estimate) = (sorted[rank - 1], quantiles.at(percentile));
             assert!(
-                told <= exact && exact - told <= exact / 1000,
-                "{told} is not {exact}"
+                estimate <= exact && exact - estimate <= exact / 1000,
+                "{estimate} is not {exact}"
             );
         }
         assert_eq!(Quantiles::default().at(50), 0);

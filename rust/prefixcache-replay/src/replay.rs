@@ -1,4 +1,4 @@
-//! A trace through any number of caches beside each other, each on its own.
+//! A trace through any number of caches side by side, each on its own.
 
 use std::sync::{Mutex, PoisonError};
 use std::thread::Builder;

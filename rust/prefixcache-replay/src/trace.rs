@@ -18,13 +18,15 @@ mod ptt;
 mod recorded;
 
 use std::io::BufRead;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use prefixcache_core::hints::Hint;
 
 pub use crate::lines::TraceError;
 use crate::lines::{BytesRead, Fault, Lines};
-use crate::recording::part_path;
+use crate::recording::Events;
+use mooncake::Mooncake;
+use recorded::Recorded;
 
 /// The most tokens of one request: more is taken for an error in the file.
 const MAX_TOKENS: u64 = 1 << 26;
@@ -66,51 +68,23 @@ impl Request {
     }
 }
 
-/// What a file says of itself.
-struct Header {
-    name: Option<String>,
-    block_size: usize,
-}
-
-/// A form of trace.
+/// A form of trace in which each line is a request.
 trait Form: Send {
-    /// The request of a line, in place of the one that `request` held; false if the line is of none.
-    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<bool, Fault>;
-
-    /// The next of the requests that were held back, if it may be told of now; `at_end` it may.
-    fn take_held(&mut self, _request: &mut Request, _at_end: bool) -> bool {
-        false
-    }
-
-    /// The number of the file that goes on where this one ends, if one does.
-    fn next_part(&self) -> Option<u64> {
-        None
-    }
-
-    /// Whether the last line may be cut: it was being written when its writer was killed.
-    fn may_be_cut(&self) -> bool {
-        false
-    }
+    /// Writes the request of a line over `request`.
+    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<(), Fault>;
 }
 
-/// What the first line begins: the form, the header, and whether that line is a request itself.
-struct Beginning {
-    form: Box<dyn Form>,
-    header: Header,
-    is_request: bool,
+enum Source {
+    Plain { lines: Lines, form: Box<dyn Form> },
+    Recorded(Box<Recorded>),
 }
 
 /// Requests in the order of their arrival, one after the other.
 pub struct Reader {
-    /// The first file; none where the lines do not come of one.
-    path: Option<PathBuf>,
-    lines: Lines,
     bytes: BytesRead,
-    form: Box<dyn Form>,
+    source: Source,
     name: String,
     block_size: usize,
-    /// Whether the first line is a request that was not told of yet.
-    first_is_unread: bool,
     last_ms: u64,
 }
 
@@ -119,9 +93,7 @@ impl Reader {
     pub fn open(path: &Path) -> Result<Self, TraceError> {
         let bytes = BytesRead::default();
         let lines = Lines::open(path, &bytes)?;
-        let mut reader = Self::begin(&path.display().to_string(), lines, bytes)?;
-        reader.path = Some(path.into());
-        Ok(reader)
+        Self::begin(&path.display().to_string(), Some(path), lines, bytes)
     }
 
     /// Reads unpacked lines of any form, of what errors call `file`.
@@ -130,23 +102,42 @@ impl Reader {
         lines: impl BufRead + Send + 'static,
     ) -> Result<Self, TraceError> {
         let lines = Lines::new(file, Box::new(lines));
-        Self::begin(file, lines, BytesRead::default())
+        Self::begin(file, None, lines, BytesRead::default())
     }
 
-    fn begin(file: &str, mut lines: Lines, bytes: BytesRead) -> Result<Self, TraceError> {
-        let beginning = match lines.advance()? {
-            true => begin(lines.line()),
-            false => Err(Fault::new("header", "is missing: the file is empty")),
+    /// Reads the first line, which tells the form.
+    fn begin(
+        file: &str,
+        path: Option<&Path>,
+        mut lines: Lines,
+        bytes: BytesRead,
+    ) -> Result<Self, TraceError> {
+        if !lines.advance()? {
+            let fault = Fault::new("header", "is missing: the file is empty");
+            return Err(lines.invalid(fault));
+        }
+        let first = lines.line();
+        let (source, name, block_size) = if recorded::is_first_line(first) {
+            let events = Events::begin(path, lines, bytes.clone())?;
+            let block_size = events.header().block_size;
+            let recorded = Box::new(Recorded::new(events));
+            (Source::Recorded(recorded), None, block_size)
+        } else if first.starts_with('{') {
+            lines.unread();
+            let form = Box::new(Mooncake);
+            (Source::Plain { lines, form }, None, mooncake::BLOCK_SIZE)
+        } else {
+            let begun = ptt::begin(first);
+            let (form, name) = begun.map_err(|fault| lines.invalid(fault))?;
+            let block_size = form.block_size();
+            let form = Box::new(form);
+            (Source::Plain { lines, form }, name, block_size)
         };
-        let beginning = beginning.map_err(|fault| lines.invalid(fault))?;
         Ok(Self {
-            path: None,
-            lines,
             bytes,
-            form: beginning.form,
-            name: beginning.header.name.unwrap_or_else(|| file.into()),
-            block_size: beginning.header.block_size,
-            first_is_unread: beginning.is_request,
+            source,
+            name: name.unwrap_or_else(|| file.into()),
+            block_size,
             last_ms: 0,
         })
     }
@@ -173,31 +164,16 @@ impl Reader {
     ///
     /// After an error the reader is of no further use.
     pub fn read(&mut self, request: &mut Request) -> Result<bool, TraceError> {
-        while !self.form.take_held(request, false) {
-            if !std::mem::take(&mut self.first_is_unread) && !self.lines.advance()? {
-                if self.open_next_part()? {
-                    continue;
-                }
-                return Ok(self.form.take_held(request, true));
-            }
-            match self.form.read_line(self.lines.line(), request) {
-                Ok(false) => {}
-                Ok(true) => break,
-                Err(_) if self.lines.is_cut() && self.form.may_be_cut() => {}
-                Err(fault) => return Err(self.lines.invalid(fault)),
-            }
-        }
-        check_order(request.time_ms, &mut self.last_ms)
-            .map_err(|fault| self.lines.invalid(fault))?;
-        Ok(true)
-    }
-
-    /// Whether another file goes on where this one ended.
-    fn open_next_part(&mut self) -> Result<bool, TraceError> {
-        let (Some(path), Some(part)) = (&self.path, self.form.next_part()) else {
-            return Ok(false);
+        let (lines, form) = match &mut self.source {
+            Source::Recorded(recorded) => return recorded.read(request),
+            Source::Plain { lines, form } => (lines, form),
         };
-        self.lines = Lines::open(&part_path(path, part), &self.bytes)?;
+        if !lines.advance()? {
+            return Ok(false);
+        }
+        let read = form.read_line(lines.line(), request);
+        read.and_then(|()| check_order(request.time_ms, &mut self.last_ms))
+            .map_err(|fault| lines.invalid(fault))?;
         Ok(true)
     }
 }
@@ -225,25 +201,7 @@ fn check_order(time_ms: u64, last_ms: &mut u64) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Reads the first line, which tells the form.
-fn begin(line: &str) -> Result<Beginning, Fault> {
-    if recorded::is_first_line(line) {
-        return recorded::begin(line);
-    }
-    if line.starts_with('{') {
-        return Ok(mooncake::begin());
-    }
-    ptt::begin(line)
-}
-
-/// The finalizer of SplitMix64: a permutation, each bit of which depends on all bits.
-pub(crate) fn mix(mut word: u64) -> u64 {
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
-}
-
-/// A count of tokens, if any request can have so many.
+/// A count of tokens, if any request can have that many.
 fn check_tokens(field: &'static str, tokens: u64) -> Result<usize, Fault> {
     if tokens <= MAX_TOKENS {
         return Ok(tokens as usize);

@@ -50,7 +50,6 @@ fn policies() -> impl Strategy<Value = Policy> {
     prop_oneof![
         Just(Policy::RoundRobin),
         Just(Policy::PowerOfTwo),
-        Just(Policy::Thresholds),
         Just(prefix(1.0)),
     ]
 }

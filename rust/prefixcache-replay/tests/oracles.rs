@@ -79,7 +79,7 @@ proptest! {
     }
 }
 
-/// Token hit rates in percent with a pool of so many blocks: of the LRU cache and of the optimum.
+/// Token hit rates in percent with a pool of `num_blocks` blocks: of the LRU cache and of the optimum.
 fn rates((trace, block_size): &(Vec<Request>, usize), num_blocks: usize) -> [f64; 2] {
     let lru = replay(trace, &config(num_blocks, EvictionPolicy::Lru), *block_size);
     let history = history(trace, *block_size);

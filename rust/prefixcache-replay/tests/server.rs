@@ -64,7 +64,7 @@ fn waits(
     found
 }
 
-/// Runs requests that come so many milliseconds after each other through server and oracle.
+/// Runs requests that come `gaps` milliseconds after each other through server and oracle.
 fn check(prompts: &[Vec<u8>], gaps: &[u64], capacity: usize, admission: Admission) {
     let mut requests = trace_of(prompts);
     let mut time_ms = 0;
@@ -95,7 +95,7 @@ fn check(prompts: &[Vec<u8>], gaps: &[u64], capacity: usize, admission: Admissio
 
 proptest! {
     #[test]
-    fn requests_wait_as_in_a_queue_that_is_searched_anew_for_each_start(
+    fn requests_wait_as_in_a_queue_that_is_searched_again_for_each_start(
         prompts in prompts(90, 4),
         gaps in prop::collection::vec(0..4_u64, 90),
         capacity in 4..12_usize,

@@ -194,7 +194,7 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
 }
 
 #[test]
-fn a_wrong_recording_is_told_of_with_line_and_field() {
+fn a_wrong_recording_is_reported_with_line_and_field() {
     let cases = [
         (
             r#"{"prefixcache_trace": 2}"#,

@@ -12,6 +12,7 @@
 //! partly cached at the replica that the key names, whatever is known.
 
 use std::cmp::Ordering;
+use std::ops::RangeInclusive;
 
 use thiserror::Error;
 
@@ -37,7 +38,7 @@ const UNIT_TOKENS: f64 = 4096.0;
 pub struct Weights {
     /// What a token that is not cached costs, where one that waits costs 1.
     pub overlap_weight: f64,
-    /// Tokens of work that a request is, beside the tokens of its prompt that are computed.
+    /// Tokens of work that a request is, besides the tokens of its prompt that are computed.
     pub request_tokens: f64,
     /// Tokens of work of a replica after which the work before counts for less by a factor of e.
     pub window_tokens: f64,
@@ -74,39 +75,34 @@ pub struct InvalidWeight {
 
 impl Weights {
     fn check(&self) -> Result<(), InvalidWeight> {
-        let (from_0, above_0) = ((0.0..=f64::MAX), (f64::MIN_POSITIVE..=f64::MAX));
-        let fields = [
-            (
-                "overlap_weight",
-                self.overlap_weight,
-                from_0.clone(),
-                "a number from 0",
-            ),
-            (
-                "request_tokens",
-                self.request_tokens,
-                from_0.clone(),
-                "a number from 0",
-            ),
-            (
-                "window_tokens",
-                self.window_tokens,
-                above_0,
-                "a number above 0",
-            ),
-            ("balance", self.balance, from_0, "a number from 0"),
-            ("affinity", self.affinity, 0.0..=1.0, "from 0 to 1"),
-        ];
-        let wrong = fields
-            .into_iter()
-            .find(|(_, value, allowed, _)| !allowed.contains(value));
-        wrong.map_or(Ok(()), |(field, value, _, range)| {
-            Err(InvalidWeight {
-                field,
-                range,
-                value,
-            })
-        })
+        let from_0 = |field, value| require(field, value, 0.0..=f64::MAX, "a number from 0");
+        from_0("overlap_weight", self.overlap_weight)?;
+        from_0("request_tokens", self.request_tokens)?;
+        from_0("balance", self.balance)?;
+        let above_0 = f64::MIN_POSITIVE..=f64::MAX;
+        require(
+            "window_tokens",
+            self.window_tokens,
+            above_0,
+            "a number above 0",
+        )?;
+        require("affinity", self.affinity, 0.0..=1.0, "from 0 to 1")
+    }
+}
+
+fn require(
+    field: &'static str,
+    value: f64,
+    allowed: RangeInclusive<f64>,
+    range: &'static str,
+) -> Result<(), InvalidWeight> {
+    match allowed.contains(&value) {
+        true => Ok(()),
+        false => Err(InvalidWeight {
+            field,
+            range,
+            value,
+        }),
     }
 }
 
@@ -255,7 +251,7 @@ impl Chooser {
             + self.weights.balance * imbalance
     }
 
-    /// A replica was given a prompt of which it has to compute so many tokens.
+    /// A replica was given a prompt of which it has to compute `computed_tokens`.
     pub fn note(&mut self, id: ReplicaId, computed_tokens: usize) {
         let tokens = computed_tokens as f64 + self.weights.request_tokens;
         let count = self.replicas.iter().flatten().count();

@@ -2,7 +2,7 @@
 //!
 //! A block is known by a hash of its content and of all before it, so the leading blocks of a prompt that a replica
 //! holds are a prefix that it can serve. Events of a replica say what it stored and removed. What it was sent and has
-//! not computed yet can be told beside that, so that requests with the same prefix go the same way before the first
+//! not computed yet can be noted as well, so that requests with the same prefix go the same way before the first
 //! of them was computed.
 //!
 //! Memory is bounded: a replica that tells of more blocks than the bound is not believed beyond it. What is unknown
@@ -26,7 +26,7 @@ const MAX_SLOTS: usize = Slot::MAX as usize + 1;
 /// Tables among which blocks are shared out, so that neither growth nor a sweep of one takes long.
 const NUM_SHARDS: usize = 1024;
 
-/// A shard is swept for so many blocks of a call, and one for the call.
+/// A shard is swept for this many blocks of a call, and one for the call.
 const BLOCKS_PER_SWEPT_SHARD: usize = 64;
 
 /// Why a call did nothing.
@@ -243,7 +243,7 @@ impl ReplicaIndex {
         self.insert(id, Known::Cached, hashes)
     }
 
-    /// A replica has lost blocks. What it was not known to have is passed over.
+    /// A replica has evicted blocks. What it was not known to have is passed over.
     pub fn removed(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<(), IndexError> {
         self.remove(id, Known::Cached, hashes)
     }
@@ -398,16 +398,6 @@ impl ReplicaIndex {
     #[must_use]
     pub fn num_sets(&self) -> usize {
         self.sets.count()
-    }
-
-    /// Bytes that the index takes, up to what the allocator adds.
-    #[must_use]
-    pub fn memory_bytes(&self) -> usize {
-        let row = size_of::<(u64, SetId)>() + 1;
-        let rows: usize = self.shards.iter().map(HashMap::capacity).sum();
-        // A table is at most seven eighths full.
-        let tables = rows * 8 / 7 * row + self.shards.capacity() * size_of::<Shard>();
-        tables + self.sets.memory_bytes()
     }
 }
 

@@ -7,6 +7,6 @@
 
 pub mod choice;
 pub mod index;
-mod mix;
+pub mod mix;
 pub mod replica;
 mod sets;

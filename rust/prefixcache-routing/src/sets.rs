@@ -34,8 +34,6 @@ pub(crate) struct Sets {
     sets: Vec<Set>,
     free: Vec<SetId>,
     by_members: HashMap<Arc<[Slot]>, SetId>,
-    /// Members of all sets together.
-    num_members: usize,
     /// The last change of an entry: the blocks of one event mostly have the same.
     last: Option<(SetId, Change, SetId)>,
 }
@@ -51,7 +49,6 @@ impl Sets {
             }],
             free: Vec::new(),
             by_members,
-            num_members: 0,
             last: None,
         }
     }
@@ -114,7 +111,6 @@ impl Sets {
             return set;
         }
         let members: Arc<[Slot]> = members.into();
-        self.num_members += members.len();
         let set = self.free.pop().unwrap_or(SetId(self.sets.len() as u32));
         self.by_members.insert(Arc::clone(&members), set);
         let made = Set {
@@ -148,7 +144,6 @@ impl Sets {
             return;
         }
         let members = std::mem::take(&mut set.members);
-        self.num_members -= members.len();
         self.by_members.remove(&members);
         self.free.push(from);
         // The number may come to stand for another set.
@@ -158,15 +153,5 @@ impl Sets {
     /// Sets that some entry has.
     pub(crate) fn count(&self) -> usize {
         self.by_members.len() - 1
-    }
-
-    /// Bytes that the sets take, up to what the allocator adds.
-    pub(crate) fn memory_bytes(&self) -> usize {
-        let row = size_of::<(Arc<[Slot]>, SetId)>() + 1;
-        self.sets.capacity() * size_of::<Set>()
-            + self.free.capacity() * size_of::<SetId>()
-            + self.by_members.capacity() * 8 / 7 * row
-            + self.by_members.len() * 2 * size_of::<usize>()
-            + self.num_members * size_of::<Slot>()
     }
 }

@@ -219,7 +219,7 @@ fn slots_of_cleared_replicas_come_back() {
 }
 
 #[test]
-fn there_are_only_so_many_replicas() {
+fn the_number_of_replicas_is_bounded() {
     let mut index = ReplicaIndex::new(1);
     for number in 0..MAX_REPLICAS {
         assert_eq!(index.add_replica(), Ok(ReplicaId(number as u16)));

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.control import Control
     from prefixcache.engine.stats import PrefixHashInfo
+    from prefixcache.kv.elastic import ResizeStatus
 
 # The path of a command of `Control`, and the command, still without a control.
 Command = tuple[str, Callable[..., Any]]
-RunOperation = Callable[[Callable[["Control"], Any]], Awaitable[Any]]
+Resize = Callable[..., Awaitable["ResizeStatus"]]
 # `update_weights` for whoever has the control.
 UpdateWeights = Callable[..., Awaitable[tuple[int, "PrefixHashInfo"]]]
 RunCommand = Callable[[Callable[..., Any], dict[str, Any]], Awaitable[Any]]
@@ -101,6 +102,9 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
 
+    async def resize_cache(**options: Any) -> ResizeStatus:
+        return await engine.run(lambda control: control.resize(**options))
+
     async def update(**options: Any) -> tuple[int, PrefixHashInfo]:
         return await engine.run(partial(update_weights, **options))
 
@@ -109,12 +113,7 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
         engine.control.endpoints(),
         lambda command, given: engine.run(lambda control: command(control, **given)),
     )
-    add_changes(
-        router,
-        engine.run,
-        update,
-        model_dirs,
-    )
+    add_changes(router, resize_cache, update, model_dirs)
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -136,18 +135,18 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
 
 
 def add_changes(
-    router: APIRouter, run: RunOperation, update: UpdateWeights, model_dirs: ModelDirs
+    router: APIRouter, resize_cache: Resize, update: UpdateWeights, model_dirs: ModelDirs
 ) -> None:
     """The endpoints of changes that are more than a command.
 
-    `run` gives an operation a control, `update` does what `update_weights` does.
+    `resize_cache` does what `Control.resize` does, `update` what `update_weights` does.
     """
 
     @router.post("/prefix_cache/resize")
     async def resize(request: Request) -> Response:
         """Another size of the KV cache: 202 while requests hold blocks above its new end."""
         fields = await read_options(request, ResizeRequest)
-        status = await run(lambda control: control.resize(fields.memory, fields.num_blocks))
+        status = await resize_cache(memory=fields.memory, num_blocks=fields.num_blocks)
         code = HTTPStatus.OK if status.is_done else HTTPStatus.ACCEPTED
         return JSONResponse(dataclasses.asdict(status), status_code=code)
 

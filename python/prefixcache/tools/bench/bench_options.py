@@ -12,8 +12,10 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.bench.arrivals import LoadConfig
-from prefixcache.tools.bench.goodput import parse_objectives
+from prefixcache.tools.bench.records import parse_objectives
 from prefixcache.tools.bench.workloads import WorkloadConfig
+
+DEFAULT_PICTURE = Path("prefixcache-bench.png")
 
 # How each variant's engine differs; the first one is what the others are compared with.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +60,7 @@ class BenchOptions(Checked):
     sharing: bool = flag(False, "Also with no request waiting for another's blocks.", "Benchmark")
     goodput: tuple[str, ...] = flag(
         (),
-        "Objectives in milliseconds, of ttft, itl, tpot, e2el, as in ttft:500 itl:50. Told is "
+        "Objectives in milliseconds, of ttft, itl, tpot, e2el, as in ttft:500 itl:50. Reports "
         "which share of the requests keeps within all.",
         "Benchmark",
         greedy=True,
@@ -68,15 +70,18 @@ class BenchOptions(Checked):
     html: Path | None = flag(
         None, "Where to write a page with table and pictures (HTML).", "Benchmark"
     )
-    plot: Path = flag(
-        Path("prefixcache-bench.png"), "Where to draw the picture (png, svg or pdf).", "Benchmark"
+    plot: Path | None = flag(
+        None,
+        "Where to draw the picture (png, svg or pdf).",
+        "Benchmark",
+        shown=str(DEFAULT_PICTURE),
     )
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
         if self.http and self.base_url:
-            raise FieldError("base_url", "stands beside http: give one, not both.")
+            raise FieldError("base_url", "and http exclude each other: give one, not both.")
         if self.sharing and self.base_url:
             raise FieldError("sharing", "needs engines of its own: give base_url or it, not both.")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import anyio
 
@@ -15,8 +14,7 @@ from prefixcache.tools.bench.prompts import Content, Message, Prompt
 from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError, RequestRecord, Run
 from prefixcache.tools.bench.sessions import Session, Turn
 from prefixcache.tools.bench.targets import Target
-
-_T = TypeVar("_T")
+from prefixcache.tools.openai_api import side_by_side
 
 
 async def drive(
@@ -97,7 +95,7 @@ class _Player:
     async def _added(self, turn: Turn) -> Content:
         """What a turn adds, once its sub-sessions have run and its pause is over."""
         plays = [self.play(sub, is_sub=True) for sub in turn.sub_sessions]
-        answers = [one for one in await _side_by_side(plays) if one is not None]
+        answers = [one for one in await side_by_side(plays) if one is not None]
         await asyncio.sleep(turn.pause)
         return self._form.join([*answers, self._form.draw(turn.adds, self._seed)])
 
@@ -122,14 +120,3 @@ class _Player:
         )
         self._run.unsent += left
         self._on_done(1 + left)
-
-
-async def _side_by_side(plays: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What all of them give; the first that fails ends the others before its error is raised."""
-    tasks = [asyncio.ensure_future(one) for one in plays]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

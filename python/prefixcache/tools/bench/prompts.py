@@ -19,7 +19,7 @@ from prefixcache.types.token_ids import TokenIds, as_token_ids
 
 SOURCE_TEXT = (
     "The river turned north beyond the old mill, where farmers had stacked wood for winter and "
-    "children waited beside a narrow bridge. Nobody could remember which family built the house "
+    "children waited near a narrow bridge. Nobody could remember which family built the house "
     "first, but every summer visitors asked about its painted windows, heavy doors, and the "
     "garden that reached down to the water. A letter arrived from another country one morning. It "
     "described ships, markets, music in crowded streets, and the long road over the mountains. "
@@ -39,23 +39,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to send, how many tokens to ask for, and the salt under which it is cached.
+    """What to send, and how many tokens to ask for.
 
-    `continues` where a later prompt repeats the answer, so that its ids must be told.
+    `continues` where a later prompt repeats the answer, so that its ids must be returned.
     """
 
     messages: tuple[Message, ...]
     output_len: int
-    cache_salt: str | None = None
     continues: bool = False
-
-    @classmethod
-    def of_tokens(
-        cls, token_ids: Sequence[int], output_len: int, cache_salt: str | None = None
-    ) -> Prompt:
-        """A prompt of token ids."""
-        message = Message("user", as_token_ids(token_ids))
-        return cls((message,), output_len, cache_salt)
 
 
 class PromptForm(ABC):
@@ -112,7 +103,7 @@ class TokenForm(PromptForm):
     def answer(self, output: tuple[int, ...] | str) -> Content:
         """The answer's ids."""
         if isinstance(output, str):
-            raise TypeError("a server of token ids told none of its answer's")
+            raise TypeError("a server of token ids returned none of its answer's")
         return as_token_ids(output)
 
     def count(self, messages: Sequence[Message]) -> int:

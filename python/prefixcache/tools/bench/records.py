@@ -7,7 +7,9 @@ it holds the server's queue but not the client's own limit on concurrency.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from prefixcache.exceptions import PrefixCacheError
 
@@ -63,8 +65,8 @@ class RequestRecord:
 class Run:
     """What one run of a workload gave. `error` is what ended it before its end.
 
-    `failures` are the errors of requests that failed, `too_long` counts those that were not sent
-    because the model does not take so many tokens, `unsent` those of sessions that ended by either.
+    `failures` are the errors of requests that failed. `too_long` counts those that were not sent
+    because they exceed the model's context, `unsent` those of sessions that ended by either.
     """
 
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])
@@ -72,3 +74,38 @@ class Run:
     too_long: int = 0
     unsent: int = 0
     error: str | None = None
+
+
+# As vLLM names them; `tpot`, the mean time a token after the first, is what is meant by `itl` too.
+_METRICS: Mapping[str, Callable[[RequestRecord], float]] = {
+    "ttft": attrgetter("ttft"),
+    "itl": attrgetter("mean_inter_token"),
+    "tpot": attrgetter("mean_inter_token"),
+    "e2el": attrgetter("latency"),
+}
+
+
+def parse_objectives(items: Sequence[str]) -> dict[str, float]:
+    """Seconds by metric of `METRIC:MILLISECONDS` each. Raises `ValueError`."""
+    objectives = dict[str, float]()
+    for item in items:
+        name, _, limit = item.partition(":")
+        if name not in _METRICS:
+            raise ValueError(f"must be of {', '.join(_METRICS)}, as in ttft:500, got {item!r}")
+        objectives[name] = _milliseconds(item, limit) / 1e3
+    return objectives
+
+
+def _milliseconds(item: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"must tell milliseconds above 0, as in ttft:500, got {item!r}")
+    return value
+
+
+def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
+    """Whether the request kept within every objective."""
+    return all(_METRICS[name](record) <= limit for name, limit in objectives.items())

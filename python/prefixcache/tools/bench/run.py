@@ -71,7 +71,7 @@ async def run_bench(
 ) -> Report:
     """Measures all variants in alternation; `on_done` learns how many requests of one are over.
 
-    What ends the measuring early, a server that is gone or a cancellation, is told in the report's
+    What ends the measuring early, a server that is gone or a cancellation, stands in the report's
     `errors`. Raises `BenchmarkError` when nothing can be measured.
     """
     async with AsyncExitStack() as stack:

@@ -11,17 +11,15 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import IO, Any
 
-import httpx
-
 from prefixcache.tools.bench.prompts import SOURCE_TEXT, TokenForm
 from prefixcache.tools.bench.records import BenchmarkError
 from prefixcache.tools.bench.targets import EngineTarget, FormName, HttpTarget, connect
+from prefixcache.tools.openai_api import open_client
 
 Flags = Mapping[str, Any]
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 20.0
-_CONNECT_SECONDS = 10.0
 
 
 @asynccontextmanager
@@ -52,12 +50,7 @@ async def http_target(
     api_key: str | None = None,
 ) -> AsyncGenerator[HttpTarget, None]:
     """A server that runs already; its address may end in `/v1`, as OpenAI's clients take it."""
-    async with httpx.AsyncClient(
-        base_url=base_url.rstrip("/").removesuffix("/v1"),
-        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-        limits=httpx.Limits(max_connections=None),
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-    ) as client:
+    async with open_client(base_url, api_key) as client:
         yield await connect(client, model, form)
 
 

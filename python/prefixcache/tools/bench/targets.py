@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import httpx
 
 from prefixcache.exceptions import EngineDeadError, PrefixCacheError
-from prefixcache.tools.answer_stream import (
-    RefusedStreamError,
-    StreamError,
-    check_status,
-    stream_events,
-)
 from prefixcache.tools.bench.prompts import (
     SOURCE_TEXT,
     ChatForm,
@@ -27,7 +21,14 @@ from prefixcache.tools.bench.prompts import (
 )
 from prefixcache.tools.bench.records import BenchmarkError, RequestFailedError, RequestRecord
 from prefixcache.tools.bench.sessions import Text
-from prefixcache.types.request import CacheOptions, Request
+from prefixcache.tools.openai_api import (
+    RefusedStreamError,
+    StreamError,
+    check_status,
+    reason,
+    stream_events,
+)
+from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -114,7 +115,6 @@ class EngineTarget:
             request_id=f"bench-{next(self._numbers)}",
             prompt_token_ids=self.form.joined(prompt.messages),
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=prompt.output_len),
-            cache=CacheOptions(salt=prompt.cache_salt),
             arrival_time=time.monotonic(),
         )
 
@@ -166,7 +166,7 @@ class HttpTarget:
         except StreamError as error:
             raise RequestFailedError(str(error)) from error
         except httpx.HTTPError as error:
-            raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
+            raise BenchmarkError(f"{self._client.base_url} is gone: {reason(error)}") from error
         if not answer.arrivals or not answer.is_whole:
             raise RequestFailedError("The stream ended before its answer.")
         usage = answer.usage
@@ -180,7 +180,7 @@ class HttpTarget:
         )
 
     async def ask(self, prompt: Prompt) -> dict[str, Any]:
-        """The usage of a request that is not streamed; empty where none is told."""
+        """The usage of a request that is not streamed; empty where none is reported."""
         body = self._body(prompt)
         del body["stream"], body["stream_options"]
         answer = await post_json(self._client, self.form.path, body)
@@ -191,11 +191,10 @@ class HttpTarget:
         try:
             reply = await self._client.post("/reset_prefix_cache")
         except httpx.HTTPError as error:
-            raise BenchmarkError(f"{self._client.base_url} is gone: {_told(error)}") from error
+            raise BenchmarkError(f"{self._client.base_url} is gone: {reason(error)}") from error
         return reply.is_success
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
-        salt = {} if prompt.cache_salt is None else {"cache_salt": prompt.cache_salt}
         return {
             "model": self.model,
             **self.form.body(prompt),
@@ -204,7 +203,6 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._fields,
-            **salt,
         }
 
 
@@ -220,7 +218,7 @@ class _Answer:
 
     @property
     def output(self) -> tuple[int, ...] | str:
-        """Token ids where they were told, else text."""
+        """Token ids where they were reported, else text."""
         return tuple(self._token_ids) or "".join(self._texts)
 
     def add(self, at: float, event: dict[str, Any]) -> None:
@@ -277,7 +275,7 @@ async def _card(client: httpx.AsyncClient, model: str | None) -> dict[str, Any]:
     try:
         reply = await client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise BenchmarkError(f"No server answers at {client.base_url}: {_told(error)}") from error
+        raise BenchmarkError(f"No server answers at {client.base_url}: {reason(error)}") from error
     if reply.is_error and model is not None:
         return {"id": model}
     answer = _json(reply)
@@ -300,7 +298,7 @@ async def _form(client: httpx.AsyncClient, name: FormName, model: str) -> Prompt
     body = {"model": model, "prompt": SOURCE_TEXT, "add_special_tokens": False}
     tokens = (await post_json(client, "/tokenize", body)).get("tokens")
     if not tokens:
-        raise RequestFailedError("/tokenize tells no tokens.")
+        raise RequestFailedError("/tokenize returns no tokens.")
     return TokenForm(tokens)
 
 
@@ -323,7 +321,7 @@ async def _calibrate(target: HttpTarget, form: TextForm) -> None:
     if few and many and many > few:
         form.tokens_per_word = (many - few) / 200
     else:
-        target.remarks += ("The server tells no usage: a word counts as one token.",)
+        target.remarks += ("The server reports no usage: a word counts as one token.",)
 
 
 def _words(form: PromptForm, count: int) -> Prompt:
@@ -336,7 +334,7 @@ async def post_json(client: httpx.AsyncClient, path: str, body: Mapping[str, Any
     try:
         return _json(await client.post(path, json=body))
     except httpx.HTTPError as error:
-        raise BenchmarkError(f"{client.base_url} is gone: {_told(error)}") from error
+        raise BenchmarkError(f"{client.base_url} is gone: {reason(error)}") from error
 
 
 def _json(reply: httpx.Response) -> Any:
@@ -347,7 +345,3 @@ def _json(reply: httpx.Response) -> Any:
         raise RequestFailedError(str(error)) from error
     except ValueError as error:
         raise RequestFailedError(f"{reply.request.url} answers no JSON.") from error
-
-
-def _told(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__

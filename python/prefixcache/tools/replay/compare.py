@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from prefixcache.config.checked import shown
+import click
+
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.replay.replay_options import ReplayOptions
 from prefixcache.tools.replay.run import Row, TraceResult
 
 # The flags that --compare may change; the others hold for both.
+_FLAGS = click.Command(
+    "--compare",
+    params=[
+        click.Option(["--sizes"]),
+        click.Option(["--eviction-policy"]),
+        click.Option(["--hint"], multiple=True),
+        click.Option(["--scheduling-policy"]),
+        click.Option(["--max-queue-delay"], type=float),
+    ],
+    add_help_option=False,
+)
 _LISTED = ("sizes", "eviction_policy")
-_SINGLE: Mapping[str, Any] = {"scheduling_policy": str, "max_queue_delay": float}
 
 # A change that saves less than this share of the computed tokens, or of the TTFT, is none.
 _NOTABLE = 0.02
@@ -24,44 +33,18 @@ def compared(options: ReplayOptions) -> ReplayOptions:
     """The other configuration. Raises `FieldError`."""
     assert options.compare is not None
     try:
-        words = shlex.split(options.compare)
-    except ValueError as error:
-        raise FieldError("compare", f"cannot be read: {error}.") from None
-    changes = dict[str, Any]()
-    for flag, value in _pairs(words):
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in _LISTED:
-            changes[name] = tuple(value.split(","))
-        elif name == "hint":
-            changes[name] = (*changes.get(name, ()), value)
-        elif name in _SINGLE:
-            changes[name] = _read(flag, value, _SINGLE[name])
-        else:
-            known = ", ".join(f"--{one.replace('_', '-')}" for one in (*_LISTED, "hint", *_SINGLE))
-            raise FieldError("compare", f"takes {known}, got {shown(flag)}.")
+        given = _FLAGS.make_context("--compare", shlex.split(options.compare)).params
+    except (ValueError, click.UsageError) as error:
+        raise FieldError("compare", f"takes some of replay's flags: {error}") from None
+    changes = {name: value for name, value in given.items() if value not in (None, ())}
+    if not changes:
+        raise FieldError("compare", "takes flags with their values, as in '--sizes 20%'.")
+    for name in changes.keys() & _LISTED:
+        changes[name] = tuple(changes[name].split(","))
     try:
         return replace(options, compare=None, **changes)
     except FieldError as error:
         raise FieldError("compare", f"{error.field} {error.problem}") from None
-
-
-def _read(flag: str, value: str, kind: type[Any]) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise FieldError("compare", f"{flag} must be a number, got {shown(value)}.") from None
-
-
-def _pairs(words: list[str]) -> list[tuple[str, str]]:
-    """Flags and their values, of `--flag value` and `--flag=value`."""
-    split = [part for word in words for part in _parts(word)]
-    if not split or len(split) % 2:
-        raise FieldError("compare", "takes flags, each with its value, as in '--sizes 20%'.")
-    return list(zip(split[::2], split[1::2], strict=True))
-
-
-def _parts(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--") and "=" in word else [word]
 
 
 def verdict(trace: TraceResult) -> str:

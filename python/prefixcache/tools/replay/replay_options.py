@@ -13,13 +13,25 @@ from annotated_types import MinLen
 from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveInt, shown
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
-from prefixcache.tools.replay.hints import Hint, parse_hint
 from prefixcache.tools.replay.sizes import Size, parse_sizes
 
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "cache-aware"]
 
+Hint = tuple[int, int | None, int, float | None]
+"""Start, end, priority and TTL in seconds, for every prompt of a trace."""
+
+_HINT = re.compile(r"(\d{1,9}):(\d{0,9})=(\d{1,3})(?::(\d+(?:\.\d+)?))?")
 _GOODPUT = re.compile(r"ttft:(\d+(?:\.\d+)?)")
+
+
+def parse_hint(text: str) -> Hint:
+    """The hint of `START:END=PRIORITY[:SECONDS]`. Raises `ValueError`."""
+    found = _HINT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be START:END=PRIORITY[:SECONDS], as in 0:2000=80, got {text!r}")
+    start, end, priority, ttl = found.groups()
+    return int(start), int(end) if end else None, int(priority), float(ttl) if ttl else None
 
 
 def _checked(name: str, read: Callable[[], object]) -> None:
@@ -79,7 +91,7 @@ class ReplayOptions(Checked):
     )
     compare: str | None = flag(
         None,
-        "Flags of another configuration, in quotes, to be set beside this one: "
+        "Flags of another configuration, in quotes, to compare with this one: "
         "'--sizes 20% --eviction-policy reuse-queue'.",
         "Replay",
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -102,7 +100,7 @@ def remarks(report: Report) -> list[str]:
     if any(trace.as_recorded for trace in report.traces):
         found.append(
             "The rows of a recording are predictions, at its own size and policy too: requests one "
-            "after the other, none of which holds blocks beside another."
+            "after the other, so that no two hold blocks at once."
         )
     return found
 
@@ -130,12 +128,6 @@ def _latency_cells(row: Row) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes the report, its parents made where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import gzip
 import lzma
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefixcache._core import TraceReplay, replay_recording
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.tools.replay.hints import Hint
+from prefixcache.tools.replay.replay_options import Hint
 from prefixcache.tools.replay.sizes import Size
 from prefixcache.tools.replay.ttft_model import TtftModel
 
@@ -45,7 +45,7 @@ class Setting:
         return ", ".join([*parts, "hints"] if self.hints else parts)
 
     def arguments(self) -> dict[str, Any]:
-        """What `TraceReplay.add` takes beside the size."""
+        """What `TraceReplay.add` takes besides the size."""
         arguments: dict[str, Any] = {
             "eviction_policy": self.eviction_policy,
             "hints": list(self.hints),
@@ -113,14 +113,6 @@ class TraceResult:
     """Of a recording: what `replay_recording` says of its own size and policy."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """A trace's caches."""
-
-    replay: TraceReplay
-    numbers: dict[tuple[Setting, Size], int] = field(default_factory=dict)
-
-
 def replay_trace(
     path: Path,
     cells: Sequence[tuple[Setting, Size]],
@@ -135,9 +127,21 @@ def replay_trace(
     The caches run side by side. Sizes in percent need a pass before that, which counts the blocks.
     """
     start = time.perf_counter()
+
+    def opened(*, with_history: bool) -> TraceReplay:
+        return TraceReplay(
+            path, threads=jobs, with_history=with_history, caches_answers=cache_answers
+        )
+
     try:
-        run, history, unique = _passes(path, cells, jobs, bounds, cache_answers, progress)
-        return _result(path, cells, run, history, unique, time.perf_counter() - start)
+        replay = opened(with_history=bounds)
+        if num_passes(cells, bounds) == 1:
+            outcomes = _pass(replay, cells, 0, progress)
+        else:
+            _pass(replay, (), 0, progress)
+            unique = replay.history()["unique_blocks"]
+            outcomes = _pass(opened(with_history=False), cells, unique, progress)
+        return _result(path, cells, outcomes, replay, start, bounds=bounds)
     except (ValueError, MemoryError, RuntimeError) as error:
         raise ReplayError(str(error)) from error
 
@@ -174,93 +178,55 @@ def num_passes(cells: Sequence[tuple[Setting, Size]], bounds: bool) -> int:
     return 1 + (bounds and any(size.is_percent for _, size in cells))
 
 
-def _passes(
-    path: Path,
-    cells: Sequence[tuple[Setting, Size]],
-    jobs: int,
-    bounds: bool,
-    cache_answers: bool,
-    progress: Progress,
-) -> tuple[_Run, TraceReplay | None, int | None]:
-    def opened(*, with_history: bool) -> _Run:
-        made = TraceReplay(
-            path, threads=jobs, with_history=with_history, caches_answers=cache_answers
-        )
-        return _Run(made)
-
-    run = opened(with_history=bounds)
-    has_percent = any(size.is_percent for _, size in cells)
-    if not has_percent:
-        _add(run, cells, 0)
-    _advance(run, progress)
-    if not bounds:
-        return run, None, None
-    history, unique = run.replay, run.replay.history()["unique_blocks"]
-    if has_percent:
-        run = opened(with_history=False)
-        _add(run, cells, unique)
-        _advance(run, progress)
-    return run, history, unique
-
-
-def _add(run: _Run, cells: Sequence[tuple[Setting, Size]], unique_blocks: int) -> None:
-    for setting, size in cells:
-        index = run.replay.add(size.blocks(unique_blocks), **setting.arguments())
-        run.numbers[setting, size] = index
-
-
-def _advance(run: _Run, progress: Progress) -> None:
+def _pass(
+    replay: TraceReplay, cells: Sequence[tuple[Setting, Size]], unique: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """What the caches of a trace with `unique` blocks found, in one pass over it."""
+    numbers = [replay.add(size.blocks(unique), **setting.arguments()) for setting, size in cells]
     before = 0
-    while run.replay.advance():
-        read = run.replay.bytes_read
+    while replay.advance():
+        read = replay.bytes_read
         progress(read - before)
         before = read
+    return [replay.outcome(number) for number in numbers]
 
 
 def _result(
     path: Path,
     cells: Sequence[tuple[Setting, Size]],
-    run: _Run,
-    history: TraceReplay | None,
-    unique: int | None,
-    seconds: float,
+    outcomes: Sequence[dict[str, Any]],
+    replay: TraceReplay,
+    start: float,
+    *,
+    bounds: bool,
 ) -> TraceResult:
-    facts = history.history() if history else run.replay.outcome(0)
-    tokens = max(facts["input_tokens"], 1)
+    facts = replay.history() if bounds else outcomes[0]
+    tokens, requests = max(facts["input_tokens"], 1), max(facts["requests"], 1)
+    unique: int | None = facts.get("unique_blocks")
     sizes = [size.blocks(unique or 0) for _, size in cells]
-    optimum = [one["hit_tokens"] / tokens for one in history.optimum(sizes)] if history else None
-    rows = [
-        _row(
-            run.replay.outcome(run.numbers[cell]),
-            cell,
-            sizes[at],
-            facts,
-            optimum[at] if optimum else None,
-        )
-        for at, cell in enumerate(cells)
-    ]
+    optimum = _optimum(replay, sizes, tokens) if bounds else [None] * len(cells)
     return TraceResult(
         path=path,
-        name=run.replay.name,
-        block_size=run.replay.block_size,
+        name=replay.name,
+        block_size=replay.block_size,
         requests=facts["requests"],
         input_tokens=facts["input_tokens"],
         unique_blocks=unique,
         block_references=facts.get("block_references"),
-        infinite=facts["hit_tokens"] / tokens if history else None,
-        infinite_requests=facts["hit_requests"] / max(facts["requests"], 1) if history else None,
-        seconds=seconds,
-        rows=tuple(rows),
-        curve=_curve(history, unique, tokens) if history and unique else None,
+        infinite=facts["hit_tokens"] / tokens if bounds else None,
+        infinite_requests=facts["hit_requests"] / requests if bounds else None,
+        seconds=time.perf_counter() - start,
+        rows=tuple(map(_row, outcomes, cells, sizes, optimum)),
+        curve=_curve(replay, unique, tokens) if unique else None,
     )
 
 
+def _optimum(replay: TraceReplay, sizes: Sequence[int], tokens: int) -> list[float]:
+    return [one["hit_tokens"] / tokens for one in replay.optimum(sizes)]
+
+
 def _row(
-    found: dict[str, Any],
-    cell: tuple[Setting, Size],
-    blocks: int,
-    facts: dict[str, Any],
-    optimum: float | None,
+    found: dict[str, Any], cell: tuple[Setting, Size], blocks: int, optimum: float | None
 ) -> Row:
     setting, size = cell
     return Row(
@@ -268,8 +234,8 @@ def _row(
         size=size,
         blocks=blocks,
         hit_tokens=found["hit_tokens"],
-        hit_rate=found["hit_tokens"] / max(facts["input_tokens"], 1),
-        request_hit_rate=found["hit_requests"] / max(facts["requests"], 1),
+        hit_rate=found["hit_tokens"] / max(found["input_tokens"], 1),
+        request_hit_rate=found["hit_requests"] / max(found["requests"], 1),
         evictions=found["evictions"],
         optimum=optimum,
         latency=_latency(found, setting) if "end_ms" in found else None,
@@ -287,6 +253,6 @@ def _latency(found: dict[str, Any], setting: Setting) -> Latency:
     )
 
 
-def _curve(history: TraceReplay, unique: int, tokens: int) -> Curve:
+def _curve(replay: TraceReplay, unique: int, tokens: int) -> Curve:
     sizes = [max(1, round(unique * percent / 100)) for percent in range(1, 101)]
-    return Curve(tuple(one["hit_tokens"] / tokens for one in history.optimum(sizes)))
+    return Curve(tuple(_optimum(replay, sizes, tokens)))

@@ -17,7 +17,7 @@ class Size:
     is_percent: bool
 
     def blocks(self, unique_blocks: int) -> int:
-        """In a trace of so many blocks; at least one."""
+        """In a trace of `unique_blocks`; at least one."""
         if not self.is_percent:
             return int(self.value)
         return max(1, round(unique_blocks * self.value / 100))

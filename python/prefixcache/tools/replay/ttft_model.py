@@ -61,7 +61,7 @@ def _stated(path: Path, content: dict[str, Any]) -> TtftModel:
 
 
 def _fitted(path: Path, content: dict[str, Any]) -> TtftModel:
-    """A line through the requests whose prefill no other request was beside."""
+    """A line through the requests that were computed alone."""
     computed, ttft = _lone_requests(path, content)
     if len(computed) < _LEAST_REQUESTS:
         raise ValueError(

@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.tools.answer_stream import (
+from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
     check_status,
     cut,
+    reason,
     stream_events,
 )
 from prefixcache.tools.verify.comparison import Answer, TokenScore
@@ -38,7 +39,7 @@ class RefusedError(VerifyError):
 class Asker:
     """Sends questions to one server.
 
-    `asks_logprobs` and `asks_usage` say what requests ask for beside the answer; `settle` finds
+    `asks_logprobs` and `asks_usage` say what requests ask for besides the answer; `settle` finds
     out what the server takes.
     """
 
@@ -54,7 +55,7 @@ class Asker:
         self.notes: list[str] = []
 
     async def settle(self, question: Question) -> None:
-        """Asks once, with less and less beside the answer. Raises `VerifyError`."""
+        """Asks once, with less and less besides the answer. Raises `VerifyError`."""
         self.model = self.model or await self._first_model()
         wants_logprobs = (True, False) if self.asks_logprobs else (False,)
         refusals = list[RefusedError]()
@@ -82,8 +83,8 @@ class Asker:
         except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
             raise VerifyError(f"No answer in {self._options.timeout:g} s.") from None
         except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
-            raise VerifyError(f"{self._client.base_url} does not answer: {told}") from error
+            message = f"{self._client.base_url} does not answer: {reason(error)}"
+            raise VerifyError(message) from error
         finally:
             self._on_done()
 

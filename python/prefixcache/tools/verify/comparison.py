@@ -1,12 +1,18 @@
-"""Answers with what the server says of their tokens, and how two of them differ."""
+"""Answers with what the server says of them: how two differ, and whether one hit the cache.
+
+A server that does not report its hits is judged by the TTFT of the same question cold and warm.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import sqrt
 from typing import Literal
 
 _SHOWN = 40
+# Of the TTFT without a hit: an answer that saves less did not hit.
+_MOST_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,12 @@ def compare(expected: Answer, got: Answer, tolerance: float = 0.0) -> Comparison
     largest, scores = 0.0, Comparison("nothing")
     for position, (right, found) in enumerate(zip_longest(expected.scores, got.scores)):
         if right is None or found is None or right.token != found.token:
-            told = _token(right, expected), _token(found, got)
-            return Comparison("answer", position, *told, largest)
+            tokens = _token(right, expected), _token(found, got)
+            return Comparison("answer", position, *tokens, largest)
         distance = right.distance(found)
         largest = max(largest, distance)
         if scores.change == "nothing" and distance > tolerance:
-            scores = Comparison("logprobs", position, _told(right), _told(found))
+            scores = Comparison("logprobs", position, _shown(right), _shown(found))
     texts = _compare_texts(expected, got)
     return replace(scores if texts.change == "nothing" else texts, largest=largest)
 
@@ -93,7 +99,7 @@ def _token(score: TokenScore | None, answer: Answer) -> str:
     return f"its end, {answer.finish_reason}" if score is None else repr(score.token)
 
 
-def _told(score: TokenScore) -> str:
+def _shown(score: TokenScore) -> str:
     return f"{score.token!r} {score.logprob:.9g}"
 
 
@@ -106,3 +112,28 @@ def _where_texts_part(expected: Answer, got: Answer) -> tuple[int, str, str]:
 
 def _rest(answer: Answer, start: int) -> str:
     return f"{answer.text[start : start + _SHOWN]!r}, ended by {answer.finish_reason}"
+
+
+def reported_hit(answer: Answer) -> bool | None:
+    """Whether more than half of the prompt hit; None where the server does not tell."""
+    if answer.cached_tokens is None or not answer.prompt_tokens:
+        return None
+    return answer.cached_tokens * 2 > answer.prompt_tokens
+
+
+def hit_mostly(answer: Answer, cold: Answer, warm: Answer) -> bool:
+    """Whether more than half of the prompt hit: then TTFT is nearer to that of a whole hit."""
+    reported = reported_hit(answer)
+    if reported is not None:
+        return reported
+    return _shows_hits(cold, warm) and answer.ttft < (cold.ttft + warm.ttft) / 2
+
+
+def missed(answer: Answer, cold: Answer, warm: Answer) -> bool:
+    """Whether it did not hit at all, as well as a single TTFT on a busy machine tells it."""
+    reported = reported_hit(answer)
+    return not reported if reported is not None else answer.ttft > sqrt(cold.ttft * warm.ttft)
+
+
+def _shows_hits(cold: Answer, warm: Answer) -> bool:
+    return warm.ttft < cold.ttft * _MOST_SHARE

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefixcache.tools.verify.client import Asker, RefusedError
-from prefixcache.tools.verify.comparison import Answer
-from prefixcache.tools.verify.hits import missed
+from prefixcache.tools.verify.comparison import Answer, missed
 from prefixcache.tools.verify.questions import Question
 
 

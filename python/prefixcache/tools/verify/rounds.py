@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
+from prefixcache.tools.openai_api import side_by_side
 from prefixcache.tools.verify.client import Asker
-from prefixcache.tools.verify.comparison import Answer, Comparison, compare
+from prefixcache.tools.verify.comparison import (
+    Answer,
+    Comparison,
+    compare,
+    hit_mostly,
+    reported_hit,
+)
 from prefixcache.tools.verify.cooling import Cooling
-from prefixcache.tools.verify.hits import hit_mostly, reported_hit
 from prefixcache.tools.verify.questions import Question
+
+_Ask = Callable[[Question], Coroutine[Any, Any, Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Round:
 
     @property
     def reports_hits(self) -> bool:
-        """Whether the server told how many tokens hit."""
+        """Whether the server reported how many tokens hit."""
         return all(one.answer.cached_tokens is not None for one in self.asked)
 
     def comparisons(self, tolerance: float) -> list[Comparison]:
@@ -105,17 +113,11 @@ class Plan:
             warm.append(await self._ask(question))
         return _Alone(cold, warm)
 
-    async def _one_by_one(self, ask: Callable[[Question], Awaitable[Answer]]) -> list[Answer]:
+    async def _one_by_one(self, ask: _Ask) -> list[Answer]:
         return [await ask(question) for question in self._questions]
 
-    async def _together(self, ask: Callable[[Question], Awaitable[Answer]]) -> list[Answer]:
-        tasks = [asyncio.ensure_future(ask(question)) for question in self._questions]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _together(self, ask: _Ask) -> list[Answer]:
+        return await side_by_side([ask(question) for question in self._questions])
 
     async def _ask(self, question: Question) -> Answer:
         return await self._asker.ask(question, self._fields[question])
@@ -148,7 +150,7 @@ class Plan:
         return answers, again
 
     async def _next_turns(self, answers: Sequence[Answer]) -> Round:
-        """A second turn, whose prompt hits the first with its answer, beside itself cold."""
+        """A second turn, whose prompt hits the first with its answer, and the same cold."""
         hit, cold = list[Answer](), list[Answer]()
         for question, answer in zip(self._questions, answers, strict=True):
             turn = question.next_turn(answer.text)

@@ -143,8 +143,8 @@ def differences_table(report: Report) -> Table | None:
 
 def to_json(report: Report) -> dict[str, Any]:
     """What `--output` writes."""
-    told = ("command", "date", "url", "model", "api", "seed", "tolerance", "cooling")
-    return {name: getattr(report, name) for name in told} | {
+    fields = ("command", "date", "url", "model", "api", "seed", "tolerance", "cooling")
+    return {name: getattr(report, name) for name in fields} | {
         "status": report.status,
         "verdict": verdict(report),
         "rounds": [_round_json(one, report.tolerance) for one in report.rounds],

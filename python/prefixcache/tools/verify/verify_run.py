@@ -7,6 +7,7 @@ from collections.abc import Callable
 import httpx
 
 from prefixcache.exceptions import FieldError
+from prefixcache.tools.openai_api import open_client
 from prefixcache.tools.verify.client import Asker
 from prefixcache.tools.verify.cooling import find_cooling
 from prefixcache.tools.verify.questions import make_questions
@@ -21,11 +22,7 @@ async def run_verify(
     options: VerifyOptions, seed: int, command: str, on_done: OnDone = lambda: None
 ) -> Report:
     """Asks the server. `on_done` is called for each answer. Raises `VerifyError`."""
-    limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    async with httpx.AsyncClient(
-        base_url=base_url(options.url), headers=headers, timeout=None, limits=limits
-    ) as client:
+    async with open_client(options.url, options.api_key) as client:
         asker = Asker(client, options, on_done)
         return await verify_with(asker, options, seed, command)
 
@@ -50,15 +47,11 @@ async def verify_with(asker: Asker, options: VerifyOptions, seed: int, command: 
     )
 
 
-def base_url(url: str) -> str:
-    """The address that paths with /v1 stand behind, whether a user gave it with /v1 or not.
-
-    Raises `FieldError`.
-    """
+def check_url(url: str) -> None:
+    """Raises `FieldError` for what is no address of a server."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise FieldError("URL", f"is none: {error}.") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise FieldError("URL", "must be an address such as http://127.0.0.1:8000.")
-    return url.rstrip("/").removesuffix("/v1")

@@ -532,7 +532,8 @@ impl<M: Mode> BlockPool<M> {
     pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
         // Relaxed: the thread that gives bands evicts too.
         self.gives_bands.store(true, Relaxed);
-        let is_alone = self.is_only_copy(held);
+        // A caller may hold a block of other content.
+        let is_alone = self.is_only_copy(held) && self.holds(held, key);
         let Some(hit) = is_alone.then_some(held).or_else(|| self.find(key)) else {
             return false;
         };

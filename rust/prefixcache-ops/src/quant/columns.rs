@@ -24,8 +24,9 @@ use crate::panel::{PANEL, Sums};
 /// Columns of a strip.
 pub const STRIP: usize = 32;
 
-/// The most rows that are multiplied without a dequantized panel in between.
-pub const MAX_FEW: usize = 8;
+/// The most rows that are multiplied without a dequantized panel in between: with more, dequantizing it
+/// once takes less time.
+pub const MAX_FEW: usize = 2;
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
@@ -230,13 +231,13 @@ impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
 {
     #[inline(always)]
     unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        // Plain loops over indices: iterators of vectors would keep the sums in memory.
+        // By references: to iterate over arrays themselves keeps the sums in memory.
         for r in 0..H {
             // SAFETY: the row has this word, as the caller vouches.
             let x = unsafe { self.rows[r].add(line).read_unaligned() };
             let x = self.lanes.splat_word(x);
-            for c in 0..C {
-                self.sums[r][c] = E::dot(self.lanes, self.sums[r][c], words[c], x);
+            for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
+                *sum = E::dot(self.lanes, *sum, words, x);
             }
         }
     }
@@ -260,17 +261,7 @@ impl<E: Element> Product<'_, E> {
                 sums,
                 layout,
             }),
-            2 => form.run(Few::<_, F, 2, 4> {
-                product: self,
-                sums,
-                layout,
-            }),
-            3..=4 => form.run(Few::<_, F, 4, 2> {
-                product: self,
-                sums,
-                layout,
-            }),
-            _ => form.run(Few::<_, F, 8, 1> {
+            _ => form.run(Few::<_, F, MAX_FEW, 4> {
                 product: self,
                 sums,
                 layout,
@@ -352,11 +343,11 @@ struct Store<L> {
 impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
     #[inline(always)]
     unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        for c in 0..C {
+        for (c, &words) in words.iter().enumerate() {
             // SAFETY: the panel has this line, as the caller vouches.
             unsafe {
                 let to = self.to.add(line * PANEL + c * L::LANES);
-                self.lanes.store(to.cast(), words[c]);
+                self.lanes.store(to.cast(), words);
             }
         }
     }

@@ -7,8 +7,8 @@ use prefixcache_core::EvictionPolicy;
 use prefixcache_core::groups::GroupSpec;
 use prefixcache_core::hints::Hint;
 use prefixcache_core::store::FreeOrder;
-use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde::de::{Error, IgnoredAny};
+use serde::{Deserialize, Deserializer};
 
 use crate::lines::{BytesRead, Fault, Lines, TraceError};
 
@@ -33,90 +33,21 @@ pub struct Header {
     /// The most free blocks that keep their content; none: all.
     pub max_cached_blocks: Option<usize>,
     /// What each group of layers attends to.
-    pub groups: Vec<Group>,
+    #[serde(deserialize_with = "groups")]
+    pub groups: Vec<GroupSpec>,
     /// Which free block goes first.
-    pub eviction_policy: Policy,
+    #[serde(deserialize_with = "eviction_policy")]
+    pub eviction_policy: EvictionPolicy,
     /// Where blocks without content go.
-    pub free_order: Order,
+    #[serde(deserialize_with = "free_order")]
+    pub free_order: FreeOrder,
     /// The share of the pool that the hints of one owner may raise.
     pub retention_budget: f64,
     /// Whether a published block is given up for one that holds its content already.
-    pub merge_twins: bool,
+    #[serde(alias = "merge_twins")]
+    pub merge_duplicates: bool,
     /// What stays behind windows; none without windows.
     pub retention: Option<Windows>,
-}
-
-/// A group of layers, as a header names it.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-pub enum Group {
-    /// `"full"`.
-    Whole(WholeGroup),
-    /// `["sliding_window", tokens]`.
-    Window(WindowGroup, usize),
-}
-
-/// The name of a group of full attention.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WholeGroup {
-    /// All blocks are needed.
-    Full,
-}
-
-/// The name of a group with a window.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WindowGroup {
-    /// The last tokens are needed.
-    SlidingWindow,
-}
-
-impl Group {
-    pub(super) fn spec(&self) -> GroupSpec {
-        match *self {
-            Self::Whole(_) => GroupSpec::FullAttention,
-            Self::Window(_, window) => GroupSpec::SlidingWindow { window },
-        }
-    }
-}
-
-/// An eviction policy, as a header names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Policy {
-    /// The block that was not used for the longest time.
-    Lru,
-    /// The block with the fewest hits to be expected.
-    ReuseQueue,
-}
-
-impl From<Policy> for EvictionPolicy {
-    fn from(policy: Policy) -> Self {
-        match policy {
-            Policy::Lru => Self::Lru,
-            Policy::ReuseQueue => Self::ReuseQueue,
-        }
-    }
-}
-
-/// A free order, as a header names it.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Order {
-    /// To the front.
-    UnhashedFirst,
-    /// To the end.
-    Append,
-}
-
-impl From<Order> for FreeOrder {
-    fn from(order: Order) -> Self {
-        match order {
-            Order::UnhashedFirst => Self::UnhashedFirst,
-            Order::Append => Self::Append,
-        }
-    }
 }
 
 /// What stays behind windows.
@@ -126,10 +57,49 @@ pub struct Windows {
     pub interval: Option<usize>,
     /// Whether anchors are pinned.
     pub pin: bool,
-    /// An anchor fewer than so many blocks past the one before is not pinned.
+    /// An anchor fewer blocks than this past the one before is not pinned.
     pub min_pin_blocks: usize,
     /// Whether full attention's blocks are pinned too.
     pub pin_prefix: bool,
+}
+
+fn groups<'de, D: Deserializer<'de>>(found: D) -> Result<Vec<GroupSpec>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Named {
+        Whole(String),
+        Window(String, usize),
+    }
+    let named = Vec::<Named>::deserialize(found)?;
+    let specs = named.into_iter().map(|group| match group {
+        Named::Whole(name) if name == "full" => Ok(GroupSpec::FullAttention),
+        Named::Window(name, window) if name == "sliding_window" => {
+            Ok(GroupSpec::SlidingWindow { window })
+        }
+        _ => Err(D::Error::custom(
+            "a group must be \"full\" or [\"sliding_window\", tokens]",
+        )),
+    });
+    specs.collect()
+}
+
+fn eviction_policy<'de, D: Deserializer<'de>>(found: D) -> Result<EvictionPolicy, D::Error> {
+    match String::deserialize(found)?.as_str() {
+        "lru" => Ok(EvictionPolicy::Lru),
+        "reuse-queue" => Ok(EvictionPolicy::ReuseQueue),
+        other => Err(D::Error::unknown_variant(other, &["lru", "reuse-queue"])),
+    }
+}
+
+fn free_order<'de, D: Deserializer<'de>>(found: D) -> Result<FreeOrder, D::Error> {
+    match String::deserialize(found)?.as_str() {
+        "unhashed_first" => Ok(FreeOrder::UnhashedFirst),
+        "append" => Ok(FreeOrder::Append),
+        other => Err(D::Error::unknown_variant(
+            other,
+            &["unhashed_first", "append"],
+        )),
+    }
 }
 
 /// What the live server counted at a point, or a replay.
@@ -139,13 +109,13 @@ pub struct Counters {
     pub queries: u64,
     /// Those of them that were in the cache.
     pub hits: u64,
-    /// Blocks whose content was lost.
+    /// Blocks whose content was evicted.
     pub evictions: u64,
-    /// Blocks handed out without their content.
+    /// Blocks allocated without their content.
     pub allocations: u64,
     /// Blocks taken with their content.
     pub touches: u64,
-    /// Blocks that were pinned, each time anew.
+    /// Blocks that were pinned, each time again.
     pub pins: u64,
     /// Pins that ended for younger ones.
     pub demotions: u64,
@@ -192,38 +162,12 @@ pub struct Line<'a> {
     pub event: Event<'a>,
 }
 
-/// What happened. The fields are those of docs/recording.md.
+/// What happened. docs/recording.md has the fields with their units.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "e", rename_all = "lowercase")]
-#[expect(
-    missing_docs,
-    reason = "docs/recording.md has them all, with their units"
-)]
 pub enum Event<'a> {
-    Add {
-        id: u64,
-        tokens: usize,
-        #[serde(default)]
-        names: &'a str,
-        #[serde(default)]
-        hints: Vec<RecordedHint>,
-        #[serde(default)]
-        owner: String,
-        #[serde(default = "yes")]
-        hashed: bool,
-        #[serde(default = "yes")]
-        write: bool,
-        write_upto: Option<usize>,
-    },
-    Start {
-        id: u64,
-        tokens: usize,
-        #[serde(default)]
-        names: &'a str,
-        hit: usize,
-        new: usize,
-        chunk: Option<usize>,
-    },
+    Add(#[serde(borrow)] Added<'a>),
+    Start(#[serde(borrow)] Started<'a>),
     Slots {
         ids: Vec<u64>,
         upto: Vec<usize>,
@@ -274,6 +218,36 @@ pub enum Event<'a> {
     Next {},
 }
 
+/// A request joins the queue.
+#[derive(Debug, Deserialize)]
+pub struct Added<'a> {
+    pub id: u64,
+    pub tokens: usize,
+    #[serde(default)]
+    pub names: &'a str,
+    #[serde(default)]
+    pub hints: Vec<RecordedHint>,
+    #[serde(default)]
+    pub owner: String,
+    #[serde(default = "yes")]
+    pub hashed: bool,
+    #[serde(default = "yes")]
+    pub write: bool,
+    pub write_upto: Option<usize>,
+}
+
+/// A request takes its blocks.
+#[derive(Debug, Deserialize)]
+pub struct Started<'a> {
+    pub id: u64,
+    pub tokens: usize,
+    #[serde(default)]
+    pub names: &'a str,
+    pub hit: usize,
+    pub new: usize,
+    pub chunk: Option<usize>,
+}
+
 fn yes() -> bool {
     true
 }
@@ -308,24 +282,18 @@ impl Header {
         }
     }
 
-    /// Fails unless a recording begins with this part.
-    pub(crate) fn check_first(&self) -> Result<(), Fault> {
-        if self.part == 0 {
+    /// Fails unless this is part `number` of a recording, by its name where that is known.
+    fn check_part(&self, recording: Option<&str>, number: u64) -> Result<(), Fault> {
+        if self.part == number && recording.is_none_or(|name| name == self.recording) {
             return Ok(());
         }
-        let reason = format!(
-            "must be 0: this is part {} of a recording, which is read from its first file on",
-            self.part
-        );
-        Err(Fault::new("part", reason))
-    }
-
-    /// Fails unless this is the part after number `part` of a recording.
-    pub(crate) fn check_follows(&self, recording: &str, part: u64) -> Result<(), Fault> {
-        if (self.recording.as_str(), self.part) == (recording, part + 1) {
-            return Ok(());
-        }
-        let reason = format!("must be {} of recording {recording}", part + 1);
+        let reason = match recording {
+            Some(name) => format!("must be {number} of recording {name}"),
+            None => format!(
+                "must be 0: this is part {} of a recording, which is read from its first file on",
+                self.part
+            ),
+        };
         Err(Fault::new("part", reason))
     }
 }
@@ -350,16 +318,11 @@ pub(crate) fn hint_of(&(start, end, priority, seconds): &RecordedHint) -> Result
     })
 }
 
-/// The file of a part after the first, which stands at `path`.
-pub(crate) fn part_path(path: &Path, part: u64) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{part}"));
-    name.into()
-}
-
 /// The lines of a recording, the first part's first: whoever reads one part goes on with the next.
-pub(super) struct Events {
-    path: PathBuf,
+pub(crate) struct Events {
+    /// The first part; none where the lines do not come of a file.
+    path: Option<PathBuf>,
+    bytes: BytesRead,
     header: Header,
     lines: Lines,
     time: u64,
@@ -368,17 +331,29 @@ pub(super) struct Events {
 impl Events {
     /// Opens a recording at its first part.
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
-        let (lines, header) = open_part(path, Header::check_first)?;
+        let bytes = BytesRead::default();
+        let lines = open_part(path, &bytes)?;
+        Self::begin(Some(path), lines, bytes)
+    }
+
+    /// Begins with lines of which the first has been read, and whose file reads are counted in `bytes`.
+    pub(crate) fn begin(
+        path: Option<&Path>,
+        lines: Lines,
+        bytes: BytesRead,
+    ) -> Result<Self, TraceError> {
+        let header = read_header(&lines, None, 0)?;
         Ok(Self {
-            path: path.to_owned(),
+            path: path.map(Path::to_owned),
+            bytes,
             header,
             lines,
             time: 0,
         })
     }
 
-    /// What the first part says of the cache.
-    pub(super) fn header(&self) -> &Header {
+    /// What the first line of the part says of the cache.
+    pub(crate) fn header(&self) -> &Header {
         &self.header
     }
 
@@ -388,12 +363,12 @@ impl Events {
     }
 
     /// An error of the line that was read last.
-    pub(super) fn invalid(&self, fault: Fault) -> TraceError {
+    pub(crate) fn invalid(&self, fault: Fault) -> TraceError {
         self.lines.invalid(fault)
     }
 
     /// The next line; none at the end. A line without its end, which a killed server leaves, is none.
-    pub(super) fn read(&mut self) -> Result<Option<Line<'_>>, TraceError> {
+    pub(crate) fn read(&mut self) -> Result<Option<Line<'_>>, TraceError> {
         if !self.lines.advance()? || self.lines.is_cut() {
             return Ok(None);
         }
@@ -407,30 +382,32 @@ impl Events {
     }
 
     /// Goes on with the next part, after a line that says there is one.
-    pub(super) fn open_next(&mut self) -> Result<(), TraceError> {
-        let part = self.header.part;
-        let path = part_path(&self.path, part + 1);
-        let follows = |next: &Header| next.check_follows(&self.header.recording, part);
-        self.lines = open_part(&path, follows)?.0;
-        self.header.part = part + 1;
+    pub(crate) fn open_next(&mut self) -> Result<(), TraceError> {
+        let Some(path) = &self.path else {
+            return Ok(());
+        };
+        let part = self.header.part + 1;
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{part}"));
+        self.lines = open_part(Path::new(&name), &self.bytes)?;
+        self.header = read_header(&self.lines, Some(&self.header.recording), part)?;
         Ok(())
     }
 }
 
-/// The lines of a part behind its first, which has to pass a check.
-fn open_part(
-    path: &Path,
-    check: impl FnOnce(&Header) -> Result<(), Fault>,
-) -> Result<(Lines, Header), TraceError> {
-    let mut lines = Lines::open(path, &BytesRead::default())?;
-    if !lines.advance()? || lines.is_cut() {
-        let reason = "is missing: the file has no whole line";
-        return Err(lines.invalid(Fault::new("header", reason)));
+/// The lines of a file, at its first one.
+fn open_part(path: &Path, bytes: &BytesRead) -> Result<Lines, TraceError> {
+    let mut lines = Lines::open(path, bytes)?;
+    if lines.advance()? && !lines.is_cut() {
+        return Ok(lines);
     }
+    let reason = "is missing: the file has no whole line";
+    Err(lines.invalid(Fault::new("header", reason)))
+}
+
+/// The first line of a part, which is that of this recording and number.
+fn read_header(lines: &Lines, recording: Option<&str>, part: u64) -> Result<Header, TraceError> {
     let header = Header::parse(lines.line());
-    let header = header.and_then(|header| check(&header).map(|()| header));
-    match header {
-        Ok(header) => Ok((lines, header)),
-        Err(fault) => Err(lines.invalid(fault)),
-    }
+    let checked = header.and_then(|header| header.check_part(recording, part).map(|()| header));
+    checked.map_err(|fault| lines.invalid(fault))
 }

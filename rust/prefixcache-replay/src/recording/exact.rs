@@ -10,7 +10,9 @@ use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{Lookup, Moves, PoolConfig};
 use prefixcache_core::{Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, Writer};
 
-use super::events::{Counters, Event, Events, Header, RecordedHint, Windows, hint_of};
+use super::events::{
+    Added, Counters, Event, Events, Header, RecordedHint, Started, Windows, hint_of,
+};
 use super::names;
 use crate::lines::{Fault, TraceError};
 
@@ -59,7 +61,7 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
     let mut events = Events::open(path)?;
     let header = events.header().clone();
     let mut cache = Cache::new(&header).map_err(|fault| events.invalid(fault))?;
-    let mut told = Agreement {
+    let mut found = Agreement {
         header,
         parts: 1,
         requests: 0,
@@ -73,25 +75,25 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
     };
     while let Some(line) = events.read()? {
         cache.set_time(line.t);
-        told.events += 1;
+        found.events += 1;
         let outcome = match line.event {
             Event::Next {} => {
                 events.open_next()?;
-                told.parts += 1;
+                found.parts += 1;
                 continue;
             }
             Event::Stop { reason } => {
-                told.ended = Some(reason);
+                found.ended = Some(reason);
                 continue;
             }
             Event::Counters(live) => {
-                (told.live, told.replayed) = (live, cache.counters());
-                told.unchecked = 0;
-                compare(&told.live, &told.replayed).map(|()| told.checks += 1)
+                (found.live, found.replayed) = (live, cache.counters());
+                found.unchecked = 0;
+                compare(&found.live, &found.replayed).map(|()| found.checks += 1)
             }
             event => {
-                told.unchecked += 1;
-                told.requests += u64::from(matches!(event, Event::Add { .. }));
+                found.unchecked += 1;
+                found.requests += u64::from(matches!(event, Event::Add(_)));
                 cache.apply(event)
             }
         };
@@ -99,23 +101,23 @@ pub fn replay(path: &Path) -> Result<Agreement, TraceError> {
             Ok(()) => {}
             Err(Stop::Invalid(fault)) => return Err(events.invalid(fault)),
             Err(Stop::Differs(how)) => {
-                told.difference = Some(format!("{}: {how}", events.place()));
+                found.difference = Some(format!("{}: {how}", events.place()));
                 break;
             }
         }
     }
-    Ok(told)
+    Ok(found)
 }
 
 fn compare(live: &Counters, replayed: &Counters) -> Result<(), Stop> {
     let pairs = live.named().into_iter().zip(replayed.named());
     let other = pairs.filter(|(live, replayed)| live != replayed);
-    let told: Vec<String> = other
+    let found: Vec<String> = other
         .map(|((name, live), (_, replayed))| format!("{name} {live} live and {replayed} replayed"))
         .collect();
-    match told.is_empty() {
+    match found.is_empty() {
         true => Ok(()),
-        false => Err(Stop::Differs(told.join(", "))),
+        false => Err(Stop::Differs(found.join(", "))),
     }
 }
 
@@ -156,7 +158,7 @@ fn no_request(id: u64) -> Stop {
 /// A request that waits or runs.
 struct Request {
     sequence: Sequence,
-    /// Its full blocks as far as they were told.
+    /// Its full blocks as far as they are known.
     blocks: Vec<u64>,
     prompt_blocks: usize,
     is_hashed: bool,
@@ -180,31 +182,30 @@ struct Cache {
 
 impl Cache {
     fn new(header: &Header) -> Result<Self, Fault> {
-        let groups = header.groups.iter().map(super::events::Group::spec);
         let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
-        let told = |error: InvalidArgument| refused(error.to_string());
+        let found = |error: InvalidArgument| refused(error.to_string());
         let hashing = HashConfig::new(
             header.block_size,
-            Groups::new(groups.collect()).map_err(told)?,
+            Groups::new(header.groups.clone()).map_err(found)?,
         )
         .with_model("recording", "", "");
-        hashing.check().map_err(told)?;
+        hashing.check().map_err(found)?;
         let pool = Writer::new(
             PoolConfig::new(header.num_blocks)
                 .with_max_blocks(header.max_blocks)
-                .with_free_order(header.free_order.into())
-                .with_eviction_policy(header.eviction_policy.into()),
+                .with_free_order(header.free_order)
+                .with_eviction_policy(header.eviction_policy),
         );
         let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
         let cache = PrefixCache::new(hashing, pool);
         let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
-        let mut cache = cache.map_err(told)?;
+        let mut cache = cache.map_err(found)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
             moves: Moves::default(),
             block_size: header.block_size,
-            deduplicates: header.merge_twins,
+            deduplicates: header.merge_duplicates,
             windows: header.retention,
             requests: HashMap::new(),
             rest_queries: 0,
@@ -237,8 +238,8 @@ impl Cache {
 
     fn apply(&mut self, event: Event<'_>) -> Result<(), Stop> {
         match event {
-            add @ Event::Add { .. } => self.add(add),
-            start @ Event::Start { .. } => self.start(start),
+            Event::Add(added) => self.add(&added),
+            Event::Start(started) => self.start(&started),
             Event::Slots { ids, upto } => self.give_slots(&ids, &upto),
             Event::Publish { ids, upto, names } => self.publish(&ids, &upto, &names),
             Event::Anchor { id, at } => {
@@ -288,27 +289,17 @@ impl Cache {
         request.ok_or_else(|| no_request(id))
     }
 
-    fn add(&mut self, event: Event<'_>) -> Result<(), Stop> {
-        let Event::Add {
-            id,
-            tokens,
-            names,
-            hints,
-            owner,
-            hashed,
-            write,
-            write_upto,
-        } = event
-        else {
-            return Ok(());
-        };
+    fn add(&mut self, added: &Added<'_>) -> Result<(), Stop> {
+        let &Added {
+            id, tokens, hashed, ..
+        } = added;
         if tokens > MAX_TOKENS {
             return invalid(
                 "tokens",
                 format!("must be at most {MAX_TOKENS}, not {tokens}"),
             );
         }
-        let blocks = names::parse(names)?;
+        let blocks = names::parse(added.names)?;
         let wanted = if hashed { tokens / self.block_size } else { 0 };
         if blocks.len() != wanted {
             return invalid(
@@ -316,9 +307,9 @@ impl Cache {
                 format!("must be of {wanted} blocks, not {}", blocks.len()),
             );
         }
-        let hints = match hints.is_empty() {
+        let hints = match added.hints.is_empty() {
             true => None,
-            false => Some(read_hints(&owner, &hints)?),
+            false => Some(read_hints(&added.owner, &added.hints)?),
         };
         let last = tokens.saturating_sub(1);
         let request = Request {
@@ -327,11 +318,11 @@ impl Cache {
             blocks,
             is_hashed: hashed,
             hints,
-            anchors: [Some(last), write_upto.filter(|&upto| upto > 0)]
+            anchors: [Some(last), added.write_upto.filter(|&upto| upto > 0)]
                 .into_iter()
                 .flatten()
                 .collect(),
-            is_pinned: write,
+            is_pinned: added.write,
         };
         if self.requests.insert(id, request).is_some() {
             return invalid(
@@ -378,8 +369,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Tells a request's further full blocks.
-    fn tell(&mut self, id: u64, names: &str) -> Result<&mut Request, Stop> {
+    /// Adds a request's further full blocks.
+    fn add_blocks(&mut self, id: u64, names: &str) -> Result<&mut Request, Stop> {
         let size = self.block_size;
         let blocks = names::parse(names)?;
         let request = self.request(id)?;
@@ -394,20 +385,16 @@ impl Cache {
         Ok(request)
     }
 
-    fn start(&mut self, event: Event<'_>) -> Result<(), Stop> {
-        let Event::Start {
+    fn start(&mut self, started: &Started<'_>) -> Result<(), Stop> {
+        let &Started {
             id,
             tokens,
-            names,
             hit,
             new,
-            chunk,
-        } = event
-        else {
-            return Ok(());
-        };
+            ..
+        } = started;
         let size = self.block_size;
-        let request = self.tell(id, names)?;
+        let request = self.add_blocks(id, started.names)?;
         let full = request.blocks.len() * size;
         if request.is_hashed && (tokens < full || tokens - full >= size) {
             return invalid(
@@ -416,9 +403,12 @@ impl Cache {
             );
         }
         let mut sequence = self.take_one(id)?;
-        let outcome =
-            self.cache
-                .commit_in_chunks(&mut sequence.sequence, hit, new, chunk.unwrap_or(new));
+        let outcome = self.cache.commit_in_chunks(
+            &mut sequence.sequence,
+            hit,
+            new,
+            started.chunk.unwrap_or(new),
+        );
         if matches!(outcome, Ok(Some(_))) {
             self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
         }
@@ -466,7 +456,7 @@ impl Cache {
             return invalid("upto and names", "must have an entry for each of ids");
         }
         for (&id, names) in ids.iter().zip(names) {
-            self.tell(id, names)?;
+            self.add_blocks(id, names)?;
         }
         let mut taken = self.take(ids)?;
         // Sequences of a replay have full blocks alone.
@@ -572,6 +562,6 @@ fn retention(windows: Windows, may_pin: bool) -> Retention {
 
 fn read_hints(owner: &str, hints: &[RecordedHint]) -> Result<Hints, Fault> {
     let ranges = hints.iter().map(hint_of).collect::<Result<_, _>>()?;
-    let told = |error: InvalidArgument| Fault::new("hints", error.to_string());
-    Hints::new(Owner::named(owner), ranges).map_err(told)
+    let found = |error: InvalidArgument| Fault::new("hints", error.to_string());
+    Hints::new(Owner::named(owner), ranges).map_err(found)
 }

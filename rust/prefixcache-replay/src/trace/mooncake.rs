@@ -1,11 +1,12 @@
 //! Lines of a Mooncake file: one object of JSON a request.
 
+use prefixcache_routing::mix::mix;
 use serde::Deserialize;
 
-use super::{Beginning, BlockKey, Fault, Form, Header, Request, check_tokens, mix};
+use super::{BlockKey, Fault, Form, Request, check_tokens};
 
 /// Tokens in a block of every Mooncake trace.
-const BLOCK_SIZE: usize = 512;
+pub(super) const BLOCK_SIZE: usize = 512;
 
 #[derive(Deserialize)]
 struct Line {
@@ -15,19 +16,8 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-struct Mooncake;
-
-/// The form, whose first line is a request.
-pub(super) fn begin() -> Beginning {
-    Beginning {
-        form: Box::new(Mooncake),
-        header: Header {
-            name: None,
-            block_size: BLOCK_SIZE,
-        },
-        is_request: true,
-    }
-}
+/// The form; the first line is a request already.
+pub(super) struct Mooncake;
 
 /// The block that `id` names behind another one; 0 stands for the root.
 ///
@@ -37,7 +27,7 @@ fn key_behind(parent: BlockKey, id: u64) -> BlockKey {
 }
 
 impl Form for Mooncake {
-    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<bool, Fault> {
+    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<(), Fault> {
         let line: Line = serde_json::from_str(line)
             .map_err(|error| Fault::new("object", format!("cannot be read: {error}")))?;
         let input_tokens = check_tokens("input_length", line.input_length)?;
@@ -62,6 +52,6 @@ impl Form for Mooncake {
         request.input_tokens = input_tokens;
         request.output_tokens = check_tokens("output_length", line.output_length)?;
         request.session = None;
-        Ok(true)
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Lines of a PTT file.
 
-use super::{Beginning, BlockKey, Fault, Form, Header, Request, check_tokens};
+use super::{BlockKey, Fault, Form, Request, check_tokens};
 
 const FIELDS: [&str; 9] = [
     "t_ms",
@@ -18,13 +18,13 @@ const FIELDS: [&str; 9] = [
 const ROOT: u32 = u32::MAX;
 
 /// The form after its first line, and all nodes so far by their parents.
-struct Ptt {
+pub(super) struct Ptt {
     block_size: usize,
     parents: Vec<u32>,
 }
 
-/// Reads the first line: name and block size.
-pub(super) fn begin(line: &str) -> Result<Beginning, Fault> {
+/// Reads the first line: the form, and the trace's name.
+pub(super) fn begin(line: &str) -> Result<(Ptt, Option<String>), Fault> {
     let Some(header) = line.strip_prefix("#PTT1 ") else {
         let reason = match line.starts_with("#PTT") {
             true => "is of another version than #PTT1",
@@ -37,17 +37,14 @@ pub(super) fn begin(line: &str) -> Result<Beginning, Fault> {
         .and_then(|size| size.parse().ok())
         .filter(|&size| size > 0)
         .ok_or_else(|| Fault::new("block", "must be the tokens in a block, at least 1"))?;
-    Ok(Beginning {
-        form: Box::new(Ptt {
+    let parents = Vec::new();
+    Ok((
+        Ptt {
             block_size,
-            parents: Vec::new(),
-        }),
-        header: Header {
-            name: value("name=").map(str::to_owned),
-            block_size,
+            parents,
         },
-        is_request: false,
-    })
+        value("name=").map(str::to_owned),
+    ))
 }
 
 fn numbers(line: &str) -> Result<[i64; 9], Fault> {
@@ -73,6 +70,11 @@ fn unsigned(field: &'static str, number: i64) -> Result<u64, Fault> {
 }
 
 impl Ptt {
+    /// Tokens in a block.
+    pub(super) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// The node of a number, where -1 is the root.
     fn node(&self, field: &'static str, number: i64) -> Result<u32, Fault> {
         let known = self.parents.len();
@@ -111,7 +113,7 @@ impl Ptt {
 }
 
 impl Form for Ptt {
-    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<bool, Fault> {
+    fn read_line(&mut self, line: &str, request: &mut Request) -> Result<(), Fault> {
         let [
             time,
             input,
@@ -161,6 +163,6 @@ impl Form for Ptt {
             }
         }
         request.num_prompt_blocks = full;
-        Ok(true)
+        Ok(())
     }
 }

@@ -1,14 +1,16 @@
 //! A server's own recording, read as a plain trace: what was asked, not what the server made of it.
 //!
-//! `docs/recording.md` specifies the form. A request is told of once its answer has ended, but in the order of
+//! `docs/recording.md` specifies the form. A request is returned once its answer has ended, but in the order of
 //! arrival, so the requests since the oldest one that is not answered are held, up to [`MAX_HELD`].
 
 use std::collections::VecDeque;
 
-use super::{Beginning, BlockKey, Fault, Form, Request, check_tokens, mix};
-use crate::recording::{Event, Header, Line, RecordedHint, hint_of, parse_names};
+use prefixcache_routing::mix::mix;
 
-/// The most requests that wait for an earlier one's end: beyond, that one is told of as it is.
+use super::{BlockKey, Fault, Request, TraceError, check_tokens};
+use crate::recording::{Added, Event, Events, Line, hint_of, parse_names};
+
+/// The most requests that wait for an earlier one's end: beyond, that one is returned as it is.
 const MAX_HELD: usize = 1 << 14;
 
 /// Requests whose answer has not ended, or that wait for such a one.
@@ -35,13 +37,10 @@ impl Held {
     }
 }
 
-/// The form after its first line.
-struct Recorded {
-    recording: String,
-    part: u64,
+/// Requests of a recording, as far as they are known.
+struct Known {
     block_size: usize,
     held: Held,
-    goes_on: bool,
     /// What a reset changes: after it nothing hits that was there before.
     epoch: u64,
 }
@@ -51,45 +50,21 @@ pub(super) fn is_first_line(line: &str) -> bool {
     line.contains("\"prefixcache_trace\"")
 }
 
-/// Reads the first line.
-pub(super) fn begin(line: &str) -> Result<Beginning, Fault> {
-    let header = Header::parse(line)?;
-    Ok(Beginning {
-        header: super::Header {
-            name: None,
-            block_size: header.block_size,
-        },
-        form: Box::new(Recorded {
-            recording: header.recording,
-            part: header.part,
-            block_size: header.block_size,
-            held: Held::default(),
-            goes_on: false,
-            epoch: 0,
-        }),
-        is_request: false,
-    })
-}
-
-impl Recorded {
+impl Known {
     fn keys(&self, names: &str) -> Result<Vec<BlockKey>, Fault> {
         let mut keys = parse_names(names)?;
         keys.iter_mut().for_each(|key| *key ^= self.epoch);
         Ok(keys)
     }
 
-    fn add(
-        &mut self,
-        (time_ms, id, tokens): (u64, u64, usize),
-        names: &str,
-        hints: &[RecordedHint],
-    ) -> Result<(), Fault> {
+    fn add(&mut self, time_ms: u64, added: &Added<'_>) -> Result<(), Fault> {
         let next = self.held.first + self.held.requests.len() as u64;
-        if id != next {
-            return Err(Fault::new("id", format!("must be {next}, not {id}")));
+        if added.id != next {
+            let reason = format!("must be {next}, not {}", added.id);
+            return Err(Fault::new("id", reason));
         }
-        let blocks = self.keys(names)?;
-        let input_tokens = check_tokens("tokens", tokens as u64)?;
+        let blocks = self.keys(added.names)?;
+        let input_tokens = check_tokens("tokens", added.tokens as u64)?;
         let full = input_tokens / self.block_size;
         if blocks.len() > full {
             let reason = format!(
@@ -103,7 +78,7 @@ impl Recorded {
             input_tokens,
             num_prompt_blocks: blocks.len(),
             blocks,
-            hints: hints.iter().map(hint_of).collect::<Result<_, _>>()?,
+            hints: added.hints.iter().map(hint_of).collect::<Result<_, _>>()?,
             ..Request::default()
         };
         self.held.requests.push_back((request, false));
@@ -129,64 +104,66 @@ impl Recorded {
         Ok(())
     }
 
-    /// The first line of the next part.
-    fn begin_part(&mut self, line: &str) -> Result<(), Fault> {
-        Header::parse(line)?.check_follows(&self.recording, self.part)?;
-        self.part += 1;
-        self.goes_on = false;
-        Ok(())
-    }
-}
-
-impl Form for Recorded {
-    fn read_line(&mut self, line: &str, _: &mut Request) -> Result<bool, Fault> {
-        if self.goes_on {
-            self.begin_part(line)?;
-            return Ok(false);
-        }
-        let Line { t, event } = Line::parse(line)?;
+    fn note(&mut self, Line { t, event }: Line<'_>) -> Result<(), Fault> {
         match event {
-            Event::Add {
-                id,
-                tokens,
-                names,
-                hints,
-                ..
-            } => self.add((t, id, tokens), names, &hints)?,
-            Event::Start { id, names, .. } => self.go_on(id, names)?,
+            Event::Add(added) => self.add(t, &added)?,
+            Event::Start(started) => self.go_on(started.id, started.names)?,
             Event::Publish { ids, names, .. } => {
                 let mut each = ids.iter().zip(names);
                 each.try_for_each(|(&id, names)| self.go_on(id, names))?;
             }
             Event::End { ids, tokens, .. } => self.end(&ids, &tokens)?,
             Event::Reset {} | Event::Weights { .. } => self.epoch = mix(self.epoch + 1),
-            Event::Next {} => self.goes_on = true,
             // What the server did, and nothing of requests.
-            Event::Slots { .. }
-            | Event::Anchor { .. }
-            | Event::Drop { .. }
-            | Event::Preempt { .. }
-            | Event::Restart { .. }
-            | Event::Demote { .. }
-            | Event::Expire {}
-            | Event::Move { .. }
-            | Event::Resize { .. }
-            | Event::Counters(_)
-            | Event::Stop { .. } => {}
+            _ => {}
         }
-        Ok(false)
+        Ok(())
+    }
+}
+
+/// The requests of a recording, of all its parts.
+pub(super) struct Recorded {
+    events: Events,
+    known: Known,
+    is_at_end: bool,
+}
+
+impl Recorded {
+    pub(super) fn new(events: Events) -> Self {
+        let block_size = events.header().block_size;
+        let held = Held::default();
+        Self {
+            known: Known {
+                block_size,
+                held,
+                epoch: 0,
+            },
+            events,
+            is_at_end: false,
+        }
     }
 
-    fn take_held(&mut self, request: &mut Request, at_end: bool) -> bool {
-        let held = self.held.take(at_end);
-        held.map(|held| *request = held).is_some()
-    }
-
-    fn next_part(&self) -> Option<u64> {
-        self.goes_on.then_some(self.part + 1)
-    }
-
-    fn may_be_cut(&self) -> bool {
-        true
+    /// As [`super::Reader::read`].
+    pub(super) fn read(&mut self, request: &mut Request) -> Result<bool, TraceError> {
+        loop {
+            if let Some(held) = self.known.held.take(self.is_at_end) {
+                *request = held;
+                return Ok(true);
+            }
+            if self.is_at_end {
+                return Ok(false);
+            }
+            match self.events.read()? {
+                None => self.is_at_end = true,
+                Some(Line {
+                    event: Event::Next {},
+                    ..
+                }) => self.events.open_next()?,
+                Some(line) => {
+                    let noted = self.known.note(line);
+                    noted.map_err(|fault| self.events.invalid(fault))?;
+                }
+            }
+        }
     }
 }

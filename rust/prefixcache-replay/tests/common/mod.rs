@@ -59,7 +59,7 @@ pub fn history(requests: &[Request], block_size: usize) -> History {
     history
 }
 
-/// A trace that stands beside the benches: its requests and its block size.
+/// A trace of the benches' folder: its requests and its block size.
 pub fn public_trace(name: &str) -> (Vec<Request>, usize) {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces/");
     let reader = Reader::open(format!("{folder}{name}").as_ref()).unwrap();

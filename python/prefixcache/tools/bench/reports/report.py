@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prefixcache.tools.bench.goodput import is_good
 from prefixcache.tools.bench.machine import machine_facts
-from prefixcache.tools.bench.records import RequestRecord, Run
+from prefixcache.tools.bench.records import RequestRecord, Run, is_good
 
 # Outputs by session and turn, with which others are compared.
 Reference = Mapping[tuple[str, int], object]
@@ -133,7 +130,7 @@ def make_report(
         dict(machine_facts()),
         settings,
         variants,
-        (*remarks, *_told_remarks(measured)),
+        (*remarks, *_length_remarks(measured)),
         (*errors, *_errors(measured)),
     )
 
@@ -142,7 +139,7 @@ def _outputs(run: Run) -> Reference:
     return {(record.session, record.turn): record.output for record in run.records}
 
 
-def _told_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+def _length_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     too_long = max((run.too_long for repeats in runs.values() for run in repeats), default=0)
     if not too_long:
         return []
@@ -151,13 +148,13 @@ def _told_remarks(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 def _errors(runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
     """What ended runs, and how many requests failed, with the first reason of each variant."""
-    told = list[str]()
+    found = list[str]()
     for name, repeats in runs.items():
-        told += [f"{name}: {run.error}" for run in repeats if run.error is not None]
+        found += [f"{name}: {run.error}" for run in repeats if run.error is not None]
         failures = [failure for run in repeats for failure in run.failures]
         if failures:
-            told.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
-    return tuple(told)
+            found.append(f"{name}: {len(failures)} requests failed, the first: {failures[0]}")
+    return tuple(found)
 
 
 def summarize(run: Run, objectives: Mapping[str, float], reference: Reference | None) -> Summary:
@@ -236,12 +233,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "errors": report.errors,
         "variants": [_variant_json(variant) for variant in report.variants],
     }
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes the report, its parents made where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
 
 
 def _variant_json(variant: Variant) -> dict[str, Any]:

@@ -113,23 +113,23 @@ def describe(settings: dict[str, Any]) -> str:
         f"{settings['suffix_len']:,} own prompt tokens, {settings['output_len']:,} output tokens"
     )
     if name == "shared-prefix":
-        told = f"{settings['num_requests']} requests, {prefix} shared + {lengths}"
+        text = f"{settings['num_requests']} requests, {prefix} shared + {lengths}"
     elif name == "documents":
-        told = (
+        text = (
             f"{settings['num_requests']} questions to {settings['num_documents']} documents of "
             f"{prefix} tokens, {lengths}"
         )
     elif name == "multi-turn":
-        told = (
+        text = (
             f"{settings['num_sessions']} dialogues of {settings['turns']} turns, {prefix} shared "
             f"+ {lengths} a turn"
         )
     else:
-        told = (
+        text = (
             f"{settings['num_sessions']} agents, median {settings['turns']} turns, {prefix} shared "
             f"+ {lengths} a turn in the median"
         )
-    return told + _scale(settings)
+    return text + _scale(settings)
 
 
 def _scale(settings: dict[str, Any]) -> str:

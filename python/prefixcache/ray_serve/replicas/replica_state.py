@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,15 @@ class Command:
     """A method of `engine.control.Control` and its arguments."""
 
     name: str
-    args: Sequence[Any] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetState:
+class ReplicaState:
     """What all replicas are like after `number` commands, as the commands that make one so.
 
     `root_hash` is that of every replica: the same model, weights, types and blocks, and
-    `weights_name` what it calls the weights; None until the first one has told its own.
+    `weights_name` what it calls the weights; None until the first one has reported its own.
     """
 
     number: int = 0
@@ -38,11 +37,11 @@ class FleetState:
     sleep: tuple[Command, ...] = ()
     pause: Command | None = None
 
-    def after(self, command: Command) -> FleetState:
+    def after(self, command: Command) -> ReplicaState:
         """The state when all have done a command."""
         return dataclasses.replace(self, number=self.number + 1, **self._changed(command))
 
-    def named_by(self, done: Done) -> FleetState:
+    def named_by(self, done: Done) -> ReplicaState:
         """With the names of a replica that has done the last command."""
         return dataclasses.replace(self, root_hash=done.root_hash, weights_name=done.weights_name)
 

@@ -1,7 +1,7 @@
-"""The deployment that gives commands to all replicas: one after the other, each to everybody.
+"""The deployment that gives commands to all replicas in order, and its client in an ingress.
 
-What a replica has to do that starts later is kept as a `FleetState`. Replicas hold a copy of it, so
-that it outlives the process of this deployment.
+What a replica that starts later has to do is kept as a `ReplicaState`. Replicas have a copy of it,
+so that it outlives the process of this deployment.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from prefixcache.exceptions import EngineDeadError
-from prefixcache.ray_serve.fleet.broadcast import ask_all
-from prefixcache.ray_serve.fleet.fleet_state import (
+from prefixcache.ray_serve.replicas.replica_set import ask_all
+from prefixcache.ray_serve.replicas.replica_state import (
     UPDATE_WEIGHTS,
     Command,
     Done,
-    FleetState,
     Refused,
+    ReplicaState,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ _BETWEEN_STEPS = frozenset({"check_weights", "do", "obey"})
 
 
 # The state after a command, and what a replica says of it.
-Told = tuple[FleetState, Done | Refused]
+Outcome = tuple[ReplicaState, Done | Refused]
 
 
 class Commands:
@@ -48,10 +51,10 @@ class Commands:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._lock = asyncio.Lock()
-        self._state: FleetState | None = None
+        self._state: ReplicaState | None = None
 
-    async def state(self, hashes: PrefixHashInfo | None = None) -> FleetState:
-        """What all replicas are like, once no command is under way.
+    async def state(self, hashes: PrefixHashInfo | None = None) -> ReplicaState:
+        """What all replicas are like, once no command is in flight.
 
         The first replica that starts gives its `hashes`, which are then everybody's.
         """
@@ -63,7 +66,7 @@ class Commands:
                 )
             return state
 
-    async def run(self, command: Command) -> Told:
+    async def run(self, command: Command) -> Outcome:
         """Lets every replica do the command; the state after it, and what the first of them says.
 
         Where all refuse it nothing has changed. A replica that fails alone, or is not done in time,
@@ -82,7 +85,7 @@ class Commands:
         """Whether a replica cannot take the weights, before any has changed."""
         return _refusal(await self._ask("check_weights", command))
 
-    async def _run_paused(self, before: FleetState, command: Command) -> Told:
+    async def _run_paused(self, before: ReplicaState, command: Command) -> Outcome:
         """Nobody computes from before the first replica changes until the last one has."""
         await self._ask("do", Command("pause"))
         try:
@@ -91,7 +94,7 @@ class Commands:
             if before.pause is None:
                 await self._ask("do", Command("resume"))
 
-    async def _run(self, before: FleetState, command: Command) -> Told:
+    async def _run(self, before: ReplicaState, command: Command) -> Outcome:
         after = before.after(command)
         answers = await self._ask("obey", command, after)
         if not answers:
@@ -103,12 +106,12 @@ class Commands:
         await self._ask("agree", after)
         return after, done[0]
 
-    async def _known_state(self) -> FleetState:
+    async def _known_state(self) -> ReplicaState:
         """The newest state that anybody remembers; a command cut short is ended for all."""
         if self._state is not None:
             return self._state
-        found = await self._ask("fleet_state")
-        state = max(found, key=lambda one: one.number, default=FleetState())
+        found = await self._ask("replica_state")
+        state = max(found, key=lambda one: one.number, default=ReplicaState())
         if found:
             await self._ask("agree", state)
             if state.pause is None:
@@ -117,7 +120,7 @@ class Commands:
         return state
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """What the replicas say; those that died meanwhile start anew and join."""
+        """What the replicas say; those that died meanwhile are started again and join."""
         replicas = serve.get_deployment_handle(REPLICAS, _application())
         # Replicas end commands themselves in time, but for those whose process hangs.
         seconds = _ASK_SECONDS + (self._timeout if method in _BETWEEN_STEPS else 0)
@@ -132,3 +135,28 @@ def _refusal(answers: Sequence[Any]) -> Refused | None:
 
 def _application() -> str:
     return serve.get_replica_context().app_name
+
+
+class CommandClient:
+    """An ingress's side of `Commands`: sends them, and knows what replicas are like."""
+
+    def __init__(self, commands: DeploymentHandle[Any], state: ReplicaState) -> None:
+        self.state = state
+        self._commands = commands
+
+    async def give(self, name: str, **options: Any) -> Any:
+        """What the command returns, once all replicas have done it. Raises what it raises."""
+        try:
+            state, answer = await self._commands.run.remote(Command(name, options))
+        except (RayError, RayServeException) as error:
+            message = "Commands were cut off: ask for the state, and send it again if need be."
+            raise EngineDeadError(message) from error
+        self.learn(state)
+        if isinstance(answer, Refused):
+            raise answer.error
+        return answer.result
+
+    def learn(self, state: ReplicaState) -> None:
+        """What replicas are like, if that is newer than what is known."""
+        if state.number > self.state.number:
+            self.state = state

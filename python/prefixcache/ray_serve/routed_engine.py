@@ -9,9 +9,9 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from prefixcache.ray_serve.answer import Answer, Batch
-from prefixcache.ray_serve.fleet.broadcast import ask_all
-from prefixcache.ray_serve.fleet.fleet_state import Refused
-from prefixcache.ray_serve.fleet.orders import Orders
+from prefixcache.ray_serve.replicas.commands import CommandClient
+from prefixcache.ray_serve.replicas.replica_set import ask_all
+from prefixcache.ray_serve.replicas.replica_state import Refused
 from prefixcache.text.grammar.answer_matcher import Grammar
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.sandbox import Sandboxes
@@ -21,7 +21,7 @@ from prefixcache.types.structured_output import StructuredOutput
 _PROBE_SECONDS = 30.0
 
 
-class FleetEngine:
+class RoutedEngine:
     """Serves requests by the replicas behind a handle; each ingress has one.
 
     An `EngineClient`. `max_model_len` and `block_size`, in
@@ -31,14 +31,14 @@ class FleetEngine:
     def __init__(
         self,
         replicas: DeploymentHandle[Any],
-        orders: Orders,
+        commands: CommandClient,
         grammars: Grammars,
         *,
         max_model_len: int,
         block_size: int,
     ) -> None:
         self._block_size = block_size
-        self._orders = orders
+        self._commands = commands
         self.max_model_len = max_model_len
         self._generate = replicas.options(method_name="generate", stream=True)
         self._replicas = replicas
@@ -56,7 +56,7 @@ class FleetEngine:
         answer = Answer(
             self._generate,
             requests,
-            orders=self._orders,
+            commands=self._commands,
             block_size=self._block_size,
             deadline=deadline,
             max_unread=max_unread,

@@ -1,4 +1,4 @@
-"""Which blocks lost their content lately, when and why: a sketch of bounded size."""
+"""Which blocks were evicted lately, when and why: a sketch of bounded size."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _ROW = np.dtype(
 _GROUP_FACTOR = 0x9E3779B97F4A7C15
 
 
-class Losses(NamedTuple):
-    """What was lost between two times, in seconds of `time.monotonic`.
+class Evictions(NamedTuple):
+    """What was evicted between two times, in seconds of `time.monotonic`.
 
     `rows` are the arrays of the core's `take_losses`, `weight_version` that after they were taken.
     """
@@ -51,8 +51,8 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LostBlock:
-    """One lost block: it went after `since` and by `time`, in seconds of `time.monotonic`."""
+class EvictedBlock:
+    """One evicted block: it went after `since` and by `time`, in seconds of `time.monotonic`."""
 
     since: float
     time: float
@@ -67,12 +67,12 @@ class LostBlock:
         return _PRESSURES.get(self.cause, "unknown")
 
 
-class LostBlocks:
-    """The blocks that lost their last copy, each in the one row that its hash leads to.
+class EvictedBlocks:
+    """The blocks whose last copy was evicted, each in the one row that its hash leads to.
 
-    A later loss may take the row of an earlier one, so older ones fade. At most `max_bytes`; from
-    any thread. `cleared_at` is when everything was forgotten last, `new_weights_at` when it was for
-    new weights, in seconds of `time.monotonic`; minus infinity before the first time.
+    A later eviction may take the row of an earlier one, so older ones fade. At most `max_bytes`.
+    From any thread. `cleared_at` is when everything was forgotten last, `new_weights_at` when it
+    was for new weights, in seconds of `time.monotonic`; minus infinity before the first time.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -89,27 +89,27 @@ class LostBlocks:
         """The memory of the rows."""
         return self._rows.nbytes
 
-    def add(self, losses: Losses) -> None:
-        """Takes note of what was lost."""
-        rows = losses.rows
+    def add(self, evictions: Evictions) -> None:
+        """Takes note of what was evicted."""
+        rows = evictions.rows
         if (rows["cause"] == _CLEARED).any():
-            self.cleared_at = losses.time
-        if self._weight_version not in (None, losses.weight_version):
-            self.new_weights_at = losses.time
-        self._weight_version = losses.weight_version
+            self.cleared_at = evictions.time
+        if self._weight_version not in (None, evictions.weight_version):
+            self.new_weights_at = evictions.time
+        self._weight_version = evictions.weight_version
         gone = (rows["cause"] != _CLEARED) & rows["is_last"]
         if not gone.any():
             return
         added = np.zeros(int(gone.sum()), _ROW)
         added["key"] = _keys(rows["hash"][gone], rows["group"][gone])
-        added["since"], added["time"] = losses.since, losses.time
+        added["since"], added["time"] = evictions.since, evictions.time
         for name in ("age", "idle", "hits", "cause"):
             added[name] = rows[name][gone]
         with self._lock:
             self._rows[added["key"] & self._mask] = added
 
-    def find(self, block_hash: bytes, group: int = 0) -> LostBlock | None:
-        """The last loss of the block; None where none is known."""
+    def find(self, block_hash: bytes, group: int = 0) -> EvictedBlock | None:
+        """The last eviction of the block; None where none is known."""
         key = _keys(
             np.frombuffer(block_hash, np.uint8).reshape(1, -1), np.array([group], np.uint16)
         )[0]
@@ -117,7 +117,7 @@ class LostBlocks:
             row = self._rows[key & self._mask].copy()
         if row["key"] != key or not row["time"]:
             return None
-        return LostBlock(
+        return EvictedBlock(
             since=float(row["since"]),
             time=float(row["time"]),
             age_s=float(row["age"]),

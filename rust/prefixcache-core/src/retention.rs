@@ -16,23 +16,24 @@
 //! another line moves to its end, before the blocks that precede it in its prompt. Where a raised content has
 //! further copies, and wherever something is lowered, the pool learns that the order has ended.
 //!
-//! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks ([`spans`](super::spans)),
+//! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks (`spans.rs`),
 //! and a block that is the only copy of its content, as most are, is looked up nowhere. Times at which TTLs end
 //! are rounded up to an eighth of a second and stand in a tree, one for each range. What the pool has evicted since the
 //! last call is forgotten first, so there are at most [`MAX_OWNERS`] entries for each content that the pool holds,
 //! and one for whoever lowered it.
 
+mod spans;
+
 use std::collections::{BTreeMap, HashMap};
 
-use super::band::Band;
-use super::spans::{
-    Ends, Entry, Levels, Line, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis,
-};
-use super::{Hints, Owner, Raising};
 use crate::error::InvalidArgument;
+use crate::hints::{Band, Hints, Owner, Raising};
 use crate::id::{BlockId, Epoch, GroupId};
 use crate::sequence::{Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, HintedChange};
+use spans::{
+    Ends, Entry, Levels, Line, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis,
+};
 
 /// Owners that may raise one content. What a further one asks for does not count, from there on.
 pub const MAX_OWNERS: usize = 4;
@@ -142,6 +143,12 @@ impl RetentionTable {
     #[must_use]
     pub fn len(&self) -> usize {
         self.spans.entries.len()
+    }
+
+    /// How many ranges of blocks the entries are of. For debugging and tests.
+    #[must_use]
+    pub fn num_ranges(&self) -> usize {
+        self.spans.count()
     }
 
     /// Whether nothing is raised or lowered.
@@ -289,7 +296,7 @@ impl RetentionTable {
             now: millis(store.clock().now()),
             most: (self.share * store.num_blocks().saturating_sub(1) as f64) as usize,
         };
-        let mut ranges = Raising::of_groups(hints, sequence, holding);
+        let mut ranges = Raising::of_groups(hints, sequence.config(), holding.num_published);
         let mut raised = std::mem::take(&mut self.raised);
         raised.clear();
         self.find_raised(store, &released, &mut ranges, &mut raised);
@@ -623,78 +630,5 @@ impl Uses {
             self.0.len() - 1
         });
         &mut self.0[at]
-    }
-}
-
-#[cfg(all(test, not(any(loom, shuttle))))]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::cache::PrefixCache;
-    use crate::groups::Groups;
-    use crate::hash::{HashConfig, Scope};
-    use crate::hints::Hint;
-    use crate::pool::Writer;
-    use crate::store::PoolConfig;
-
-    const BLOCKS: usize = 500;
-
-    type Cache = PrefixCache<Writer>;
-
-    fn serve(cache: &mut Cache, table: &mut RetentionTable, owner: &str, hints: Vec<Hint>) {
-        let tokens = (0..BLOCKS as u32).collect();
-        let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
-        sequence.set_hints(Hints::new(Owner::named(owner), hints).unwrap());
-        let hits = cache.count_prefix_hits(&mut sequence).unwrap();
-        let taken = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
-        assert_eq!(taken.unwrap(), Some(hits));
-        table.note_hits(cache.store_mut(), &sequence);
-        let filled = cache.mark_blocks_filled(&mut [&mut sequence], &[BLOCKS]);
-        assert!(filled.unwrap().is_empty());
-        table.keep(cache.store_mut(), &sequence);
-        cache.release(&mut [&mut sequence]).unwrap();
-    }
-
-    fn hint(start: usize, end: Option<usize>, priority: u8) -> Hint {
-        // The dearest ends first.
-        let ttl = Some(Duration::from_secs(100 - u64::from(priority)));
-        Hint {
-            start,
-            end,
-            priority,
-            ttl,
-        }
-    }
-
-    /// Whatever a prompt's length and however often it is asked for.
-    #[test]
-    fn a_range_costs_a_range_and_not_its_blocks() {
-        let hashing = HashConfig {
-            model: String::new(),
-            revision: String::new(),
-            kv_dtype: String::new(),
-            arithmetic: String::new(),
-            block_size: 1,
-            groups: Groups::full(1).unwrap(),
-        };
-        let pool = Writer::new(PoolConfig::new(2 * BLOCKS)).unwrap();
-        let mut cache = Cache::new(hashing, pool).unwrap();
-        let mut table = RetentionTable::new(1.0).unwrap();
-        assert_eq!(size_of::<Entry>(), 16);
-        for (owner, entries, spans) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
-            let hints = vec![hint(0, Some(100), 90), hint(100, None, 60)];
-            serve(&mut cache, &mut table, owner, hints);
-            assert_eq!(table.len(), entries * BLOCKS);
-            assert_eq!(table.spans.count(), spans, "after {owner}");
-        }
-        assert_eq!(table.stats().hinted, BLOCKS);
-        cache.store_mut().set_time(Duration::from_secs(100_000));
-        let moved = table.demote_expired(cache.store_mut(), usize::MAX);
-        assert_eq!(moved, BLOCKS + 100);
-        assert_eq!(
-            (table.len(), table.spans.count(), table.times.len()),
-            (0, 0, 0)
-        );
     }
 }

@@ -1,16 +1,20 @@
-"""The streamed answers of OpenAI's API, as clients read them."""
+"""What clients of any OpenAI-compatible server need: a connection, and answers as streams."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import httpx
 
 from prefixcache.exceptions import PrefixCacheError
 
+T = TypeVar("T")
+
 _SHOWN = 300
+_CONNECT_SECONDS = 10.0
 
 
 class StreamError(PrefixCacheError):
@@ -19,6 +23,27 @@ class StreamError(PrefixCacheError):
 
 class RefusedStreamError(StreamError):
     """The server answered with an error, at once or within the stream."""
+
+
+def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client of the server at `url`, which may end in `/v1`; requests may take any time."""
+    return httpx.AsyncClient(
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+    )
+
+
+async def side_by_side(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return; the first that fails ends the others before its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def stream_events(
@@ -42,8 +67,13 @@ def check_status(reply: httpx.Response) -> None:
     """Raises `RefusedStreamError` for an error's status; the body has been read."""
     if reply.is_error:
         request = reply.request
-        told = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
-        raise RefusedStreamError(told)
+        message = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
+        raise RefusedStreamError(message)
+
+
+def reason(error: httpx.HTTPError) -> str:
+    """Why a server cannot be reached; some errors of httpx have no text."""
+    return str(error) or type(error).__name__
 
 
 def cut(text: str) -> str:

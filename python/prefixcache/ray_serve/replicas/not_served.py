@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from prefixcache.server.http.errors import ApiError
 
 _DIAGNOSES = "`prefixcache serve` explains misses of one cache; /prefix_cache/probe works here."
-_NOT_THERE = {
+_NOT_SERVED = {
     ("POST", "/prefix_cache/explain"): _DIAGNOSES,
     ("GET", "/prefix_cache/misses"): _DIAGNOSES,
     ("GET", "/dashboard"): "/metrics and /prefix_cache/stats tell of each replica.",
@@ -21,10 +21,10 @@ _NOT_THERE = {
 }
 
 
-def not_there_router() -> APIRouter:
+def not_served_router() -> APIRouter:
     """Answers 501 by their names, so that nobody takes them for a wrong address."""
     router = APIRouter()
-    for (method, path), instead in _NOT_THERE.items():
+    for (method, path), instead in _NOT_SERVED.items():
         router.add_api_route(
             path, _refusal(path, instead), methods=[method], include_in_schema=False
         )

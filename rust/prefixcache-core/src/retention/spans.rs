@@ -6,8 +6,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use super::band::Band;
-use super::{Owner, Wish};
+use crate::hints::{Band, Owner, Wish};
 use crate::id::BlockId;
 
 /// No entry, no span.
@@ -246,7 +245,6 @@ impl Spans {
         })
     }
 
-    #[cfg(test)]
     pub(super) fn count(&self) -> usize {
         self.spans.len()
     }

@@ -197,7 +197,7 @@ def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path) -> None:
         one_by_one = (
             "--concurrency",
             "1",
-        )  # a request in parallel with the last would be lost with it
+        )  # a concurrent one would be lost too
         result = bench(url, tmp_path, "--num-requests", "20", "--repeats", "2", *one_by_one)
     assert result.exit_code == 1
     assert "is gone" in result.stderr

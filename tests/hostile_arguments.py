@@ -89,7 +89,7 @@ class World:
         self.reader = _core.TraceReader(TRACE)
         self.replay = _core.TraceReplay(TRACE, threads=2)
         self.replay.add(4)
-        self.namer = _core.BlockPseudonyms(bytes(32), BLOCK)
+        self.pseudonyms = _core.BlockPseudonyms(bytes(32), BLOCK)
         self.index = _core.ReplicaIndex(8)
         self.index.add_replica()
         self.chooser = _core.ReplicaChooser(
@@ -129,7 +129,7 @@ class World:
             self.events,
             self.reader,
             self.replay,
-            self.namer,
+            self.pseudonyms,
             self.index,
             self.chooser,
         ]

@@ -75,7 +75,7 @@ class _Stream:
     def cancel(self) -> None: ...
 
 
-class Told:
+class FakeCommands:
     """Plays the deployment `Commands`: all replicas are as `state` says, or as the first one is."""
 
     def __init__(self, state: ReplicaState | None = None) -> None:
@@ -113,7 +113,7 @@ async def replica_of(
     replica = EngineReplica.__new__(EngineReplica)
     config = config_of(folder, **(flags or {}))
     try:
-        handle: Any = Handle(commands or Told())
+        handle: Any = Handle(commands or FakeCommands())
         given = ServeOptions(**options)
         await replica.__init__(config, given, handle, command_timeout)  # pyright: ignore[reportGeneralTypeIssues]
         yield replica

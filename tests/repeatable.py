@@ -1,4 +1,4 @@
-"""A pytest plugin: every run draws its cases anew, and a failure prints how to draw them again.
+"""A pytest plugin: every run draws other cases, and a failure prints how to draw them again.
 
 Hypothesis prints a `@reproduce_failure` line and keeps failing examples in `.hypothesis`. A random
 schedule takes the `seed` fixture; a failing test that used it shows the command with that seed.

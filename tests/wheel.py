@@ -1,6 +1,6 @@
 """The wheel alone: built, installed in an empty environment, and asked outside of the tree.
 
-`python tests/wheel.py` keeps nothing. First the cache alone, beside numpy and nothing else; then
+`python tests/wheel.py` keeps nothing. First the cache alone, with numpy and nothing else; then
 the server with what the wheel's own metadata requires, linked from this environment and nothing
 more of it, for which the default model must have been fetched.
 """
@@ -42,7 +42,7 @@ def build(folder: Path) -> Path:
 
 
 def install(folder: Path, *what: Path | str) -> Path:
-    """The scripts of a new environment, in which pip has installed what it was told."""
+    """The scripts of a new environment, in which pip has installed what it was asked to."""
     venv.create(folder, with_pip=True)
     command = [folder / "bin" / "pip", "install", "--quiet", "--constraint", PINS, *what]
     subprocess.run(command, check=True)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, PANEL = 768, 64
 # Two shifts, lookups and products, and their rounding to a word.
-WIDENING = "widening,,,,,,"
+DEQUANTIZING = "dequantizing,,,,,,"
 STEPPED_ROWS = {1: 1, 8: 8, 1024: 24}
 
 # Kinds of instructions that share pipes of the processor.
@@ -106,16 +106,19 @@ class Measured:
         vectors = sum(counts[kind] for kind, _ in KINDS)
         peaks = self.peaks
         # With its own two lookups and products for each rounding, and the dots after them.
-        widening = 0.0
+        dequantizing = 0.0
         if counts["rounding"] and counts["lookups"] > 2 * counts["rounding"]:
-            widening = 7 * counts["rounding"] / peaks[WIDENING] + multiplied / peaks["vdpbf16ps"]
-            widening -= 2 * counts["rounding"] / peaks["vfmadd231ps"]
+            dequantizing = (
+                7 * counts["rounding"] / peaks[DEQUANTIZING] + multiplied / peaks["vdpbf16ps"]
+            )
+            dequantizing -= 2 * counts["rounding"] / peaks["vfmadd231ps"]
         return {
-            "widening, then dots": scale * widening,
+            "dequantizing, then dots": scale * dequantizing,
             "multiplying pipes": scale * multiplied / peaks["vdpbf16ps"],
             "lookups, rounding": scale
             * max(
-                counts["lookups"] / peaks["vpermps"] + counts["rounding"] * _rounding_beside(peaks),
+                counts["lookups"] / peaks["vpermps"]
+                + counts["rounding"] * _rounding_with_lookup(peaks),
                 counts["rounding"] / peaks["vcvtne2ps2bf16"],
             ),
             "vector pipes": scale * vectors / peaks["vpandd"],
@@ -124,7 +127,7 @@ class Measured:
         }
 
 
-def _rounding_beside(peaks: dict[str, float]) -> float:
+def _rounding_with_lookup(peaks: dict[str, float]) -> float:
     """What a rounding adds to a lookup, in cycles."""
     return 2 / peaks["vpermps,vcvtne2ps2bf16"] - 1 / peaks["vpermps"]
 
@@ -179,11 +182,11 @@ def _row(
     most = 32 / nanoseconds[bound]
     columns = [f"{scale * counts[kind]:.2f}" for kind, _ in KINDS]
     columns += [f"{scale * counts['loads']:.2f}", f"{scale * counts['stores']:.2f}"]
-    beside = rate / measured.rates["bfloat16", of, rows, place]
+    ratio = rate / measured.rates["bfloat16", of, rows, place]
     label = way if name == "all" else f"{name} {way}"
     print(
         f"| {label} | {scale * counts['all']:.1f} | {' | '.join(columns)} | {cache:.0f} "
-        f"| {rate:.0f} | {beside:.2f} | {bound} | {most:.0f} | {100 * rate / most:.0f} % |"
+        f"| {rate:.0f} | {ratio:.2f} | {bound} | {most:.0f} | {100 * rate / most:.0f} % |"
     )
 
 
@@ -200,8 +203,8 @@ def main() -> None:
         table_of_kernels(measured, rows, bytes_of)
     print("| what products begin with | " + " | ".join(FORMATS) + " |")
     print("|---" * (len(FORMATS) + 1) + "|")
-    widening = (f"{measured.parts['widen', name, 0]:.0f}" for name in FORMATS)
-    print(f"| widening, G weights/s | {' | '.join(widening)} |")
+    dequantizing = (f"{measured.parts['dequantize', name, 0]:.0f}" for name in FORMATS)
+    print(f"| dequantizing, G weights/s | {' | '.join(dequantizing)} |")
     quantizing = ", ".join(f"{measured.parts['quantize', 'all', r]:.1f}" for r in STEPPED_ROWS)
     print(f"\nQuantizing activations of 1, 8 and 1,024 rows: {quantizing} G numbers/s")
 

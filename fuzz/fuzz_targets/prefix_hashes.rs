@@ -1,4 +1,4 @@
-//! The hashes of a sequence that grows in any steps, beside an oracle that hashes everything anew in the obvious way.
+//! The hashes of a sequence that grows in any steps, next to an oracle that hashes everything from the start.
 
 #![no_main]
 

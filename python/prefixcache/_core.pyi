@@ -145,7 +145,7 @@ class Sequence:
         default again, None: for ever. At most 32 ranges, which do not overlap.
 
         They act at each release, on what was published then, and a hit by whomever makes the TTL
-        begin anew. A block is at least as dear as what follows it: what lies before a range above
+        begin again. A block is at least as dear as what follows it: what lies before a range above
         the default is raised with it, and what follows a lowered one is lowered. What lies before
         the end of a range above the default is not forgotten behind a window.
 
@@ -248,8 +248,8 @@ class PrefixCache:
 
         `hit_tokens` is a multiple of the block size, 0 included. Returns the hit tokens really
         taken: the longest length up to `hit_tokens` that hits; None when blocks are lacking, and
-        then nothing has changed. With `chunk`, groups that have a window get slots for so many of
-        the new tokens alone, and for the next ones by `ensure_slots`.
+        then nothing has changed. With `chunk`, groups that have a window get slots for that many
+        of the new tokens alone, and for the next ones by `ensure_slots`.
         """
     def append_slots(self, sequences: _Sequence[Sequence], counts: _Sequence[int]) -> int:
         """Give each sequence `counts[i]` (at least 1) more slots, in order.
@@ -275,14 +275,14 @@ class PrefixCache:
     ) -> list[tuple[int, int, int, int]]:
         """Say that the KV of the first `upto[i]` tokens is there; publish their full blocks.
 
-        Marking again, or less, changes nothing. Returns the twins among the blocks published:
+        Marking again, or less, changes nothing. Returns the duplicates among the published:
         (sequence, group, index in the block table, the block that already holds the content). A
         sequence committed before the last clear publishes nothing.
         """
     def drop_unneeded(self, sequences: _Sequence[Sequence], upto: _Sequence[int]) -> int:
         """Drop the blocks that no token from `upto[i]` on needs; how many.
 
-        The tokens before are computed, in no step under way, and their full blocks published. The
+        The tokens before are computed, in no in-flight step, and their full blocks published. The
         null block stands where one was dropped. `set_retention` says which keep their content;
         what others hold keeps it in any case, and so does what was a hit.
         """
@@ -292,7 +292,7 @@ class PrefixCache:
         The end of what was published is an anchor. For requests that ended well, before `release`.
         """
     def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
-        """Swap a published block for `block`, the twin that hits, and give the own one up.
+        """Swap a published block for `block`, the duplicate that hits, and give the own one up.
 
         It loses its content unless others hold it, so that no copy pushes out other content.
         """
@@ -439,8 +439,8 @@ class PrefixCache:
         there are blocks): with n blocks, block b is in cell (b - 1) * cells // n. Returns two
         arrays with a row for each cell: blocks free, cached, pinned and held; and blocks with
         content by the seconds since their last use, up to each of `age_bounds`, which rise (at most
-        64), then above the last. The second is 0 unless somebody listens. From any thread, beside
-        calls that change the cache, none of which waits.
+        64), then above the last. The second is 0 unless somebody listens. From any thread, also
+        during calls that change the cache, none of which waits.
         """
     def listen(self, capacity: int, gap_bounds: _Sequence[float] = ()) -> None:
         """Keep a log of content that is lost from now on, of up to `capacity` blocks.
@@ -450,20 +450,20 @@ class PrefixCache:
         any thread, as `take_losses`, `missed_losses` and `reuse_gaps`.
         """
     def take_losses(self, max_losses: int) -> dict[str, npt.NDArray[Any]]:
-        """Take up to `max_losses` losses out of the log, the oldest first.
+        """Take up to `max_losses` evictions out of the log, the oldest first.
 
-        A loss is one row in each of the arrays, all of length n: hash (n x 32 uint8), group
+        An eviction is one row in each of the arrays, all of length n: hash (n x 32 uint8), group
         (uint16), cause (uint8: 0 the index was cleared, one row for everything; 1 evicted;
         2 discarded by its last holder; 3 dropped at its release for want of a place in line;
         4 the pool shrank; 5 more was cached than `max_cached_blocks`), band (uint8, of its
         priority: the lowest goes first, 2 without one), hits (uint32), age since the content was
         registered and idle time since its last holder gave it up (float64, seconds; nothing before
         `listen` counts), is_last (bool, whether no other block has the content any more). Blocks
-        that a clear left behind are told of by its row alone.
+        that a clear left behind are reported by its row alone.
         """
     @property
     def missed_losses(self) -> int:
-        """Losses for which the log had no room."""
+        """How many evictions the log had no room for."""
     def reuse_gaps(self) -> tuple[list[int], float]:
         """How many gaps between uses lie up to each bound, above the last, and their sum (s).
 
@@ -600,7 +600,7 @@ class Cpu:
     def __new__(cls, threads: int, instructions: str | None = None) -> Cpu:
         """`threads` threads, the caller's among them; the best instructions, or those named.
 
-        RuntimeError where the system does not give so many threads.
+        RuntimeError where the system does not give that many threads.
         """
     @property
     def threads(self) -> int:
@@ -885,7 +885,7 @@ class TraceReader:
 
 @final
 class TraceReplay:
-    """A trace through caches beside each other, without a model. For one thread at a time."""
+    """A trace through caches side by side, without a model. For one thread at a time."""
 
     def __new__(
         cls,
@@ -947,7 +947,7 @@ class TraceReplay:
         hit_requests, hit_tokens. RuntimeError without a history.
         """
     def optimum(self, sizes: _Sequence[int]) -> list[dict[str, int]]:
-        """hit_requests and hit_tokens of the best that a cache of so many blocks can do."""
+        """hit_requests and hit_tokens of the best that a cache of each size, in blocks, can do."""
 
 @final
 class ReplicaIndex:
@@ -969,7 +969,7 @@ class ReplicaIndex:
     def stored(self, replica: int, hashes: npt.NDArray[np.uint64]) -> int:
         """A replica has cached blocks. Returns how many of them found no room."""
     def removed(self, replica: int, hashes: npt.NDArray[np.uint64]) -> None:
-        """A replica has lost blocks; what it was not known to have is passed over."""
+        """A replica has evicted blocks; what it was not known to have is passed over."""
     def expected(self, replica: int, hashes: npt.NDArray[np.uint64]) -> int:
         """A replica was sent a prompt of these blocks, and counts as having them until `settled`.
 
@@ -1030,7 +1030,7 @@ class ReplicaChooser:
         load of a replica that must not be chosen is inf.
         """
     def note(self, replica: int, num_tokens: int) -> None:
-        """A replica was given a prompt of which it computes so many tokens."""
+        """A replica was given a prompt of which it computes `num_tokens` tokens."""
 
 def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     """The value of a JSON text in UTF-8, read while the interpreter's other threads run.

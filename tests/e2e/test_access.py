@@ -329,8 +329,8 @@ async def _counts(client: httpx.AsyncClient, path: str, key: str, **fields: Any)
     response = await client.post(path, json=body, headers=bearer(key))
     if response.status_code != 200:
         return response.json()["error"]["param"]
-    told = response.json()
-    return told.get("cached_tokens", told.get("usage"))
+    answer = response.json()
+    return answer.get("cached_tokens", answer.get("usage"))
 
 
 async def test_a_probe_tells_a_key_of_its_own_salt_alone(tiny_checkpoint):
@@ -367,9 +367,9 @@ async def test_no_error_tells_which_paths_exist(tiny_checkpoint, tmp_path, caplo
     (tmp_path / "text").write_text("no model")
     paths = [tmp_path, tmp_path / "none", tmp_path / "other", *tmp_path.glob("text*"), "a b"]
     async with served_folder(tiny_checkpoint()) as (client, _):
-        told = {await _update(client, path) for path in paths}
-        assert len(told) == 1
-        assert next(iter(told))[0] == 400
+        found = {await _update(client, path) for path in paths}
+        assert len(found) == 1
+        assert next(iter(found))[0] == 400
         assert "Other" in caplog.text
         assert (await _update(client, tiny_checkpoint(seed=8)))[0] == 200
 
@@ -398,8 +398,8 @@ async def test_weights_come_from_the_allowed_folders_alone(tiny_checkpoint, tmp_
     dirs = ModelDirs([allowed, outside.parent / outside.name / ".." / outside.name])
     access = {"model_dirs": ModelDirs([allowed])}
     async with served_folder(tiny_checkpoint(), access=access) as (client, _):
-        told = {await _update(client, path) for path in refused}
-        assert told == {(400, "model_path must lie in a folder of --allowed-model-dirs.")}
+        found = {await _update(client, path) for path in refused}
+        assert found == {(400, "model_path must lie in a folder of --allowed-model-dirs.")}
         assert "config.json" in (await _update(client, allowed))[1]
         assert str(allowed / "none") in (await _update(client, allowed / "none"))[1]
     with dirs.checked(f"{outside}/./") as found:

@@ -89,7 +89,7 @@ async def test_explicit_mode_writes_up_to_the_last_breakpoint(client: httpx.Asyn
     assert (await counts(client, CHAT, chat([*TEXTS, "Which?"])))[0] == upto
 
 
-async def test_breakpoints_beside_the_implicit_one_write_everything(client):
+async def test_breakpoints_with_the_implicit_one_write_everything(client):
     plain = await sent(client, CHAT, chat(TEXTS, cache_salt="a"))
     marked = await sent(client, CHAT, chat(TEXTS, marked=0, cache_salt="b"))
     assert marked["usage"] == plain["usage"]
@@ -188,21 +188,21 @@ ASKED = {"role": "user", "content": [MARKED, {"type": "text", "text": TEXTS[1]}]
     ],
 )
 async def test_warming_and_probing_read_bodies_of_every_api(client, path, body, headers):
-    async def told(where: str) -> dict[str, Any]:
+    async def posted(where: str) -> dict[str, Any]:
         response = await client.post(where, json=body, headers=headers)
         assert response.status_code == 200, response.text
         return response.json()
 
-    cold = await told(WARM)
+    cold = await posted(WARM)
     written = cold["cache_write_tokens"]
     assert cold["cached_tokens"] == 0 < written <= cold["prompt_tokens"]
-    probed = await told("/prefix_cache/probe")
+    probed = await posted("/prefix_cache/probe")
     hit = probed["cached_tokens"]
     assert probed["prompt_tokens"] == cold["prompt_tokens"]
     assert written // 16 * 16 == hit > 0
-    assert await told(WARM) == cold | {"cached_tokens": hit, "cache_write_tokens": written - hit}
+    assert await posted(WARM) == cold | {"cached_tokens": hit, "cache_write_tokens": written - hit}
     body |= {"max_tokens": 2} if path == "/v1/messages" else {"max_output_tokens": 2}
-    read, again = counted((await told(path))["usage"])
+    read, again = counted((await posted(path))["usage"])
     assert (read, again) == (hit, written - hit)
 
 

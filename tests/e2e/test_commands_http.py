@@ -58,7 +58,7 @@ async def client(engine: FakeEngine, tokenizer: Tokenizer) -> AsyncIterator[http
 @pytest.mark.parametrize(
     "path", ["/reset_prefix_cache", "/pause?mode=keep", "/prefix_cache/count?start=1"]
 )
-async def test_a_query_that_nobody_reads_is_told(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_query_that_nobody_reads_is_an_error(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, params={"tag": "weights", **dict(httpx.URL(path).params)})
     assert answer.headers.get("X-Prefixcache-Warning") == "unknown fields: tag", answer.text
 

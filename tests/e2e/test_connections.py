@@ -162,7 +162,7 @@ def test_a_long_body_is_no_head() -> None:
 
 
 class Streams:
-    """Answers that end when they are told to."""
+    """Answers that end when a test says so."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -556,7 +556,7 @@ def test_who_left_is_not_written_to(caplog: pytest.LogCaptureFixture) -> None:
         (1024, 2000, ConfigError),
     ],
 )
-def test_so_many_connections_may_be_open(
+def test_that_many_connections_may_be_open(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: Any
 ) -> None:
     limits: list[tuple[int, int]] = []

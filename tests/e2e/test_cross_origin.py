@@ -82,7 +82,7 @@ async def test_a_preflight_needs_no_key_and_the_request_after_it_does(make_app) 
         ((PAGE,), "null"),
     ],
 )
-async def test_other_pages_are_told_nothing_and_do_nothing(make_app, origins, origin) -> None:
+async def test_other_pages_learn_nothing_and_do_nothing(make_app, origins, origin) -> None:
     app = make_app(*origins)
     for method in ("OPTIONS", "POST"):
         answer = await ask(app, {**PREFLIGHT, "Origin": origin}, method)
@@ -117,7 +117,7 @@ async def test_a_page_may_read_why_its_request_failed(make_app) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--allowed-origins", "app.example.com"], "--allowed-origins must be * or an origin"),
         (["--allowed-origins", f"{PAGE}/"], "--allowed-origins must be"),
@@ -137,9 +137,9 @@ async def test_a_page_may_read_why_its_request_failed(make_app) -> None:
         (["--allow-credentials"], "--allow-credentials needs --allowed-origins"),
     ],
 )
-def test_what_no_browser_could_match_is_refused(flags, told) -> None:
+def test_what_no_browser_could_match_is_refused(flags, message) -> None:
     result = CliRunner().invoke(command, ["serve", "/no/such/model", *flags])
-    assert (result.exit_code, told in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_origins_come_as_vllm_spells_them_and_otherwise(monkeypatch, tmp_path) -> None:

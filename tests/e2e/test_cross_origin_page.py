@@ -51,8 +51,8 @@ def test_a_page_of_an_allowed_origin_reads_a_stream_and_others_nothing(tmp_path,
             assert '"text":"h"' in text.replace(" ", "")
             assert text.endswith("data: [DONE]\n\n")
             assert request_id
-            told_of_key, _ = page.run(_call(address, "application/json", None))
-            assert "error" in json.loads(told_of_key)
+            about_key, _ = page.run(_call(address, "application/json", None))
+            assert "error" in json.loads(about_key)
             page.go(f"{refused}/")
             # The second is sent without a preflight: the server itself must refuse it.
             for content_type, key in (("application/json", "key"), ("text/plain", None)):

@@ -44,7 +44,7 @@ def stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def test_a_page_is_told_what_the_cache_does(address: str) -> None:
+def test_a_page_shows_what_the_cache_does(address: str) -> None:
     body = {"model": "tiny", "prompt": "one two three " * 20, "max_tokens": 4}
     with httpx.Client(base_url=address, headers=KEY, timeout=150) as client:
         for _ in range(2):
@@ -83,7 +83,7 @@ def _tells_of_a_whole_request(snapshot: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("keeps_text", [True, False])
-def test_prefixes_that_prompts_share_and_misses_are_told(
+def test_prefixes_that_prompts_share_and_misses_are_shown(
     tiny_checkpoint: Callable[..., Path], keeps_text: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "_PERIOD", 0.1)
@@ -97,16 +97,16 @@ def test_prefixes_that_prompts_share_and_misses_are_told(
                 body = {"model": "tiny", "prompt": rule + question, "max_tokens": 1}
                 client.post("/v1/completions", json=body).raise_for_status()
             with client.stream("GET", EVENTS) as answer:
-                told = _prompts_of_all_three(stream(answer.iter_lines()))
+                shown = _prompts_of_all_three(stream(answer.iter_lines()))
     finally:
         engine.close()
-    (prefix,) = told["prefixes"]
+    (prefix,) = shown["prefixes"]
     assert (prefix["requests"], prefix["hits"], prefix["salted"]) == (3, 2, False)
     assert prefix["tokens"] % 16 == 0
     assert prefix["tokens"] >= 32
     assert prefix["text"] is None if not keeps_text else prefix["text"][:20] == rule[:20]
-    assert [miss["reason"] for miss in told["misses"]][-1] == "never_seen"
-    assert keeps_text or rule[:20] not in json.dumps(told)
+    assert [miss["reason"] for miss in shown["misses"]][-1] == "never_seen"
+    assert keeps_text or rule[:20] not in json.dumps(shown)
 
 
 def _prompts_of_all_three(events: Iterator[dict[str, Any]]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def test_colours_differ_enough_to_be_read(page: Page, dark: bool) -> None:
 
 
 def _names(page: Page) -> list[tuple[str, str]]:
-    """What a screen reader is told: roles and names."""
+    """What a screen reader reads: roles and names."""
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     seen = [node for node in nodes if not node["ignored"]]
     return [(node["role"]["value"], str(node.get("name", {}).get("value", ""))) for node in seen]

@@ -98,12 +98,12 @@ async def test_no_answer_changes_while_the_cache_grows_and_shrinks(tiny_checkpoi
             for body in {str(body): body for body in bodies}.values()
         }
         await client.post("/reset_prefix_cache")
-        under_way = asyncio.Semaphore(12)
+        in_flight = asyncio.Semaphore(12)
         sizes: set[int] = set()
         ended = asyncio.Event()
 
         async def ask(body: dict[str, Any]) -> None:
-            async with under_way:
+            async with in_flight:
                 assert await text_of(client, body) == alone[str(body)]
 
         async def resize() -> None:
@@ -128,7 +128,7 @@ async def test_no_answer_changes_while_the_cache_grows_and_shrinks(tiny_checkpoi
         engine.control._cache.validate()
 
 
-async def test_requests_that_no_longer_fit_are_told_to_come_again(tiny_checkpoint):
+async def test_requests_that_no_longer_fit_are_asked_to_come_again(tiny_checkpoint):
     async with served_folder(tiny_checkpoint(), num_blocks=40) as (client, engine):
         body = completion([*range(5, 205)], 100)
         await client.post("/pause")

@@ -71,7 +71,7 @@ def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("long"), max_position_embeddings=2**15)
 
 
-def test_an_agent_whose_header_varies_is_told_in_one_line(long_checkpoint: Path) -> None:
+def test_an_agent_whose_header_varies_is_explained_in_one_line(long_checkpoint: Path) -> None:
     turns = bounded(8, 300)
     talk: Messages = []
     with server(long_checkpoint, memory=2**26) as client:
@@ -159,8 +159,8 @@ def test_the_advice_is_for_administrators_and_limits_are_checked(long_checkpoint
         client.headers["Authorization"] = "Bearer mine"
         for _ in range(4):
             say(client, [system(f"Session {rng.getrandbits(64):016x}. {RULES}"), user("Why?")])
-        told = explained(client, "--api-key", "root", "--json", "--limit", "1").output
-    answer = json.loads(told)
+        printed = explained(client, "--api-key", "root", "--json", "--limit", "1").output
+    answer = json.loads(printed)
     assert (answer["num_findings"], answer["findings"][0]["offender"]) == (1, "id")
 
 
@@ -174,7 +174,7 @@ def test_the_advice_is_for_administrators_and_limits_are_checked(long_checkpoint
     ],
     ids=["404", "html", "other", "list"],
 )
-def test_other_servers_are_told_apart(
+def test_other_servers_are_recognized(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[], httpx.Response]
 ) -> None:
     def get(*_arguments: object, **_options: object) -> httpx.Response:

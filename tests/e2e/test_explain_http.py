@@ -1,4 +1,4 @@
-"""`/prefix_cache/explain` and `cache_diagnostics` over HTTP: what each caller is told."""
+"""`/prefix_cache/explain` and `cache_diagnostics` over HTTP: what each caller is shown."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ async def post(client: httpx.AsyncClient, path: str, body: Any, key: str) -> htt
     return await client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-async def told(client: httpx.AsyncClient, path: str, body: Any, key: str = "alice") -> Any:
+async def posted(client: httpx.AsyncClient, path: str, body: Any, key: str = "alice") -> Any:
     response = await post(client, path, body, key)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 async def explained(client: httpx.AsyncClient, body: Any, key: str = "alice") -> Any:
-    (one,) = (await told(client, EXPLAIN, body, key))["prompts"]
+    (one,) = (await posted(client, EXPLAIN, body, key))["prompts"]
     return one
 
 
@@ -71,14 +71,14 @@ def prompt(first: int, salt: str | None = "s", **fields: Any) -> dict[str, Any]:
 
 
 async def test_a_changed_time_is_shown_in_its_message_to_who_sent_it(client):
-    await told(client, CHAT, chat("14:04:37"))
+    await posted(client, CHAT, chat("14:04:37"))
     one = await explained(client, chat("14:05:11"))
     assert one["reason"] == "different_text"
     difference = one["earlier"]["difference"]
     assert (difference["message"], difference["role"]) == (0, "system")
     assert difference["text"].startswith("14:05:11")
     assert difference["earlier_text"].startswith("14:04:37")
-    answer = await told(client, CHAT, chat("14:05:11", cache_diagnostics=True))
+    answer = await posted(client, CHAT, chat("14:05:11", cache_diagnostics=True))
     (sent,) = answer["cache_diagnostics"]
     assert (sent["reason"], sent["earlier"]["difference"]) == ("different_text", difference)
     stranger = await explained(client, chat("14:05:11"), "bob")
@@ -115,14 +115,14 @@ async def test_every_api_tells_why(client: httpx.AsyncClient, path: str, stream:
 
 
 async def test_evicted_and_cleared(client: httpx.AsyncClient) -> None:
-    await told(client, COMPLETIONS, prompt(1))
+    await posted(client, COMPLETIONS, prompt(1))
     for first in range(100, 120):
-        await told(client, COMPLETIONS, prompt(first, salt="noise"), "bob")
+        await posted(client, COMPLETIONS, prompt(first, salt="noise"), "bob")
     one = await explained(client, prompt(1))
     assert (one["reason"], one["lost"]["pressure"]) == ("evicted", "capacity")
     assert 0 < one["lost"]["ago_s"] < 60
     assert one["first_missed_block"] == {"start": 0, "end": 16}
-    await told(client, COMPLETIONS, prompt(1))
+    await posted(client, COMPLETIONS, prompt(1))
     await post(client, "/reset_prefix_cache", {}, "root")
     assert (await explained(client, prompt(1)))["reason"] == "cleared"
     page = (await client.get("/metrics", headers={"Authorization": "Bearer root"})).text
@@ -136,7 +136,7 @@ async def test_evicted_and_cleared(client: httpx.AsyncClient) -> None:
     assert reasons["evicted"] >= 1
 
 
-async def test_nothing_is_told_across_keys_and_salts(client: httpx.AsyncClient) -> None:
+async def test_nothing_is_shown_across_keys_and_salts(client: httpx.AsyncClient) -> None:
     """Whatever Alice does under her salt, Bob reads the same as if she had done nothing."""
     bodies = [prompt(7), prompt(7, cache_diagnostics=True), prompt(7, salt="t")]
 
@@ -146,13 +146,13 @@ async def test_nothing_is_told_across_keys_and_salts(client: httpx.AsyncClient) 
 
     nothing = await seen("bob")
     assert {one["reason"] for one in nothing} == {"never_seen"}
-    await told(client, COMPLETIONS, prompt(7))
+    await posted(client, COMPLETIONS, prompt(7))
     assert await seen("bob") == nothing
     await post(client, "/reset_prefix_cache", {}, "root")
     assert await seen("bob") == nothing
-    await told(client, COMPLETIONS, prompt(7))
+    await posted(client, COMPLETIONS, prompt(7))
     for first in range(100, 120):
-        await told(client, COMPLETIONS, prompt(first, salt="noise"), "alice")
+        await posted(client, COMPLETIONS, prompt(first, salt="noise"), "alice")
     assert await seen("bob") == nothing
     assert (await explained(client, prompt(7)))["reason"] == "evicted"
     other_salt = await explained(client, prompt(7, salt="t"))
@@ -173,42 +173,42 @@ async def test_without_a_salt_a_key_asks_nothing(client: httpx.AsyncClient) -> N
     ):
         response = await post(client, path, body, "alice")
         assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
-        await told(client, path, body, "root")
+        await posted(client, path, body, "root")
 
 
 async def test_comparisons_by_the_names_of_both_apis(client: httpx.AsyncClient) -> None:
     def response(text: str, **options: Any) -> dict[str, Any]:
         return {"input": text, "max_output_tokens": 1, "prompt_cache_options": options or None}
 
-    first = await told(client, RESPONSES, response(STORY + STORY))
+    first = await posted(client, RESPONSES, response(STORY + STORY))
     compared = response("Another. " + STORY + STORY, comparison_response_id=first["id"])
-    shown = (await told(client, RESPONSES, compared))["prompt_cache_diagnostics"]
+    shown = (await posted(client, RESPONSES, compared))["prompt_cache_diagnostics"]
     assert (shown["type"], shown["reason"]) == ("cache_miss", "input_changed")
     assert 0 < shown["cache_missed_tokens"] <= shown["comparison_reusable_tokens"]
     again = response(STORY + STORY, comparison_response_id=first["id"])
-    assert (await told(client, RESPONSES, again))["prompt_cache_diagnostics"] == {
+    assert (await posted(client, RESPONSES, again))["prompt_cache_diagnostics"] == {
         "type": "cache_hit"
     }
-    hidden = (await told(client, RESPONSES, again, "bob"))["prompt_cache_diagnostics"]
+    hidden = (await posted(client, RESPONSES, again, "bob"))["prompt_cache_diagnostics"]
     assert hidden == {"type": "comparison_response_not_found"}
 
     salted = {**again, "cache_salt": "another"}
-    assert (await told(client, RESPONSES, salted))["prompt_cache_diagnostics"] == hidden
+    assert (await posted(client, RESPONSES, salted))["prompt_cache_diagnostics"] == hidden
 
     def message(system: str, previous: str | None, **fields: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": STORY}]
         body = {"messages": messages, "system": system, "max_tokens": 1, **fields}
         return {**body, "diagnostics": {"previous_message_id": previous}}
 
-    first = await told(client, MESSAGES, message("Be brief.", None))
+    first = await posted(client, MESSAGES, message("Be brief.", None))
     assert "diagnostics" not in first
-    same = await told(client, MESSAGES, message("Be brief.", first["id"]))
+    same = await posted(client, MESSAGES, message("Be brief.", first["id"]))
     assert same["diagnostics"] is None
-    other = await told(client, MESSAGES, message("Be long.", first["id"]))
+    other = await posted(client, MESSAGES, message("Be long.", first["id"]))
     reason = other["diagnostics"]["cache_miss_reason"]
     assert reason["type"] == "system_changed"
     assert reason["cache_missed_input_tokens"] > 0
-    unknown = await told(client, MESSAGES, message("Be brief.", "msg_x"))
+    unknown = await posted(client, MESSAGES, message("Be brief.", "msg_x"))
     assert unknown["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
     streamed = await post(client, MESSAGES, message("Be!", first["id"], stream=True), "alice")
     begun = json.loads(streamed.text.split("data: ")[1].split("\n")[0])
@@ -239,7 +239,7 @@ async def test_without_text_and_without_memory(tiny_checkpoint: Callable[..., Pa
     folder = tiny_checkpoint()
     app, engine = serve_folder(folder, diagnostics_memory=1 << 20, keeps_text=False)
     async with client_of(app) as client:
-        await told(client, CHAT, chat("14:04:37", None))
+        await posted(client, CHAT, chat("14:04:37", None))
         one = await explained(client, chat("14:05:11", None))
         assert one["reason"] == "different_text"
         assert one["earlier"]["difference"]["token"] > 0
@@ -258,10 +258,10 @@ async def test_without_text_and_without_memory(tiny_checkpoint: Callable[..., Pa
 
 
 async def test_who_has_no_key_reads_no_text_of_others(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Without keys nobody can be told from another, so that only this machine is shown texts."""
+    """Without keys callers cannot be distinguished, so that only this machine is shown texts."""
     app, engine = serve_folder(tiny_checkpoint(), diagnostics_memory=1 << 20)
     async with client_of(app, "10.0.0.1") as client:
-        await told(client, CHAT, chat("14:04:37"))
+        await posted(client, CHAT, chat("14:04:37"))
         hidden = await explained(client, chat("14:05:11"))
         assert "14:04:37" not in json.dumps(hidden)
         assert hidden["earlier"]["difference"]["earlier_text"] is None

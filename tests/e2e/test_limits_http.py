@@ -1,4 +1,4 @@
-"""What operators limit: time, memory of bodies, requests of a key; and what probes are told."""
+"""What operators limit: time, memory of bodies, requests of a key; and what probes report."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_an_answer_that_nobody_reads_is_cut_and_gives_its_blocks_back(
     assert b"slow_reader" in sent
 
 
-async def test_a_key_that_has_too_many_waiting_is_told_so_and_others_are_served(tiny_checkpoint):
+async def test_a_key_that_has_too_many_waiting_is_rejected_and_others_are_served(tiny_checkpoint):
     bounds = {"max_waiting_per_client": 2}
     options: dict[str, Any] = {
         "bounds": bounds,

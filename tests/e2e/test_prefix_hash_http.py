@@ -37,7 +37,7 @@ async def served(folder: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncE
 
 async def routed(client: httpx.AsyncClient, salt: str | None = None) -> list[bytes]:
     """The hashes of the prompt as a router computes them."""
-    known = await told(client)
+    known = await reported(client)
     assert known["format"] == "prefixcache v2"
     root = scoped(bytes.fromhex(known["root_hash"]), cache_salt=salt)
     return block_hashes(root, known["block_size"], PROMPT)
@@ -69,7 +69,7 @@ async def test_new_weights_have_another_root(served, folder, tiny_checkpoint):
     old = await routed(client)
     await cached(client, engine)
     answer = await updated(client, tiny_checkpoint(seed=8))
-    assert answer["root_hash"] == (await told(client))["root_hash"]
+    assert answer["root_hash"] == (await reported(client))["root_hash"]
     new = await routed(client)
     assert not set(old) & set(new)
     assert new == await cached(client, engine)
@@ -90,7 +90,7 @@ async def updated(client: httpx.AsyncClient, folder: Path, **options: Any) -> di
     return response.json()
 
 
-async def told(client: httpx.AsyncClient) -> dict[str, Any]:
+async def reported(client: httpx.AsyncClient) -> dict[str, Any]:
     return (await client.get("/version")).json()["prefix_hash"]
 
 
@@ -103,14 +103,14 @@ async def test_servers_agree_on_the_root_of_the_same_content(
     app, engine = serve_folder(copy)
     try:
         async with client_of(app) as other:
-            assert await told(other) == await told(client)
+            assert await reported(other) == await reported(client)
             await updated(other, next_folder)
-            assert await told(other) != await told(client)
+            assert await reported(other) != await reported(client)
             for tag in (None, "step-1"):
                 answers = [
                     await updated(one, next_folder, weight_version=tag) for one in (other, client)
                 ]
-                assert await told(other) == await told(client)
+                assert await reported(other) == await reported(client)
             assert [one["weight_version"] for one in answers] == ["step-1", "step-1"]
             assert answers[0]["weights_name"] == "tag:step-1"
             refused = {"model_path": str(folder), "weight_version": "step-1"}
@@ -119,7 +119,7 @@ async def test_servers_agree_on_the_root_of_the_same_content(
             error = response.json()["error"]
             assert error["param"] == "weight_version"
             assert "'step-1' is the tag of other weights" in error["message"]
-            assert await told(other) == await told(client)
+            assert await reported(other) == await reported(client)
     finally:
         engine.close()
     edit_config(copy, rms_norm_eps=0.5)
@@ -127,7 +127,7 @@ async def test_servers_agree_on_the_root_of_the_same_content(
     try:
         async with client_of(app) as other:
             await updated(client, folder)
-            mine, theirs = await told(client), await told(other)
+            mine, theirs = await reported(client), await reported(other)
             assert mine["weights_name"] == theirs["weights_name"]
             assert mine["root_hash"] != theirs["root_hash"]
     finally:

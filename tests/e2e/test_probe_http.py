@@ -40,8 +40,8 @@ async def counts(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[int
 async def usage(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> tuple[int, int]:
     response = await client.post(path, json=fields)
     assert response.status_code == 200, response.text
-    told = response.json()["usage"]
-    return told["prompt_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+    usage = response.json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "fields"), WRONG)
 async def test_a_wrong_body_gets_the_endpoints_own_error(client, path, fields):
-    told = await client.post(PROBE, json=fields)
+    probed = await client.post(PROBE, json=fields)
     expected = await client.post(path, json=fields)
     assert expected.status_code in (400, 404)
-    assert (told.status_code, told.json()) == (expected.status_code, expected.json())
+    assert (probed.status_code, probed.json()) == (expected.status_code, expected.json())
 
 
 async def test_an_engine_that_sleeps_or_is_gone_says_so(tiny_checkpoint):

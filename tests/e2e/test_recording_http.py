@@ -1,4 +1,4 @@
-"""A day at a server, recorded and replayed: the replay counts what the server told its clients."""
+"""A day at a server, recorded and replayed: the replay counts what clients were sent."""
 
 from __future__ import annotations
 

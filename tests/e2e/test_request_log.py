@@ -99,7 +99,9 @@ async def test_doubled_request_ids_are_two_requests(tiny_checkpoint: Callable[..
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_who_left_is_told_with_what_was_computed(tokenizer: Tokenizer, streamed: bool) -> None:
+def test_a_client_that_left_is_logged_with_what_was_computed(
+    tokenizer: Tokenizer, streamed: bool
+) -> None:
     was_taken = threading.Event()
 
     async def waits(request: Request) -> AsyncIterator[RequestOutput]:
@@ -154,14 +156,14 @@ async def test_nothing_of_a_prompt_and_no_key_is_in_the_log(tokenizer, form, mon
             await _send_canaries(script, tokenizer)
         monkeypatch.setattr(Tokenizer, "encode_batch", broken)
         await _send_canaries(_says, tokenizer)
-    told = written.getvalue()
-    assert "ValueError" in told
-    assert "KeyError" in told
-    assert "RuntimeError" in told
-    assert "test_request_log.py" in told
-    assert "--log-prompts shows it" in told
-    assert CANARY not in told
-    assert KEY not in told
+    logged = written.getvalue()
+    assert "ValueError" in logged
+    assert "KeyError" in logged
+    assert "RuntimeError" in logged
+    assert "test_request_log.py" in logged
+    assert "--log-prompts shows it" in logged
+    assert CANARY not in logged
+    assert KEY not in logged
 
 
 async def _send_canaries(script: Any, tokenizer: Tokenizer) -> None:
@@ -230,26 +232,26 @@ def test_a_log_file_may_be_rotated_and_lost(tmp_path, capfd):
     folder.rmdir()
     for _ in range(3):
         logger.info("nobody's request fails")
-    told = capfd.readouterr().err
-    assert told == f"The log {folder / 'log'} cannot be written: No such file or directory.\n"
+    logged = capfd.readouterr().err
+    assert logged == f"The log {folder / 'log'} cannot be written: No such file or directory.\n"
     folder.mkdir()
     logger.info("four")
-    told = capfd.readouterr().err
-    assert told == f"The log {folder / 'log'} is written again; 3 lines were lost.\n"
+    logged = capfd.readouterr().err
+    assert logged == f"The log {folder / 'log'} is written again; 3 lines were lost.\n"
     assert json.loads((folder / "log").read_text())["message"] == "four"
     logger.info("%d", "a fault of ours")
     assert "Logging error" in capfd.readouterr().err
     handler.close()
 
 
-def test_a_full_disk_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     handler = log_handler("text", file=Path("/dev/full"))
     logger = logging.Logger("logger")
     logger.addHandler(handler)
     for _ in range(3):
         logger.info("a line")
-    told = capfd.readouterr().err
-    assert told == "The log /dev/full cannot be written: No space left on device.\n"
+    logged = capfd.readouterr().err
+    assert logged == "The log /dev/full cannot be written: No space left on device.\n"
     with suppress(OSError):  # the lines that it still holds
         handler.close()
 

@@ -33,7 +33,7 @@ async def ask(
 
 
 async def traffic(client: httpx.AsyncClient, pools: int) -> None:
-    """Other prompts, as many blocks as so many pools have, in lists of ten."""
+    """Other prompts, as many blocks as that many pools have, in lists of ten."""
     for first in range(0, pools * USABLE // 10, 10):
         prompts = [[(first + i) % 350, *range(160)] for i in range(10)]
         await ask(client, prompts, cache_salt=f"traffic {first}", max_tokens=1)  # type: ignore[arg-type]

@@ -162,26 +162,26 @@ OF_CHAT = [
 @pytest.mark.parametrize("at", range(len(BOTH)), ids=lambda at: str(BOTH[at])[:40])
 async def test_a_wrong_value_is_named(client, at):
     """By each path in turn, streamed and not."""
-    (field, value, told), path, stream = BOTH[at], [COMPLETIONS, CHAT][at % 2], at // 2 % 2
+    (field, value, message), path, stream = BOTH[at], [COMPLETIONS, CHAT][at % 2], at // 2 % 2
     extra = {"stream": True} if stream and not field.startswith("stream") else {}
     error = _error(await client.post(path, json=GOOD[path] | extra | {field: value}))
     assert error["param"].split("[")[0].split(".")[0] == field
     if not (stream and field == "prompt_logprobs"):
-        assert told in error["message"]
+        assert message in error["message"]
 
 
-@pytest.mark.parametrize(("field", "value", "told"), OF_COMPLETIONS, ids=lambda v: str(v)[:30])
-async def test_a_wrong_value_of_a_completion_is_named(client, field, value, told):
+@pytest.mark.parametrize(("field", "value", "message"), OF_COMPLETIONS, ids=lambda v: str(v)[:30])
+async def test_a_wrong_value_of_a_completion_is_named(client, field, value, message):
     error = _error(await client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {field: value}))
     assert error["param"] == field
-    assert told in error["message"]
+    assert message in error["message"]
 
 
-@pytest.mark.parametrize(("field", "value", "told"), OF_CHAT, ids=lambda v: str(v)[:30])
-async def test_a_wrong_value_of_a_chat_is_named(client, field, value, told):
+@pytest.mark.parametrize(("field", "value", "message"), OF_CHAT, ids=lambda v: str(v)[:30])
+async def test_a_wrong_value_of_a_chat_is_named(client, field, value, message):
     error = _error(await client.post(CHAT, json=GOOD[CHAT] | {field: value}))
     assert error["param"] == field
-    assert told in error["message"]
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ async def test_an_unknown_route_is_not_found(client, path):
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", COMPLETIONS), ("GET", "/reset_prefix_cache"), ("POST", "/health")]
 )
-async def test_a_wrong_method_is_told_the_right_one(client, method, path):
+async def test_a_wrong_method_is_answered_with_the_right_one(client, method, path):
     response = await client.request(method, path)
     _error(response, 405)
     assert response.headers["allow"] in ("GET", "POST")

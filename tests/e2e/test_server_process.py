@@ -108,7 +108,7 @@ def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(fold
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, caplog, monkeypatch):
+def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, monkeypatch):
     """In this process, which asks itself from another thread and then stops itself."""
     ports: list[int] = []
 
@@ -142,8 +142,10 @@ def test_the_command_serves_until_it_is_told_to_stop(tiny_checkpoint, host, capl
     assert result.exit_code == 0
     shown = "localhost" if host == "0.0.0.0" else host
     assert f"curl http://{shown}:{ports[0]}/v1/chat/completions" in result.output
-    for told, answer in zip((b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True):
-        assert told in answer
+    for expected, answer in zip(
+        (b"tiny", b"request_timeout", b"bodies_full"), answers, strict=True
+    ):
+        assert expected in answer
     assert ("WITHOUT A KEY, EVERYBODY" in caplog.text) == (host == "0.0.0.0")
 
 

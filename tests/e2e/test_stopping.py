@@ -1,4 +1,4 @@
-"""What clients and the log are told while the server stops, and of answers that ended badly."""
+"""What clients and the log are sent while the server stops, and of answers that ended badly."""
 
 from __future__ import annotations
 

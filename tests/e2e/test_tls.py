@@ -241,19 +241,19 @@ BROKEN: dict[str, tuple[Callable[[Files], Any], str]] = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_files_that_no_client_could_trust_are_refused(files: Files, case: str) -> None:
-    change, told = BROKEN[case]
+    change, message = BROKEN[case]
     change(files)
-    _refused(["--ssl-certfile", str(files.cert), "--ssl-keyfile", str(files.key)], told)
+    _refused(["--ssl-certfile", str(files.cert), "--ssl-keyfile", str(files.key)], message)
 
 
-def _refused(flags: list[str], told: str) -> None:
+def _refused(flags: list[str], message: str) -> None:
     result = CliRunner().invoke(command, ["serve", os.devnull, "--port", "0", *flags])
-    assert (result.exit_code, told in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--ssl-keyfile", "key"], "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "cert", "--ssl-cert-reqs", "2"], "--ssl-cert-reqs needs --ssl-ca"),
@@ -261,8 +261,8 @@ def _refused(flags: list[str], told: str) -> None:
         (["--ssl-certfile", "cert", "--ssl-ca-certs", "ca"], "--ssl-ca-certs checks nobody"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(flags: list[str], told: str) -> None:
-    _refused(flags, told)
+def test_options_that_would_do_nothing_are_refused(flags: list[str], message: str) -> None:
+    _refused(flags, message)
 
 
 def test_ca_certificates_are_read_at_the_start(files: Files) -> None:

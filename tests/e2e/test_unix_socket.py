@@ -92,7 +92,7 @@ def test_what_is_no_socket_is_not_replaced(tmp_path: Path, make: Callable[[Path]
 
 
 @pytest.mark.parametrize("name", ["none/socket", "x" * 200, "a\0b"])
-def test_a_path_that_cannot_be_is_told_by_name(tmp_path: Path, name: str) -> None:
+def test_a_path_that_cannot_be_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(FieldError, match="uds cannot listen on"):
         listening(ServeOptions(uds=tmp_path / name)).__enter__()
 

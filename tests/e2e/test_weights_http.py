@@ -110,7 +110,7 @@ async def test_new_weights_from_disk(server: Server, folders: tuple[Path, Path])
     assert (await server.get("/prefix_cache/stats"))["hit_tokens"] == 0
 
 
-async def test_a_whole_answer_begins_anew(server: Server, folders: tuple[Path, Path]) -> None:
+async def test_a_whole_answer_begins_again(server: Server, folders: tuple[Path, Path]) -> None:
     task = await server.in_flight(logprobs=1)
     await server.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
     answer = (await server.resumed(task)).json()

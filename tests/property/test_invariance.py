@@ -230,7 +230,7 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
     assert min(total.guided, total.late_masks) > 0
 
 
-def test_answers_of_kept_blocks_are_those_of_lone_runs_with_widened_weights(tmp_path, seed):
+def test_answers_of_kept_blocks_are_those_of_lone_runs_with_dequantized_weights(tmp_path, seed):
     folder, dequantized = make_pair(tmp_path, "bfloat16", "Q4_1", **WIDE)
     bench, total = Bench(folder, "bfloat16", dequantized=dequantized), Counts()
     for turn in range(bounded(usual=2, long=50)):

@@ -356,7 +356,7 @@ class Run:
     def check_held(self, row: int, sequence: ScheduledSequence) -> None:
         """What a step reads is in the block tables of its sequences when it is computed.
 
-        A twin that was merged meanwhile stands in the table of the step under its old number.
+        A duplicate that was merged meanwhile stands in the table of the step under its old number.
         """
         if sequence.request_id not in self.engine._scheduler._states:
             return
@@ -616,7 +616,7 @@ def test_crowds_behind_windows_share_and_are_preempted(groups, ahead):
     assert "abort" in run.ends.values()
 
 
-def _drop_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def _drop_while_a_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     _go_by_what_is_planned(monkeypatch, "_drop_unneeded")
 
 
@@ -637,7 +637,7 @@ def _never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("groups", [HYBRID, ALL_WINDOWS])
 @pytest.mark.parametrize(
-    "break_it", [_drop_while_a_step_is_under_way, _drop_one_block_too_many, _never_drop]
+    "break_it", [_drop_while_a_step_is_in_flight, _drop_one_block_too_many, _never_drop]
 )
 def test_crowds_behind_windows_notice_what_they_are_for(monkeypatch, break_it, groups):
     break_it(monkeypatch)

@@ -61,7 +61,7 @@ class SteppedHammer:
 
     def run(self, num_events: int) -> None:
         events: list[Callable[[], None]] = [self.arrive] * 3 + [self.step] * 12
-        events += [self.swap, self.swap_beside, self.nap, self.update_in_chunks]
+        events += [self.swap, self.swap_in_flight, self.nap, self.update_in_chunks]
         events += [self.pause, self.forget]
         for _ in range(num_events):
             weights = self.runner.weights
@@ -86,7 +86,7 @@ class SteppedHammer:
     def swap(self) -> None:
         self.replace("recompute")
 
-    def swap_beside(self) -> None:
+    def swap_in_flight(self) -> None:
         """What is in flight mixes weights from here on, so that nothing of it may ever be hit."""
         if self.choose.random() < 0.08:  # else few answers would be left to check
             self.mixed |= self.answers.keys()
@@ -239,7 +239,7 @@ class LiveHammer:
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether answers under each of the weights came, and such as began anew."""
+        """Whether answers under each of the weights came, and some that began again."""
         enough = self.num_swaps >= 40 * ROUNDS and self.num_restarted > 3 and min(self.seen) > 3
         assert enough or self.num_swaps < 400 * ROUNDS, "answers do not meet the swaps"
         return enough and self.num_cached_tokens > 0

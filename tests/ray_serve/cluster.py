@@ -57,7 +57,7 @@ class Cluster:
             time.sleep(0.2)
 
     def wait_for_replicas(self, count: int) -> None:
-        """Until so many answer."""
+        """Until `count` answer."""
         self.wait_until(lambda: len(self.replicas()) == count)
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ async def all_completions(address: str, bodies: list[dict[str, Any]]) -> list[ht
     return await asyncio.gather(*(completion(address, **body) for body in bodies))
 
 
-def told(response: httpx.Response) -> Any:
+def said(response: httpx.Response) -> Any:
     """What an answer says: its choices, or its error."""
     body = response.json()
     return body["choices"] if "choices" in body else body["error"]["message"]

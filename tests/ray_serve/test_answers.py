@@ -18,8 +18,8 @@ from cluster import (
     bodies_of,
     completion,
     prompt,
+    said,
     streamed,
-    told,
     until,
 )
 
@@ -45,7 +45,7 @@ async def test_answers_are_those_of_one_server(cluster: Cluster, one_server: str
             await completion(one_server, **body),
         )
         assert ours.status_code == theirs.status_code
-        assert told(ours) == told(theirs)
+        assert said(ours) == said(theirs)
 
 
 async def test_a_prompt_goes_where_its_prefix_lies(cluster: Cluster) -> None:
@@ -56,7 +56,7 @@ async def test_a_prompt_goes_where_its_prefix_lies(cluster: Cluster) -> None:
     async def num_cached() -> list[int]:
         """Of each prompt, at the replica that it is sent to; leaves the caches as they are."""
         again = [await completion(cluster.address, cache_write=False, **body) for body in bodies]
-        assert [told(one) for one in again] == [told(one) for one in first]
+        assert [said(one) for one in again] == [said(one) for one in first]
         return [one.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for one in again]
 
     # The router learns what is cached where a moment after the answers. If it did not, all six
@@ -102,30 +102,30 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
     cluster: Cluster, model: Path, other_weights: Path
 ) -> None:
     bodies = bodies_of(4)
-    old = [told(one) for one in await all_completions(cluster.address, bodies)]
+    old = [said(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await until(lambda: len(traffic.answers) > 0)
         path = str(other_weights)
         answer = await asyncio.to_thread(cluster.post, "/update_weights_from_disk", model_path=path)
         assert answer.status_code == 200, answer.text
         num_before = len(traffic.answers)
-        new = [told(one) for one in await all_completions(cluster.address, bodies)]
+        new = [said(one) for one in await all_completions(cluster.address, bodies)]
         await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
     assert all(a != b for a, b in zip(old, new, strict=True))
     assert len({one["prefix_hash"]["root_hash"] for one in cluster.replicas()}) == 1
     for index, one in traffic.answers:
         assert isinstance(one, httpx.Response)
-        assert told(one) in (old[index], new[index])
-    # Each thread had at most one answer under way when the command returned.
+        assert said(one) in (old[index], new[index])
+    # Each thread had at most one answer in flight when the command returned.
     late = traffic.answers[num_before + len(bodies) :]
-    assert all(told(one) == new[index] for index, one in late)  # type: ignore[arg-type]
+    assert all(said(one) == new[index] for index, one in late)  # type: ignore[arg-type]
 
     # A replica that starts afterwards has the weights too.
     cluster.kill(REPLICA)
     await until(lambda: len(cluster.processes(REPLICA)) == 3)
     await asyncio.to_thread(cluster.wait_for_replicas, 3)
     answers = await all_completions(cluster.address, bodies * 3)
-    assert [told(one) for one in answers] == new * 3
+    assert [said(one) for one in answers] == new * 3
 
     missing = await asyncio.to_thread(
         cluster.post, "/update_weights_from_disk", model_path="/nowhere"
@@ -133,30 +133,30 @@ async def test_new_weights_reach_all_and_no_answer_mixes_them(
     assert missing.status_code == 400
     back = await asyncio.to_thread(cluster.post, "/update_weights_from_disk", model_path=str(model))
     assert back.status_code == 200
-    assert [told(one) for one in await all_completions(cluster.address, bodies)] == old
+    assert [said(one) for one in await all_completions(cluster.address, bodies)] == old
 
 
 async def test_sleep_and_pause_are_of_all(cluster: Cluster) -> None:
     body = bodies_of(1)[0]
-    before = told(await completion(cluster.address, **body))
+    before = said(await completion(cluster.address, **body))
     assert cluster.post("/sleep", level=2).status_code == 200
     asleep = [(await completion(cluster.address, **body)).status_code for _ in range(6)]
     assert asleep == [503] * 6
     assert httpx.get(f"{cluster.address}/ready", timeout=240).status_code == 503
     assert cluster.post("/wake_up").status_code == 200
-    assert told(await completion(cluster.address, **body)) == before
+    assert said(await completion(cluster.address, **body)) == before
     assert cluster.post("/pause", mode="nonsense").status_code == 400
     assert cluster.post("/pause").status_code == 200
     waiting = asyncio.create_task(completion(cluster.address, **body))
     await until(lambda: _load(cluster) == 1)
     assert not waiting.done()
     assert cluster.post("/resume").status_code == 200
-    assert told(await waiting) == before
+    assert said(await waiting) == before
 
 
 async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
     bodies = bodies_of(6, max_tokens=60, ignore_eos=True)
-    expected = [told(one) for one in await all_completions(cluster.address, bodies)]
+    expected = [said(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await until(lambda: len(traffic.answers) > 0)
         killed = cluster.kill(REPLICA)
@@ -164,16 +164,16 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
         await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
     for index, one in traffic.answers:
         assert isinstance(one, httpx.Response)
-        assert told(one) == expected[index]
+        assert said(one) == expected[index]
     await until(lambda: len(pids := cluster.processes(REPLICA)) == 3 and killed not in pids)
     await asyncio.to_thread(cluster.wait_for_replicas, 3)
 
 
 async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> None:
-    # So long that each replica has streams under way at any time.
+    # So long that each replica has streams in flight at any time.
     bodies = bodies_of(6, max_tokens=1800, ignore_eos=True)
     cluster.post("/reset_prefix_cache")  # else a replica that is new here may get none of them
-    expected = [told(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
+    expected = [said(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies, stream=True) as traffic:
         await until(lambda: _load(cluster) == len(bodies))
         killed = cluster.kill_busiest()
@@ -194,7 +194,7 @@ async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> 
 @pytest.mark.parametrize("deployment", [INGRESS, COMMANDS])
 async def test_a_killed_ingress_comes_back(cluster: Cluster, deployment: str) -> None:
     bodies = bodies_of(3)
-    expected = [told(one) for one in await all_completions(cluster.address, bodies)]
+    expected = [said(one) for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies) as traffic:
         await until(lambda: len(traffic.answers) > 0)
         killed = cluster.kill(deployment)
@@ -206,10 +206,10 @@ async def test_a_killed_ingress_comes_back(cluster: Cluster, deployment: str) ->
         await until(lambda: len(traffic.answers) > num_before + 2 * len(bodies))
     for index, one in traffic.answers:
         if isinstance(one, httpx.Response) and one.is_success:
-            assert told(one) == expected[index]
+            assert said(one) == expected[index]
     for index, one in traffic.answers[num_before + len(bodies) :]:
         assert isinstance(one, httpx.Response)
-        assert told(one) == expected[index]
+        assert said(one) == expected[index]
     reset = await asyncio.to_thread(cluster.post, "/reset_prefix_cache")
     assert reset.status_code == 200
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from cluster import REPLICA, Cluster, Traffic, bodies_of, completion, streamed, told, until
+from cluster import REPLICA, Cluster, Traffic, bodies_of, completion, said, streamed, until
 
 
 async def test_replicas_come_and_go_under_load(scaling: Cluster, one_server: str) -> None:
     bodies = bodies_of(8, max_tokens=300, ignore_eos=True)
-    expected = [told(await completion(one_server, **body))[0]["text"] for body in bodies]
+    expected = [said(await completion(one_server, **body))[0]["text"] for body in bodies]
     with Traffic(scaling.address, bodies[:1], stream=True) as few:
         with Traffic(scaling.address, bodies, stream=True) as many:
             await until(lambda: len(scaling.processes(REPLICA)) == 3)

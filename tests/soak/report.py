@@ -92,7 +92,7 @@ def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check])
 def _violations(tally: Tally) -> list[str]:
     if not tally.violations:
         return []
-    shown = [f"- `{told[:400].replace('`', chr(39))}`" for told in tally.violations]
+    shown = [f"- `{violation[:400].replace('`', chr(39))}`" for violation in tally.violations]
     return ["## Violations", "", *shown, ""]
 
 

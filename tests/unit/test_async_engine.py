@@ -287,7 +287,7 @@ def of_key(name: str, client: str) -> Request:
     return dataclasses.replace(make_request(name), client=client)
 
 
-async def test_a_key_may_have_so_many_requests_wait_and_others_go_on(serve: Make) -> None:
+async def test_a_key_may_have_that_many_requests_wait_and_others_go_on(serve: Make) -> None:
     served = serve(max_waiting_per_client=2, max_num_seqs=1)
     running = await start_held(served)
     waiting = [
@@ -526,7 +526,7 @@ async def test_an_idle_engine_takes_no_steps_and_does_not_spin(serve: Make) -> N
     assert len(served.runner.plans) == 4
 
 
-async def test_one_hand_over_a_step(serve: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_delivery_a_step(serve: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve()
     loop = asyncio.get_running_loop()
     calls = 0

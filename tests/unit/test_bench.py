@@ -105,12 +105,12 @@ def test_an_objective_between_tokens_is_of_their_mean(itl: float, attained: floa
     assert summary.slo_attainment == attained
 
 
-def test_objectives_are_told_in_milliseconds() -> None:
+def test_objectives_are_in_milliseconds() -> None:
     assert parse_objectives(("ttft:500", "e2el:2000.5")) == {"ttft": 0.5, "e2el": 2.0005}
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "ttft:inf", "speed:5", ""])
-def test_a_wrong_objective_is_told(text: str) -> None:
+def test_a_wrong_objective_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="as in ttft:500"):
         parse_objectives((text,))
 
@@ -205,7 +205,7 @@ def test_two_results_stand_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"variants": []}', '{"variants": [{"name": 1}], "settings": {}}']
 )
-def test_what_is_no_result_is_told_by_its_name(tmp_path: Path, content: str) -> None:
+def test_what_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text(content)
     with pytest.raises(ConfigError, match=r"wrong\.json"):

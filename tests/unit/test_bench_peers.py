@@ -156,7 +156,7 @@ async def test_without_usage_in_streams_tokens_are_counted_here(whole: bool, tok
     assert bool(target.remarks) != whole
 
 
-async def test_what_a_peer_does_not_serve_is_told() -> None:
+async def test_what_a_peer_does_not_serve_is_reported() -> None:
     with served(Peer(paths=())) as url:
         with pytest.raises(BenchmarkError, match=r"takes no prompts.*404"):
             async with http_target(url):
@@ -194,7 +194,10 @@ def test_every_workload_runs_against_a_peer(tmp_path: Path, workload: str) -> No
 
 def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path) -> None:
     with served(Peer(dies_at=9)) as url:
-        one_by_one = ("--concurrency", "1")  # a request beside the last one would be lost with it
+        one_by_one = (
+            "--concurrency",
+            "1",
+        )  # a concurrent one would be lost too
         result = bench(url, tmp_path, "--num-requests", "20", "--repeats", "2", *one_by_one)
     assert result.exit_code == 1
     assert "is gone" in result.stderr
@@ -252,7 +255,7 @@ async def test_a_broken_stream_fails_its_request(text: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"data": [{}]}', '{"data": 5}', "no JSON"])
-async def test_a_server_that_is_none_is_told(content: str) -> None:
+async def test_a_server_that_is_none_is_reported(content: str) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=content))
     client = httpx.AsyncClient(transport=transport, base_url="http://server")
     with pytest.raises(BenchmarkError, match="server"):

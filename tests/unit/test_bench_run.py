@@ -267,11 +267,11 @@ async def test_a_workload_that_does_not_fit_says_what_would(tiny_checkpoint):
     options = BenchOptions(
         asked=WorkloadConfig(workload="agents"), flags={"model": str(tiny_checkpoint()), **FLAGS}
     )
-    with pytest.raises(ConfigError, match=r"scale_lengths must be less.* would do") as told:
+    with pytest.raises(ConfigError, match=r"scale_lengths must be less.* would do") as error:
         await benched(options)
-    scale = float(str(told.value).split()[-3])
+    scale = float(str(error.value).split()[-3])
     longest = Work.of(replace(options.asked, scale_lengths=scale)).longest
-    limit = int(str(told.value).split("takes ")[1].split(".")[0].replace(",", ""))
+    limit = int(str(error.value).split("takes ")[1].split(".")[0].replace(",", ""))
     assert longest is not None
     assert 0.5 * limit < longest <= limit
 
@@ -343,7 +343,7 @@ def test_the_command_says_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     "option", [["--plot", "x.bmp"], ["--plot", "/"], ["--output", "/"], ["--html", "/"]]
 )
-def test_what_cannot_be_written_is_told_before_anything_is_measured(option):
+def test_what_cannot_be_written_is_reported_before_anything_is_measured(option):
     result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
     assert result.exit_code == 2
     assert option[0] in result.stderr

@@ -104,7 +104,7 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["serve", "--log-level", "loud"], "--log-level must be 'debug', 'info', 'warning' or"),
         (["serve", "--scheduling-policy", "random"], "--scheduling-policy must be 'fcfs', 'prio"),
@@ -138,13 +138,13 @@ def test_help_imports_nothing_heavy():
         (["download", ""], "MODEL"),
     ],
 )
-def test_wrong_flags_are_one_line_and_status_2(arguments, told, monkeypatch):
+def test_wrong_flags_are_one_line_and_status_2(arguments, message, monkeypatch):
     for starts in ("models.hub.resolve_model", "engine.build.build"):
         monkeypatch.setattr(f"prefixcache.{starts}", lambda *_: pytest.fail("it starts"))
     result = _run(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
-    assert told in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_command_line_of_vllm_starts_here(served):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
@@ -173,11 +173,11 @@ def test_a_command_line_of_vllm_starts_here(served):
         (["download", "./nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_started_is_one_line_and_status_1(arguments, told):
+def test_what_cannot_be_started_is_one_line_and_status_1(arguments, message):
     result = _run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
-    assert told in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -188,7 +188,7 @@ def test_weights_of_another_form_than_said_are_refused(tiny_checkpoint, name):
     assert f"error: {name} gguf: the model's weights are safetensors" in result.stderr
 
 
-def test_an_unknown_option_is_told_with_the_one_that_was_meant():
+def test_an_unknown_option_is_reported_with_the_one_that_was_meant():
     result = _run("serve", "--max-num-seq", "3")
     assert result.exit_code == 2
     assert "--max-num-seqs" in result.stderr
@@ -281,7 +281,7 @@ def test_a_flag_that_the_model_shows_to_be_wrong_is_named_as_it_was_said(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "max_num_seq: 3",
@@ -303,12 +303,12 @@ def test_a_flag_that_the_model_shows_to_be_wrong_is_named_as_it_was_said(monkeyp
         ("\x00", "--config takes a YAML file; {} is none."),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named(tmp_path, text, told):
+def test_what_is_wrong_in_the_file_is_named(tmp_path, text, message):
     file = tmp_path / "server.yaml"
     file.write_text(text)
     result = _run("serve", "--config", str(file))
     assert result.exit_code == 2
-    assert told.format(file) in result.stderr
+    assert message.format(file) in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -368,7 +368,7 @@ def test_generate_repeats_itself_under_a_seed(generate):
     assert first.output == second.output != generate("--seed", "4", "--temperature", "1.5").output
 
 
-def test_generate_goes_on_with_the_text_unless_it_is_told_to_chat(generate):
+def test_generate_goes_on_with_the_text_unless_it_is_to_chat(generate):
     options: list[Any] = ["--temperature", "0"]
     texts = {generate(*options, *kind).output for kind in ([], ["--chat"], ["--system", "Hi"])}
     assert len(texts) == 3

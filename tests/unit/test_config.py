@@ -525,7 +525,7 @@ def test_numbers_that_nothing_holds_are_named(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ({"max_num_seq": 3}, "Unknown flag max_num_seq; did you mean max_num_seqs"),
         ({"cache": CacheConfig()}, "Unknown flag cache"),
@@ -539,8 +539,8 @@ def test_numbers_that_nothing_holds_are_named(changes: dict[str, Any]) -> None:
         ({"attention": "best"}, "^attention must be 'auto', 'torch', 'cpu'"),
     ],
 )
-def test_flags_of_python_are_checked_by_the_fields_names(flags: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_flags_of_python_are_checked_by_the_fields_names(flags: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.from_flags(**flags)
 
 

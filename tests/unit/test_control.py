@@ -117,7 +117,7 @@ def test_the_same_weights_again_are_another_version(driver: Driver) -> None:
     assert driver.cached["b"] == 0
 
 
-def test_recompute_begins_answers_anew(driver: Driver) -> None:
+def test_recompute_begins_answers_again(driver: Driver) -> None:
     driver.add("a")
     driver.step(3)
     driver.swap(1)

@@ -112,8 +112,11 @@ def test_the_command_names_the_formats_there_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "--quantize or --widen must be given"),
-        (["--quantize", "q8_0", "--widen", "float32"], "--quantize or --widen must be given"),
+        ([], "--quantize or --dequantize must be given"),
+        (
+            ["--quantize", "q8_0", "--dequantize", "float32"],
+            "--quantize or --dequantize must be given",
+        ),
         (["--quantize", "q4_k_m"], "--quantize must be one of q8_0, q4_0, .*got 'q4_k_m'.*GGUF"),
         (["--quantize", "q8_0", "--output", "."], "--output .* is there already"),
     ],

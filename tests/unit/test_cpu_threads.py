@@ -41,8 +41,8 @@ def test_more_threads_than_the_system_gives() -> None:
         [sys.executable, "-c", TOO_MANY], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    told, threads = done.stdout.splitlines()
-    assert told.startswith("the system does not give 1024 threads; ask for fewer: ")
+    warning, threads = done.stdout.splitlines()
+    assert warning.startswith("the system does not give 1024 threads; ask for fewer: ")
     assert threads == "2"
     assert "panicked" not in done.stderr
 

@@ -55,7 +55,7 @@ async def test_a_slow_reader_gets_the_last_of_each_event_and_holds_no_more() -> 
     assert int(names[0][1:]) >= 20
 
 
-async def test_there_are_only_so_many_pages_however_they_leave() -> None:
+async def test_pages_are_limited_however_they_leave() -> None:
     source = Source(period=0.001, most_pages=2)
     feed = source.feed
     for _ in range(3):

@@ -44,15 +44,15 @@ def _gauges() -> Gauges:
 
 
 def _residency() -> BlockResidency:
-    cache = _cache_without_losses()
+    cache = _cache_without_evictions()
     return BlockResidency(cache, EvictionReader(cache))
 
 
-def _cache_without_losses() -> mock.Mock:
-    losses = np.zeros(0, dtype=[("cause", "u1"), ("age", "f8"), ("idle", "f8")])
+def _cache_without_evictions() -> mock.Mock:
+    evictions = np.zeros(0, dtype=[("cause", "u1"), ("age", "f8"), ("idle", "f8")])
     gaps = ([0] * 22, 0.0)
     return mock.Mock(
-        take_losses=lambda _: losses,
+        take_losses=lambda _: evictions,
         reuse_gaps=lambda: gaps,
         num_missed_evictions=0,
         listen=mock.Mock(),
@@ -100,8 +100,8 @@ def test_every_metric_of_ours_that_counts_trouble_is_on_the_dashboard() -> None:
 def test_what_to_do_stands_in_the_docs_for_every_alert() -> None:
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     alerts = {rule["alert"] for group in groups for rule in group["rules"]}
-    told = set(re.findall(r"^\| `(Prefixcache\w+)` \|", DOCS.read_text(), re.MULTILINE))
-    assert alerts == told
+    documented = set(re.findall(r"^\| `(Prefixcache\w+)` \|", DOCS.read_text(), re.MULTILINE))
+    assert alerts == documented
 
 
 def test_options_in_the_examples_exist() -> None:

@@ -207,7 +207,7 @@ def test_content_that_was_not_copied_shows_and_a_failed_copy_loses_none(monkeypa
 
 
 @pytest.mark.parametrize("most", [0, 6])
-def test_only_so_many_blocks_outlive_their_requests(most: int) -> None:
+def test_only_that_many_blocks_outlive_their_requests(most: int) -> None:
     elastic = Elastic(max_cached_blocks=most)
     prompts = fill(elastic, 3)
     assert elastic.cache.stats()["cached_blocks"] == most

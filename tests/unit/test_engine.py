@@ -265,7 +265,7 @@ def test_an_aborted_request_whose_text_cannot_end_fails_alone(
     assert cache.num_free_blocks == cache.num_blocks - 1
 
 
-def test_an_answer_that_cannot_begin_anew_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_cannot_begin_again_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     made: list[SamplingParams] = []
 
     def make(params: SamplingParams) -> IdText:

@@ -1,4 +1,4 @@
-"""`benches/gpu/run.py` on a CPU: with nothing beside torch, and with sections that hang."""
+"""`benches/gpu/run.py` on a CPU: with nothing but torch, and with sections that hang."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_section_that_hangs_loses_neither_its_rows_nor_its_words(tmp_path, ben
 
 def test_a_section_that_fails_is_a_row_and_the_others_are_run(tmp_path, bench, monkeypatch):
     hang = "import time; time.sleep(600)"
-    scripts = {"broken": "raise ValueError('told why')", "good": "pass", "slow": hang}
+    scripts = {"broken": "raise ValueError('reason')", "good": "pass", "slow": hang}
     monkeypatch.setattr(
         bench.Run,
         "_command",
@@ -128,9 +128,9 @@ def test_a_section_that_fails_is_a_row_and_the_others_are_run(tmp_path, bench, m
     ]
     monkeypatch.setattr(bench, "PEERS", {"vllm": bench.PEERS["vllm"].__class__("absent_", None)})
     bench.run_all(run, jobs, budget=120)
-    told = [(row["section"], row.get("unit"), row.get("ok")) for row in _rows(tmp_path)]
-    assert told == [
-        ("broken", "failed: ValueError: told why", False),
+    recorded = [(row["section"], row.get("unit"), row.get("ok")) for row in _rows(tmp_path)]
+    assert recorded == [
+        ("broken", "failed: ValueError: reason", False),
         ("slow", "stopped after 1 s", False),
         ("peer", "not installed", None),
     ]

@@ -161,7 +161,7 @@ def test_a_returning_request_needs_no_more_than_its_threshold() -> None:
     assert bench.answers["second"] == answer_alone(PROMPT, 24)
 
 
-def under_way(max_tokens: int = 20, **options: Any) -> tuple[Engine, FakeRunner, list[int]]:
+def in_flight(max_tokens: int = 20, **options: Any) -> tuple[Engine, FakeRunner, list[int]]:
     """An engine that serves "a", whose prompt was cached and which asks for all of it."""
     engine, runner, _ = make_versioned_engine(**options)
     tokens: list[int] = []
@@ -191,7 +191,7 @@ def rest(engine: Engine) -> tuple[list[int], str | None]:
 
 
 def test_after_a_sleep_nothing_is_recomputed_that_asked_not_to_be() -> None:
-    engine, runner, sent = under_way()
+    engine, runner, sent = in_flight()
     assert len(sent) == 3
     engine.control.sleep()
     engine.control.wake_up()
@@ -201,24 +201,24 @@ def test_after_a_sleep_nothing_is_recomputed_that_asked_not_to_be() -> None:
 
 
 def test_after_a_weight_update_nothing_is_recomputed_that_asked_not_to_be() -> None:
-    engine, runner, _ = under_way()
+    engine, runner, _ = in_flight()
     steps = len(runner.plans)
     engine.control.load_state_dict({name: torch.tensor(1) for name in NAMES}, "recompute")
-    (told,) = engine.take_outputs()
-    assert told.restarted, "what was sent is void"
+    (output,) = engine.take_outputs()
+    assert output.restarted, "what was sent is void"
     assert rest(engine) == ([], "cache_threshold")
     assert len(runner.plans) == steps
 
 
 def test_a_reset_leaves_a_running_request_alone() -> None:
-    engine, _, sent = under_way()
+    engine, _, sent = in_flight()
     engine.control.reset_prefix_cache()
     tokens, reason = rest(engine)
     assert (len(sent + tokens), reason) == (20, "length")
 
 
 def test_after_a_reset_and_a_pause_nothing_is_recomputed_that_asked_not_to_be() -> None:
-    engine, _, _ = under_way()
+    engine, _, _ = in_flight()
     engine.control.reset_prefix_cache()
     engine.control.pause("recompute")
     engine.control.resume()
@@ -226,7 +226,7 @@ def test_after_a_reset_and_a_pause_nothing_is_recomputed_that_asked_not_to_be() 
 
 
 def test_a_pause_alone_leaves_the_blocks_there() -> None:
-    engine, _, sent = under_way()
+    engine, _, sent = in_flight()
     engine.control.pause("recompute")
     engine.control.resume()
     tokens, reason = rest(engine)

@@ -40,7 +40,7 @@ class Server:
             self.waiting.append((priority, self.jobs.add(request), self._serial, request))
 
     def start(self, count: int = 1) -> list[str]:
-        """Lets so many start and end; returns their jobs."""
+        """Lets up to `count` start and end; returns their jobs."""
         for _ in range(min(count, len(self.waiting))):
             entry = min(self.waiting, key=lambda entry: entry[:3])
             self.waiting.remove(entry)

@@ -188,20 +188,20 @@ def test_all_consumers_know_what_is_cached(context, subscribe, groups, seed):
         check_hits(cache, prompts, now)
 
 
-def test_events_that_nobody_takes_are_bounded_and_told_anew() -> None:
+def test_events_that_nobody_takes_are_bounded_and_sent_again() -> None:
     cache = PrefixCache(1000, 1)
     cache.keep_events()
     for first in range(0, 90_000, 900):
         serve(cache, list(range(first, first + 900)))
-    num_told = 0
+    num_sent = 0
     kinds, hashes = [], set[int]()
     while events := cache.take_events(10_000):
         for kind, _, _, names, _ in events:
-            num_told += len(names)
+            num_sent += len(names)
             kinds.append(kind)
             hashes = hashes | set(names) if kind == "stored" else hashes - set(names)
     assert kinds[0] == "cleared"
-    assert num_told < 3 * 65536
+    assert num_sent < 3 * 65536
     snapshot = cache.snapshot_events()
     assert snapshot is not None
     assert snapshot.num_blocks == len(hashes) == cache.stats()["cached_blocks"]
@@ -262,10 +262,10 @@ def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
             assert list(replayed(context, endpoint, 4)) == [4]
             assert replayed(context, endpoint, 9) == {}
             samples = [one for family in publisher.families() for one in family.samples]
-            told = {(one.name.split(":")[1], *one.labels.values()): one.value for one in samples}
-            assert told["kv_event_batches_total",] == 5
-            assert told["kv_event_blocks_total", "stored"] == 5
-            assert told["kv_events_publishing",] == 1
+            values = {(one.name.split(":")[1], *one.labels.values()): one.value for one in samples}
+            assert values["kv_event_batches_total",] == 5
+            assert values["kv_event_blocks_total", "stored"] == 5
+            assert values["kv_events_publishing",] == 1
 
 
 @pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
@@ -301,9 +301,9 @@ def test_a_consumer_that_never_reads_costs_others_nothing(subscribe):
         wait_until(lambda: is_heard(stuck))
         for number in range(1000, 1040):
             sockets.send(number, bytes(2**20))
-            while (told := sequence_of(reads)) < 1000:
+            while (received := sequence_of(reads)) < 1000:
                 pass  # of before
-            assert told == number, "a batch is missing"
+            assert received == number, "a batch is missing"
         assert sockets.num_overflows > 0
 
 

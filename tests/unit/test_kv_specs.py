@@ -60,9 +60,9 @@ def test_layers_of_one_kind_are_one_group(windows: tuple[int | None, ...], group
     assert (layout.num_tensors, layout.num_padded) == (3, 0)
 
 
-def test_one_full_group_has_the_hashes_of_a_cache_that_is_told_of_none() -> None:
-    told = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds)
-    assert told.root_hash == PrefixCache(2, 16).root_hash()
+def test_one_full_group_has_the_hashes_of_a_cache_without_groups() -> None:
+    cache = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds)
+    assert cache.root_hash == PrefixCache(2, 16).root_hash()
 
 
 layers = st.lists(st.sampled_from([None, None, 1, 16, 512]), min_size=1, max_size=40).map(tuple)

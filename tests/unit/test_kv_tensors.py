@@ -157,7 +157,7 @@ def test_given_up_memory_goes_back_to_the_system() -> None:
         memory.give_up()
         assert _resident_bytes() - before < 10 << 20
     memory.allocate()
-    assert bound_to(memory)[0] is tensors[0], "nothing is bound anew"
+    assert bound_to(memory)[0] is tensors[0], "nothing is bound again"
     assert not tensors[0].any()
 
 

@@ -88,7 +88,7 @@ class Room:
         sees_all: bool = False,
         **options: Any,
     ) -> Explanation:
-        """What is told of the prompt before it is sent."""
+        """What is explained of the prompt before it is sent."""
         self.diagnostics.settle()
         ids = np.array(prompt, np.int32)
         asked = Asked(token_ids=ids, owner=owner, salt=salt, **options)
@@ -272,7 +272,7 @@ def test_a_loss_that_nobody_could_take_note_of_is_still_one() -> None:
     assert found.miss.detail.ago_s is None
 
 
-def test_prompts_under_way_are_bounded_and_forgotten_where_nothing_was_computed() -> None:
+def test_prompts_in_flight_are_bounded_and_forgotten_where_nothing_was_computed() -> None:
     room = Room(memory=1 << 15)
     diagnostics = room.diagnostics
     prompt = RememberedPrompt(
@@ -292,7 +292,7 @@ def test_prompts_under_way_are_bounded_and_forgotten_where_nothing_was_computed(
     assert len(diagnostics.history.prompts()) == before
 
 
-def test_the_table_of_losses_keeps_the_last_ones() -> None:
+def test_the_table_of_evictions_keeps_the_last_ones() -> None:
     table = EvictedBlocks(1 << 17)
     assert 1 << 15 < table.num_bytes <= 1 << 17
     random = np.random.default_rng(0)

@@ -59,8 +59,8 @@ from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from ray_in_process import (
     BLOCK,
+    FakeCommands,
     Handle,
-    Told,
     config_of,
     enter_replica,
     job_of,
@@ -71,7 +71,7 @@ from ray_in_process import (
 
 PROMPT = [3 + place * 7 % 370 for place in range(70)]
 OTHER = [5 + place * 11 % 370 for place in range(70)]
-# So long that it is under way whenever a test looks.
+# So long that it is in flight whenever a test looks.
 LONG = 1900
 
 Checkpoint = Callable[..., Path]
@@ -301,19 +301,21 @@ async def test_metrics_name_their_replica(replica: EngineReplica) -> None:
 
 async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
     await parts_of(replica, request_of(PROMPT))
-    header, *told, end = decode_snapshot(await replica.kv_snapshot())
+    header, *events, end = decode_snapshot(await replica.kv_snapshot())
     root = await root_of(replica)
     assert isinstance(header, SnapshotHeader)
     assert header.root_hash == root
     assert isinstance(end, SnapshotEnd)
-    stored = [one for event in told if isinstance(event, BlockStored) for one in event.block_hashes]
+    stored = [
+        one for event in events if isinstance(event, BlockStored) for one in event.block_hashes
+    ]
     expected = BlockHashes.compute(PROMPT, bytes.fromhex(root), BLOCK).short()
     assert sorted(stored) == sorted(expected.tolist())
     endpoints = (await replica.record_replica_metadata())["kv_events"]
     assert endpoints["endpoint"].startswith("tcp://127.0.0.1:")
 
 
-def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
+def test_events_are_sent_to_other_nodes_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
     assert _events_config(ServeOptions(kv_events_public=True)).endpoint == "tcp://10.1.2.3:*"
     assert _events_config(ServeOptions()).endpoint == "tcp://127.0.0.1:*"
@@ -322,7 +324,7 @@ def test_events_are_told_to_other_nodes_where_that_is_asked_for(monkeypatch):
 async def test_a_replica_that_is_dropped_ends_its_engine(monkeypatch, folder):
     enter_replica(monkeypatch, "a")
     replica = EngineReplica.__new__(EngineReplica)
-    await replica.__init__(config_of(folder), ServeOptions(), Handle(Told()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
+    await replica.__init__(config_of(folder), ServeOptions(), Handle(FakeCommands()), 60.0)  # pyright: ignore[reportGeneralTypeIssues]
     engine = replica._engine
     assert engine.dead is None
     del replica
@@ -376,7 +378,7 @@ async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_wei
         update = update_to(other_weights)
         await first.obey(update, ReplicaState(number=3, weights=update, pause=Command("pause")))
         state = await first.replica_state()
-    async with replica_of(monkeypatch, folder, "b", commands=Told(state)) as second:
+    async with replica_of(monkeypatch, folder, "b", commands=FakeCommands(state)) as second:
         assert await second.replica_state() == state
         assert await root_of(second) == state.root_hash
         assert (await second.status())["is_paused"] is True
@@ -400,32 +402,32 @@ async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, ot
 async def test_a_replica_that_cannot_do_the_commands_does_not_start(monkeypatch, folder):
     state = ReplicaState(number=1, root_hash="00", size=Command("resize", {"num_blocks": 1}))
     with pytest.raises(PrefixCacheError, match="blocks"):
-        async with replica_of(monkeypatch, folder, commands=Told(state)):
+        async with replica_of(monkeypatch, folder, commands=FakeCommands(state)):
             pass
 
 
 async def test_a_replica_catches_up_before_it_answers(monkeypatch, folder):
-    told = Told()
-    async with replica_of(monkeypatch, folder, commands=told) as replica:
+    commands = FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands) as replica:
         sleep = Command("sleep", options={"level": 1})
-        told.current = (await replica.replica_state()).after(sleep)
-        assert told.num_asked == 1
+        commands.current = (await replica.replica_state()).after(sleep)
+        assert commands.num_asked == 1
         await parts_of(replica, request_of(PROMPT), command_number=0)
-        assert told.num_asked == 1
+        assert commands.num_asked == 1
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
             assert isinstance(failed, Failed)
             assert isinstance(failed.error, EngineHaltedError)
-        assert told.num_asked == 2
+        assert commands.num_asked == 2
         assert (await replica.status())["is_sleeping"] is True
-        assert await replica.replica_state() == told.current
+        assert await replica.replica_state() == commands.current
 
 
 async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
-    told = Told()
-    async with replica_of(monkeypatch, folder, commands=told) as replica:
+    commands = FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands) as replica:
         state = await replica.replica_state()
-        told.current = dataclasses.replace(state, number=1, root_hash="another")
+        commands.current = dataclasses.replace(state, number=1, root_hash="another")
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
             assert isinstance(failed, Failed)
@@ -602,7 +604,7 @@ async def test_replicas_without_an_answer_is_dead() -> None:
         await ReplicaSet(handle).about()
 
 
-async def test_replicas_that_answer_are_heard_beside_one_that_hangs(monkeypatch):
+async def test_replicas_that_answer_are_heard_next_to_one_that_hangs(monkeypatch):
     class Hangs:
         async def status(self) -> None:
             await asyncio.Event().wait()

@@ -189,7 +189,7 @@ async def tell(
     assert router._caches.knows(name)
 
 
-def told(name: str, probe: Probe | int = 0) -> FakeReplica:
+def with_events(name: str, probe: Probe | int = 0) -> FakeReplica:
     """A replica whose events are read."""
     return FakeReplica(name, probe, events=LOCAL | {"endpoint": f"tcp://127.0.0.1:{name}"})
 
@@ -233,7 +233,7 @@ async def test_a_failed_probe_counts_as_nothing_known(router, fails):
     alone = job()
     assert await order(router, replicas[:1], alone) == ["a"]
     assert alone.expected_hits == {"a": 0}
-    # A call under way would count as a request of this router for ever.
+    # A call in flight would count as a request of this router for ever.
     assert not router._asked.total()
 
 
@@ -279,7 +279,7 @@ async def test_its_own_requests_count_once(router: PrefixRequestRouter) -> None:
     assert load(router, replica) == 3 * router_module._REQUEST_TOKENS
 
 
-async def test_questions_under_way_are_no_load(router: PrefixRequestRouter) -> None:
+async def test_questions_in_flight_are_no_load(router: PrefixRequestRouter) -> None:
     replica: Any = FakeReplica("a")
     replica.queue_len = 1
     update(router, replica)
@@ -309,7 +309,7 @@ async def test_requests_of_one_key_go_to_one_replica(router: PrefixRequestRouter
 
 
 async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers: Readers) -> None:
-    replicas = update(router, told("a", 40), told("b"), FakeReplica("c", 8))
+    replicas = update(router, with_events("a", 40), with_events("b"), FakeReplica("c", 8))
     of = job()
     await tell(router, readers, "a")
     await tell(router, readers, "b", stored(of, 5))
@@ -324,7 +324,7 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
 
 
 async def test_blocks_under_a_salt_are_asked_for(router, readers):
-    replicas = update(router, told("a", 12), told("b"))
+    replicas = update(router, with_events("a", 12), with_events("b"))
     of = job(salt="secret")
     await tell(router, readers, "a")
     await tell(router, readers, "b")
@@ -333,7 +333,7 @@ async def test_blocks_under_a_salt_are_asked_for(router, readers):
 
 
 async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
-    replicas = update(router, told("a"), FakeReplica("b", 36))
+    replicas = update(router, with_events("a"), FakeReplica("b", 36))
     of = job(read=False)
     await tell(router, readers, "a", stored(of, 9))
     await order(router, replicas, of)
@@ -342,7 +342,7 @@ async def test_a_request_that_reads_no_cache_hits_nothing(router, readers):
 
 
 async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
-    replicas = update(router, told("a"), FakeReplica("b", 4), FakeReplica("c", 36))
+    replicas = update(router, with_events("a"), FakeReplica("b", 4), FakeReplica("c", 36))
     of = job(actual_hits={"a": 0, "c": 8})
     await tell(router, readers, "a", stored(of, 9))
     assert await order(router, replicas, of) == ["c", "b", "a"]
@@ -350,7 +350,7 @@ async def test_what_a_replica_said_itself_outdoes_its_events(router, readers):
 
 
 async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers: Readers) -> None:
-    gone, other = update(router, told("a"), told("b"))
+    gone, other = update(router, with_events("a"), with_events("b"))
     of = job()
     await tell(router, readers, "a", stored(of, 9))
     await tell(router, readers, "b", stored(of, 1))
@@ -363,7 +363,7 @@ async def test_a_dead_replica_is_forgotten(router: PrefixRequestRouter, readers:
     router.on_request_routed(pending(of), gone.replica_id, None)
     router.on_request_completed(gone.replica_id, "1")
     assert await order(router, [other], of) == ["b"]
-    # One of the same name that comes back has nothing cached, and is read anew.
+    # One of the same name that comes back has nothing cached, and is read again.
     update(router, gone, other)
     await tell(router, readers, "a")
     assert await order(router, [gone, other], of) == ["b", "a"]
@@ -387,9 +387,9 @@ async def test_events_are_read_where_they_can_be(router, readers, events, node, 
     assert len(readers.updates) == is_read
 
 
-async def test_blocks_under_way_count_until_they_are_computed(router, readers, monkeypatch):
+async def test_blocks_in_flight_count_until_they_are_computed(router, readers, monkeypatch):
     monkeypatch.setattr(router_module, "_EVENT_SECONDS", 0.0)
-    replicas = update(router, told("a"), told("b"))
+    replicas = update(router, with_events("a"), with_events("b"))
     for name in ("a", "b"):
         await tell(router, readers, name)
     first, call = job(), pending(job())
@@ -407,7 +407,7 @@ async def test_blocks_under_way_count_until_they_are_computed(router, readers, m
 
 
 async def test_blocks_of_a_failed_request_do_not_count(router, readers):
-    [replica] = update(router, told("a"))
+    [replica] = update(router, with_events("a"))
     await tell(router, readers, "a")
     of = job()
     router.on_request_routed(pending(of), replica.replica_id, None)
@@ -499,15 +499,15 @@ async def test_events_that_the_network_loses_are_replayed(router, monkeypatch, r
             await until(lambda count=before: network.num_sent > count)
         network.is_lossy = False
         await answer(replica, jobs[-1])
-        _, *told, _ = decode_snapshot(await engine.kv_snapshot())
-        cached = {name for one in told for name in getattr(one, "block_hashes", ())}
+        _, *events, _ = decode_snapshot(await engine.kv_snapshot())
+        cached = {name for one in events for name in getattr(one, "block_hashes", ())}
         await until(lambda: router._routing.num_blocks == len(cached))
         for of in jobs:
             await order(router, [replica], of)
             assert of.expected_hits == {"a": engine._engine.probe(of.requests[0])}
         assert network.num_lost > 5
         assert engine._engine.control.prefix_cache_stats().evictions
-        # No probe told it.
+        # No probe reported it.
         assert replica.asked == ["kv_snapshot"]
         update(router)
         await asyncio.sleep(0)

@@ -182,7 +182,7 @@ async def test_a_replica_that_died_is_followed_by_another() -> None:
     assert texts == ["x", "0", "1"]
 
 
-async def test_a_stale_replica_is_told_to_the_router() -> None:
+async def test_a_stale_replica_is_reported_to_the_router() -> None:
     handle = Handle(_is_stale, _answers)
     await _all(_answer(handle))
     assert [dict(job.actual_hits) for job in handle.jobs] == [{}, {"c": 4}]
@@ -328,7 +328,7 @@ async def test_a_replica_that_fails_alone_is_replaced() -> None:
     assert [one.is_outdated for one in replicas] == [False, True]
 
 
-async def test_who_gives_commands_may_start_anew() -> None:
+async def test_who_gives_commands_may_start_again() -> None:
     replicas = [Replica(), Replica()]
     await _commands(*replicas).run(_update("b"))
     # Cut off before the second one did it, and before anybody computes again.
@@ -404,7 +404,7 @@ def test_metrics_of_replicas_are_one_page() -> None:
     ],
     ids=["no-most", "too-few", "none"],
 )
-def test_wrong_numbers_of_replicas_are_told(flags: dict[str, Any], name: str) -> None:
+def test_wrong_numbers_of_replicas_are_rejected(flags: dict[str, Any], name: str) -> None:
     with pytest.raises(FieldError) as error:
         RayOptions(**flags)
     assert error.value.field == name

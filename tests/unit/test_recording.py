@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_made_is_refused_by_its_flag(tmp_path, path, error
         check_folder(tmp_path / path)
 
 
-def test_a_folder_that_is_gone_by_then_is_told_too(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_by_then_is_reported_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record_trace cannot be made: .*: No such file"):
         TraceWriter(tmp_path / "gone" / "day.jsonl", 1)
 
@@ -381,7 +381,7 @@ def metric_of(writer: TraceWriter) -> float:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_recording_is_told_by_line_and_field(tmp_path, lines, error):
+def test_what_is_no_recording_is_reported_by_line_and_field(tmp_path, lines, error):
     recorded = record_some(tmp_path / "good.jsonl", 0)
     recorded.end()
     header = lines_of(recorded.path)[0]

@@ -83,8 +83,8 @@ def test_a_queue_is_waited_for_and_long_hits_go_first(tmp_path: Path) -> None:
     aware = results(tmp_path, trace, *flags, "--scheduling-policy", "cache-aware")
     aware = aware["traces"][0]["rows"][0]["latency"]
     for found, times in ((fcfs, (2 * miss, 2 * miss + hit)), (aware, (miss + hit, 2 * miss + hit))):
-        told = found["ttft_ms"]["50"], found["ttft_ms"]["99"]
-        np.testing.assert_allclose(told, times, rtol=1e-3)
+        percentiles = found["ttft_ms"]["50"], found["ttft_ms"]["99"]
+        np.testing.assert_allclose(percentiles, times, rtol=1e-3)
     assert fcfs["good_share"] == pytest.approx(1 / 3)
     assert aware["good_share"] == pytest.approx(2 / 3)
     impatient = (*flags, "--scheduling-policy", "cache-aware", "--max-queue-delay", "0")
@@ -192,7 +192,7 @@ def test_wrong_flags_are_named(tmp_path: Path, flags: tuple[str, ...], said: str
         ('{"prefixcache_trace": 2}\n', "line 1: prefixcache_trace must be 1, not 2"),
     ],
 )
-def test_a_wrong_trace_is_told_of_and_nothing_is_written(
+def test_a_wrong_trace_is_reported_and_nothing_is_written(
     tmp_path: Path, content: str, said: str
 ) -> None:
     trace, output = tmp_path / "trace", tmp_path / "results.json"

@@ -70,7 +70,7 @@ def test_all_flags_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (
             {"pin_swa_tokens": True, "prefix_cache_retention_interval": "none"},
@@ -83,8 +83,8 @@ def test_all_flags_arrive() -> None:
         ({"pin_prefix_blocks": "yes"}, "pin_prefix_blocks must be a valid boolean"),
     ],
 )
-def test_flags_that_make_no_sense_are_named(flags: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_flags_that_make_no_sense_are_named(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.from_flags(**flags)
 
 
@@ -114,19 +114,19 @@ def test_debugging_shows_evictions_and_pins(caplog: pytest.LogCaptureFixture) ->
         (None, [None, 9], 50),
     ],
 )
-def test_a_prefix_keeps_so_many_blocks(interval, windows, blocks):
+def test_a_prefix_keeps_that_many_blocks(interval, windows, blocks):
     assert Retention(interval=interval).num_blocks_kept(100, 4, windows) == blocks
 
 
 @pytest.mark.parametrize("length", [37, 101, 260, 777])
 @pytest.mark.parametrize("interval", [0, 48, 100, None])
-def test_so_many_blocks_are_enough(length: int, interval: int | None) -> None:
+def test_that_many_blocks_are_enough(length: int, interval: int | None) -> None:
     serving = Serving(Retention(interval=interval), num_blocks=1000)
     serving.serve(list(range(length)))
-    told = Retention(interval=interval).num_blocks_kept(length, 4, [None, 9])
+    expected = Retention(interval=interval).num_blocks_kept(length, 4, [None, 9])
     # The windows of the last multiple and of the end may overlap; where the prompt ends with a
     # block, the end and the last block before its last token are two anchors.
-    serving.press(kept=told + 1)
+    serving.press(kept=expected + 1)
     for anchor in [*range(interval or length, length, interval or length), length - 1]:
         assert serving.start([*range(anchor), 999])[1] == anchor // 4 * 4
 
@@ -200,7 +200,7 @@ class Serving:
         return hits, lost
 
     def press(self, kept: int) -> None:
-        """Leaves so many blocks cached: those that are evicted last."""
+        """Leaves `kept` blocks cached: those that are evicted last."""
         self.cache._cache.release_cached(max(0, self.stat("cached_blocks") - kept))
 
     def compute(self, name: str, hits: int, tokens: list[int], *, write: bool = True) -> None:
@@ -337,7 +337,7 @@ def test_pins_hold_no_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "flags", "told"),
+    ("architecture", "flags", "message"),
     [
         ("gemma3", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens, with the blocks"),
         ("mistral-window", {"pin_swa_tokens": True}, "Pinned: .* every 2048 tokens; at most 20 of"),
@@ -351,11 +351,11 @@ def test_pins_hold_no_blocks() -> None:
         ("smollm2", {}, None),
     ],
 )
-def test_a_start_says_what_is_pinned(tiny_checkpoint, caplog, architecture, flags, told):
+def test_a_start_says_what_is_pinned(tiny_checkpoint, caplog, architecture, flags, message):
     folder = tiny_checkpoint(architecture)
     with caplog.at_level(logging.INFO, "prefixcache"):
         build(EngineConfig.from_flags(model=str(folder), num_blocks=101, **flags))
     found = [text for text in caplog.messages if text.startswith(("Pinned", "Without"))]
-    assert len(found) == (told is not None)
-    assert told is None or re.match(told, found[0])
+    assert len(found) == (message is not None)
+    assert message is None or re.match(message, found[0])
     assert "Pinned" not in "".join(found) or "of 100 blocks (20%)" in found[0]

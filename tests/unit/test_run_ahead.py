@@ -78,7 +78,7 @@ def test_decodes_can_be_submitted_before_their_tokens_are_known(tiny_checkpoint,
     ]
 
 
-def test_two_copies_may_be_under_way() -> None:
+def test_two_copies_may_be_in_flight() -> None:
     copies = ResultCopies(2, CPU)
     ids = torch.tensor([1, 2, 3])
     first = copies.start(ids)
@@ -133,7 +133,7 @@ def test_an_answer_that_ended_gives_no_token_to_one_that_takes_its_id() -> None:
     assert cache.num_free_blocks == cache.num_blocks - 1
 
 
-def test_pausing_reads_the_step_under_way() -> None:
+def test_pausing_reads_the_in_flight_step() -> None:
     engine, _, _ = make_engine(ahead=True)
     engine.add_request(make_request())
     assert engine.step() == []
@@ -146,7 +146,7 @@ def test_pausing_reads_the_step_under_way() -> None:
     assert rest == answer_alone(PROMPT, 4)[1:]
 
 
-def test_requests_are_not_requeued_while_a_step_is_under_way() -> None:
+def test_requests_are_not_requeued_while_a_step_is_in_flight() -> None:
     engine, _, _ = make_engine(ahead=True)
     engine.add_request(make_request())
     engine.step()
@@ -239,7 +239,7 @@ def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkey
     monkeypatch.setattr("prefixcache.runner.model_runner._LOGPROB_ROWS", 5)
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
-    told = []
+    delivered = []
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
         llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", **small)
@@ -255,11 +255,11 @@ def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkey
         monkeypatch.setattr(runner, "submit", submit)
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
         outputs = llm.generate([[*range(5, 45)], [7, 8, 9]], params, use_tqdm=False)
-        told.append([(o.prompt_logprobs, o.outputs[0].token_ids) for o in outputs])
+        delivered.append([(o.prompt_logprobs, o.outputs[0].token_ids) for o in outputs])
         assert set(is_known) == {not ahead}
         assert len(is_known) > 4
-    assert told[0] == told[1]
-    assert [len(prompt_logprobs) for prompt_logprobs, _ in told[0]] == [40, 3]
+    assert delivered[0] == delivered[1]
+    assert [len(prompt_logprobs) for prompt_logprobs, _ in delivered[0]] == [40, 3]
     assert resolve.call_count >= 2
 
 

@@ -90,7 +90,7 @@ def test_a_request_may_need_the_whole_pool_and_not_a_block_more() -> None:
 
 @pytest.mark.parametrize("num_blocks", range(28, 40))
 def test_a_prompt_starts_when_its_windows_have_room_too(num_blocks: int) -> None:
-    """It would be preempted for them otherwise, and start anew, as often as it starts."""
+    """It would be preempted for them otherwise, and start again, as often as it starts."""
     bench = windowed(num_blocks=1 + num_blocks, max_model_len=64)
     bench.add("old", prompt_of(24), max_tokens=24)
     bench.add("new", prompt_of(24, 1), max_tokens=12)
@@ -151,12 +151,12 @@ def test_without_windows_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
     assert bench.answers["a"] == answer_alone(prompt_of(20), 20)
 
 
-def test_the_cache_is_told_which_requests_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, bool] = {}
+def test_the_cache_learns_which_requests_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: dict[str, bool] = {}
     free = CacheManager.free
 
     def free_and_tell(cache: CacheManager, request_ids: list[str], **options: Any) -> None:
-        told.update({name: name in options.get("ended_well", ()) for name in request_ids})
+        reported.update({name: name in options.get("ended_well", ()) for name in request_ids})
         free(cache, request_ids, **options)
 
     monkeypatch.setattr(CacheManager, "free", free_and_tell)
@@ -171,4 +171,4 @@ def test_the_cache_is_told_which_requests_ended_well(monkeypatch: pytest.MonkeyP
     engine.abort(["abort"])
     while engine.has_unfinished():
         engine.step()
-    assert told == {"length": True, "stop": True, "error": False, "abort": False}
+    assert reported == {"length": True, "stop": True, "error": False, "abort": False}

@@ -100,7 +100,7 @@ def long_prompt(length: int, first: int = 0) -> list[int]:
 
 
 def streaming(engine: Engine) -> None:
-    """A request whose answer is under way."""
+    """A request whose answer is in flight."""
     engine.add_request(make_request("stream", [1, 2, 3], max_tokens=3000))
     for _ in range(20):
         engine.step()
@@ -227,7 +227,7 @@ def test_answers_are_those_of_lone_requests() -> None:
     assert tokens == {name: answer_alone(prompt, 30) for name, prompt in prompts.items()}
 
 
-def test_a_step_under_way_counts_from_the_end_of_the_one_before() -> None:
+def test_an_in_flight_step_counts_from_the_end_of_the_one_before() -> None:
     seen: list[float] = []
 
     class Recorder(StepTimeModel):

@@ -1,4 +1,4 @@
-"""What systemd is told, over a socket as its own."""
+"""What systemd is sent, over a socket as its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def systemd(tmp_path: Path) -> Iterator[socket.socket]:
         yield receiver
 
 
-def told_by(systemd: socket.socket) -> list[str]:
+def sent_to(systemd: socket.socket) -> list[str]:
     found: list[str] = []
     with suppress(BlockingIOError):
         while True:
@@ -61,19 +61,19 @@ async def test_the_watchdog_hears_nothing_while_the_step_loop_hangs(systemd: soc
         asking = asyncio.ensure_future(anext(outputs))
         await gate.until_held()
         await until(lambda: len(begun) > len(passed))
-        assert len(told_by(systemd)) + 3 == len(passed)
+        assert len(sent_to(systemd)) + 3 == len(passed)
         gate.open()
         await asking
         assert await hear(systemd) == WATCHDOG
     notifier.stopping()
     await engine.shutdown()
-    told = await hear(systemd)
-    while told == WATCHDOG:
-        told = await hear(systemd)
-    assert told.startswith("STOPPING=1")
-    while told.startswith(("STOPPING", WATCHDOG)):
-        told = await hear(systemd)
-    assert told == "STATUS=The engine was shut down."
+    sent = await hear(systemd)
+    while sent == WATCHDOG:
+        sent = await hear(systemd)
+    assert sent.startswith("STOPPING=1")
+    while sent.startswith(("STOPPING", WATCHDOG)):
+        sent = await hear(systemd)
+    assert sent == "STATUS=The engine was shut down."
 
 
 @pytest.mark.parametrize("pid", ["", "1"])
@@ -94,9 +94,9 @@ async def test_only_the_process_that_is_meant_is_watched(systemd: socket.socket,
     assert asked.is_set() == (not pid)
 
 
-async def test_nobody_is_told_without_systemd(systemd: socket.socket) -> None:
+async def test_nothing_is_sent_without_systemd(systemd: socket.socket) -> None:
     notifier = Notifier(lambda: asyncio.sleep(0), {"WATCHDOG_USEC": "30000"})
     notifier.ready("well")
     notifier.stopping()
     await asyncio.sleep(0)
-    assert told_by(systemd) == []
+    assert sent_to(systemd) == []

@@ -107,7 +107,7 @@ async def test_equal_answers_without_a_hit_prove_nothing(monkeypatch, reports):
 
 
 @pytest.mark.parametrize("refused", ["top_logprobs", "stream_options"])
-async def test_what_a_server_refuses_is_left_out_and_told(monkeypatch, refused):
+async def test_what_a_server_refuses_is_left_out_and_reported(monkeypatch, refused):
     report = await report_on(FakeOpenAI(refuses=(refused,)), monkeypatch)
     assert report.status == 0
     assert any(f"{refused} is not known" in sentence for sentence in verdict(report))
@@ -120,9 +120,9 @@ async def test_a_server_that_refuses_salts_is_asked_without(monkeypatch):
 
 async def test_a_report_is_json(monkeypatch):
     report = await report_on(FakeOpenAI(change="answer"), monkeypatch)
-    told = json.loads(json.dumps(to_json(report)))
-    assert (told["status"], told["model"], told["seed"]) == (1, MODEL, 7)
-    assert told["rounds"][1]["comparisons"][0]["got"] == "' other'"
+    shown = json.loads(json.dumps(to_json(report)))
+    assert (shown["status"], shown["model"], shown["seed"]) == (1, MODEL, 7)
+    assert shown["rounds"][1]["comparisons"][0]["got"] == "' other'"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_a_broken_stream_is_an_error(events, message):
             await verify_with(Asker(client, options, lambda: None), options, 0, "verify")
 
 
-async def test_a_wrong_key_is_told(monkeypatch):
+async def test_a_wrong_key_is_reported(monkeypatch):
     with pytest.raises(RefusedError, match="401"):
         await report_on(FakeOpenAI(key="right"), monkeypatch)
 

@@ -63,12 +63,15 @@ class ConvertOptions(Checked):
 
     quantize: str | None = flag(
         None,
-        "Quantize matrices to blocks of this format: a third to a half of bfloat16's memory.",
+        "Quantize matrices to this format: a third to a half of bfloat16's memory.",
         "Conversion",
         metavar=f"[{'|'.join(QUANTIZABLE)}]",
     )
-    widen: Literal["bfloat16", "float32"] | None = flag(
-        None, "Write dense safetensors of this type, of a GGUF file for one.", "Conversion"
+    dequantize: Literal["bfloat16", "float32"] | None = flag(
+        None,
+        "Write unquantized safetensors of this type, for example of a GGUF file.",
+        "Conversion",
+        aliases=("widen",),
     )
     output: Path | None = flag(
         None,
@@ -79,8 +82,8 @@ class ConvertOptions(Checked):
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if (self.quantize is None) == (self.widen is None):
-            raise FieldError("quantize", "or --widen must be given, one of them.")
+        if (self.quantize is None) == (self.dequantize is None):
+            raise FieldError("quantize", "or --dequantize must be given, one of them.")
         if self.quantize is not None and self.quantize.lower() not in QUANTIZABLE:
             raise FieldError(
                 "quantize",
@@ -156,7 +159,7 @@ def convert(given: Given) -> None:
         config.revision,
         options.output,
         quant_format=options.quantize and options.quantize.upper(),
-        dtype=options.widen,
+        dtype=options.dequantize,
     )
     click.echo(made)
 

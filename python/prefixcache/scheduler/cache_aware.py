@@ -27,8 +27,8 @@ WINDOW = 64
 class CacheAwareQueue(WaitingQueue):
     """Waiting requests, long hits first.
 
-    `count_hits` says how many tokens of a request hit now, `prefix_name` what names a prefix
-    of it. `clock` gives seconds.
+    `count_hits` returns how many tokens of a request hit now, `prefix_name` a key of its first `n`
+    tokens, `clock` seconds.
     """
 
     def __init__(

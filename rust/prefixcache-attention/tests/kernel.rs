@@ -133,7 +133,7 @@ fn check_schedule<E: KvElement + PartialEq>(
     }
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {

@@ -69,7 +69,7 @@ fn report(name: &str, mut samples: Vec<Duration>) {
 }
 
 /// Times `probe` for two seconds while `write` runs in another thread.
-fn beside_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn() -> usize) {
+fn with_writer(name: &str, mut write: impl FnMut(usize) + Send, probe: impl Fn() -> usize) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let stop = &stop;
@@ -101,12 +101,12 @@ fn probe_with_writer() {
     let reader = lock_free.reader();
     let write = |turn| write_turn(&mut lock_free, &hot, turn);
     let probe = || reader.count_leading(hot[..PROBE].iter().copied());
-    beside_writer("shared", write, probe);
+    with_writer("shared", write, probe);
     let mut single = Writer::<SingleWriter>::in_mode(config).unwrap();
     fill(&mut single, 1 << 17);
     let reader = single.reader();
     let probe = || reader.count_leading(hot[..PROBE].iter().copied());
-    beside_writer(
+    with_writer(
         "single writer",
         |turn| write_turn(&mut single, &hot, turn),
         probe,
@@ -120,7 +120,7 @@ fn probe_with_writer() {
             .unwrap()
             .count_leading(hot[..PROBE].iter().copied())
     };
-    beside_writer("mutex around the plain pool", write, probe);
+    with_writer("mutex around the plain pool", write, probe);
 }
 
 /// Fills a pool with cached blocks, but for one request's.

@@ -148,7 +148,7 @@ fn allocate_and_free<S: Subject>(criterion: &mut Criterion, batch: usize) {
     }
 }
 
-/// Measures `work`, which returns the time that counts, on full pools of each size. It is told how many
+/// Measures `work`, which returns the time that counts, on full pools of each size. Its argument is how many
 /// requests they hold.
 fn on_full_pools<S: Subject>(
     criterion: &mut Criterion,

@@ -129,7 +129,7 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     cache.store_mut().release(&others).unwrap();
 }
 
-/// Takes blocks until so many cached ones are left, and gives them back without content.
+/// Takes blocks until `left` cached ones are left, and gives them back without content.
 fn press(cache: &mut Cache, left: usize) {
     let mut others = Vec::new();
     let count = cache.store().num_free() - left;
@@ -264,7 +264,7 @@ fn pinned_anchors_outlast_a_flood_and_nothing_waits_for_them() {
 }
 
 #[test]
-fn what_the_full_group_has_is_told_apart_from_what_the_windows_lost() {
+fn what_the_full_group_has_is_distinguished_from_what_the_windows_lost() {
     let mut cache = cache(&[FULL, WINDOW, FULL], SIZE, 96);
     let tokens = prompt(1, 40);
     finish(&mut cache, &tokens, ANCHORS);

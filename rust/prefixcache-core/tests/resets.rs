@@ -136,7 +136,7 @@ fn full_pool_and_resets<M: Mode>(by_bisection: bool) {
 }
 
 #[test]
-fn a_full_pool_is_cached_anew_after_every_reset() {
+fn a_full_pool_is_cached_again_after_every_reset() {
     full_pool_and_resets::<SingleWriter>(true);
     full_pool_and_resets::<Shared>(false);
 }

@@ -46,7 +46,7 @@ fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
 }
 
 #[test]
-fn a_block_that_can_count_no_more_holders_is_registered_anew() {
+fn a_block_that_can_count_no_more_holders_is_registered_again() {
     let (mut pool, block) = pool::<SingleWriter>();
     hold_fully(&mut pool);
     pool.clear_index();

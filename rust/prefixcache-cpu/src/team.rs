@@ -155,7 +155,7 @@ impl Team {
         let failure = OnceLock::new();
         self.run(tasks, |number| {
             if let Err(error) = task(number) {
-                // Not the first one: the caller is told of one.
+                // Not the first one: the caller gets one.
                 let _ = failure.set(error);
             }
         });
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn panics_of_caller_and_member_are_told_once() {
+    fn panics_of_caller_and_member_are_reported_once() {
         let team = Team::new(2).expect("threads");
         let together = std::sync::Barrier::new(2);
         let run = || {

@@ -5,7 +5,7 @@
 //! rows stream the weight from memory once; many rows reuse each panel from the cache.
 //!
 //! A layer is made of parts, one for each tensor that a fused projection joins, which may be kept as
-//! different things: dense numbers, or blocks that are widened as they are multiplied. What they are
+//! different things: dense numbers, or blocks that are dequantized as they are multiplied. What they are
 //! kept as leaves no trace in the result, unless the layer quantizes its activations ([`crate::int8`]).
 //!
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
@@ -24,8 +24,8 @@ use crate::int8::{Int8Weight, QuantizedRows};
 use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
+use crate::quant::dequantized::{DequantizedPanels, words_of};
 use crate::quant::packed::PackedBlocks;
-use crate::quant::widened::{WidenedPanels, words_of};
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
@@ -63,8 +63,8 @@ pub struct PackedLinear<E> {
 }
 
 impl<E: Element> PackedLinear<E> {
-    /// A layer of zeros, without a bias or with one. Its parts have so many outputs each, and take
-    /// memory for their weight once it is written.
+    /// A layer of zeros, without a bias or with one. `parts` has the outputs of each part,
+    /// which takes memory for its weight once it is written.
     ///
     /// # Errors
     /// There is no memory for the bias, or no process has enough for the weight.
@@ -259,7 +259,7 @@ impl<E: Element> PackedLinear<E> {
     /// Writes `x W^T + b + residual` to `out`, rounded once, to the type of `out`.
     ///
     /// # Errors
-    /// There is no memory for quantized activations or widened panels; nothing is written.
+    /// There is no memory for quantized activations or dequantized panels; nothing is written.
     ///
     /// # Panics
     /// The shapes do not fit.
@@ -285,24 +285,24 @@ impl<E: Element> PackedLinear<E> {
             quantized: self.quantized(form, team, x)?,
         };
         let panels = self.parts.iter().map(Part::panels).sum();
-        if !self.widens(form, x.rows()) {
+        if !self.dequantizes(form, x.rows()) {
             product.multiply(team, 0..panels, None);
             return Ok(());
         }
         if Split::new(x.rows(), panels).chunks == 1 {
             return product.multiply_at_once(team, panels);
         }
-        let mut widened = WidenedPanels::new(team, panels, self.inputs / E::PER_WORD)?;
-        for first in (0..panels).step_by(widened.room()) {
-            let panels = first..panels.min(first + widened.room());
-            widened.widen::<E>(team, form, &self.blocks_of(panels.clone()));
-            product.multiply(team, panels, Some(&widened));
+        let mut dequantized = DequantizedPanels::new(team, panels, self.inputs / E::PER_WORD)?;
+        for first in (0..panels).step_by(dequantized.room()) {
+            let panels = first..panels.min(first + dequantized.room());
+            dequantized.dequantize::<E>(team, form, &self.blocks_of(panels.clone()));
+            product.multiply(team, panels, Some(&dequantized));
         }
         Ok(())
     }
 
-    /// Whether there are blocks, and too many rows to widen them in registers.
-    fn widens(&self, form: Form, rows: usize) -> bool {
+    /// Whether there are blocks, and too many rows to dequantize them in registers.
+    fn dequantizes(&self, form: Form, rows: usize) -> bool {
         self.parts.iter().any(|part| match &part.storage {
             Storage::Blocks(blocks) => !blocks.multiplies_few::<E>(form, rows),
             _ => false,
@@ -401,27 +401,27 @@ struct Product<'a, E, O> {
 }
 
 impl<E: Element, O: Element> Product<'_, E, O> {
-    /// Computes the outputs of these panels of the layer. Of `widened`, where panels of blocks need it,
+    /// Computes the outputs of these panels of the layer. Of `dequantized`, where panels of blocks need it,
     /// the first place is that of the first of them.
-    fn multiply(&self, team: &Team, panels: Range<usize>, widened: Option<&WidenedPanels>) {
+    fn multiply(&self, team: &Team, panels: Range<usize>, dequantized: Option<&DequantizedPanels>) {
         let split = Split::new(self.x.rows(), panels.len());
         team.run(split.tasks(), |task| {
             let (place, rows) = split.task(task);
             let panel = panels.start + place;
-            let widened = widened.filter(|_| self.layer.blocks_at(panel).is_some());
-            // SAFETY: the panels of blocks were widened to their places.
-            let words = widened.map(|all| unsafe { all.panel(place) });
+            let dequantized = dequantized.filter(|_| self.layer.blocks_at(panel).is_some());
+            // SAFETY: the panels of blocks were dequantized to their places.
+            let words = dequantized.map(|all| unsafe { all.panel(place) });
             self.multiply_panel(panel, rows, words);
         });
     }
 
     /// Computes the outputs of all panels, each of which has one task: those of blocks are multiplied
-    /// as soon as they are widened, while the caches next to the processor hold them.
+    /// as soon as they are dequantized, while the caches next to the processor hold them.
     fn multiply_at_once(&self, team: &Team, panels: usize) -> Result<(), OutOfMemory> {
         let depth = self.layer.inputs / E::PER_WORD;
         let places = team.threads().min(panels);
-        let mut widened = WidenedPanels::with_room(places, depth)?;
-        let places = widened.places();
+        let mut dequantized = DequantizedPanels::with_room(places, depth)?;
+        let places = dequantized.places();
         let next = AtomicUsize::new(0);
         team.run(places.rows(), |place| {
             // SAFETY: each task has a place of its own.
@@ -434,7 +434,7 @@ impl<E: Element, O: Element> Product<'_, E, O> {
                 }
                 let of_blocks = self.layer.blocks_at(panel);
                 let words = of_blocks.map(|(blocks, panel)| {
-                    blocks.widen::<E>(self.form, panel, 0, lines);
+                    blocks.dequantize::<E>(self.form, panel, 0, lines);
                     // SAFETY: all of its lines were just written.
                     unsafe { words_of(lines) }
                 });
@@ -445,7 +445,7 @@ impl<E: Element, O: Element> Product<'_, E, O> {
     }
 
     /// Computes the outputs of a panel of the layer for these rows. Without its words, one of blocks is
-    /// widened in registers.
+    /// dequantized in registers.
     fn multiply_panel(&self, panel: usize, rows: Range<usize>, words: Option<&[u32]>) {
         let (part, panel) = self.layer.part_of(panel);
         let task = PanelTask {

@@ -136,7 +136,7 @@ impl<E: Element> Part<E> {
         }
     }
 
-    /// Widens row `row` of the layer, which is of this part.
+    /// Reads row `row` of the layer, which is of this part.
     pub fn read_row(&self, row: usize, out: &mut [E]) {
         let row = row - self.outputs.start;
         match &self.storage {

@@ -145,7 +145,7 @@ fn format() -> impl Strategy<Value = Option<Format>> {
     prop::option::weighted(0.9, prop::sample::select(Format::ALL.to_vec()))
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {
@@ -195,7 +195,7 @@ fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
 }
 
 #[test]
-fn panels_are_widened_in_turns_where_there_is_no_room_for_all() {
+fn panels_are_dequantized_in_turns_where_there_is_no_room_for_all() {
     // A panel takes 2 MiB.
     let parts = [(Some(Format::Q4K), 72), (None, 70), (Some(Format::Q6K), 72)];
     for form in Form::available() {

@@ -247,7 +247,7 @@ impl Case {
     }
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {

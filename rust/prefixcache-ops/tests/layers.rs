@@ -225,7 +225,7 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     assert_near(&out, &want);
 }
 
-/// PROPTEST_CASES asks for more. A failing case is kept beside this file, and drawn first from then on.
+/// PROPTEST_CASES asks for more. A failing case is kept next to this file, and drawn first from then on.
 fn cases(usual: u32) -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok();
     ProptestConfig {

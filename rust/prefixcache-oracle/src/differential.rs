@@ -15,7 +15,7 @@ use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, Po
 /// Keys that a script can name.
 const KEYS: u8 = 48;
 
-/// EvictionLog that a listener's log holds: more than any step has.
+/// Evictions that a listener's log holds: more than any step has.
 const LOG: usize = 256;
 
 /// One step: what to do, and two numbers that say to what.
@@ -290,7 +290,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
     let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
     // Half of the scripts run without a listener.
     if steps.len() % 2 == 1 {
-        // A registration is of the time that the batch before it was told.
+        // A registration has the time that was set for the batch before it.
         pool.set_time(script.now());
         plain.listen();
         pool.listen(LOG, &[]).expect("nobody listens yet");

@@ -95,7 +95,7 @@ impl PagedAttention {
         planned.as_ref().ok_or_else(nothing)
     }
 
-    /// Slots of a cache of so many pages, whose keys and values must fit into memory.
+    /// Slots of a cache of `num_pages` pages, whose keys and values must fit into memory.
     fn num_slots(&self, num_pages: usize, block_size: usize) -> PyResult<usize> {
         let dims = self.attention.kv_heads() * self.attention.head_dim();
         let slots = num_pages.checked_mul(block_size);
@@ -199,7 +199,7 @@ impl PagedAttention {
 
     /// Write the step's keys and values to their slots in `cache`, then attend; to `out`, dense.
     ///
-    /// Rows of `queries` [T, H * D], `keys` and `values` [T, K * D] stand every so many numbers.
+    /// Rows of `queries` [T, H * D], `keys` and `values` [T, K * D] are their stride apart, in numbers.
     fn run(
         &self,
         py: Python<'_>,

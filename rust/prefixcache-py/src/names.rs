@@ -69,7 +69,7 @@ names! {
     MaxBlocks = "max_blocks",
     MaxCachedBlocks = "max_cached_blocks",
     MaxDelayMs = "max_delay_ms",
-    MaxLosses = "max_losses",
+    MaxEvictions = "max_losses",
     MaxMoves = "max_moves",
     MaxNumbers = "max_numbers",
     MaxTokens = "max_tokens",

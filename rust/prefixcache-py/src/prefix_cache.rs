@@ -747,7 +747,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn take_losses<'py>(
         &self,
         py: Python<'py>,
-        max_losses: Number<names::MaxLosses>,
+        max_losses: Number<names::MaxEvictions>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let (core, most) = (self.0.reader()?, max_losses.0);
         let evictions = py.detach(|| {
@@ -758,7 +758,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         evictions::arrays(py, &evictions)
     }
 
-    /// EvictionLog for which the log had no room. Any thread.
+    /// How many evictions the log had no room for. Any thread.
     #[getter]
     fn missed_losses(&self) -> PyResult<u64> {
         Ok(self.0.reader()?.store().missed_evictions())

@@ -59,7 +59,7 @@ impl PinCounts {
         self.count_evicted::<M>(evicted);
     }
 
-    /// Counts `blocks` that lost content of this epoch while they carried a pin.
+    /// Counts `blocks` whose content of this epoch was evicted while they carried a pin.
     pub(super) fn count_evicted<M: Mode>(&self, blocks: u64) {
         M::add(&self.evictions, blocks);
     }

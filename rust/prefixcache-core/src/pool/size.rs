@@ -26,7 +26,7 @@ pub(super) struct Size {
     held_above: AtomicU64,
     /// How often the end was moved, or a block from there on joined the line.
     changes: AtomicU64,
-    /// Blocks that lost content of their epoch because the pool shrank.
+    /// Blocks whose content of their epoch was dropped because the pool shrank.
     lost: AtomicU64,
 }
 
@@ -74,7 +74,7 @@ impl Size {
         self.held_above.load(Acquire) as usize
     }
 
-    /// Blocks that lost content because the pool shrank.
+    /// Blocks whose content was dropped because the pool shrank.
     pub(super) fn lost(&self) -> u64 {
         self.lost.load(Acquire)
     }

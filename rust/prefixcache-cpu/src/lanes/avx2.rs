@@ -148,7 +148,7 @@ impl Lanes for Avx2 {
         // SAFETY: `self` proves AVX2.
         unsafe {
             let rounded = |v| _mm256_srli_epi32::<16>(rounded_up(v));
-            // It packs each half of `a` beside that of `b`.
+            // It packs each half of `a` next to that of `b`.
             let packed = _mm256_packus_epi32(rounded(a), rounded(b));
             _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
         }
@@ -167,7 +167,7 @@ impl Lanes for Avx2 {
     fn unzip(self, a: __m256, b: __m256) -> (__m256, __m256) {
         // SAFETY: `self` proves AVX2.
         unsafe {
-            // It shuffles each half of `a` beside that of `b`.
+            // It shuffles each half of `a` next to that of `b`.
             let in_order = |v| {
                 let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
                 _mm256_castpd_ps(v)

@@ -2,8 +2,8 @@
 
 use prefixcache_cpu::{Bf16, ByteForm, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::int8::QuantizedRows;
+use prefixcache_ops::quant::dequantized::DequantizedPanels;
 use prefixcache_ops::quant::packed::PackedBlocks;
-use prefixcache_ops::quant::widened::WidenedPanels;
 use prefixcache_ops::{Activations, Format, PackedLinear};
 
 use crate::best;
@@ -40,7 +40,7 @@ pub fn measure() {
         bench.few_rows(format, OUTPUTS, "memory");
         bench.few_rows(format, FEW_OUTPUTS, "cache");
         bench.many_rows(format);
-        bench.widening(format);
+        bench.dequantizing(format);
     }
     for rows in [1, 8, 1024] {
         bench.quantizing(rows);
@@ -134,26 +134,26 @@ impl Bench {
         }
     }
 
-    /// Widening to panels, which exact products with five rows and more begin with.
-    fn widening(&self, format: Format) {
+    /// Dequantizing to panels, which exact products with five rows and more begin with.
+    fn dequantizing(&self, format: Format) {
         let made = PackedBlocks::zeroed(&self.memory, self.form, format, INPUTS, FEW_OUTPUTS);
         let mut packed = made.expect("memory");
         let blocks = blocks(format, FEW_OUTPUTS);
         packed.pack(&self.team, Rows::new(&blocks, format.row_bytes(INPUTS)));
         let panels: Vec<_> = (0..FEW_OUTPUTS / PANEL).map(|i| (i, &packed, i)).collect();
-        let room = WidenedPanels::new(&self.team, panels.len(), INPUTS / Bf16::PER_WORD);
+        let room = DequantizedPanels::new(&self.team, panels.len(), INPUTS / Bf16::PER_WORD);
         let mut room = room.expect("memory");
         let passes = 50;
         let seconds = best(
             TURNS,
             &mut [Box::new(|| {
                 for _ in 0..passes {
-                    room.widen::<Bf16>(&self.team, self.form, &panels);
+                    room.dequantize::<Bf16>(&self.team, self.form, &panels);
                 }
             })],
         );
         let rate = (passes * FEW_OUTPUTS * INPUTS) as f64 / seconds[0] / 1e9;
-        println!("part widen {} 0 {rate:.2}", format.name());
+        println!("part dequantize {} 0 {rate:.2}", format.name());
     }
 
     /// Quantizing activations, in numbers of `x`.

@@ -1,4 +1,4 @@
-//! What one thread's instructions and memory give, and beside it what the linears take of that.
+//! What one thread's instructions and memory give, and next to it what the linears take of that.
 //!
 //! `benches/kernels/roofline.py` runs it, counts the kernels' instructions and makes tables. Here each
 //! line is a kind, names and a number, by the thread's own time, the best of several turns:

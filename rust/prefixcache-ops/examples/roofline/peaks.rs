@@ -84,7 +84,7 @@ fn instructions() -> Vec<Loop> {
         ),
         // What two lookups of codes and the rounding of their numbers to a word are made of.
         (
-            "widening,,,,,,",
+            "dequantizing,,,,,,",
             loop_of!(
                 "vpsrld zmm16, zmm30, 4\nvpsrld zmm17, zmm30, 8\n\
                  vpermps zmm18, zmm16, zmm31\nvpermps zmm19, zmm17, zmm31\n\

@@ -217,7 +217,7 @@ impl Int8Weight {
         units * Layout::of(self.format).unit()
     }
 
-    /// Widens a row.
+    /// Dequantizes a row.
     ///
     /// # Panics
     /// There is no such row, or `out` has not `inputs` numbers.

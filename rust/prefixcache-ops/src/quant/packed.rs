@@ -25,8 +25,8 @@ use crate::panel::{PANEL, Sums, TaskRows};
 /// Columns of a tile.
 const TILE: usize = 16;
 
-/// The most rows whose products are taken from registers, without a widened panel in between. With
-/// more, widening a panel first takes less time: where minimums take registers too, from three rows on.
+/// The most rows whose products are taken from registers, without a dequantized panel in between. With
+/// more, dequantizing a panel first takes less time: where minimums take registers too, from three rows on.
 const MAX_FEW: usize = 4;
 const MAX_FEW_WITH_MORE_SCALES: usize = 2;
 
@@ -34,8 +34,8 @@ const MAX_FEW_WITH_MORE_SCALES: usize = 2;
 #[repr(C, align(64))]
 pub struct Line([MaybeUninit<u32>; PANEL]);
 
-/// Bytes that are asked for before they are widened: widening takes so many instructions that loads
-/// alone keep too few lines on their way from memory.
+/// Bytes that are asked for before they are dequantized: that takes so much computation that
+/// loads alone keep too few lines in flight from memory.
 pub(super) const AHEAD: usize = 4096;
 
 /// How the numbers of a panel lie.
@@ -213,7 +213,7 @@ impl PackedBlocks {
         });
     }
 
-    /// Widens a row.
+    /// Dequantizes a row.
     ///
     /// # Panics
     /// There is no such row, or `out` has not `inputs` numbers.
@@ -231,8 +231,8 @@ impl PackedBlocks {
         });
     }
 
-    /// Whether products with so many rows are taken from registers by [`Self::multiply_few`]; with more
-    /// rows, and in forms without such products, a panel is widened first.
+    /// Whether products with `rows` rows are taken from registers by [`Self::multiply_few`]; with more
+    /// rows, and in forms without such products, a panel is dequantized first.
     pub fn multiplies_few<E: Element>(&self, form: Form, rows: usize) -> bool {
         match self.order {
             Order::Tiles => {
@@ -286,20 +286,20 @@ impl PackedBlocks {
     ///
     /// # Panics
     /// There is no such panel, or these are not whole groups of 32 numbers of its depth.
-    pub fn widen<E: Element>(&self, form: Form, panel: usize, start: usize, to: &mut [Line]) {
+    pub fn dequantize<E: Element>(&self, form: Form, panel: usize, start: usize, to: &mut [Line]) {
         let depth = start..start + to.len() * E::PER_WORD;
         assert!(depth.end <= self.inputs, "depth of the panel");
         assert!(start.is_multiple_of(GROUP) && depth.len().is_multiple_of(GROUP));
         let panel = self.panel(panel).as_ptr().cast();
         let groups = start / GROUP..depth.end / GROUP;
-        // By the type of no rows, so that `widen_lines` is compiled here alone.
+        // By the type of no rows, so that `dequantize_lines` is compiled here alone.
         match E::typed(Rows::new(&[], 0)) {
-            TypedRows::F32(_) => self.widen_lines::<f32>(form, panel, groups, to),
-            TypedRows::Bf16(_) => self.widen_lines::<Bf16>(form, panel, groups, to),
+            TypedRows::F32(_) => self.dequantize_lines::<f32>(form, panel, groups, to),
+            TypedRows::Bf16(_) => self.dequantize_lines::<Bf16>(form, panel, groups, to),
         }
     }
 
-    fn widen_lines<E: Element>(
+    fn dequantize_lines<E: Element>(
         &self,
         form: Form,
         panel: *const u8,
@@ -310,7 +310,7 @@ impl PackedBlocks {
         with_layout!(self.format, F => {
             let layout = PhantomData;
             match self.order {
-                Order::Tiles => form.run(Widen::<E, F> { panel, groups, to, layout }),
+                Order::Tiles => form.run(Dequantize::<E, F> { panel, groups, to, layout }),
                 Order::Strips => {
                     form.run(columns::Dequantize::<E, F> { panel, inputs, groups, to, layout });
                 }
@@ -467,7 +467,7 @@ fn tile_code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
     }
 }
 
-/// Widens one of `width` columns, whose codes lie where `code_at` says.
+/// Dequantizes one of `width` columns, whose codes lie where `code_at` says.
 fn read_column<E: Element, F: Layout>(
     panel: &[u32],
     width: usize,
@@ -552,7 +552,7 @@ impl<E: Element> Product<'_, E> {
     }
 }
 
-/// What becomes of the lines of words that blocks are widened to.
+/// What becomes of the lines of words that blocks are dequantized to.
 trait TakeLine<L: Lanes> {
     /// Takes the words of some columns at word `line` of the group.
     ///
@@ -582,7 +582,7 @@ impl<L: Lanes, E: Element, const H: usize> TakeLine<L> for Multiply<L, E, H> {
     }
 }
 
-/// Stores them in the widened panel.
+/// Stores them in the dequantized panel.
 struct Store<L> {
     lanes: L,
     /// Where the group's first line has these columns.
@@ -671,12 +671,12 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         }
     }
 
-    /// Widens the group. `HALF` says in which half of the tile the columns are, where they are a half.
+    /// Dequantizes the group. `HALF` says in which half of the tile the columns are, where they are a half.
     ///
     /// # Safety
     /// `take` has the lines of a group.
     #[inline(always)]
-    unsafe fn widen<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
+    unsafe fn dequantize<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
         for_pairs!(PAIR => {
             // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
             unsafe {
@@ -723,12 +723,12 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
     }
 }
 
-/// Widens a vector's columns of a group.
+/// Dequantizes a vector's columns of a group.
 ///
 /// # Safety
-/// As [`Columns::new`] and [`Columns::widen`] demand.
+/// As [`Columns::new`] and [`Columns::dequantize`] demand.
 #[inline(always)]
-unsafe fn widen<E: Element, F: Layout, L: Lanes>(
+unsafe fn dequantize<E: Element, F: Layout, L: Lanes>(
     lanes: L,
     panel: *const u8,
     group: usize,
@@ -739,13 +739,13 @@ unsafe fn widen<E: Element, F: Layout, L: Lanes>(
     unsafe {
         let columns = Columns::<L, F>::new(lanes, panel, group, column);
         match column % TILE {
-            0 => columns.widen::<E, 0>(take),
-            _ => columns.widen::<E, 1>(take),
+            0 => columns.dequantize::<E, 0>(take),
+            _ => columns.dequantize::<E, 1>(take),
         }
     }
 }
 
-/// At most `H` rows, multiplied as the blocks are widened.
+/// At most `H` rows, multiplied as the blocks are dequantized.
 struct Few<'a, E, F, const H: usize> {
     product: &'a Product<'a, E>,
     sums: &'a mut [Sums],
@@ -769,7 +769,7 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
     fn run<L: Lanes>(self, lanes: L) {
         if !L::DOT_IN_REGISTERS {
             // Not compiled for the forms that it is not run with.
-            unreachable!("the form widens all panels");
+            unreachable!("the form dequantizes all panels");
         }
         let product = self.product;
         // Rows that there are not are the last one, computed for nothing.
@@ -788,7 +788,7 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
                             .map(|sums| lanes.load(sums.as_ptr().add(column))),
                         element: PhantomData,
                     };
-                    widen::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
+                    dequantize::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
                     for (to, sum) in sums.iter_mut().zip(multiply.sums) {
                         lanes.store(to.as_mut_ptr().add(column), sum);
                     }
@@ -799,15 +799,15 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
     }
 }
 
-/// Widens groups of the depth.
-struct Widen<'a, E, F> {
+/// Dequantizes groups of the depth.
+struct Dequantize<'a, E, F> {
     panel: *const u8,
     groups: Range<usize>,
     to: &'a mut [Line],
     layout: PhantomData<(E, F)>,
 }
 
-impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
+impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
     type Output = ();
 
     #[inline(always)]
@@ -824,7 +824,7 @@ impl<E: Element, F: Layout> Kernel for Widen<'_, E, F> {
                 unsafe {
                     let to = lines.as_mut_ptr().cast::<u32>().add(column);
                     let take = &mut Store { lanes, to };
-                    widen::<E, F, L>(lanes, self.panel, group, column, take);
+                    dequantize::<E, F, L>(lanes, self.panel, group, column, take);
                 }
             }
         }

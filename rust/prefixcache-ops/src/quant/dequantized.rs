@@ -1,25 +1,25 @@
-//! Panels of blocks that are widened once, to be multiplied with many rows as dense ones are.
+//! Panels of blocks that are dequantized once, to be multiplied with many rows as dense ones are.
 
 use prefixcache_cpu::{Element, Form, OutOfMemory, RowsMut, Team};
 
 use super::packed::{Line, PackedBlocks};
 use crate::panel::PANEL;
 
-/// Bytes of widened panels for each thread: they are multiplied while caches still hold them.
+/// Bytes of dequantized panels for each thread: they are multiplied while caches still hold them.
 const BYTES_A_THREAD: usize = 2 << 20;
 
-/// Numbers of the depth that a task widens: whole groups of every format.
+/// Numbers of the depth that a task dequantizes: whole groups of every format.
 const CHUNK: usize = 256;
 
 /// Room for the words of some panels of a layer.
-pub struct WidenedPanels {
+pub struct DequantizedPanels {
     lines: Vec<Line>,
     /// Lines of a panel.
     depth: usize,
     room: usize,
 }
 
-impl WidenedPanels {
+impl DequantizedPanels {
     /// Room for up to `panels` panels of `depth` lines, and for one in any case.
     ///
     /// # Errors
@@ -52,11 +52,11 @@ impl WidenedPanels {
         self.room
     }
 
-    /// Widens panels, each to the place that it is named with.
+    /// Dequantizes panels, each to the place that it is named with.
     ///
     /// # Panics
     /// There is no such place.
-    pub fn widen<E: Element>(
+    pub fn dequantize<E: Element>(
         &mut self,
         team: &Team,
         form: Form,
@@ -70,14 +70,14 @@ impl WidenedPanels {
             let first = task % chunks * chunk;
             // SAFETY: each task has a place and lines of its own.
             let to = unsafe { places.part(place, first, chunk.min(depth - first)) };
-            blocks.widen::<E>(form, panel, first * E::PER_WORD, to);
+            blocks.dequantize::<E>(form, panel, first * E::PER_WORD, to);
         });
     }
 
     /// The words of the panel at a place.
     ///
     /// # Safety
-    /// A panel was widened to this place.
+    /// A panel was dequantized to this place.
     pub unsafe fn panel(&self, place: usize) -> &[u32] {
         let lines = &self.lines[place * self.depth..][..self.depth];
         // SAFETY: all of them were written, as the caller vouches.

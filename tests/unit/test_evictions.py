@@ -1,4 +1,4 @@
-"""What a listener is told of content that was lost."""
+"""What a listener is given of evicted content."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def serve(cache: PrefixCache, first: int, num_blocks: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("threads", ["single_writer", "shared"])
-def test_each_lost_block_is_told_once_with_its_life(threads: str) -> None:
+def test_each_evicted_block_is_reported_once_with_its_metadata(threads: str) -> None:
     cache = PrefixCache(5, BLOCK, threads=threads, max_blocks=9)  # type: ignore[arg-type]
     cache.set_time(10)
     serve(cache, 0, 2)
@@ -52,7 +52,7 @@ def test_each_lost_block_is_told_once_with_its_life(threads: str) -> None:
     assert {bytes(row) for row in lost["hash"][:2]} < set(others)
     cache.resize(5)
     serve(cache, 900, 4)
-    assert len(cache.take_losses(100)["hash"]) == 0, "cleared content was told of again"
+    assert len(cache.take_losses(100)["hash"]) == 0, "cleared content was reported again"
 
 
 def test_a_full_log_counts_what_it_does_not_hold() -> None:
@@ -67,7 +67,7 @@ def test_a_full_log_counts_what_it_does_not_hold() -> None:
     assert cache.missed_losses == 32 - 4
 
 
-def test_bad_listeners_are_told_what_is_wrong() -> None:
+def test_bad_listeners_are_rejected_with_a_reason() -> None:
     cache = PrefixCache(17, BLOCK)
     for capacity in (0, -1, 2**40):
         with pytest.raises(ValueError, match="capacity"):

@@ -1,4 +1,4 @@
-"""One client's huge body holds nobody up: `/health` of a real process answers beside it."""
+"""One client's huge body holds nobody up: `/health` of a real process answers in parallel."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatc
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BODIES)
-def test_health_answers_beside(address, idle_address, name):
+def test_health_answers_in_parallel(address, idle_address, name):
     path, make_body, status = BODIES[name]
     body = make_body()
     waits: list[float] = []

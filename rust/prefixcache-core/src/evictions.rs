@@ -1,6 +1,6 @@
 //! Content that blocks lose, reported to whoever listens.
 //!
-//! Nothing of this exists until somebody listens ([`BlockPool::listen`](crate::BlockPool::listen)): then an array
+//! Nothing of this exists until somebody listens (`listen` of a pool): then an array
 //! remembers when each block's content came and was used, and every block that loses content of the current
 //! epoch leaves one [`Eviction`] in a bounded log. Any thread takes them out of it, in parallel with those that change
 //! the pool. A full log takes no more: what was not reported is counted.
@@ -30,7 +30,7 @@ pub enum Cause {
     /// It was handed out for other content before all other, as its last holder needed it no more.
     Discarded,
     /// Its last holder released it and there was no place in line; see
-    /// [`content_drops`](crate::BlockPool::content_drops).
+    /// `content_drops` of a pool.
     Dropped,
     /// The pool shrank below it.
     Resized,

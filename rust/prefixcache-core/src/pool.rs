@@ -305,7 +305,7 @@ impl<M: Mode> BlockPool<M> {
     /// How many blocks lost valid content at their release because the ring was full, or got none at
     /// their registration because the index had no room for the key.
     ///
-    /// With the ring of [`Self::new`] the first takes a thread that stalls in the middle of a release
+    /// With the usual ring the first takes a thread that stalls in the middle of a release
     /// while others release some hundred thousand blocks.
     #[must_use]
     pub fn content_drops(&self) -> u64 {

@@ -383,7 +383,7 @@ pub trait BlockStore: Lookup {
     fn prefetch(&mut self, _key: &BlockKey) {}
 
     /// Lets a held block be found under `key`, unless the index was cleared since `epoch`, which is
-    /// the value of [`BlockStore::epoch`] from before the block was allocated.
+    /// the value of [`Lookup::epoch`] from before the block was allocated.
     fn register(
         &mut self,
         block: BlockId,

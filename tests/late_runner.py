@@ -58,6 +58,9 @@ class LateRunner(FakeRunner):
             current = self._queue.popleft()
             try:
                 current.values = self._compute(current)
+            except KeyboardInterrupt:  # of whoever waits: the device goes on
+                self._queue.appendleft(current)
+                raise
             except Exception as error:  # noqa: BLE001 - whoever reads the steps gets it
                 for failed in (current, *self._queue):  # nothing more is computed
                     failed.error = error

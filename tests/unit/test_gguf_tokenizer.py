@@ -145,6 +145,7 @@ def test_a_sentencepiece_file_says_whether_a_space_comes_first(tmp_path: Path) -
         ({"model": "bert"}, UnsupportedModelError, "tokenizer.ggml.model 'bert'.*gpt2, llama"),
         ({"pre": "odd"}, UnsupportedModelError, "tokenizer.ggml.pre 'odd'.*llama-bpe"),
         ({"tokens": None}, ModelLoadError, "lacks tokenizer.ggml.tokens"),
+        ({"model": "llama", "tokens": ["a" * (1 << 22)]}, ModelLoadError, "4194304 characters"),
         ({"bos_token_id": 5}, ModelLoadError, "bos_token is 5 of 5 tokens"),
         ({"merges": ["a"]}, ModelLoadError, "the merge 'a' is not two tokens"),
         ({"merges": ["a q"]}, ModelLoadError, "its tokenizer cannot be converted"),

@@ -27,6 +27,7 @@ from tokenizers import (
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_MAX_TOKEN_LENGTH = 4096  # finding the merges of a token takes the square of its length
 _SPACE = "\u2581"  # how SentencePiece spells a space
 _NAMED_TOKENS = {
     "bos_token": "bos_token_id",
@@ -124,6 +125,9 @@ class _Vocabulary:
         self._tokens: list[str] = self._get("tokens", ())
         if not self._tokens:
             raise ValueError("it lacks tokenizer.ggml.tokens")
+        longest = max(map(len, self._tokens))
+        if longest > _MAX_TOKEN_LENGTH:
+            raise ValueError(f"a token has {longest} characters, more than {_MAX_TOKEN_LENGTH}")
         ids = {name: self._get(key) for name, key in _NAMED_TOKENS.items()}
         self.named = {name: self._token(name, i) for name, i in ids.items() if i is not None}
 

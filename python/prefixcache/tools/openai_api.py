@@ -67,8 +67,9 @@ def check_status(reply: httpx.Response) -> None:
     """Raises `RefusedStreamError` for an error's status; the body has been read."""
     if reply.is_error:
         request = reply.request
-        message = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
-        raise RefusedStreamError(message)
+        is_page = "html" in reply.headers.get("content-type", "")
+        text = "a web page: is this an OpenAI-compatible server?" if is_page else cut(reply.text)
+        raise RefusedStreamError(f"{request.method} {request.url}: {reply.status_code} {text}")
 
 
 def reason(error: httpx.HTTPError) -> str:

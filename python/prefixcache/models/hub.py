@@ -123,9 +123,15 @@ def _checked_folder(folder: Path) -> Path:
 def _from_hub(repo_id: str, revision: str | None) -> Path:
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"Cannot fetch {repo_id}: the hub cannot be reached, and no copy of it is on this "
+            "machine. Give a folder or a GGUF file, or check the network."
+        ) from error
     except (OSError, ValueError, HTTPError) as error:
         raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
 

@@ -15,8 +15,12 @@ from annotated_types import MinLen
 
 from prefixcache import __version__
 from prefixcache.cli.bench import bench, compare
+from prefixcache.cli.chat import ChatOptions, chat
 from prefixcache.cli.command_line import App, FlagCommand, FlagGroup, Given
+from prefixcache.cli.completion import SHELLS, completion
+from prefixcache.cli.doctor import DoctorOptions, doctor
 from prefixcache.cli.explain import ExplainOptions, explain
+from prefixcache.cli.models import ModelsOptions, models
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
 from prefixcache.cli.vllm_flags import vllm_options
@@ -221,6 +225,9 @@ _TRACES = click.Argument(
     help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
 )
 _BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
+_SHELL = click.Argument(
+    ["shell"], metavar="[SHELL]", required=False, type=click.Choice(SHELLS), help="Of the script."
+)
 _HELP = """An LLM server around a prefix KV cache.
 
 Exit status of every command: 0 done, 1 failed, 2 wrong usage. `prefixcache COMMAND --help` shows a
@@ -312,6 +319,18 @@ app = App(
             ExplainOptions,
             arguments=[_BODY],
             examples=["prefixcache explain", "prefixcache explain request.json"],
+        ),
+        FlagCommand(
+            chat,
+            ChatOptions,
+            examples=["prefixcache chat", "prefixcache chat --url http://127.0.0.1:9000"],
+        ),
+        FlagCommand(models, ModelsOptions, examples=["prefixcache models"]),
+        FlagCommand(doctor, DoctorOptions, examples=["prefixcache doctor"]),
+        FlagCommand(
+            completion,
+            arguments=[_SHELL],
+            examples=["prefixcache completion bash"],
         ),
     ],
 )

@@ -58,9 +58,14 @@ async def stream_events(
             await reply.aread()
             check_status(reply)
         async for line in reply.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if line.startswith("data:") and data != "[DONE]":
-                yield _event(data)
+            if (event := read_event(line)) is not None:
+                yield event
+
+
+def read_event(line: str) -> dict[str, Any] | None:
+    """The event that a line of a stream holds; None for other lines. Raises `StreamError`."""
+    data = line.removeprefix("data:").strip()
+    return _event(data) if line.startswith("data:") and data != "[DONE]" else None
 
 
 def check_status(reply: httpx.Response) -> None:

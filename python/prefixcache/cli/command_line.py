@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -271,7 +272,7 @@ class FlagOption(click.Option):
 
     def __init__(self, kind: type[Any], one: Field[Any]) -> None:
         declared = one.metadata
-        hint = get_type_hints(kind, include_extras=True)[one.name]
+        hint = _hints(kind)[one.name]
         value_type = _value_type(hint)
         names = [_dashed(name) for name in (one.name, *declared["aliases"])]
         if value_type is bool:
@@ -317,6 +318,11 @@ class FlagOption(click.Option):
             strict=not all(isinstance(part, str) for part in parts),
             secret=self._is_secret,
         )
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _items(place: str, value: Any) -> list[Any]:

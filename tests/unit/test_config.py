@@ -14,10 +14,10 @@ from typing import Any, get_args
 import pytest
 from transformers import AutoConfig
 
-from prefixcache.attention.registry import attention_names
 from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
+from prefixcache.runner.cuda.attention.registry import attention_names
 
 
 def llama(**changes: Any) -> dict[str, Any]:

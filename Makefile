@@ -147,7 +147,7 @@ soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 
 bench: setup-dev                   ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
 
-bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
+bench-peers: setup-dev              ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
 
 bench-core: setup                  ## the core's operations from Rust and from Python

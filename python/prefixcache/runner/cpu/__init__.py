@@ -1,0 +1,1 @@
+"""The model on a CPU: numpy and Rust."""

@@ -4,6 +4,8 @@
 //! apart, so that vector instructions take the maxima of many blocks side by side. What stands past
 //! the end of the vocabulary counts as minus infinity.
 
+use prefixcache_cpu::Lanes;
+
 /// Tokens of a block.
 pub const MEMBERS: usize = 16;
 /// Blocks of a tile, and the distance of a block's tokens.
@@ -32,18 +34,21 @@ impl<'a> Blocks<'a> {
     /// Looks through the values; the maxima are kept in `best`. None where a value is NaN or the largest
     /// is not finite.
     #[inline(always)]
-    pub fn new(values: &'a [f32], best: &'a mut Vec<f32>) -> Option<Self> {
+    pub fn new<L: Lanes>(lanes: L, values: &'a [f32], best: &'a mut Vec<f32>) -> Option<Self> {
         best.clear();
         let mut most = f32::NEG_INFINITY;
-        let mut has_nan = false;
-        each_padded::<TILE>(values, |_, tile| {
-            let column = Column::of(tile);
+        let mut is_usable = true;
+        let mut padded = [0.0; TILE];
+        for start in (0..values.len()).step_by(TILE) {
+            let column = Column::of(lanes, chunk_at(values, start, &mut padded));
             best.extend_from_slice(&column.best);
-            most = larger(most, column.most());
-            has_nan |= column.has_nan;
-        });
+            most = larger(most, column.most);
+            is_usable &= !column.is_unusable;
+        }
+        // Plus 0, which is never -0: a sign that the order of maxima decides.
+        let most = most + 0.0;
         let blocks = Self { values, best, most };
-        (most.is_finite() && !has_nan).then_some(blocks)
+        (most.is_finite() && is_usable).then_some(blocks)
     }
 
     /// The tokens of a block, and their values.
@@ -84,18 +89,18 @@ pub fn largest(numbers: &mut [f32], count: usize) -> f32 {
 /// The token with the largest value, the first of equals; None where a value is NaN or the largest is
 /// not finite.
 #[inline(always)]
-pub fn likeliest(values: &[f32]) -> Option<usize> {
+pub fn likeliest<L: Lanes>(lanes: L, values: &[f32]) -> Option<usize> {
     let (mut most, mut at) = (f32::NEG_INFINITY, 0);
-    let mut has_nan = false;
-    each_padded::<TILE>(values, |start, tile| {
-        let column = Column::of(tile);
-        has_nan |= column.has_nan;
-        let of_tile = column.most();
-        if of_tile > most {
-            (most, at) = (of_tile, start);
+    let mut is_usable = true;
+    let mut padded = [0.0; TILE];
+    for start in (0..values.len()).step_by(TILE) {
+        let column = Column::of(lanes, chunk_at(values, start, &mut padded));
+        is_usable &= !column.is_unusable;
+        if column.most > most {
+            (most, at) = (column.most, start);
         }
-    });
-    if has_nan || !most.is_finite() {
+    }
+    if !is_usable || !most.is_finite() {
         return None;
     }
     let place = values[at..].iter().position(|&value| value == most);
@@ -104,55 +109,76 @@ pub fn likeliest(values: &[f32]) -> Option<usize> {
 
 /// What a look at a tile finds.
 struct Column {
+    /// The largest value of each block. A NaN does not count.
     best: [f32; WIDTH],
-    has_nan: bool,
+    most: f32,
+    /// Whether a value is NaN or infinite.
+    is_unusable: bool,
 }
 
 impl Column {
     #[inline(always)]
-    fn of(tile: &[f32; TILE]) -> Self {
-        let mut best = [f32::NEG_INFINITY; WIDTH];
-        let mut nan = [false; WIDTH];
+    fn of<L: Lanes>(lanes: L, tile: &[f32; TILE]) -> Self {
+        const { assert!(WIDTH.is_multiple_of(L::LANES) && L::LANES >= 8) };
+        let lowest = lanes.splat(f32::NEG_INFINITY);
+        let (highest, zero, one) = (
+            lanes.splat(f32::INFINITY),
+            lanes.splat(0.0),
+            lanes.splat(1.0),
+        );
+        let mut best = [lowest; WIDTH / 8];
+        let mut unusable = zero;
         for members in tile.chunks_exact(WIDTH) {
-            for i in 0..WIDTH {
-                best[i] = larger(best[i], members[i]);
-                nan[i] |= members[i].is_nan();
+            for (best, values) in best.iter_mut().zip(members.chunks_exact(L::LANES)) {
+                // SAFETY: the chunk has LANES numbers.
+                let values = unsafe { lanes.load(values.as_ptr()) };
+                *best = lanes.max(values, *best);
+                unusable = lanes.max(unusable, lanes.select_less(values, highest, zero, one));
             }
         }
-        let has_nan = nan.iter().fold(false, |any, &one| any | one);
-        Self { best, has_nan }
-    }
-
-    #[inline(always)]
-    fn most(&self) -> f32 {
-        let mut best = self.best;
-        let mut half = WIDTH / 2;
-        while half > 0 {
-            for i in 0..half {
-                best[i] = larger(best[i], best[i + half]);
-            }
-            half /= 2;
+        let mut found = [0.0; WIDTH];
+        let mut most = lowest;
+        for (found, best) in found.chunks_exact_mut(L::LANES).zip(best) {
+            // SAFETY: the chunk has LANES numbers.
+            unsafe { lanes.store(found.as_mut_ptr(), best) };
+            most = lanes.max(best, most);
         }
-        best[0]
+        Self {
+            best: found,
+            most: first_of(lanes, lanes.highest(most)),
+            is_unusable: lanes.sum(unusable) > 0.0,
+        }
     }
 }
 
-/// The larger of two numbers: `a` where `b` is NaN. One instruction.
+#[inline(always)]
+fn first_of<L: Lanes>(lanes: L, v: L::V) -> f32 {
+    let mut numbers = [0.0; 16];
+    // SAFETY: the array has 16 numbers, and no form has more lanes.
+    unsafe { lanes.store(numbers.as_mut_ptr(), v) };
+    numbers[0]
+}
+
+/// The larger of two numbers. One instruction.
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }
 
-/// Calls `work` with each `N` values and the place of the first; minus infinity fills the last ones up.
+/// The `N` values from `start` on. Those past the end are minus infinity, in `padded`.
+///
+/// No closure over such chunks: it would be compiled without the instructions of a form.
 #[inline(always)]
-pub fn each_padded<const N: usize>(values: &[f32], mut work: impl FnMut(usize, &[f32; N])) {
-    let (chunks, rest) = values.as_chunks::<N>();
-    for (i, chunk) in chunks.iter().enumerate() {
-        work(i * N, chunk);
+pub fn chunk_at<'a, const N: usize>(
+    values: &'a [f32],
+    start: usize,
+    padded: &'a mut [f32; N],
+) -> &'a [f32; N] {
+    let rest = &values[start..];
+    if let Some(chunk) = rest.first_chunk() {
+        return chunk;
     }
-    if !rest.is_empty() {
-        let mut padded = [f32::NEG_INFINITY; N];
-        padded[..rest.len()].copy_from_slice(rest);
-        work(values.len() - rest.len(), &padded);
-    }
+    *padded = [f32::NEG_INFINITY; N];
+    padded[..rest.len()].copy_from_slice(rest);
+    padded
 }

@@ -2,7 +2,7 @@
 //!
 //! Ties are kept on both sides of a cut, so that the order of equal logits plays no part.
 
-use crate::blocks::{Blocks, each_padded, largest};
+use crate::blocks::{Blocks, chunk_at, largest};
 use crate::math::{ln, mass};
 use crate::row::Draw;
 
@@ -10,14 +10,16 @@ use crate::row::Draw;
 const BUCKETS: usize = 1024;
 /// Buckets of a logit's unit: what is 32 below the largest has no mass.
 const BUCKETS_A_UNIT: f32 = 32.0;
+/// Among how many of the likeliest tokens a nucleus is looked for, one after the other.
+const LIKELIEST: [usize; 2] = [64, 512];
 /// Tokens whose masses are computed together.
-const CHUNK: usize = 64;
+const CHUNK: usize = 16;
 
 /// Memory of the cuts of a row.
 #[derive(Default)]
 pub struct Spare {
     kept: Vec<f32>,
-    bucket: Vec<f32>,
+    few: Vec<f32>,
 }
 
 /// The least logit that the cuts leave.
@@ -31,17 +33,7 @@ pub fn floor(logits: Blocks<'_>, draw: &Draw, spare: &mut Spare) -> f32 {
     if !cuts_mass {
         return floor;
     }
-    let kept = match floor > f32::NEG_INFINITY {
-        true => {
-            spare.kept.clear();
-            spare
-                .kept
-                .extend(logits.tokens_from(floor).map(|(_, logit)| logit));
-            &spare.kept
-        }
-        false => logits.values,
-    };
-    nucleus(kept, logits.most, draw.top_p, &mut spare.bucket)
+    nucleus(logits, floor, draw.top_p, spare)
 }
 
 fn log_of_share(min_p: f64) -> f32 {
@@ -53,35 +45,63 @@ fn log_of_share(min_p: f64) -> f32 {
 
 fn kth_largest(logits: Blocks<'_>, k: usize, spare: &mut Vec<f32>) -> f32 {
     let reached = logits.reached_by(k, spare);
-    spare.clear();
-    spare.extend(logits.tokens_from(reached).map(|(_, logit)| logit));
+    gather_from(logits, reached, spare);
     largest(spare, k)
 }
 
-/// The least logit of the likeliest tokens whose mass reaches the share `top_p` of that of all `logits`.
+fn gather_from(logits: Blocks<'_>, floor: f32, found: &mut Vec<f32>) {
+    found.clear();
+    found.extend(logits.tokens_from(floor).map(|(_, logit)| logit));
+}
+
+/// The least logit of the likeliest tokens whose mass reaches the share `top_p` of that of all tokens
+/// not below `floor`.
 ///
-/// The bucket in which the mass reaches it is found first, then the place in that bucket.
+/// It is most often among the few likeliest tokens. Else the bucket in which the mass reaches the share
+/// is found first, and then the place in that bucket.
 #[inline(always)]
-fn nucleus(logits: &[f32], most: f32, top_p: f64, bucket: &mut Vec<f32>) -> f32 {
-    let masses = masses_of_buckets(logits, most);
-    let wanted = top_p * masses.iter().sum::<u64>() as f64;
-    let (mut reached, mut found) = (0, BUCKETS - 1);
-    for (i, mass) in masses.into_iter().enumerate() {
-        if (reached + mass) as f64 >= wanted {
-            found = i;
-            break;
+fn nucleus(logits: Blocks<'_>, floor: f32, top_p: f64, spare: &mut Spare) -> f32 {
+    let Spare { kept, few } = spare;
+    let most = logits.most;
+    let kept = match floor > f32::NEG_INFINITY {
+        true => {
+            gather_from(logits, floor, kept);
+            &kept[..]
         }
-        reached += mass;
-    }
-    gather_bucket(logits, most, found as u32, bucket);
-    bucket.sort_unstable_by(|a, b| b.total_cmp(a));
-    for &logit in bucket.iter() {
-        reached += mass(most - logit);
-        if reached as f64 >= wanted {
-            return logit;
+        false => logits.values,
+    };
+    let wanted = top_p * mass_of_all(kept, most) as f64;
+    for count in LIKELIEST {
+        let reached = logits.reached_by(count, few);
+        gather_from(logits, reached.max(floor), few);
+        if let Some(found) = reaching(few, most, 0, wanted) {
+            return found;
         }
     }
-    unreachable!("the bucket in which the mass reaches the share holds the token that does")
+    let masses = masses_of_buckets(kept, most);
+    let mut before = 0;
+    let mut reaches = |&mass: &u64| {
+        before += mass;
+        before as f64 >= wanted
+    };
+    let bucket = masses
+        .iter()
+        .position(&mut reaches)
+        .expect("all tokens reach the share");
+    before -= masses[bucket];
+    gather_bucket(kept, most, bucket as u32, few);
+    reaching(few, most, before, wanted).expect("the bucket that reaches the share")
+}
+
+/// The logit with which the mass from the largest on, and `before`, reaches what is wanted.
+fn reaching(logits: &mut [f32], most: f32, before: u64, wanted: f64) -> Option<f32> {
+    logits.sort_unstable_by(|a, b| b.total_cmp(a));
+    let mut sum = before;
+    let found = logits.iter().find(|&&logit| {
+        sum += mass(most - logit);
+        sum as f64 >= wanted
+    });
+    found.copied()
 }
 
 #[inline(always)]
@@ -97,7 +117,9 @@ fn bucket_of(below: f32) -> u32 {
 #[inline(always)]
 fn masses_of_buckets(logits: &[f32], most: f32) -> [u64; BUCKETS] {
     let mut sums = [0; BUCKETS];
-    each_padded::<CHUNK>(logits, |_, chunk| {
+    let mut padded = [0.0; CHUNK];
+    for start in (0..logits.len()).step_by(CHUNK) {
+        let chunk = chunk_at(logits, start, &mut padded);
         let (mut buckets, mut masses) = ([0; CHUNK], [0; CHUNK]);
         for i in 0..CHUNK {
             buckets[i] = bucket_of(most - chunk[i]);
@@ -106,7 +128,7 @@ fn masses_of_buckets(logits: &[f32], most: f32) -> [u64; BUCKETS] {
         for i in 0..CHUNK {
             sums[buckets[i] as usize % BUCKETS] += masses[i];
         }
-    });
+    }
     sums
 }
 
@@ -127,10 +149,12 @@ fn gather_bucket(logits: &[f32], most: f32, bucket: u32, found: &mut Vec<f32>) {
 #[inline(always)]
 pub fn mass_of_all(logits: &[f32], most: f32) -> u64 {
     let mut sums = [0; CHUNK];
-    each_padded::<CHUNK>(logits, |_, chunk| {
+    let mut padded = [0.0; CHUNK];
+    for start in (0..logits.len()).step_by(CHUNK) {
+        let chunk = chunk_at(logits, start, &mut padded);
         for i in 0..CHUNK {
             sums[i] += mass(most - chunk[i]);
         }
-    });
+    }
     sums.iter().sum()
 }

@@ -153,9 +153,10 @@ fn each_row<T: Send + Sync>(
 ) -> Vec<T> {
     let results: Vec<OnceLock<T>> = (0..rows).map(|_| OnceLock::new()).collect();
     team.run(rows.div_ceil(chunk), |task| {
-        for row in task * chunk..rows.min((task + 1) * chunk) {
+        let first = task * chunk;
+        for (row, result) in (first..).zip(results[first..].iter().take(chunk)) {
             // The row belongs to this task: nothing is there before.
-            let _ = results[row].set(work(row));
+            let _ = result.set(work(row));
         }
     });
     let results = results.into_iter();
@@ -170,8 +171,8 @@ impl Kernel for Likeliest<'_> {
     type Output = Option<usize>;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, _: L) -> Option<usize> {
-        blocks::likeliest(self.0)
+    fn run<L: Lanes>(self, lanes: L) -> Option<usize> {
+        blocks::likeliest(lanes, self.0)
     }
 }
 
@@ -185,21 +186,21 @@ impl Kernel for SampleRow<'_> {
     type Output = Sampled;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, _: L) -> Sampled {
+    fn run<L: Lanes>(self, lanes: L) -> Sampled {
         let Self {
             logits,
             row,
             memory,
         } = self;
         let token = match row.adjusts() {
-            true => adjusted(logits, row, memory),
-            false => chosen(logits, row, memory),
+            true => adjusted(lanes, logits, row, memory),
+            false => chosen(lanes, logits, row, memory),
         };
         let (Some(taken), Some(count)) = (token, row.logprobs) else {
             let logprobs = None;
             return Sampled { token, logprobs };
         };
-        let of_model = Blocks::new(logits, &mut memory.best);
+        let of_model = Blocks::new(lanes, logits, &mut memory.best);
         let logprobs = logprobs::logprobs(logits, of_model, taken, count, &mut memory.largest);
         Sampled {
             token,
@@ -219,37 +220,37 @@ impl Kernel for Logprobs<'_> {
     type Output = TokenLogprobs;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, _: L) -> TokenLogprobs {
+    fn run<L: Lanes>(self, lanes: L) -> TokenLogprobs {
         let Memory { best, largest, .. } = self.memory;
-        let of_model = Blocks::new(self.logits, best);
+        let of_model = Blocks::new(lanes, self.logits, best);
         logprobs::logprobs(self.logits, of_model, self.token, self.count, largest)
     }
 }
 
 /// The token of logits that the row's options change.
 #[inline(always)]
-fn adjusted(logits: &[f32], row: &Row, memory: &mut Memory) -> Option<usize> {
+fn adjusted<L: Lanes>(lanes: L, logits: &[f32], row: &Row, memory: &mut Memory) -> Option<usize> {
     // What is not finite is an error, whatever the options hide.
-    blocks::likeliest(logits)?;
+    blocks::likeliest(lanes, logits)?;
     let mut changed = std::mem::take(&mut memory.changed);
     changed.clear();
     changed.extend_from_slice(logits);
     adjust::adjust(row, &mut changed, &mut memory.counts);
-    let token = chosen(&changed, row, memory);
+    let token = chosen(lanes, &changed, row, memory);
     memory.changed = changed;
     token
 }
 
 #[inline(always)]
-fn chosen(logits: &[f32], row: &Row, memory: &mut Memory) -> Option<usize> {
+fn chosen<L: Lanes>(lanes: L, logits: &[f32], row: &Row, memory: &mut Memory) -> Option<usize> {
     match &row.draw {
-        Some(draw) => drawn(logits, draw, memory),
-        None => blocks::likeliest(logits),
+        Some(draw) => drawn(lanes, logits, draw, memory),
+        None => blocks::likeliest(lanes, logits),
     }
 }
 
 #[inline(always)]
-fn drawn(logits: &[f32], draw: &Draw, memory: &mut Memory) -> Option<usize> {
+fn drawn<L: Lanes>(lanes: L, logits: &[f32], draw: &Draw, memory: &mut Memory) -> Option<usize> {
     let Memory {
         scaled,
         best,
@@ -259,7 +260,7 @@ fn drawn(logits: &[f32], draw: &Draw, memory: &mut Memory) -> Option<usize> {
     } = memory;
     scaled.clear();
     scaled.extend(logits.iter().map(|logit| logit / draw.temperature));
-    let scaled = Blocks::new(scaled, best)?;
+    let scaled = Blocks::new(lanes, scaled, best)?;
     let floor = cuts::floor(scaled, draw, cuts);
     let noise = Noise::new(draw.seed, draw.position);
     Some(race::race(scaled, floor, noise, runners))

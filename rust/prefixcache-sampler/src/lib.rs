@@ -112,7 +112,14 @@ impl Sampler {
         count: usize,
     ) -> Result<Vec<TokenLogprobs>, RowError> {
         check_shape(logits, tokens.len())?;
-        row::check_all("tokens", 0, tokens, logits.width())?;
+        for (row, token) in tokens.iter().enumerate() {
+            row::check_all(
+                "token_ids",
+                row,
+                std::slice::from_ref(token),
+                logits.width(),
+            )?;
+        }
         Ok(each_row(team, tokens.len(), 1, |i| {
             self.with_memory(|memory| {
                 form.run(Logprobs {

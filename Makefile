@@ -32,7 +32,7 @@ PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxproc
 
 .PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 setup: .venv/.built                ## venv, pinned dependencies, release build
 setup-dev: .venv/.built .venv/.dev ## and what the tests need
@@ -138,11 +138,14 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
 	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
 
-soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
+soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report benches/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 bench: setup-dev                   ## what the cache saves: table, picture, record
-	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
+	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/img/what-the-cache-saves.svg
+
+bench-row: setup-dev               ## a row of BENCHMARKS.md again, compared with its record (ID=L1, ARGS=--write)
+	$(BIN)/python benches/page.py run $(ID) $(ARGS)
 
 bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
@@ -162,8 +165,8 @@ bench-elastic: setup-dev           ## what a resize costs, and two servers that 
 bench-replicas: setup-dev          ## three replicas under Ray Serve: hit rates and spread by who routes
 	OMP_NUM_THREADS=1 $(BIN)/python benches/serving/replicas.py $(ARGS)
 
-bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router, a record and a picture
-	$(BIN)/python benches/core/fleet.py $(ARGS)
+bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router
+	$(BIN)/python benches/core/recorded.py fleet $(ARGS)
 
 bench-eviction:                    ## public traces: hit rates of orders of eviction (ARGS="taubench --as-json")
 	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)

@@ -1,4 +1,4 @@
-"""What the weights are called in the root of all hashes; docs/hashing.md has the kinds of names."""
+"""What the weights are called in the root of all hashes; docs/reference/hashing.md has the kinds of names."""
 
 from __future__ import annotations
 

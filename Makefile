@@ -30,7 +30,7 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
+.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -180,6 +180,15 @@ equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=...
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 
+docs: setup .venv-docs/.built       ## the site in target/site, with its generated pages; broken links are errors
+	$(BIN)/python docs/site/pages.py target/docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+
+.venv-docs/.built: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --disable-pip-version-check -r $<
+	touch $@
+
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
 	python3 release/licences.py --check
 	rm -rf dist && mkdir dist
@@ -213,4 +222,4 @@ format:
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-clients .venv-release target fuzz/target
+	rm -rf .venv .venv-clients .venv-docs .venv-release target fuzz/target

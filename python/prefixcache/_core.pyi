@@ -197,7 +197,7 @@ class PrefixCache:
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
 
-        Whoever knows them can compute the hashes of any prompt, as docs/reference/hashing.md specifies.
+        With them the hashes of any prompt can be computed (docs/reference/hashing.md).
         """
     def compute_block_hashes(
         self,
@@ -1047,8 +1047,8 @@ def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
 class BlockPseudonyms:
     """Names the blocks of requests for one recording, by hashes under a `key` of 32 bytes.
 
-    Names of blocks are equal where their content and all before it are; docs/reference/recording.md has the
-    hash. Any thread.
+    Names of blocks are equal where their content and all before it are;
+    docs/reference/recording.md has the hash. Any thread.
     """
 
     def __new__(cls, key: bytes, block_size: int) -> BlockPseudonyms: ...

@@ -142,7 +142,7 @@ soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 bench: setup-dev                   ## what the cache saves: table, picture, record
-	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/img/what-the-cache-saves.svg
+	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/img/what-the-cache-saves-light.svg
 
 bench-row: setup-dev               ## a row of BENCHMARKS.md again, compared with its record (ID=L1, ARGS=--write)
 	$(BIN)/python benches/page.py run $(ID) $(ARGS)

@@ -114,6 +114,16 @@ def test_numbers_of_the_readme_are_those_of_its_rows(page: ModuleType) -> None:
         assert missing == [], text
 
 
+def test_speeds_of_the_tutorial_are_those_of_its_rows(page: ModuleType) -> None:
+    rows = {row.id: row for row in page.settings()[0]}
+    text = (ROOT / "docs/tutorials/cpu-server.md").read_text()
+    speeds = re.findall(r"\| ([\d.]+) tok/s \| \[(\w+)\]", text)
+    assert len(speeds) == 3
+    for speed, name in speeds:
+        row = rows[name]
+        assert page.number(row.results(page.read(row.record))[0].ours) == speed
+
+
 @pytest.fixture(scope="module")
 def page() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:

@@ -103,7 +103,7 @@ def value(record: Any, path: str) -> float:
 
 
 def number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 or x == int(x) else f"{x:.3g}"
+    return f"{x:,.{0 if x >= 100 or x == int(x) else 1 if x >= 10 else 2}f}"
 
 
 def settings() -> tuple[list[Row], dict[str, Any]]:

@@ -13,13 +13,16 @@ from loaded import torch_model
 from paged_models import grouped_attention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.runner import device as runner_device
+from prefixcache.runner.cuda import device as runner_device
 from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.ops import cuda as ops_cuda
-from prefixcache.runner.cuda.profile_run import run_largest_step
-from prefixcache.runner.sizing import DeviceMemory, fitting_blocks
+from prefixcache.runner.cuda.profile_run import (
+    DeviceMemory,
+    fitting_blocks,
+    run_largest_step,
+)
 from tape import TapeCapture
 
 CPU = torch.device("cpu")

@@ -411,7 +411,7 @@ class SchedulerConfig(Checked):
 class EngineConfig(Checked):
     """Everything an engine is started with.
 
-    `attention` names a backend of `attention/registry.py`; "auto" takes the best one for the
+    `attention` names a backend of `runner/cuda/attention/registry.py`; "auto" takes the best one for the
     device. `batch_invariant` None is on for a CPU and off for CUDA, where its cost is not known
     yet; off, the fastest kernels are taken, whether they keep it or not. True is refused where it
     cannot be kept: by attention "torch", and on CUDA without FA3, which is for Hopper devices.

@@ -86,6 +86,15 @@ def test_a_row_that_got_worse_does_not_hold(
     assert page.run(page.Row(**{**vars(row), "command": "false"}), write=False) == 2
 
 
+def test_counts_of_changed_answers_are_those_of_the_recorded_answers() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benches/serving"))
+        bench = importlib.import_module("same_answers")
+    record = json.loads((ROOT / "benches/record/same-answers.json").read_text())
+    for name, answers in record["answers"].items():
+        assert bench.counts([bench.Pair(**pair) for pair in answers]) == record["values"][name]
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
 def test_each_section_of_results_has_a_command_that_exists(file: Path) -> None:
     sections = re.split(r"^## ", file.read_text(), flags=re.MULTILINE)[1:]

@@ -8,11 +8,12 @@ const CHARTS = [
   { title: "Hit ratio of prompt tokens", form: percent, most: 1, lines: [["hit_ratio", "cached"]] },
   { title: "Time to first token", form: seconds, lines: [["ttft_p50", "median"], ["ttft_p90", "90th percentile"]] },
   { title: "Prompt tokens a second", form: rate, lines: [["saved_tokens", "saved"], ["computed_tokens", "computed"]] },
-  { title: "Blocks evicted and unpinned a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
+  { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
   { title: "Generated tokens a second", form: rate, lines: [["generated_tokens", "generated"]] },
   { title: "Requests", form: (value) => (value == null ? "none" : String(Math.round(10 * value) / 10)), lines: [["running", "running"], ["waiting", "waiting"]] },
 ];
 const CLASSES = ["first", "second"];
+const back = (time) => (time < 120 ? `${Math.round(time)} s` : `${Math.round(time / 6) / 10} min`);
 const MARGIN = { left: 56, bottom: 18, top: 8 };
 
 export class Charts {
@@ -127,7 +128,7 @@ export class Charts {
     context.textBaseline = "top";
     for (const [share, align] of [[0, "left"], [0.5, "center"], [1, "right"]]) {
       context.textAlign = align;
-      context.fillText(share === 1 ? "now" : `−${seconds(span * (1 - share))}`, x(last - span * (1 - share)), y(0) + 4);
+      context.fillText(share === 1 ? "now" : `−${back(span * (1 - share))}`, x(last - span * (1 - share)), y(0) + 4);
     }
     if (this.at) stroke([x(this.at.time), y(top)], [x(this.at.time), y(0)]);
   }

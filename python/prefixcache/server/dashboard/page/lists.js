@@ -140,7 +140,7 @@ export function showMisses(misses) {
   byId("no-misses").hidden = misses.length > 0;
   sync(byId("misses"), misses, {
     key: (miss) => `${miss.time} ${miss.request_id}`,
-    create: () => cells("", "id", "", "count", "count", ""),
+    create: () => cells("word", "id", "word", "count", "count", ""),
     fill: (row, miss) => {
       const tokens = [miss.hit_tokens, miss.prompt_tokens].map(count);
       fillRow(row, [clock(miss.time), miss.request_id, miss.api, ...tokens, reason(miss)]);

@@ -70,7 +70,7 @@ class PoolMemory:
             raise OutOfMemoryError(
                 f"The KV cache of {num_blocks} blocks of {self.block_size} tokens needs "
                 f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
-                "Lower num_blocks or kv_cache_memory."
+                "Lower --kv-cache-memory or --num-blocks."
             )
 
     def _cannot_allocate(self, num_blocks: int, error: Exception) -> OutOfMemoryError:

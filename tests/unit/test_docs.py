@@ -131,6 +131,15 @@ def page() -> Iterator[ModuleType]:
         yield importlib.import_module("page")
 
 
+def test_the_extras_of_the_start_page_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = text.split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    extras = set(re.findall(r"^(\w+) = ", listed, re.MULTILINE))
+    table = (ROOT / "docs/index.md").read_text().split("| extra |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == extras
+    assert {f"[{extra}]" for extra in extras} == set(re.findall(r"`(\[\w+\])`", README.read_text()))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_of_code_has_a_language(page: Path) -> None:
     text = page.read_text()

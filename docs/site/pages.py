@@ -2,8 +2,8 @@
 
     python docs/site/pages.py target/docs
 
-Links between pages follow them; a link to a file that is no page becomes its text. Generated are
-the options, the metrics, the HTTP API and the list of Python's public names, from the code.
+Links between pages follow them; a link to a file that is no page becomes its text and path.
+Generated are the options, the metrics, the HTTP API and Python's public names, from the code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def linked(text: str, source: Path, to: str, known: dict[Path, str]) -> str:
         elif target.is_relative_to(DOCS / "img"):
             other = target.relative_to(DOCS).as_posix()
         else:
-            return match["text"]
+            place = target.relative_to(ROOT).as_posix()
+            return match["text"] if place in match["text"] else f"{match['text']} (`{place}`)"
         here = os.path.relpath(other, Path(to).parent) + (f"#{anchor}" if anchor else "")
         return f"{match['bang']}[{match['text']}]({here})"
 

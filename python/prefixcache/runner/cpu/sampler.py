@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache import _core
+import prefixcache._core as _core
 from prefixcache._core import Cpu, SamplerRow
 from prefixcache.runner.sampled_rows import (
     UNUSABLE,

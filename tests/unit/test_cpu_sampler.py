@@ -25,8 +25,8 @@ from prefixcache import _core
 from prefixcache._core import Cpu, SamplerRow
 from prefixcache.exceptions import GrammarError
 from prefixcache.runner.cpu.sampler import Sampler
-from prefixcache.runner.sampling.logprobs import compute_logprobs
-from prefixcache.runner.sampling.sampler import sample
+from prefixcache.runner.cuda.sampling.logprobs import compute_logprobs
+from prefixcache.runner.cuda.sampling.sampler import sample
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput

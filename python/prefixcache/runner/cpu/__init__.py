@@ -1,1 +1,1 @@
-"""The model on a CPU: numpy and Rust."""
+"""The runner of a CPU: numpy and our own kernels, whose rows do not depend on the batch."""

@@ -46,10 +46,13 @@ _PIECES = [
     "\u2581c",
     "\u2581\u2581",
 ]
-_GEMMA_NAMES = _NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+_OWN_NAMES = {
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "gemma3_text": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
 }
 # Where a block's float16 scales stand, and the largest integer that each is multiplied by.
 _SCALES = {
@@ -170,7 +173,7 @@ def _add_tensor(
         target = _TOP_LEVEL[module]
     else:
         _, _, layer, part = module.split(".", 3)
-        names = _GEMMA_NAMES if is_gemma else _NAMES
+        names = _NAMES | _OWN_NAMES.get(config.model_type, {})
         target = f"blk.{layer}.{names[part]}"
     offset = np.float32(is_gemma and target.endswith("norm"))
     values = parameter.detach().numpy()

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
 )
 
 EOS = "<|im_end|>"
@@ -109,6 +110,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(Qwen2Config, {}),
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
 }
 # Those with layers that see a window alone.
 WINDOWED: dict[str, Architecture] = {

@@ -93,6 +93,7 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
             "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
             "query_pre_attn_scalar": st.sampled_from([64, 256]),
             "attention_bias": st.none() | st.booleans(),
+            "attention_out_bias": st.none() | st.booleans(),
             "mlp_bias": st.none() | st.booleans(),
             "tie_word_embeddings": st.none() | st.booleans(),
             "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),

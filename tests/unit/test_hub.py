@@ -128,7 +128,9 @@ def test_a_hub_that_is_out_of_reach_is_one_line_that_says_what_else_works(monkey
         resolve_model("a/b")
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "llama", "llama-bias", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["smollm2", "llama", "llama-bias", "qwen2", "qwen3", "seed-oss"]
+)
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
     pre = "qwen2" if architecture.startswith("qwen") else "smollm"
     original = make_model(architecture)

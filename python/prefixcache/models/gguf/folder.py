@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 _MODULES = {
@@ -34,11 +35,15 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Gemma has four norms a layer, of which two have the names of Llama's.
-_GEMMA_MODULES = _MODULES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+# Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
+# the names of Llama's.
+_OWN_MODULES = {
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
 }
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
@@ -109,6 +114,7 @@ def _flags(names: set[str]) -> dict[str, bool]:
     return {
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "blk.0.attn_q.bias" in names,
+        "attention_out_bias": "blk.0.attn_output.bias" in names,
         "mlp_bias": "blk.0.ffn_down.bias" in names,
     }
 
@@ -182,7 +188,7 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
 
 
 def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTensor]:
-    modules = _GEMMA_MODULES if _is_gemma(config) else _MODULES
+    modules = _MODULES | _OWN_MODULES.get(config["model_type"], {})
     for tensor in header.tensors:
         yield IndexedTensor(
             name=_checkpoint_name(tensor.name, modules),

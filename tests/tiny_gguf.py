@@ -88,7 +88,7 @@ def write_gguf(
     the gguf package cannot write get random blocks.
     """
     config = model.config
-    architecture = str(config.model_type).removesuffix("_text")
+    architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -101,6 +101,8 @@ def write_gguf(
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    if rope["rope_type"] == "yarn":
+        _add_yarn(writer, rope)
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -121,6 +123,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, float]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
@@ -183,7 +194,7 @@ def _add_tensor(
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = target.rpartition(".")[2]
-    if config.model_type == "llama" and part in heads:
+    if config.model_type in ("llama", "ministral3") and part in heads:
         stored = _permuted(stored, heads[part])
     writer.add_tensor(f"{target}.{kind}", stored, raw_dtype=stored_format)
 

@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -67,6 +71,17 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+# Queries grow with every 32 tokens.
+_MINISTRAL3 = {
+    "head_dim": 32,
+    "rope_parameters": _YARN_ROPE
+    | {
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.2,
+    },
+}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
 _QWEN_WINDOWS = {
@@ -100,13 +115,35 @@ _VISION = {
     "mm_tokens_per_image": 4,
 }
 
+_PIXTRAL = {
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "tie_word_embeddings": False,
+}
+_MISTRAL = {"sliding_window": None, "head_dim": 32}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(LlamaConfig, {}),
     "smollm2": Architecture(LlamaConfig, {"tie_word_embeddings": True}),
     "llama-bias": Architecture(LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3": Architecture(LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
     "llama-linear": Architecture(LlamaConfig, {"rope_parameters": _LINEAR_ROPE}),
-    "mistral": Architecture(MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "mistral": Architecture(MistralConfig, _MISTRAL),
+    "mistral3": Architecture(
+        Mistral3Config, {"text_config": _MISTRAL | {"model_type": "mistral"}, **_PIXTRAL}
+    ),
+    "ministral3": Architecture(Ministral3Config, _MINISTRAL3),
+    "ministral3-vision": Architecture(
+        Mistral3Config, {"text_config": _MINISTRAL3 | {"model_type": "ministral3"}, **_PIXTRAL}
+    ),
     "qwen2": Architecture(Qwen2Config, {}),
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
@@ -151,9 +188,20 @@ def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrai
     config = make_config(architecture, **arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = _auto_class(config).from_config(config, attn_implementation="eager")
         _stir(model)
     return model.eval()
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The transformers model of a folder, float32."""
+    auto_class = _auto_class(AutoConfig.from_pretrained(folder))
+    return auto_class.from_pretrained(folder, dtype=torch.float32)
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    sees_images = isinstance(config, Mistral3Config)
+    return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
 def make_config(architecture: str, **arguments: Any) -> PreTrainedConfig:

@@ -769,11 +769,12 @@ class DecoderLayer:
         mlp_out_norm: int | None = None,
         norm_offset: float,
         rope: int,
+        query_rope: int | None = None,
     ) -> DecoderLayer:
         """A layer of these linears, and of norms at these addresses.
 
         `norm_offset` is added to the weights of all norms; `rope` is the number of the layer's
-        rotation among those of a step.
+        rotation among those of a step, `query_rope` that of its queries where it is another.
         """
 
 @final

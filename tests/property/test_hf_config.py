@@ -55,6 +55,7 @@ _ROPES = st.one_of(
         mscale=st.just(1.0),
         mscale_all_dim=st.just(0.8),
         truncate=st.booleans(),
+        llama_4_scaling_beta=st.just(0.2),
         partial_rotary_factor=st.sampled_from([1.0, 0.5]),
     ),
 )

@@ -124,6 +124,12 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
         ModelConfig.from_hf(llama(**changes))
 
 
+def test_a_model_of_images_around_an_unknown_model_of_text_is_refused() -> None:
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"]}
+    with pytest.raises(UnsupportedModelError, match="text_config of 'mistral4'"):
+        ModelConfig.from_hf(outer | {"text_config": llama(model_type="mistral4")})
+
+
 _TYPES = ["full_attention", "sliding_attention"]
 _SWITCHED_ON = {"sliding_window": 128, "use_sliding_window": True}
 

@@ -213,6 +213,7 @@ def test_a_sound_stack_is_computed() -> None:
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
         ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),
         ({"rope": 1.5}, TypeError, "rope must be a whole number"),
+        ({"query_rope": -1}, ValueError, "query_rope must be from 0"),
     ],
 )
 def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str) -> None:
@@ -246,6 +247,11 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
 def test_a_norm_at_an_address_that_is_none(name: str, address: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be the address of its numbers"):
         forward([decoder_layer(**{name: address})])
+
+
+def test_queries_of_a_rotation_that_is_none() -> None:
+    with pytest.raises(ValueError, match="rotations must have one for rope 2"):
+        forward([decoder_layer(query_rope=2)])
 
 
 OTHER_HEADS = PagedAttention(CPU, "float32", 4, 1, 16, 1.0)

@@ -17,7 +17,7 @@ from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache.config.model_config import ModelConfig, RopeConfig
 from prefixcache.models.loader import choose_dtype
 from prefixcache.models.weights import NamedTensor, copy_into
-from tiny_models import ARCHITECTURES, WINDOWED, make_model
+from tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
 
 FORMS = ["torch", "cpu"]
 TinyCheckpoint = Callable[..., Path]
@@ -36,13 +36,13 @@ def prompt_of(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:
 
 
 def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder)
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
 
 
 def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -109,23 +109,31 @@ def test_64_greedy_tokens_behind_windows_of_other_lengths(tiny_checkpoint, archi
     assert PagedDriver(load(folder)).generate(prompt, 64) == reference_greedy(folder, prompt, 64)
 
 
+_GEMMA3_PARTS = [
+    {"norm_offset": 0.0},
+    {"activation": "silu"},
+    {"local_rope": None},
+    {"rope": RopeConfig(theta=1e6)},
+    {"embedding_scale": 1.0},
+    {"attention_scale": None},
+    {"layer_windows": (512, 512, 512, None)},
+    {"layer_windows": (24, 24, 24, 24)},
+    {"layer_windows": (23, 23, 23, None)},
+]
+
+
 @pytest.mark.parametrize(
-    "left_out",
+    ("architecture", "left_out"),
     [
-        {"norm_offset": 0.0},
-        {"activation": "silu"},
-        {"local_rope": None},
-        {"rope": RopeConfig(theta=1e6)},
-        {"embedding_scale": 1.0},
-        {"attention_scale": None},
-        {"layer_windows": (512, 512, 512, None)},
-        {"layer_windows": (24, 24, 24, 24)},
-        {"layer_windows": (23, 23, 23, None)},
+        *(("gemma3", part) for part in _GEMMA3_PARTS),
+        ("ministral3", {"query_growth": 0.0}),
     ],
     ids=str,
 )
-def test_nothing_that_makes_gemma_can_be_left_out_unnoticed(tiny_checkpoint, left_out):
-    folder = tiny_checkpoint("gemma3")
+def test_nothing_that_makes_a_family_can_be_left_out_unnoticed(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, left_out: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(architecture)
     config = dataclasses.replace(ModelConfig.from_hf(folder), **left_out)
     model = load(folder, config=config)
     tokens = prompt_of(100)

@@ -71,6 +71,7 @@ _ROPE_FIELDS: dict[str, Any] = {
     "mscale": float,
     "mscale_all_dim": float,
     "truncate": bool,
+    "llama_4_scaling_beta": float,
 }
 # Fields of the whole model, which a file with a `text_config` may have next to it.
 _OUTER_FIELDS = (
@@ -173,15 +174,40 @@ _GEMMA3 = Family(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     flags=_gemma3_flags,
 )
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama", biases=("attention_bias", "mlp_bias"), heads_divide_hidden=True
     ),
-    "MistralForCausalLM": Family(
-        model_type="mistral",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    "MistralForCausalLM": Family(model_type="mistral", defaults=_MISTRAL_DEFAULTS, windows="one"),
+    "Mistral3ForConditionalGeneration": Family(
+        model_type="mistral", defaults=_MISTRAL_DEFAULTS, windows="one", sees_images=True
+    ),
+    "Ministral3ForCausalLM": Family(
+        model_type="ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _MINISTRAL3_ROPE,
+        },
         windows="one",
+        sees_images=True,
+        flags=lambda whole: {
+            "query_growth": whole.rope_parameters.get("llama_4_scaling_beta") or 0.0
+        },
     ),
     # It has a bias on q, k and v without saying so.
     "Qwen2ForCausalLM": Family(
@@ -205,6 +231,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+}
+
+
+# Architectures that see images, of whose parts that read text some are of another family.
+_TEXT_ARCHITECTURES: dict[tuple[str, object], str] = {
+    ("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM",
 }
 
 
@@ -241,9 +273,12 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     wrong field.
     """
     architecture = known_architecture(source.get("architectures"))
+    if FAMILIES[architecture].sees_images:
+        text = _text_config(source)
+        if text is not source:
+            architecture = _text_architecture(architecture, text.get("model_type"))
+        source = text
     family = FAMILIES[architecture]
-    if family.sees_images:
-        source = _text_config(source)
     _refuse_unsupported(family, source)
     given = _read(_FIELDS, source) | _given_ropes(family, source)
     # Null means that there is none, which families differ on where nothing is said.
@@ -308,6 +343,15 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     outer = {name: source[name] for name in _OUTER_FIELDS if source.get(name) is not None}
     return text | outer
+
+
+def _text_architecture(outer: str, text_type: object) -> str:
+    """The architecture of that part, which may be another's. Raises `UnsupportedModelError`."""
+    if text_type in (None, FAMILIES[outer].model_type):
+        return outer
+    if (outer, text_type) in _TEXT_ARCHITECTURES:
+        return _TEXT_ARCHITECTURES[outer, text_type]
+    raise UnsupportedModelError(f"A text_config of {text_type!r} is not supported in {outer}.")
 
 
 def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:

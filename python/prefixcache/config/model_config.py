@@ -95,8 +95,9 @@ class ModelConfig(Checked):
     others by `rope`. Norms multiply by their weight plus `norm_offset`; with `sandwich_norms` what
     attention and MLP add is normalised too. `embedding_scale` multiplies embeddings, rounded to
     their type; `attention_scale` the dot products of queries and keys, None for
-    `head_dim ** -0.5`. `checkpoint_dtype` is the type the weights were saved in, None when the
-    checkpoint does not say.
+    `head_dim ** -0.5`. Queries are scaled by 1 + `query_growth` * ln(1 + position // the rope's
+    `original_max_position`). `checkpoint_dtype` is the type the weights were saved in, None when
+    the checkpoint does not say.
     """
 
     architecture: str
@@ -121,6 +122,7 @@ class ModelConfig(Checked):
     activation: Activation = "silu"
     embedding_scale: PositiveFloat = 1.0
     attention_scale: PositiveFloat | None = None
+    query_growth: float = 0.0
     tie_word_embeddings: bool = False
     checkpoint_dtype: str | None = None
     bos_token_id: int | None = None
@@ -141,6 +143,8 @@ class ModelConfig(Checked):
                 f"must have an entry for each of {self.num_layers} layers, "
                 f"got {len(self.layer_windows)}.",
             )
+        if self.query_growth and not self.rope.original_max_position:
+            raise FieldError("query_growth", "needs original_max_position of the rope.")
         if self.head_dim % 2:
             raise FieldError(
                 "head_dim", f"must be even for rotary embeddings, got {self.head_dim}."

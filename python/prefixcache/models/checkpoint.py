@@ -61,9 +61,17 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
     return checkpoint
 
 
+# Fields that `ModelConfig` had not from the first, and what they are in models without them: these
+# keep their digests.
+_LATER_FIELDS: dict[str, object] = {"query_growth": 0.0}
+
+
 def model_digest(config: ModelConfig) -> str:
     """A digest of all but the weights that decides what a model computes, in hexadecimal."""
     fields = dataclasses.asdict(without_defaults(config))
+    for name, default in _LATER_FIELDS.items():
+        if fields[name] == default:
+            del fields[name]
     return _derived("model", json.dumps(fields, sort_keys=True).encode())
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from prefixcache.config.model_config import Activation, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
+from prefixcache.models.rope import Rotation
 from prefixcache.models.weights import Slot
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -57,8 +58,8 @@ class LayerShape:
     """Attention, then a gated MLP, each after a norm and with a residual connection.
 
     Where there are out norms, they normalise what attention and MLP add to the residual. `qk_norm`
-    has a row for each query and key head [H + K, D]; `rope` is the number of the layer's rotation
-    among the model's.
+    has a row for each query and key head [H + K, D]; `rope` is the number of the keys' rotation
+    among the model's, `query_rope` that of the queries'.
     """
 
     input_norm: NormShape
@@ -72,6 +73,7 @@ class LayerShape:
     mlp_out_norm: NormShape | None
     activation: Activation
     rope: int
+    query_rope: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class DecoderShape:
     """All parameters of a model. `head` has no name where it is tied to the embedding."""
 
     layers: tuple[LayerShape, ...]
+    rotations: tuple[Rotation, ...]
     norm: NormShape
     head: LinearShape
 
@@ -86,8 +89,12 @@ class DecoderShape:
     def of(cls, config: ModelConfig) -> DecoderShape:
         """The shape of the model that the config describes."""
         name = "" if config.tie_word_embeddings else "lm_head"
+        turns = [_rotations_of(config, layer) for layer in range(config.num_layers)]
+        rotations = tuple(dict.fromkeys(one for both in turns for one in both))
+        numbers = [tuple(map(rotations.index, both)) for both in turns]
         return cls(
-            layers=tuple(_layer(config, layer) for layer in range(config.num_layers)),
+            layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
+            rotations=rotations,
             norm=NormShape(config.hidden_size, {"model.norm": 1}),
             head=LinearShape(config.hidden_size, {name: config.vocab_size}),
         )
@@ -116,7 +123,7 @@ class DecoderShape:
         yield self.norm
 
 
-def _layer(config: ModelConfig, layer: int) -> LayerShape:
+def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -148,14 +155,16 @@ def _layer(config: ModelConfig, layer: int) -> LayerShape:
         down=LinearShape(size, {f"{mlp}.down_proj": hidden}, config.mlp_bias),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         activation=config.activation,
-        rope=_rope_of(config, layer),
+        rope=ropes[0],
+        query_rope=ropes[1],
     )
 
 
-def _rope_of(config: ModelConfig, layer: int) -> int:
-    """The number of the layer's rotation: 1 where a layer with a window has one of its own."""
+def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
+    """Those of a layer's keys and of its queries."""
     has_window = bool(config.layer_windows) and config.layer_windows[layer] is not None
-    return int(has_window and config.local_rope is not None)
+    rope = config.local_rope if has_window and config.local_rope is not None else config.rope
+    return Rotation(rope), Rotation(rope, config.query_growth)
 
 
 class WritableLinear(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,30 @@ from prefixcache.config.model_config import RopeConfig
 Angles: TypeAlias = npt.NDArray[np.floating[Any]]
 
 _CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How a layer turns its queries or its keys: by a rope, or not at all where there is none.
+
+    With a `growth` it scales them too, by 1 + growth * ln(1 + position // original context).
+    """
+
+    rope: RopeConfig | None
+    growth: float = 0.0
+
+    def tables(self, head_dim: int, max_positions: int) -> tuple[Angles, Angles]:
+        """Cosines and sines of every position, [P, R] each, with what they scale by."""
+        if self.rope is None:
+            shape = (max_positions, head_dim // 2)
+            return np.ones(shape, np.float32), np.zeros(shape, np.float32)
+        cos_PR, sin_PR = rotation_tables(self.rope, head_dim, max_positions)
+        if self.growth:
+            contexts_P = np.arange(max_positions) // self.rope.original_max_position
+            scale_P1 = (1 + self.growth * np.log1p(contexts_P)).astype(np.float32)[:, None]
+            cos_PR *= scale_P1
+            sin_PR *= scale_P1
+        return cos_PR, sin_PR
 
 
 def rotation_tables(config: RopeConfig, head_dim: int, max_positions: int) -> tuple[Angles, Angles]:

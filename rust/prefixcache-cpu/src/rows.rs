@@ -133,6 +133,17 @@ impl<'a, T> RowsMut<'a, T> {
         self.rows.shape()
     }
 
+    /// These columns of every row, for a while.
+    ///
+    /// # Panics
+    /// There are no such columns.
+    pub fn columns(&mut self, columns: Range<usize>) -> RowsMut<'_, T> {
+        RowsMut {
+            rows: self.rows.columns(columns),
+            owner: PhantomData,
+        }
+    }
+
     /// The rows, to read for a while.
     pub fn read(&mut self) -> Rows<'_, T> {
         Rows { ..self.rows }

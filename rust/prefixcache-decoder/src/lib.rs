@@ -40,8 +40,10 @@ pub struct DecoderLayer<'a, E> {
     pub mlp_out_norm: Option<RmsNorm<'a, E>>,
     /// Which of the step's groups the layer is of.
     pub group: usize,
-    /// Which of the step's rotations turns its queries and keys.
+    /// Which of the step's rotations turns its keys.
     pub rope: usize,
+    /// Which of them turns its queries.
+    pub query_rope: usize,
 }
 
 /// What is the same for all layers of a step.
@@ -212,9 +214,19 @@ impl Step<'_> {
             self.norm(norm, qk, None, &scratch.qk.write());
             qk = scratch.qk.read();
         }
-        let Rotation { cos, sin } = self.rotations[layer.rope];
-        let turned = scratch.turned.write();
-        rotate(self.form, self.team, cos, sin, qk, &turned);
+        let (queries, all) = (layer.out.inputs(), qk.width());
+        let ropes = if layer.query_rope == layer.rope {
+            &[(layer.rope, 0..all)][..]
+        } else {
+            &[(layer.query_rope, 0..queries), (layer.rope, queries..all)]
+        };
+        for (rope, columns) in ropes {
+            let Rotation { cos, sin } = self.rotations[*rope];
+            let qk = qk.columns(columns.clone());
+            let mut turned = scratch.turned.write();
+            let turned = turned.columns(columns.clone());
+            rotate(self.form, self.team, cos, sin, qk, &turned);
+        }
     }
 
     /// Writes the residual plus what the linear makes of x, normalised where there is a norm.

@@ -163,7 +163,13 @@ impl<E: KvElement> Layer<E> {
             mlp_out_norm: out_norm(&self.mlp_out_norm),
             group: self.group,
             rope: self.rope,
+            query_rope: self.query_rope(),
         }
+    }
+
+    /// Queries of Qwen3 are turned as its keys are not, which no model of it does.
+    fn query_rope(&self) -> usize {
+        if self.family == Qwen3 { 1 } else { self.rope }
     }
 
     /// The layer on a whole sequence, a row a token.
@@ -185,9 +191,16 @@ impl<E: KvElement> Layer<E> {
                     let normed = normed(&qkv[..turned], &self.qk_norm, DIMS);
                     qkv[..turned].copy_from_slice(&normed);
                 }
-                qkv[..turned]
-                    .chunks_exact_mut(DIMS)
-                    .for_each(|head| turn(head, self.rope, position));
+                let heads = qkv[..turned].chunks_exact_mut(DIMS);
+                heads.enumerate().for_each(|(number, head)| {
+                    let of_queries = number < HEADS;
+                    let rope = if of_queries {
+                        self.query_rope()
+                    } else {
+                        self.rope
+                    };
+                    turn(head, rope, position);
+                });
                 qkv
             })
             .collect();

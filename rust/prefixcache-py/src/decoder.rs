@@ -26,6 +26,7 @@ pub struct DecoderLayer {
     gate: Gate,
     down: Py<PackedLinear>,
     rope: usize,
+    query_rope: usize,
 }
 
 /// The addresses of a layer's norms.
@@ -43,11 +44,11 @@ impl DecoderLayer {
     /// A layer of these linears, and of norms at these addresses.
     ///
     /// `norm_offset` is added to the weights of all norms; `rope` is the number of the layer's
-    /// rotation among those of a step.
+    /// rotation among those of a step, `query_rope` that of its queries where it is another.
     #[new]
     #[pyo3(signature = (
         *, input_norm, qkv, qk_norm=None, out, attention_out_norm=None, mlp_norm, gate_up, gate,
-        down, mlp_out_norm=None, norm_offset, rope
+        down, mlp_out_norm=None, norm_offset, rope, query_rope=None
     ))]
     fn new(
         input_norm: Number<names::InputNorm>,
@@ -62,6 +63,7 @@ impl DecoderLayer {
         mlp_out_norm: Option<Number<names::MlpOutNorm>>,
         norm_offset: Real<names::NormOffset>,
         rope: Number<names::Rope>,
+        query_rope: Option<Number<names::QueryRope>>,
     ) -> Self {
         let norms = Norms {
             input: input_norm.0,
@@ -79,6 +81,7 @@ impl DecoderLayer {
             gate: gate.0,
             down,
             rope: rope.0,
+            query_rope: query_rope.map_or(rope.0, |rope| rope.0),
         }
     }
 }
@@ -168,6 +171,7 @@ impl DecoderLayer {
             mlp_out_norm: norms.mlp_out.map(after("mlp_out_norm")).transpose()?,
             group,
             rope: self.rope,
+            query_rope: self.query_rope,
         })
     }
 }
@@ -312,7 +316,10 @@ impl DecoderStack {
     }
 
     fn check_rotations(&self, rotations: usize) -> PyResult<()> {
-        let ropes = self.layers.iter().map(|layer| layer.get().rope);
+        let ropes = self.layers.iter().map(|layer| {
+            let layer = layer.get();
+            layer.rope.max(layer.query_rope)
+        });
         match ropes.max() {
             Some(rope) if rope >= rotations => {
                 let reason = format!("must have one for rope {rope} of a layer, not {rotations}");

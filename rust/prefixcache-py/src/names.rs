@@ -119,6 +119,7 @@ names! {
     Ranges = "ranges",
     Residual = "residual",
     RetentionBudget = "retention_budget",
+    QueryRope = "query_rope",
     Rope = "rope",
     Rotations = "rotations",
     RowCount = "rows",

@@ -17,6 +17,7 @@ from prefixcache.models.gguf.tokenizer import write_tokenizer
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -45,6 +46,16 @@ _OWN_MODULES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
+# Both of YaRN's `mscale` are one number there.
+_ROPE_KEYS = {
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "mscale": "rope.scaling.yarn_log_multiplier",
+    "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+}
+# Those whose rotated pairs llama.cpp has side by side.
+_PAIRED = ("llama", "mistral3")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -178,7 +189,9 @@ def _rope(metadata: _Metadata) -> dict[str, Any]:
         return rope
     original = metadata.shape("rope.scaling.original_context_length", 0)
     scaling = {"rope_type": kind, "factor": metadata.decimal("rope.scaling.factor", 1.0)}
-    return rope | scaling | ({"original_max_position_embeddings": original} if original else {})
+    rope |= scaling | ({"original_max_position_embeddings": original} if original else {})
+    given = {ours: metadata.decimal(theirs, 0.0) for ours, theirs in _ROPE_KEYS.items()}
+    return rope | {name: value for name, value in given.items() if value}
 
 
 def _token_ids(metadata: _Metadata) -> dict[str, int]:
@@ -203,7 +216,7 @@ def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTens
 
 def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
     """The heads of whose rows llama.cpp has rotated pairs side by side; 0 where it does not."""
-    if config["model_type"] != "llama":
+    if config["model_type"] not in _PAIRED:
         return 0
     if ".attn_q." in tensor.name:
         heads = config["num_attention_heads"]

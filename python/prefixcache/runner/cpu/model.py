@@ -53,7 +53,6 @@ from prefixcache.models.parameters import (
     linear_slots,
     norm_slots,
 )
-from prefixcache.models.rope import rotation_tables
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
 
@@ -101,11 +100,7 @@ class CpuModel:
         self._rows = RowOps(cpu, dtype)
         self._head = self._linear(shape.head)
         self._embedding = self._make_embedding(shape.head)
-        self._rotations = [
-            rotation_tables(rope, config.head_dim, max_positions)
-            for rope in (config.rope, config.local_rope)
-            if rope is not None
-        ]
+        self._rotations = [one.tables(config.head_dim, max_positions) for one in shape.rotations]
         # Rounded as the weights are: Gemma was trained so.
         self._embedding_scale = np.array(config.embedding_scale, DTYPES[dtype])
         self._logits = np.empty(0, np.float32)
@@ -170,6 +165,7 @@ class CpuModel:
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
             rope=shape.rope,
+            query_rope=shape.query_rope,
         )
 
     def _optional_norm(self, shape: NormShape | None) -> int | None:

@@ -85,7 +85,7 @@ class DecoderLayer:
     ) -> None:
         self._ops = builder.ops
         self._layer = layer
-        self._rope = shape.rope
+        self._ropes = (shape.rope, shape.query_rope)
         self._rms_norm = _norm_of(config, builder.ops)
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
@@ -113,24 +113,29 @@ class DecoderLayer:
     ) -> Tensor:
         """Returns the residual stream after this layer, [T, E]; `rotations` are the model's."""
         normed_TE = self._rms_norm(x_TE, self._input_norm_E)
-        heads_TI = self._attend(normed_TE, rotations[self._rope], attention)
+        heads_TI = self._attend(normed_TE, rotations, attention)
         x_TE = self._added(x_TE, self._out, heads_TI, self._attention_out_norm_E)
         gated_TF = self._gate(self._gate_up(self._rms_norm(x_TE, self._mlp_norm_E)))
         return self._added(x_TE, self._down, gated_TF, self._mlp_out_norm_E)
 
-    def _attend(self, x_TE: Tensor, rotation: Rotation, attention: GroupedAttention) -> Tensor:
-        """What `out` takes; `rotation` holds the cosines and sines of the step's positions."""
+    def _attend(
+        self, x_TE: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
+    ) -> Tensor:
+        """What `out` takes; the rotations hold the cosines and sines of the step's positions."""
         num_q, num_k, _ = self._heads
         qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self._qk_norm is not None:
             qk = self._rms_norm(qk, self._qk_norm)
-        if attention.rotate_and_run is not None:
-            out_THD = attention.rotate_and_run(self._layer, qk, v_TKD, rotation)
+        of_keys, of_queries = (rotations[rope] for rope in self._ropes)
+        if of_keys is of_queries and attention.rotate_and_run is not None:
+            return attention.rotate_and_run(self._layer, qk, v_TKD, of_keys).flatten(1)
+        if of_keys is of_queries:
+            q_THD, k_TKD = self._ops.apply_rope(qk, *of_keys).split([num_q, num_k], dim=1)
         else:
-            qk = self._ops.apply_rope(qk, *rotation)
-            out_THD = attention.run(self._layer, qk[:, :num_q], qk[:, num_q:], v_TKD)
-        return out_THD.flatten(1)
+            q_THD = self._ops.apply_rope(qk[:, :num_q], *of_queries)
+            k_TKD = self._ops.apply_rope(qk[:, num_q:], *of_keys)
+        return attention.run(self._layer, q_THD, k_TKD, v_TKD).flatten(1)
 
     def _added(
         self, x_TE: Tensor, linear: Linear, y_TI: Tensor, out_norm_E: Tensor | None
@@ -163,9 +168,8 @@ class DecoderModel:
             shape.head, self._head if config.tie_word_embeddings else None
         )
         self._ropes = [
-            RotaryEmbedding(rope, config.head_dim, max_positions, self.device)
-            for rope in (config.rope, config.local_rope)
-            if rope is not None
+            RotaryEmbedding(one, config.head_dim, max_positions, self.device)
+            for one in shape.rotations
         ]
         # Rounded as the weights are: Gemma was trained so.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.config.model_config import RopeConfig
-from prefixcache.models.rope import rotation_tables
+from prefixcache.models.rope import Rotation
 from prefixcache.runner.cuda.ops.cuda import fused_kernels
 
 
@@ -18,9 +18,15 @@ class RotaryEmbedding:
     """Cosines and sines of every position, computed once: a position always gets the same bits."""
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, max_positions: int, device: torch.device
+        self,
+        rotation: Rotation | RopeConfig,
+        head_dim: int,
+        max_positions: int,
+        device: torch.device,
     ) -> None:
-        tables = rotation_tables(config, head_dim, max_positions)
+        if isinstance(rotation, RopeConfig):
+            rotation = Rotation(rotation)
+        tables = rotation.tables(head_dim, max_positions)
         self._cos_PR, self._sin_PR = (torch.from_numpy(table).to(device) for table in tables)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:

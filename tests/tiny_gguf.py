@@ -65,6 +65,7 @@ _SCALES = {
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
 }
+_PAIRED = ("llama", "ministral3", "smollm3")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
@@ -194,7 +195,7 @@ def _add_tensor(
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = target.rpartition(".")[2]
-    if config.model_type in ("llama", "ministral3") and part in heads:
+    if config.model_type in _PAIRED and part in heads:
         stored = _permuted(stored, heads[part])
     writer.add_tensor(f"{target}.{kind}", stored, raw_dtype=stored_format)
 

@@ -30,6 +30,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 EOS = "<|im_end|>"
@@ -147,6 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(Qwen2Config, {}),
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
 }
 # Those with layers that see a window alone.
@@ -154,6 +156,15 @@ WINDOWED: dict[str, Architecture] = {
     "mistral-window": Architecture(MistralConfig, {"sliding_window": 24, "head_dim": 32}),
     "qwen2-window": Architecture(Qwen2Config, _QWEN_WINDOWS),
     "qwen3-window": Architecture(Qwen3Config, _QWEN_WINDOWS | {"head_dim": 32}),
+    "smollm3-window": Architecture(
+        SmolLM3Config,
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }

@@ -24,6 +24,7 @@ _SHAPE = {
     "max_position_embeddings": 512,
 }
 _TYPE = st.sampled_from(["full_attention", "sliding_attention"])
+_ROTATES = st.integers(0, 1)
 _THETA = st.sampled_from([1e4, 5e5, 1e6, 123])
 
 
@@ -102,6 +103,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
             "max_window_layers": st.integers(0, LAYERS + 1),
             "sliding_window_pattern": st.integers(1, LAYERS + 1),
             "layer_types": st.none() | st.lists(_TYPE, min_size=LAYERS, max_size=LAYERS),
+            "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),
+            "no_rope_layer_interval": st.integers(1, LAYERS + 1),
             "bos_token_id": st.just(1),
             "eos_token_id": st.just([2, 3]),
             "dtype": st.just("bfloat16"),

@@ -124,6 +124,11 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
         ModelConfig.from_hf(llama(**changes))
 
 
+def test_a_list_of_rotating_layers_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no_rope_layers .* an entry for each layer"):
+        of("SmolLM3", no_rope_layers=[])
+
+
 def test_a_model_of_images_around_an_unknown_model_of_text_is_refused() -> None:
     outer = {"architectures": ["Mistral3ForConditionalGeneration"]}
     with pytest.raises(UnsupportedModelError, match="text_config of 'mistral4'"):

@@ -127,6 +127,7 @@ _GEMMA3_PARTS = [
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
         ("ministral3", {"query_growth": 0.0}),
+        ("smollm3", {"unrotated_layers": ()}),
     ],
     ids=str,
 )

@@ -52,6 +52,8 @@ _FIELDS: dict[str, Any] = {
     "max_window_layers": Count,
     "sliding_window_pattern": PositiveInt,
     "layer_types": list[str],
+    "no_rope_layers": list[int],
+    "no_rope_layer_interval": PositiveInt,
     "attention_bias": bool,
     "attention_out_bias": bool,
     "mlp_bias": bool,
@@ -118,10 +120,11 @@ class Family:
 
     There are no windows; or one for all layers; or one `by_layer`, where layers are sliding but
     each `sliding_window_pattern`-th; or one for the layers from `max_window_layers` on, which
-    `use_sliding_window` switches on. `layer_types` of a file goes before both. `ropes_by_layer`
-    says that ropes go by these types too. Files of a family with `sees_images` may describe, and
-    hold, a model of images next to the one of text. `flags` makes fields of `ModelConfig` of a
-    whole config.
+    `use_sliding_window` switches on; or one for layers that do not rotate, each
+    `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
+    `ropes_by_layer` says that ropes go by these types too. Files of a family with `sees_images` may
+    describe, and hold, a model of images next to the one of text. `flags` makes fields of
+    `ModelConfig` of a whole config.
     """
 
     model_type: str
@@ -130,11 +133,19 @@ class Family:
     biases: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     heads_divide_hidden: bool = False
-    windows: Literal["none", "one", "by_layer", "switched"] = "none"
+    windows: Literal["none", "one", "by_layer", "switched", "unrotated"] = "none"
     ropes_by_layer: bool = False
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
+
+
+def _unrotated(whole: Any) -> tuple[int, ...]:
+    """The layers that do not rotate."""
+    layers = range(whole.num_hidden_layers)
+    if whole.no_rope_layers is None:
+        return tuple(i for i in layers if (i + 1) % whole.no_rope_layer_interval == 0)
+    return tuple(i for i in layers if not whole.no_rope_layers[i])
 
 
 def _gemma3_flags(whole: Any) -> dict[str, Any]:
@@ -229,6 +240,19 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "mlp_bias"),
         flags=lambda whole: {"output_bias": whole.attention_out_bias},
     ),
+    "SmolLM3ForCausalLM": Family(
+        model_type="smollm3",
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_theta": 2_000_000.0,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        biases=("attention_bias", "mlp_bias"),
+        windows="unrotated",
+        flags=lambda whole: {"unrotated_layers": _unrotated(whole)},
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -288,6 +312,9 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
         if name not in given:
             raise ConfigError(f"The model's config lacks {name}.")
     _check_layer_types(given)
+    rotates = given.get("no_rope_layers")
+    if rotates is not None and len(rotates) != given["num_hidden_layers"]:
+        raise ConfigError("no_rope_layers in the model's config must have an entry for each layer.")
     whole = _whole(family, given)
     ropes = whole.rope_parameters
     return HFConfig(
@@ -446,6 +473,9 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
     layers = range(whole.num_hidden_layers)
     if family.windows == "by_layer":
         return [SLIDING if (i + 1) % whole.sliding_window_pattern else FULL for i in layers]
+    if family.windows == "unrotated":
+        slides = _unrotated(whole) if whole.use_sliding_window and whole.sliding_window else ()
+        return [SLIDING if i in slides else FULL for i in layers]
     if family.windows == "switched":
         first = whole.num_hidden_layers if whole.sliding_window is None else whole.max_window_layers
         return [SLIDING if i >= first else FULL for i in layers]
@@ -483,6 +513,8 @@ def _whole_rope(whole: SimpleNamespace, rope: Mapping[str, Any], theta: float) -
 def _layer_windows(family: Family, whole: Any) -> tuple[int | None, ...]:
     """The window of each layer. Raises `ConfigError` where fields contradict each other."""
     window = None if family.windows == "none" else whole.sliding_window
+    if family.windows == "unrotated" and not whole.use_sliding_window:
+        window = None
     types: list[str] = whole.layer_types
     if family.windows in ("none", "one") or not types:
         alike = FULL if window is None else SLIDING

@@ -92,12 +92,12 @@ class ModelConfig(Checked):
     query and key head is RMS-normalised before rotation. `layer_windows` has an entry for each
     layer: how many of the last tokens a token sees, itself among them, or None for all; with no
     entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
-    others by `rope`. Norms multiply by their weight plus `norm_offset`; with `sandwich_norms` what
-    attention and MLP add is normalised too. `embedding_scale` multiplies embeddings, rounded to
-    their type; `attention_scale` the dot products of queries and keys, None for
-    `head_dim ** -0.5`. Queries are scaled by 1 + `query_growth` * ln(1 + position // the rope's
-    `original_max_position`). `checkpoint_dtype` is the type the weights were saved in, None when
-    the checkpoint does not say.
+    others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
+    `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too.
+    `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
+    products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
+    1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). `checkpoint_dtype`
+    is the type the weights were saved in, None when the checkpoint does not say.
     """
 
     architecture: str
@@ -117,6 +117,7 @@ class ModelConfig(Checked):
     qk_norm: bool = False
     layer_windows: tuple[PositiveInt | None, ...] = ()
     local_rope: RopeConfig | None = None
+    unrotated_layers: tuple[Count, ...] = ()
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     activation: Activation = "silu"

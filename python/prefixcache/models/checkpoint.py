@@ -63,7 +63,7 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
 
 # Fields that `ModelConfig` had not from the first, and what they are in models without them: these
 # keep their digests.
-_LATER_FIELDS: dict[str, object] = {"query_growth": 0.0}
+_LATER_FIELDS: dict[str, object] = {"query_growth": 0.0, "unrotated_layers": ()}
 
 
 def model_digest(config: ModelConfig) -> str:

@@ -162,6 +162,8 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
     """Those of a layer's keys and of its queries."""
+    if layer in config.unrotated_layers:
+        return Rotation(None), Rotation(None)
     has_window = bool(config.layer_windows) and config.layer_windows[layer] is not None
     rope = config.local_rope if has_window and config.local_rope is not None else config.rope
     return Rotation(rope), Rotation(rope, config.query_growth)

@@ -18,6 +18,7 @@ from prefixcache.models.gguf.tokenizer import write_tokenizer
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -55,7 +56,7 @@ _ROPE_KEYS = {
     "llama_4_scaling_beta": "attention.temperature_scale",
 }
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3")
+_PAIRED = ("llama", "mistral3", "smollm3")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6

@@ -125,7 +125,7 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
 
 
 def test_a_list_of_rotating_layers_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no_rope_layers .* an entry for each layer"):
+    with pytest.raises(ConfigError, match=r"no_rope_layers .* an entry for each layer"):
         of("SmolLM3", no_rope_layers=[])
 
 

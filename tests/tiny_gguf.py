@@ -65,7 +65,7 @@ _SCALES = {
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
 }
-_PAIRED = ("llama", "ministral3", "smollm3")
+_PAIRED = ("llama", "ministral3", "smollm3", "granite")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
@@ -102,6 +102,11 @@ def write_gguf(
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    if architecture == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if rope["rope_type"] == "yarn":
         _add_yarn(writer, rope)
     if architecture == "gemma3":

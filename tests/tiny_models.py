@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -129,6 +131,19 @@ _PIXTRAL = {
     },
     "tie_word_embeddings": False,
 }
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 1.5,
+    "rms_norm_eps": 0.5,
+}
+_GRANITE4 = _GRANITE | {
+    "layer_types": ["attention"] * 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "tie_word_embeddings": True,
+}
 _MISTRAL = {"sliding_window": None, "head_dim": 32}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -149,6 +164,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
+    "granite4": Architecture(
+        GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
+    ),
+    "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
 }
 # Those with layers that see a window alone.

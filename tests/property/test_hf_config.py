@@ -22,6 +22,9 @@ _SHAPE = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
+    "shared_intermediate_size": 128,
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * LAYERS,
 }
 _TYPE = st.sampled_from(["full_attention", "sliding_attention"])
 _ROTATES = st.integers(0, 1)
@@ -85,31 +88,39 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     required = {field: _SHAPE[field] for field in family.required}
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
-    return st.fixed_dictionaries(
-        {field: st.just(value) for field, value in required.items()} | {"hidden_size": hidden},
-        optional={
-            **sizes,
-            **_ropes(family),
-            "num_key_value_heads": st.sampled_from([None, 1, 2, 4]),
-            "head_dim": st.sampled_from([None, 15, 16, 32]),
-            "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
-            "query_pre_attn_scalar": st.sampled_from([64, 256]),
-            "attention_bias": st.none() | st.booleans(),
-            "attention_out_bias": st.none() | st.booleans(),
-            "mlp_bias": st.none() | st.booleans(),
-            "tie_word_embeddings": st.none() | st.booleans(),
-            "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
-            "use_sliding_window": st.none() | st.booleans(),
-            "max_window_layers": st.integers(0, LAYERS + 1),
-            "sliding_window_pattern": st.integers(1, LAYERS + 1),
-            "layer_types": st.none() | st.lists(_TYPE, min_size=LAYERS, max_size=LAYERS),
-            "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),
-            "no_rope_layer_interval": st.integers(1, LAYERS + 1),
-            "bos_token_id": st.just(1),
-            "eos_token_id": st.just([2, 3]),
-            "dtype": st.just("bfloat16"),
-        },
-    ).map(lambda fields: {"architectures": [name], **fields})
+    fixed = {field: st.just(value) for field, value in required.items()} | {"hidden_size": hidden}
+    optional = {
+        **sizes,
+        **_ropes(family),
+        "num_key_value_heads": st.sampled_from([None, 1, 2, 4]),
+        "head_dim": st.sampled_from([None, 15, 16, 32]),
+        "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
+        "query_pre_attn_scalar": st.sampled_from([64, 256]),
+        "attention_bias": st.none() | st.booleans(),
+        "attention_out_bias": st.none() | st.booleans(),
+        "mlp_bias": st.none() | st.booleans(),
+        "tie_word_embeddings": st.none() | st.booleans(),
+        "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
+        "use_sliding_window": st.none() | st.booleans(),
+        "max_window_layers": st.integers(0, LAYERS + 1),
+        "sliding_window_pattern": st.integers(1, LAYERS + 1),
+        "layer_types": st.none() | st.lists(_TYPE, min_size=LAYERS, max_size=LAYERS),
+        "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),
+        "no_rope_layer_interval": st.integers(1, LAYERS + 1),
+        "embedding_multiplier": st.sampled_from([12, 6.0]),
+        "attention_multiplier": st.just(0.015625),
+        "residual_multiplier": st.just(0.22),
+        "logits_scaling": st.just(8),
+        "position_embedding_type": st.sampled_from([None, "rope", "nope"]),
+        "bos_token_id": st.just(1),
+        "eos_token_id": st.just([2, 3]),
+        "dtype": st.just("bfloat16"),
+    }
+    given = st.fixed_dictionaries(
+        fixed, optional={field: some for field, some in optional.items() if field not in fixed}
+    )
+    # One of Mamba's fields fits no hidden size but some by default.
+    return given.map(lambda fields: {"architectures": [name], "mamba_n_heads": 1, **fields})
 
 
 _FILES = st.sampled_from(sorted(FAMILIES)).flatmap(_fields)

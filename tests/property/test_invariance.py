@@ -38,6 +38,9 @@ SHAPES = {
     "window100": ("qwen3", with_windows(100)),
     "all33": ("qwen3", with_windows(33, num_full=0)),
     "gemma3": ("gemma3", WIDE),
+    "unrotated": ("smollm3-window", WIDE),
+    "ministral3": ("ministral3", WIDE),
+    "granite": ("granite", WIDE),
 }
 RUNS = [
     *((dtype, threads, "full") for dtype in DTYPES for threads in (1, 2)),
@@ -47,6 +50,9 @@ RUNS = [
     ("bfloat16", 2, "all33"),
     ("float32", 1, "gemma3"),
     ("bfloat16", 2, "gemma3"),
+    ("bfloat16", 1, "unrotated"),
+    ("bfloat16", 2, "ministral3"),
+    ("bfloat16", 2, "granite"),
 ]
 LENGTH = 200
 SLOW = settings(

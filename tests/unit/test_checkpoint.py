@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def test_the_model_is_what_it_computes(tiny_checkpoint, tmp_path):
     first = digest()
     assert digest(eos_token_id=7, dtype="float32") == first
     assert digest(rms_norm_eps=0.5) != first
+
+
+def test_a_field_that_a_model_does_not_use_leaves_its_digest_as_it_was() -> None:
+    """Blocks that were stored before the field came are found again."""
+    sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    config = ModelConfig(architecture="LlamaForCausalLM", **sizes, **heads)
+    assert model_digest(config).startswith("c6755efca5e27656")
+    assert model_digest(replace(config, residual_scale=0.5)) != model_digest(config)
 
 
 FEW_THREADS = """

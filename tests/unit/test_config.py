@@ -124,6 +124,25 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
         ModelConfig.from_hf(llama(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts 8"),
+        ({"layer_types": ["attention", "mamba"]}, "layer_types 'mamba'"),
+    ],
+)
+def test_granite_4_with_experts_or_mamba_is_refused(changes: dict[str, Any], named: str) -> None:
+    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 2}
+    with pytest.raises(UnsupportedModelError, match=named):
+        of("GraniteMoeHybrid", shared_intermediate_size=96, **dense | changes)
+
+
+def test_a_residual_scale_is_not_for_norms_of_what_is_added() -> None:
+    config = of("Gemma3")
+    with pytest.raises(ConfigError, match="residual_scale"):
+        dataclasses.replace(config, residual_scale=0.5)
+
+
 def test_a_list_of_rotating_layers_that_is_too_short_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no_rope_layers .* an entry for each layer"):
         of("SmolLM3", no_rope_layers=[])

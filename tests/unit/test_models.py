@@ -109,6 +109,13 @@ def test_64_greedy_tokens_behind_windows_of_other_lengths(tiny_checkpoint, archi
     assert PagedDriver(load(folder)).generate(prompt, 64) == reference_greedy(folder, prompt, 64)
 
 
+_GRANITE_PARTS = [
+    {"embedding_scale": 1.0},
+    {"attention_scale": None},
+    {"residual_scale": 1.0},
+    {"logits_divisor": 1.0},
+    {"rms_norm_eps": 1e-6},
+]
 _GEMMA3_PARTS = [
     {"norm_offset": 0.0},
     {"activation": "silu"},
@@ -126,6 +133,8 @@ _GEMMA3_PARTS = [
     ("architecture", "left_out"),
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
+        *(("granite", part) for part in _GRANITE_PARTS),
+        ("granite4-nope", {"unrotated_layers": ()}),
         ("ministral3", {"query_growth": 0.0}),
         ("smollm3", {"unrotated_layers": ()}),
     ],
@@ -179,7 +188,7 @@ def test_chunks_and_mixed_batches_give_the_logits_of_one_prefill(tiny_checkpoint
     torch.testing.assert_close(decoded, torch.cat([other[39:], whole[69:]]), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["smollm2", "granite", "gemma3"])
 def test_bfloat16_stays_near_float32(tiny_checkpoint: TinyCheckpoint, architecture: str) -> None:
     folder = tiny_checkpoint(architecture, dtype=torch.bfloat16)
     tokens = prompt_of(100)

@@ -59,6 +59,13 @@ _FIELDS: dict[str, Any] = {
     "mlp_bias": bool,
     "tie_word_embeddings": bool,
     "bos_token_id": TokenId,
+    "embedding_multiplier": PositiveFloat,
+    "attention_multiplier": PositiveFloat,
+    "residual_multiplier": PositiveFloat,
+    "logits_scaling": PositiveFloat,
+    "shared_intermediate_size": PositiveInt,
+    "num_local_experts": Count,
+    "position_embedding_type": str,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -124,7 +131,8 @@ class Family:
     `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
     `ropes_by_layer` says that ropes go by these types too. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
-    `ModelConfig` of a whole config.
+    `ModelConfig` of a whole config. `names` are those of modules of a layer that are called
+    otherwise than Llama's: "down", and "gate_up" where both are one tensor.
     """
 
     model_type: str
@@ -138,6 +146,7 @@ class Family:
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def _unrotated(whole: Any) -> tuple[int, ...]:
@@ -146,6 +155,23 @@ def _unrotated(whole: Any) -> tuple[int, ...]:
     if whole.no_rope_layers is None:
         return tuple(i for i in layers if (i + 1) % whole.no_rope_layer_interval == 0)
     return tuple(i for i in layers if not whole.no_rope_layers[i])
+
+
+def _granite_flags(whole: Any) -> dict[str, Any]:
+    return {
+        "embedding_scale": whole.embedding_multiplier,
+        "attention_scale": whole.attention_multiplier,
+        "residual_scale": whole.residual_multiplier,
+        "logits_divisor": whole.logits_scaling,
+    }
+
+
+def _granite4_flags(whole: Any) -> dict[str, Any]:
+    rotates = whole.position_embedding_type == "rope"
+    return _granite_flags(whole) | {
+        "intermediate_size": whole.shared_intermediate_size,
+        "unrotated_layers": () if rotates else tuple(range(whole.num_hidden_layers)),
+    }
 
 
 def _gemma3_flags(whole: Any) -> dict[str, Any]:
@@ -196,6 +222,12 @@ _MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+_GRANITE_DEFAULTS = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES: dict[str, Family] = {
@@ -252,6 +284,27 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "mlp_bias"),
         windows="unrotated",
         flags=lambda whole: {"unrotated_layers": _unrotated(whole)},
+    ),
+    "GraniteForCausalLM": Family(
+        model_type="granite",
+        defaults=_GRANITE_DEFAULTS,
+        biases=("attention_bias", "mlp_bias"),
+        flags=_granite_flags,
+    ),
+    # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
+    "GraniteMoeHybridForCausalLM": Family(
+        model_type="granitemoehybrid",
+        defaults=_GRANITE_DEFAULTS | {"position_embedding_type": None, "intermediate_size": None},
+        required=(
+            *(size for size in _SIZES if size != "intermediate_size"),
+            "shared_intermediate_size",
+            "num_local_experts",
+            "layer_types",
+        ),
+        refused=("num_local_experts",),
+        biases=("attention_bias",),
+        flags=_granite4_flags,
+        names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
@@ -432,10 +485,11 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 
-def _check_layer_types(given: Mapping[str, Any]) -> None:
+def _check_layer_types(given: dict[str, Any]) -> None:
     types: list[str] | None = given.get("layer_types")
     if types is None:
         return
+    types = given["layer_types"] = [FULL if kind == "attention" else kind for kind in types]
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise UnsupportedModelError(
             f"layer_types {unknown[0]!r} is not supported. Supported: {FULL}, {SLIDING}."

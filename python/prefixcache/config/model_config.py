@@ -96,8 +96,9 @@ class ModelConfig(Checked):
     `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too.
     `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
     products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
-    1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). `checkpoint_dtype`
-    is the type the weights were saved in, None when the checkpoint does not say.
+    1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
+    the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
+    `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
     architecture: str
@@ -124,6 +125,8 @@ class ModelConfig(Checked):
     embedding_scale: PositiveFloat = 1.0
     attention_scale: PositiveFloat | None = None
     query_growth: float = 0.0
+    residual_scale: PositiveFloat = 1.0
+    logits_divisor: PositiveFloat = 1.0
     tie_word_embeddings: bool = False
     checkpoint_dtype: str | None = None
     bos_token_id: int | None = None
@@ -144,12 +147,22 @@ class ModelConfig(Checked):
                 f"must have an entry for each of {self.num_layers} layers, "
                 f"got {len(self.layer_windows)}.",
             )
+        if self.residual_scale != 1.0 and (self.qk_norm or self.sandwich_norms):
+            raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
             raise FieldError("query_growth", "needs original_max_position of the rope.")
         if self.head_dim % 2:
             raise FieldError(
                 "head_dim", f"must be even for rotary embeddings, got {self.head_dim}."
             )
+
+    @property
+    def stream_eps(self) -> float:
+        """What norms add to mean squares of a stream that is kept divided by `residual_scale`.
+
+        Kept so, it takes what layers add as it is, and norms make the same of it.
+        """
+        return self.rms_norm_eps / self.residual_scale**2
 
     @property
     def max_context_length(self) -> int:
@@ -212,11 +225,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     hf = read_hf_config(source)
     whole = hf.whole
+    flags = {"intermediate_size": whole.intermediate_size} | hf.flags
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,
         hidden_size=whole.hidden_size,
-        intermediate_size=whole.intermediate_size,
         num_layers=whole.num_hidden_layers,
         num_heads=whole.num_attention_heads,
         num_kv_heads=whole.num_key_value_heads,
@@ -232,7 +245,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         # Either file may hold the one that ends a chat turn.
         eos_token_ids=tuple(dict.fromkeys(token_ids(generation) + hf.eos_token_ids)),
         generation=GenerationDefaults(**read_fields(adapters(GenerationDefaults), generation)),
-        **hf.flags,
+        **flags,
     )
     return _with_active_windows(config, hf.given.get("sliding_window"))
 

@@ -63,7 +63,12 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
 
 # Fields that `ModelConfig` had not from the first, and what they are in models without them: these
 # keep their digests.
-_LATER_FIELDS: dict[str, object] = {"query_growth": 0.0, "unrotated_layers": ()}
+_LATER_FIELDS: dict[str, object] = {
+    "query_growth": 0.0,
+    "unrotated_layers": (),
+    "residual_scale": 1.0,
+    "logits_divisor": 1.0,
+}
 
 
 def model_digest(config: ModelConfig) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
+from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import Activation, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
@@ -125,7 +126,7 @@ class DecoderShape:
 
 def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
     prefix = f"model.layers.{layer}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attention, names = f"{prefix}.self_attn", FAMILIES[config.architecture].names
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     hidden, size = config.hidden_size, config.intermediate_size
     projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
@@ -149,15 +150,22 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         out=LinearShape(heads * head_dim, {f"{attention}.o_proj": hidden}, config.output_bias),
         attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(mlp_norm),
-        gate_up=LinearShape(
-            hidden, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, config.mlp_bias
+        gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
+        down=LinearShape(
+            size, {f"{prefix}.{names.get('down', 'mlp.down_proj')}": hidden}, config.mlp_bias
         ),
-        down=LinearShape(size, {f"{mlp}.down_proj": hidden}, config.mlp_bias),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         activation=config.activation,
         rope=ropes[0],
         query_rope=ropes[1],
     )
+
+
+def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]:
+    """One tensor where it has a name, else two."""
+    if "gate_up" in names:
+        return {f"{prefix}.{names['gate_up']}": 2 * size}
+    return {f"{prefix}.mlp.gate_proj": size, f"{prefix}.mlp.up_proj": size}
 
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:

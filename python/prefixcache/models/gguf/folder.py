@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -55,8 +56,14 @@ _ROPE_KEYS = {
     "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "llama_4_scaling_beta": "attention.temperature_scale",
 }
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3", "smollm3")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -133,6 +140,8 @@ def _flags(names: set[str]) -> dict[str, bool]:
 
 def _config(metadata: _Metadata) -> dict[str, Any]:
     config = _common_config(metadata)
+    if metadata.architecture == "granite":
+        return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
 
 

@@ -93,7 +93,7 @@ class CpuModel:
         self._parts: list[CpuLinear | CpuEmbedding] = []
         self._norms: list[Array] = []
         shape = DecoderShape.of(config)
-        eps = config.rms_norm_eps
+        eps = config.stream_eps
         layers = [self._layer(layer) for layer in shape.layers]
         self._stack = DecoderStack(cpu, dtype, config.hidden_size, eps, layers)
         self._norm_E = self._norm(shape.norm)
@@ -101,8 +101,9 @@ class CpuModel:
         self._head = self._linear(shape.head)
         self._embedding = self._make_embedding(shape.head)
         self._rotations = [one.tables(config.head_dim, max_positions) for one in shape.rotations]
-        # Rounded as the weights are: Gemma was trained so.
-        self._embedding_scale = np.array(config.embedding_scale, DTYPES[dtype])
+        # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
+        rounded = np.array(config.embedding_scale, DTYPES[dtype])
+        self._embedding_scale = np.float32(rounded) / np.float32(config.residual_scale)
         self._logits = np.empty(0, np.float32)
 
     @property
@@ -120,7 +121,7 @@ class CpuModel:
         """The residual stream [T, E] after the last layer."""
         x_TE = self._embedding(token_ids_T)
         if self._embedding_scale != 1.0:
-            x_TE *= self._embedding_scale
+            np.multiply(x_TE, self._embedding_scale, out=x_TE, casting="unsafe")
         rotations = [(cos[positions_T], sin[positions_T]) for cos, sin in self._rotations]
         self._stack.forward(
             kernels.attentions,
@@ -139,12 +140,14 @@ class CpuModel:
             self._logits = np.empty(size, np.float32)
         logits_RV = self._logits[:size].reshape(len(x_RE), -1)
         self._head.wide(normed_RE, logits_RV)
+        if self.config.logits_divisor != 1.0:
+            logits_RV /= np.float32(self.config.logits_divisor)
         return logits_RV
 
     def _normed(self, x_RE: Array) -> Array:
         rows, width = x_RE.shape
         out_RE = np.empty_like(x_RE)
-        norm, eps = address(self._norm_E), self.config.rms_norm_eps
+        norm, eps = address(self._norm_E), self.config.stream_eps
         self._rows.rms_norm(
             address(x_RE), rows, width, width, norm, width, width, eps, address(out_RE),
             offset=self.config.norm_offset,

@@ -171,8 +171,9 @@ class DecoderModel:
             RotaryEmbedding(one, config.head_dim, max_positions, self.device)
             for one in shape.rotations
         ]
-        # Rounded as the weights are: Gemma was trained so.
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
+        rounded = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._embedding_scale = rounded / config.residual_scale
         self.names = TensorNames(config)
         self.slots = self._builder.slots
 
@@ -209,12 +210,14 @@ class DecoderModel:
     @torch.inference_mode()
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits [R, V] of the given rows of `forward`'s result, not rounded any further."""
-        return self._head.wide(hidden_RE)
+        logits_RV = self._head.wide(hidden_RE)
+        divisor = self.config.logits_divisor
+        return logits_RV if divisor == 1.0 else logits_RV.div_(divisor)
 
 
 def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:
     """The norm of a tensor with a weight, as all of the model's are."""
-    return partial(ops.rms_norm, eps=config.rms_norm_eps, offset=config.norm_offset)
+    return partial(ops.rms_norm, eps=config.stream_eps, offset=config.norm_offset)
 
 
 def _optional(shape: NormShape | None, builder: Builder) -> Tensor | None:

@@ -349,6 +349,9 @@ impl<M: Mode> BlockPool<M> {
         }
         let before = |other: &Found| other.seq.get() < block.seq();
         let duplicate = early.unwrap_or_else(|| look().filter(before));
+        if entered {
+            self.note_published(id);
+        }
         self.end_claim(id, entered);
         match duplicate {
             _ if !entered => Registration::Stale,
@@ -643,6 +646,7 @@ impl<M: Mode> BlockPool<M> {
 
     #[inline]
     fn forget_batch(&self, batch: &[BlockId], mut lost: impl FnMut(usize, Option<Spot>)) -> u64 {
+        self.note_withdrawn(batch);
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {

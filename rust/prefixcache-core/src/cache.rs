@@ -175,6 +175,11 @@ impl<S: Lookup> PrefixCache<S> {
         Sequence::hashed(&self.home, scope, tokens, hashes)
     }
 
+    /// How many KV cache groups there are.
+    pub fn num_groups(&self) -> u16 {
+        self.home.config.groups.count() as u16
+    }
+
     /// The kind of a group that the cache has.
     pub(crate) fn group_spec(&self, group: GroupId) -> GroupSpec {
         self.home.config.groups.specs()[group.index()]

@@ -366,31 +366,31 @@ fn die_and_restart(
 /// Everything wrong in some hundred deaths with this fault.
 fn all_failures(fault: Fault, power_loss: bool) -> Vec<String> {
     let outcome = |seed| die_and_restart(seed, 40 + 7 * (seed % 60), Some(fault), power_loss).1;
-    (0..600).flat_map(outcome).collect()
+    (0..200).flat_map(outcome).collect()
 }
 
 #[test]
 fn a_process_killed_at_any_write_leaves_no_torn_block() {
     let mut found = 0;
-    for seed in 0..20 {
+    for seed in 0..12 {
         for writes in 1..400 {
             let (count, failures) = die_and_restart(seed, writes, None, false);
             assert_eq!(failures, [""; 0], "seed {seed}, {writes} writes");
             found += count;
         }
     }
-    assert!(found > 10_000, "only {found} blocks were restored");
+    assert!(found > 5_000, "only {found} blocks were restored");
 }
 
 #[test]
 fn a_power_loss_loses_blocks_and_tears_none() {
     let mut found = 0;
-    for seed in 0..4000 {
+    for seed in 0..2000 {
         let (count, failures) = die_and_restart(seed, 40 + 7 * (seed % 60), None, true);
         assert_eq!(failures, [""; 0], "seed {seed}");
         found += count;
     }
-    assert!(found > 4_000, "only {found} blocks were restored");
+    assert!(found > 2_000, "only {found} blocks were restored");
 }
 
 #[test]
@@ -531,5 +531,5 @@ fn the_thread_completes_what_is_published() {
     drop(kv); // waits for the thread
     let next = KvFile::open(file, &layout()).unwrap();
     assert_eq!(next.take_kept(NUM_BLOCKS, 1).blocks.len(), NUM_BLOCKS - 1);
-    assert_eq!(next.check(BlockId::new(1)), Some(true));
+    assert_eq!(next.survey(true), (NUM_BLOCKS as u64 - 1, 0));
 }

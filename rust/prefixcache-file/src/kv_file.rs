@@ -111,10 +111,10 @@ impl KvFile {
         Box::new(Behind(Arc::clone(&self.table)))
     }
 
-    /// Whether a block has the bytes of its record; None where there is no record.
+    /// Blocks with a valid record, and those of them whose bytes are not those of the record, where it `reads` them.
     #[must_use]
-    pub fn check(&self, block: BlockId) -> Option<bool> {
-        self.table.check(block)
+    pub fn survey(&self, reads: bool) -> (u64, u64) {
+        self.table.survey(reads)
     }
 
     /// Lifetime counts. From any thread.

@@ -27,3 +27,4 @@ mod kills;
 
 pub use kv_file::{Counts, Kept, KvFile};
 pub use layout::{FORMAT_VERSION, Layout, OpenError, describe};
+pub use space::duplicate;

@@ -2,6 +2,18 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::{FromRawFd, RawFd};
+
+/// The open file of a descriptor, by a descriptor of our own.
+pub fn duplicate(descriptor: RawFd) -> io::Result<File> {
+    // SAFETY: the call touches no memory of ours, and fails for what is no descriptor.
+    let own = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
+    if own < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is new, and nobody else's.
+    Ok(unsafe { File::from_raw_fd(own) })
+}
 
 /// Gives the bytes from `at` on space. They keep their content, zero where there was none.
 pub(crate) fn allocate(file: &File, at: u64, len: u64) -> io::Result<()> {

@@ -171,12 +171,19 @@ impl Table {
         self.unread[block.index()].store(unread, Relaxed);
     }
 
-    /// Whether a block has the bytes of its valid record; None where there is none.
-    pub(crate) fn check(&self, block: BlockId) -> Option<bool> {
-        let record = self.records().get(block.index())?;
-        let words = record.valid_words(block, self.seed())?;
-        let is_current = words.epoch() == self.epoch();
-        is_current.then(|| self.sum_of_bytes(block).is_ok_and(|sum| sum == words.sum))
+    /// How many valid records there are, and how many of them do not fit their blocks, which `reads` looks at.
+    pub(crate) fn survey(&self, reads: bool) -> (u64, u64) {
+        let used = self.header(NUM_USED).load(Acquire);
+        let all = 1..used.min(self.layout.capacity) as u32;
+        let (mut valid, mut damaged) = (0, 0);
+        for id in all.map(BlockId::new) {
+            let words = self.record(id).valid_words(id, self.seed());
+            let words = words.filter(|words| words.epoch() == self.epoch());
+            valid += u64::from(words.is_some());
+            let sum = words.filter(|_| reads).map(|words| words.sum);
+            damaged += u64::from(sum.is_some_and(|sum| self.sum_of_bytes(id).ok() != Some(sum)));
+        }
+        (valid, damaged)
     }
 
     // Checksums.

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
 from prefixcache.runner.reserved_memory import HostMemory, host_page_bytes
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams

@@ -11,22 +11,22 @@ from functools import partial
 import torch
 from shapes import Shape
 
-from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.attention.grouped import GroupedAttention
-from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
-from prefixcache.models.decoder import Builder, DecoderModel
+from prefixcache.runner.cuda.decoder_model import Builder, DecoderModel
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.ops.sets import TorchOps
-from prefixcache.runner.device import make_graphs, profile_blocks
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.model_memory import ModelMemory
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.cuda.ops.sets import TorchOps
+from prefixcache.runner.cuda.device import make_graphs, profile_blocks
+from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.cuda.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from torch import Tensor
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer

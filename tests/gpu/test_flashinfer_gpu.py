@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from paged_models import PagedServer
-from prefixcache.attention.base import AttentionBatch, AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import Builder, DecoderModel
-from prefixcache.ops.sets import make_ops
-from prefixcache.runner.cuda_graph import CudaCapture
+from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, make_flashinfer
+from prefixcache.runner.cuda.cuda_graph import CudaCapture
+from prefixcache.runner.cuda.decoder_model import Builder, DecoderModel
+from prefixcache.runner.cuda.ops.sets import make_ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 

@@ -23,8 +23,8 @@ from equality import (
 from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.loader import load_model
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from repeatable import bounded
 
 Checkpoint = Callable[..., Path]

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from prefixcache.attention.registry import attention_names
 from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
+from prefixcache.runner.cuda.attention.registry import attention_names
 from repeatable import bounded
 
 

@@ -21,7 +21,6 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.models import conversion
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.models.gguf.index import WEIGHTS_FILE
-from prefixcache.models.loader import load_model
 from prefixcache.models.quantize import QUANTIZABLE
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_models import make_checkpoint

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from prefixcache import LLM, SamplingParams
-from prefixcache.ops import threads
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.runner.cuda.ops import threads
 
 TOO_MANY = """
 import resource

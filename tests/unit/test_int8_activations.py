@@ -19,7 +19,7 @@ from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.ops.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import QUANT_FORMATS
 from repeatable import bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model

@@ -15,7 +15,7 @@ from prefixcache import LLM
 from prefixcache._core import PrefixCache
 from prefixcache._core import Sequence as CoreSequence
 from prefixcache.engine.engine import Engine
-from prefixcache.runner.torch_runner import TorchRunner
+from prefixcache.runner.cuda.torch_runner import TorchRunner
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionGroup, AttentionSpec
-from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.exceptions import ConfigError
+from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from prefixcache.exceptions import ConfigError
 def test_the_fastest_that_keep_what_was_promised(
     tiny_checkpoint, monkeypatch, flags, amx, expected
 ):
-    monkeypatch.setattr("prefixcache.runner.torch_runner.torch_is_faster", lambda: amx)
+    monkeypatch.setattr("prefixcache.runner.cuda.torch_runner.torch_is_faster", lambda: amx)
     config = EngineConfig.from_flags(
         model=str(tiny_checkpoint()), num_blocks=32, device="cpu", **flags
     )

@@ -9,14 +9,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.registry import make_attention
+from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
 from prefixcache.runner.sizing import choose_num_blocks
 
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.registry import make_attention
+from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
 from prefixcache.runner.reserved_memory import HostMemory
 from prefixcache.runner.sizing import available_memory, choose_num_blocks
 
@@ -75,7 +75,9 @@ def _resident_bytes() -> int:
 
 
 def test_more_than_the_free_memory_is_refused_with_the_numbers(monkeypatch):
-    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 4 << 20)
+    monkeypatch.setattr(
+        "prefixcache.runner.cuda.kv_tensors.available_memory", lambda device: 4 << 20
+    )
     with pytest.raises(OutOfMemoryError, match=r"1024 blocks.* 12 MiB, but only 4 MiB"):
         allocate(1024)
 
@@ -243,7 +245,9 @@ def test_blocks_are_copied_in_every_tensor(order: str) -> None:
 def test_growing_beyond_the_free_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = kv_of(10, max_blocks=1000)
     memory.allocate()
-    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(
+        "prefixcache.runner.cuda.kv_tensors.available_memory", lambda device: 1 << 20
+    )
     with pytest.raises(OutOfMemoryError, match=r"1000 blocks"):
         memory.grow(1000)
     assert memory.num_blocks == 10

@@ -8,9 +8,9 @@ import torch
 from gguf import GGMLQuantizationType, dequantize
 
 from prefixcache._core import Cpu
-from prefixcache.ops import quantized as quantized_module
-from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
-from prefixcache.ops.sets import make_ops
+from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
+from prefixcache.runner.cuda.ops import quantized as quantized_module
+from prefixcache.runner.cuda.ops.sets import make_ops
 from tiny_gguf import random_blocks
 
 

@@ -15,10 +15,10 @@ from paged_driver import PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import is_downloaded, resolve_model
 from prefixcache.models.loader import load_model
-from prefixcache.ops.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from repeatable import LONG, bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model, save_tokenizer

@@ -199,6 +199,22 @@ class CacheConfig(Checked):
         shown="1GiB",
         metavar="<bytes or size>",
     )
+    kv_cache_dir: FilePath | None = flag(
+        None,
+        "Folder to keep the cache in, on a CPU, so that it outlives the server, kill -9 included; "
+        "docs/restart.md says what lies there.",
+        "Cache",
+        shown="the cache is kept in memory alone",
+        metavar="<folder>",
+    )
+    kv_cache_dir_size: ByteSize | None = flag(
+        None,
+        "Most bytes in --kv-cache-dir; files of other models or versions go first, the oldest "
+        "first.",
+        "Cache",
+        shown="the cache's own and one older file",
+        metavar="<bytes or size>",
+    )
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"
     )
@@ -243,6 +259,13 @@ class CacheConfig(Checked):
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
+        if self.kv_cache_dir is not None and self.record_trace is not None:
+            raise FieldError(
+                "record_trace",
+                "excludes kv_cache_dir: a replay begins with an empty cache.",
+            )
+        if self.kv_cache_dir_size is not None and self.kv_cache_dir is None:
+            raise FieldError("kv_cache_dir_size", "needs kv_cache_dir.")
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",

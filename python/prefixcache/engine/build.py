@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from prefixcache.engine.runners import choose_runner
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
+from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
@@ -75,6 +77,8 @@ def build(
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
     cache = _make_cache(config, model, spec, kv, retention, writer)
+    if kv.file is not None:
+        _restore(cache, kv.file)
     evictions = EvictionReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, cache, runner, spec.max_model_len),
@@ -144,6 +148,18 @@ def _make_cache(
         merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,
+    )
+
+
+def _restore(cache: CacheManager, file: KeptFile) -> None:
+    begun = time.perf_counter()
+    cache.keep_in(file)
+    logger.info(
+        "The KV cache is kept in %s: %d blocks were restored, %d dropped, in %.0f ms.",
+        file.path,
+        file.num_restored,
+        file.num_dropped,
+        (time.perf_counter() - begun) * 1000,
     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderStack",
     "EventSnapshot",
+    "KVFile",
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",
@@ -38,6 +39,7 @@ __all__ = [
     "TraceReader",
     "TraceReplay",
     "derive_digest",
+    "describe_kv_file",
     "hash_file_ranges",
     "parse_json",
     "replay_recording",
@@ -637,7 +639,7 @@ class KVFile:
         block_bytes: int,
         capacity: int,
         about: str = "",
-    ) -> Self: ...
+    ) -> KVFile: ...
     @property
     def capacity(self) -> int:
         """The most blocks that fit, the null block counted."""

@@ -44,7 +44,7 @@ def test_version_is_shown():
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "download", "convert", "bench", "explain", "replay", "verify"]
+    "command", ["serve", "generate", "download", "convert", "bench", "explain", "replay", "verify", "cache"]
 )
 def test_every_command_has_help(command):
     result = _run(command, "--help")

@@ -17,6 +17,7 @@ from prefixcache import __version__
 from prefixcache.cli.bench import bench, compare
 from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.cli.explain import ExplainOptions, explain
+from prefixcache.cli.kv_files import cache
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
 from prefixcache.cli.vllm_flags import vllm_options
@@ -256,6 +257,7 @@ app = click.Group(
         FlagCommand(replay, ReplayOptions, arguments=[_TRACES]),
         FlagCommand(verify, VerifyOptions, arguments=[_URL]),
         FlagCommand(explain, ExplainOptions, arguments=[_BODY]),
+        cache,
     ],
 )
 click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

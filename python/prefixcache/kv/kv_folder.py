@@ -120,6 +120,7 @@ class KeptFile:
 
     def close(self) -> None:
         """Lets another process have the file. Nothing may use its memory any more."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # `core` has a descriptor of its own
         os.close(self.descriptor)
 
 
@@ -270,24 +271,31 @@ def open_kept_file(
         return None
 
 
-def survey(folder: KVFolder, *, reads: bool) -> Iterator[tuple[FileInfo, str]]:
-    """Each file, and what can be said of it; `reads` compares the blocks with their checksums."""
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What can be said of a file, and whether it or a block of it is damaged."""
+
+    text: str
+    is_damaged: bool = False
+
+
+def survey(folder: KVFolder, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
+    """Each file and its state; `reads` compares the blocks with their checksums."""
     for info in folder.files():
         try:
             yield info, _survey_file(folder, info.name, reads=reads)
         except (NotUsableError, OSError, ValueError) as error:
-            yield info, f"not usable: {error}"
+            yield info, FileState(f"not usable: {error}", is_damaged=True)
 
 
-def _survey_file(folder: KVFolder, name: str, *, reads: bool) -> str:
+def _survey_file(folder: KVFolder, name: str, *, reads: bool) -> FileState:
     descriptor = folder.lock(name)
     if descriptor is None:
-        return "in use by a server"
+        return FileState("in use by a server")
     try:
         known = describe_kv_file(descriptor)
-        file = KVFile(descriptor, **{key: known[key] for key in known})
-        valid, damaged = file.survey(reads=reads)
+        valid, damaged = KVFile(descriptor, **known).survey(reads=reads)
     finally:
         os.close(descriptor)
     checked = f", {damaged} of them damaged" if reads else ""
-    return f"{valid} blocks{checked}; {known['about']}"
+    return FileState(f"{valid} blocks{checked}; {known['about']}", is_damaged=damaged > 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -331,3 +333,11 @@ def test_the_command_shows_checks_and_removes(folder, prompt):
     assert "removed" in run("rm", str(folder))[1]
     assert list(folder.iterdir()) == []
     assert run("ls", str(folder / "none"))[0] == 1
+
+
+def test_a_killed_process_leaves_nothing_wrong(folder):
+    script = Path(__file__).parents[1] / "killed_cache.py"
+    command = [sys.executable, str(script), str(folder), "60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert int(done.stdout.split()[-1]) > 100

@@ -7,12 +7,15 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from prefixcache.cli.command_line import FlagCommand, Given
 from prefixcache.exceptions import PrefixCacheError
-from prefixcache.kv.kv_folder import FileInfo, FileState, KVFolder, NotUsableError, survey
+
+if TYPE_CHECKING:
+    from prefixcache.kv.kv_folder import FileInfo, FileState, KVFolder
 
 _MIB = 1 << 20
 _FOLDER = click.Argument(["folder"], help="As --kv-cache-dir.", type=click.Path(path_type=Path))
@@ -23,6 +26,8 @@ _NAMES = click.Argument(
 
 def ls(given: Given) -> None:
     """List the files of a folder: bytes on the disk, age, blocks, and what they are of."""
+    from prefixcache.kv.kv_folder import survey
+
     with _opened(given.values["folder"]) as folder:
         for info, state in survey(folder, reads=False):
             click.echo(_line(info, state))
@@ -33,6 +38,8 @@ def verify(given: Given) -> None:
 
     Exit status 1 where a block or a file is damaged. Files of running servers are left out.
     """
+    from prefixcache.kv.kv_folder import survey
+
     damaged = False
     with _opened(given.values["folder"]) as folder:
         for info, state in survey(folder, reads=True):
@@ -54,6 +61,8 @@ def rm(given: Given) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Generator[KVFolder, None, None]:
+    from prefixcache.kv.kv_folder import KVFolder, NotUsableError
+
     try:
         folder = KVFolder(path, create=False)
         try:

@@ -9,7 +9,6 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use prefixcache_core::band::Band;
@@ -17,43 +16,13 @@ use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::{Writer, store};
 
+use crate::faults::Fault;
 use crate::layout::{Layout, OpenError};
-use crate::table::Fault;
 use crate::{FORMAT_VERSION, KvFile, describe};
 
 const NUM_BLOCKS: usize = 12;
 const BLOCK_BYTES: u64 = 24;
 const NUM_TENSORS: u32 = 2;
-
-/// What a test does to a table's process.
-#[derive(Debug)]
-pub(crate) struct Injected {
-    pub(crate) fault: Option<Fault>,
-    /// Writes until the process dies.
-    writes_left: AtomicU64,
-}
-
-impl Default for Injected {
-    fn default() -> Self {
-        Self {
-            fault: None,
-            writes_left: AtomicU64::new(u64::MAX),
-        }
-    }
-}
-
-impl Injected {
-    /// Counts a write; whether it still happens.
-    pub(crate) fn survives_write(&self) -> bool {
-        let left = self.writes_left.load(Relaxed);
-        self.writes_left.store(left.saturating_sub(1), Relaxed);
-        left > 0
-    }
-
-    fn is_dead(&self) -> bool {
-        self.writes_left.load(Relaxed) == 0
-    }
-}
 
 /// A small generator of numbers (splitmix64).
 struct Random(u64);
@@ -154,7 +123,7 @@ impl Process {
     }
 
     fn plants(&self, fault: Fault) -> bool {
-        self.file.table().injected.fault == Some(fault)
+        self.file.table().injected.plants(fault)
     }
 
     fn place(&self, block: BlockId, tensor: u32) -> u64 {

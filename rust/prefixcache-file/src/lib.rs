@@ -16,6 +16,7 @@
 #![warn(missing_docs)]
 
 mod checker;
+mod faults;
 mod kv_file;
 mod layout;
 mod record;

@@ -21,6 +21,7 @@ use prefixcache_core::id::BlockId;
 use prefixcache_core::store::BlockKey;
 use twox_hash::XxHash3_64;
 
+use crate::faults::{Fault, Injected};
 use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED};
 use crate::record::{EPOCH_MASK, NONE, Record, Usage, Words};
 
@@ -58,8 +59,7 @@ pub(crate) struct Table {
     pending: SegQueue<(BlockId, u64)>,
     /// Restored blocks that were not read yet.
     unread: Box<[AtomicBool]>,
-    #[cfg(test)]
-    pub(crate) injected: crate::kills::Injected,
+    pub(crate) injected: Injected,
 }
 
 impl Table {
@@ -82,8 +82,7 @@ impl Table {
             num_uses: AtomicU64::new(0),
             num_published: AtomicU64::new(0),
             pending: SegQueue::new(),
-            #[cfg(test)]
-            injected: crate::kills::Injected::default(),
+            injected: Injected::default(),
         })
     }
 
@@ -117,7 +116,6 @@ impl Table {
     /// Every store to the mapping, but for the one that makes a record valid. Release: no store before it comes
     /// after it, in this process or for the next.
     fn put(&self, word: &AtomicU64, value: u64) {
-        #[cfg(test)]
         if !self.injected.survives_write() {
             return;
         }
@@ -143,7 +141,8 @@ impl Table {
             let id = BlockId::new(index as u32);
             let words = record.valid_words(id, self.seed());
             let is_current = |words: &Words| words.epoch() == self.epoch();
-            let words = words.filter(|words| is_current(words) || self.plants(Fault::StaleEpoch));
+            let words =
+                words.filter(|words| is_current(words) || self.injected.plants(Fault::StaleEpoch));
             let fits = |words: &Words| index < num_blocks && words.key().group.get() < num_groups;
             match words.filter(fits) {
                 Some(words) => kept.push((Usage(record.usage.load(Relaxed)), id, words.key())),
@@ -226,7 +225,6 @@ impl Table {
             sum,
             ..record.words()
         };
-        #[cfg(test)]
         if !self.injected.survives_write() {
             return;
         }
@@ -284,37 +282,12 @@ impl Table {
     fn is_durable(&self) -> bool {
         self.durable.load(Relaxed)
     }
-
-    fn plants(&self, _fault: Fault) -> bool {
-        #[cfg(test)]
-        return self.injected.fault == Some(_fault);
-        #[cfg(not(test))]
-        false
-    }
-}
-
-/// Faults that the tests plant, to see that they are found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(test), expect(dead_code, reason = "planted by tests alone"))]
-pub(crate) enum Fault {
-    /// A block's record is made before its bytes are there.
-    RecordFirst,
-    /// Bytes are not compared with their checksum.
-    NoChecksum,
-    /// Records of an earlier epoch count.
-    StaleEpoch,
-    /// A clear does not reach the file.
-    KeepCleared,
-    /// Records are made whatever the weights are called.
-    KeepTags,
-    /// A record stays while its block is written to.
-    KeepEvicted,
 }
 
 impl BackingStore for Table {
     fn published(&self, block: BlockId, key: &BlockKey) {
         self.withdrawn(block);
-        if !self.is_durable() && !self.plants(Fault::KeepTags) {
+        if !self.is_durable() && !self.injected.plants(Fault::KeepTags) {
             return;
         }
         let (state, usage) = (self.next_state(), Usage::in_use(self.next_use()));
@@ -324,7 +297,7 @@ impl BackingStore for Table {
     }
 
     fn withdrawn(&self, block: BlockId) {
-        if self.plants(Fault::KeepEvicted) {
+        if self.injected.plants(Fault::KeepEvicted) {
             return;
         }
         self.set_unread(block, false);
@@ -375,7 +348,7 @@ impl BackingStore for Table {
 
     fn is_sound(&self, block: BlockId) -> bool {
         // Relaxed: only the writer looks.
-        if !self.unread[block.index()].load(Relaxed) || self.plants(Fault::NoChecksum) {
+        if !self.unread[block.index()].load(Relaxed) || self.injected.plants(Fault::NoChecksum) {
             return true;
         }
         self.set_unread(block, false);
@@ -390,7 +363,7 @@ impl BackingStore for Table {
     }
 
     fn cleared(&self) {
-        if self.plants(Fault::KeepCleared) {
+        if self.injected.plants(Fault::KeepCleared) {
             return;
         }
         self.put(self.header(EPOCH), (self.epoch() + 1) & EPOCH_MASK);

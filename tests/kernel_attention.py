@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu, PagedAttention
-from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+)
+from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
 
 
 class KernelAttention:
@@ -54,16 +59,14 @@ class KernelAttention:
             None if batch.first_pages is None else batch.first_pages.numpy(),
         )
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        parts = [part.contiguous() for part in (q_THD, k_TKD, v_TKD)]
-        out_THD = torch.empty_like(parts[0])
+    def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in (queries, keys, values)]
+        out = torch.empty_like(parts[0])
         places = [number for part in parts for number in (part.data_ptr(), part.stride(0))]
-        self._kernel.run(self._kv_layers[layer].data_ptr(), *places, out_THD.data_ptr())
-        return out_THD
+        self._kernel.run(self._kv_layers[layer].data_ptr(), *places, out.data_ptr())
+        return out
 
 
-def backend_of(name: str, spec: AttentionSpec) -> KernelAttention:
+def backend_of(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Of the kernel, or of torch."""
-    from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
-
-    return KernelAttention(spec) if name == "cpu" else TorchAttention(spec)  # type: ignore[return-value]
+    return KernelAttention(spec) if name == "cpu" else TorchAttention(spec)

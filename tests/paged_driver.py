@@ -202,8 +202,8 @@ class CpuDriver(Driver):
                 batch.first_pages.numpy(),
             )
         tokens, positions = tokens_of(work)
-        x_TE = self.model.forward(tokens.numpy(), positions.numpy(), self._kernels)
-        return torch.from_numpy(self.model.compute_logits(x_TE).copy())
+        stream = self.model.forward(tokens.numpy(), positions.numpy(), self._kernels)
+        return torch.from_numpy(self.model.compute_logits(stream).copy())
 
     def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
         rows = self.kv.rows()[tensor][np.array(blocks)]

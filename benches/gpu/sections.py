@@ -27,9 +27,9 @@ from record import Part, Row, append_row
 from shapes import SHAPES, Shape
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
+from prefixcache.config.model_config import RopeConfig
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
-from prefixcache.config.model_config import RopeConfig
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.ops import activation, norm, rope
 from prefixcache.runner.cuda.ops.cuda import pin_matmul

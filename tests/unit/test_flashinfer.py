@@ -13,12 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from loaded import torch_model
 from paged_models import CPU, PagedServer
-from prefixcache._core import Cpu
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
+from prefixcache.models.loader import load_model
+from prefixcache.models.parameters import LinearShape
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer import (
     FlashInferAttention,
@@ -35,6 +38,8 @@ from prefixcache.runner.cuda.attention.flashinfer_plan import (
 )
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -110,17 +115,40 @@ def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(tiny_checkpoi
 def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]]]:
     """Log probabilities of two answers; linears and norms keep their rows' bits too."""
     config = ModelConfig.from_hf(folder)
-    model = load_model(config, folder, dtype=torch.float32, device=CPU, cpu=Cpu(1))
+    make = partial(DecoderModel, config, RowByRow(torch.float32, CPU), config.max_context_length)
+    model = load_model(make, config, folder)
     asked = prompts(2, 30, shared=50)
-    make = partial(_led_server, model, invariance, num_blocks=300)
-    server, answers = make(), {}
+    make_server = partial(_led_server, model, invariance, num_blocks=300)
+    server, answers = make_server(), {}
     for name in ("cold", "hit"):
         server.generate(asked, 5, logprobs=0)
         answers[name] = list(server.logprobs.values())[-2:]
     assert server.scheduler.hit_counter.hit_tokens > 100
-    chunked = make(max_tokens=11)
+    chunked = make_server(max_tokens=11)
     chunked.generate(asked, 5, logprobs=0)
     return answers | {"chunks": list(chunked.logprobs.values())}
+
+
+class RowByRow(Ops):
+    """Ops whose rows do not depend on the batch: each is computed alone."""
+
+    def linear(self, shape: LinearShape) -> Linear:
+        return AloneLinear(self.empty(shape.outputs, shape.inputs))
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        rows = x.split(1)
+        return torch.cat([Ops.rms_norm(row, weight, eps, offset=offset) for row in rows])
+
+    @staticmethod
+    def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+        return torch.cat([Ops.gelu_tanh_and_mul(row) for row in gate_up.split(1)])
+
+
+class AloneLinear(TorchLinear):
+    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:  # noqa: N803
+        rows = [F.linear(row, self.weight_OI) for row in x_TI.contiguous().split(1)]
+        return torch.cat(rows) if residual_TO is None else residual_TO + torch.cat(rows)
 
 
 def _led_server(model: DecoderModel, invariance: str, **options: int) -> PagedServer:
@@ -724,7 +752,8 @@ def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monk
 
 def test_importing_the_backend_neither_imports_flashinfer_nor_says_a_word() -> None:
     code = (
-        "import sys; import prefixcache.runner.cuda.attention.flashinfer, prefixcache.runner.cuda.cuda_graph; "
+        "import sys; import prefixcache.runner.cuda.attention.flashinfer; "
+        "import prefixcache.runner.cuda.cuda_graph; "
         "assert 'flashinfer' not in sys.modules; import torch; "
         "assert not torch.cuda.is_initialized()"
     )

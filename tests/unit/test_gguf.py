@@ -18,7 +18,7 @@ import pytest
 from loaded import torch_model
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models import digests, hub, safetensors_file
+from prefixcache.models import arrays, digests, hub
 from prefixcache.models.gguf.header import read_header
 from prefixcache.models.gguf.index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
@@ -241,7 +241,7 @@ def test_tensors_leave_memory_as_they_are_written(converted, monkeypatch):
             alive.add(memory)
             return memory
 
-    monkeypatch.setattr(safetensors_file.mmap, "mmap", Counted)
+    monkeypatch.setattr(arrays.mmap, "mmap", Counted)
     load(converted[0])
     assert 0 < most <= 3  # the tensor before, this one, and its rows in another order
     assert not alive

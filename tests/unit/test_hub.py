@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from loaded import torch_model
@@ -116,6 +117,15 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch, error):
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(ModelLoadError, match=r"Cannot fetch owner/model.*no route"):
         resolve_model("owner/model")
+
+
+def test_a_hub_that_is_out_of_reach_is_one_line_that_says_what_else_works(monkeypatch):
+    def fetch(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError\nPlease check your connection.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ModelLoadError, match=r"^Cannot fetch a/b: the hub .* GGUF file.*$"):
+        resolve_model("a/b")
 
 
 @pytest.mark.parametrize("architecture", ["smollm2", "llama", "llama-bias", "qwen2", "qwen3"])

@@ -13,10 +13,9 @@ from prefixcache.runner.cuda.sampling.row_options import (
     SampledRow,
     add_additions,
     add_penalties,
-    has_adjustments,
-    has_penalties,
 )
 from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.runner.sampled_rows import has_adjustments, has_penalties
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 

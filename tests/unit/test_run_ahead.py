@@ -187,6 +187,8 @@ def test_a_step_that_fails_at_once_leaves_the_one_before() -> None:
     assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
 
 
+# The runner that may run ahead.
+ON_TORCH: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention": "torch"}
 REQUESTS = [
     ("The same question asked twice", {}),
     ("The same question asked once", {"logprobs": 1}),
@@ -211,9 +213,7 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
     answers = []
     for ahead in (False, True):
         assert resolve.call_count == 0
-        llm = LLM(
-            str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=num_blocks
-        )
+        llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=num_blocks)
         llm._engine._runner.steps.runs_ahead = ahead
         alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
@@ -227,7 +227,7 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
 def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
-    llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=50)
+    llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=50)
     llm._engine._runner.steps.runs_ahead = True
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
     (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
@@ -241,7 +241,7 @@ def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkey
     delivered = []
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
-        llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", **small)
+        llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, **small)
         runner, is_known = llm._engine._runner.steps, []
         runner.runs_ahead = ahead
         start = runner.submit

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fake_blocks import BLOCK_BYTES, FakeBlocks
 from fake_runner import answer_alone
@@ -32,8 +31,7 @@ from prefixcache.types.step_plan import StateCopy, StepPlan
 
 
 def _model(folder: Path) -> DecoderModel:
-    config, cpu = ModelConfig.from_hf(folder), torch.device("cpu")
-    return torch_model(folder, config=config)
+    return torch_model(folder)
 
 
 class WholeRunner(PlainRunner):

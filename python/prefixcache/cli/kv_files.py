@@ -84,8 +84,8 @@ cache = click.Group(
     help="See, check and remove what --kv-cache-dir keeps.",
     no_args_is_help=True,
     commands=[
-        FlagCommand(ls, arguments=[_FOLDER]),
-        FlagCommand(verify, arguments=[_FOLDER]),
-        FlagCommand(rm, arguments=[_FOLDER, _NAMES]),
+        FlagCommand(ls, arguments=[_FOLDER], examples=["prefixcache cache ls ~/.cache/kv"]),
+        FlagCommand(verify, arguments=[_FOLDER], examples=["prefixcache cache verify ~/.cache/kv"]),
+        FlagCommand(rm, arguments=[_FOLDER, _NAMES], examples=["prefixcache cache rm ~/.cache/kv"]),
     ],
 )

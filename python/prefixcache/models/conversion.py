@@ -64,18 +64,18 @@ def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     _copy_others(source, target)
 
 
-def dequantize_folder(source: Path, target: Path, dtype: np.dtype[Any]) -> None:
+def dequantize_folder(source: Path, target: Path, dtype: str) -> None:
     """Writes the model into the empty folder `target` as safetensors, rounded once to `dtype`.
 
-    Vectors keep their type. Raises `ModelLoadError` for weights that are not those of the folder's
-    configuration.
+    `dtype` is bfloat16 or float32. Vectors keep their type. Raises `ModelLoadError` for weights
+    that are not those of the folder's configuration.
     """
     names = check_weights(ModelConfig.from_hf(source), source)
     count = sum(1 for _ in read_folder(source, names))
     tensors = _shown(read_folder(source, names), count, f"To {dtype}")
     weight_map = dict[str, str]()
     for number, shard in enumerate(
-        _shards((one.name, _dequantized(one, dtype)) for one in tensors)
+        _shards((one.name, _dequantized(one, DTYPES[dtype])) for one in tensors)
     ):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, target / file, metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def dequantize_folder(source: Path, target: Path, dtype: np.dtype[Any]) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     _write_json(target / _SAFETENSORS_INDEX, index)
     _copy_others(source, target)
-    said = read_json_object(target / "config.json") | {"dtype": dtype.name}
+    said = read_json_object(target / "config.json") | {"dtype": dtype}
     _write_json(target / "config.json", said)
 
 
@@ -111,7 +111,7 @@ def convert_model(
         if quant_format is not None:
             quantize_folder(source, new, quant_format)
         else:
-            dequantize_folder(source, new, DTYPES[form])
+            dequantize_folder(source, new, form)
 
     try:
         _write_once(target, write)

@@ -16,10 +16,9 @@ _MIB = 1 << 20
 class PoolMemory:
     """Blocks of `block_size` tokens, each with a part of every tensor of the layout.
 
-    `num_blocks` counts the null block; `free_memory` tells the bytes that the device can still give.
-    Where address space is reserved (`reserved`), blocks can be
-    added up to `max_blocks` and taken away, and the tensors keep their addresses; otherwise
-    `max_blocks` is not looked at.
+    `num_blocks` counts the null block; `free_memory` tells the bytes that the device can still
+    give. Where address space is reserved (`reserved`), blocks can be added up to `max_blocks` and
+    taken away, and the tensors keep their addresses; otherwise `max_blocks` is not looked at.
     """
 
     layout: KVLayout
@@ -71,7 +70,7 @@ class PoolMemory:
             raise OutOfMemoryError(
                 f"The KV cache of {num_blocks} blocks of {self.block_size} tokens needs "
                 f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
-                "Lower num_blocks or kv_cache_memory."
+                "Lower --kv-cache-memory or --num-blocks."
             )
 
     def _cannot_allocate(self, num_blocks: int, error: Exception) -> OutOfMemoryError:

@@ -153,9 +153,8 @@ def _check_file(file: Path, size: int, sha256: str | None) -> None:
 
 def _as_in_a_checkpoint(tensor: IndexedTensor, data: Array) -> Array | QuantizedTensor:
     dtype = UNQUANTIZED_TYPES.get(tensor.format)
-    if dtype is None:
-        rows = data.reshape(tensor.shape[0], -1)
-    else:
+    rows: Array = data.reshape(tensor.shape[0], -1)
+    if dtype is not None:
         rows = data.view(dtype).reshape(tensor.shape)
     if tensor.paired_heads:
         rows = _unpaired(rows, tensor.paired_heads)

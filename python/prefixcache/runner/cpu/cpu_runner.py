@@ -27,7 +27,6 @@ from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels
 from prefixcache.runner.cpu.sampler import Sampler
 from prefixcache.runner.cpu.step import StepComputer
-from prefixcache.runner.cpu.threads import default_threads
 from prefixcache.runner.sizing import (
     available_memory,
     choose_num_blocks,
@@ -35,6 +34,7 @@ from prefixcache.runner.sizing import (
     host_memory,
     pool_sizes,
 )
+from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
 

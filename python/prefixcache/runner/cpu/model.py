@@ -220,8 +220,7 @@ def attention_kernels(
         ]
     except ValueError as error:
         raise ConfigError(
-            f"The CPU's attention cannot compute this model: {error}. --attention-backend torch "
-            "can."
+            f"The CPU's attention cannot compute this model: {error}. --attention torch can."
         ) from None
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from prefixcache.config.engine_config import EngineConfig
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.specs import PoolSizes, kv_layout
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.cuda_graph import (
@@ -39,15 +39,16 @@ def choose_device(config: EngineConfig) -> torch.device:
     """The device asked for; "auto" is a GPU where there is one. Its index is the current one.
 
     In batch-invariant mode this also pins the matmuls, which must come before CUDA starts.
-    Raises `ConfigError` when CUDA is asked for and there is none.
+    Raises `FieldError` when CUDA is asked for and there is none.
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu" or not (has_cuda or config.device == "cuda"):
         return torch.device("cpu")
     if not has_cuda:
-        raise ConfigError(
-            f"device is cuda, but torch {torch.__version__} finds no CUDA device. Use --device "
-            "cpu, or install a CUDA build of torch and a driver."
+        raise FieldError(
+            "device",
+            f"is cuda, but torch {torch.__version__} finds no CUDA device: use cpu, or install a "
+            "CUDA build of torch and a driver.",
         )
     if config.keeps_batch_invariant("cuda"):
         pin_matmul()

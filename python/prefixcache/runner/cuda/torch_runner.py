@@ -19,7 +19,6 @@ from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelSpec
-from prefixcache.runner.cpu.threads import default_threads
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder import Decoder
@@ -40,6 +39,7 @@ from prefixcache.runner.cuda.ops.arrays import given_tensor
 from prefixcache.runner.cuda.ops.sets import Ops
 from prefixcache.runner.cuda.results import LaunchedStep
 from prefixcache.runner.sizing import choose_num_blocks, fitting_model_len, pool_sizes
+from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
 

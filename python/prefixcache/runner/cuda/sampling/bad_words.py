@@ -14,9 +14,7 @@ from torch import Tensor
 
 from prefixcache.runner.cuda.sampling.row_options import Later, SampledRow
 from prefixcache.runner.cuda.sampling.upload import Upload
-
-_ANY = -2
-"""In place of a token that must come before: whatever it is, the ban holds."""
+from prefixcache.runner.sampled_rows import ANY, last_tokens
 
 _BANNED = -1e25
 """Less than any logit, and finite times the largest penalty over the smallest temperature.
@@ -51,7 +49,9 @@ class BadWords:
             (r, token, self._rows.get(row.request_id, 0), previous)
             for r, row in enumerate(rows)
             if row.params.bad_words_token_ids
-            for token, previous in _last_tokens(row)
+            for token, previous in last_tokens(
+                row.sampling, row.position - len(row.sampling.tokens)
+            )
         ]
         if not found:
             return lambda _sent: None
@@ -62,7 +62,7 @@ class BadWords:
         """The logits, changed in a copy of them."""
         if bans is None:
             return logits_RV
-        holds_N = bans.previous_N == _ANY
+        holds_N = bans.previous_N == ANY
         if self._sampled_R is not None:
             holds_N |= self._sampled_R[bans.sampled_rows_N] == bans.previous_N
         values_N = torch.where(holds_N, _BANNED, 0.0)
@@ -74,22 +74,3 @@ class BadWords:
             row.request_id: r for r, row in enumerate(rows) if row.params.bad_words_token_ids
         }
         self._sampled_R = tokens_R if self._rows else None
-
-
-def _last_tokens(row: SampledRow) -> list[tuple[int, int]]:
-    """Last tokens of words whose other tokens the answer ends in, as far as that is known.
-
-    Each with the token that must come before it, where the host does not know that one.
-    """
-    tokens = row.sampling.tokens
-    words = row.params.bad_words_token_ids
-    unread = row.position - len(tokens)
-    answer = tokens.answer[-max(map(len, words)) :].tolist()
-    found: list[tuple[int, int]] = []
-    for word in words:
-        known = word[: -1 - unread]
-        if len(word) == 1:
-            found.append((word[0], _ANY))
-        elif len(known) <= len(answer) and tuple(answer[len(answer) - len(known) :]) == known:
-            found.append((word[-1], word[-2] if unread else _ANY))
-    return found

@@ -5,7 +5,6 @@ Letters of shapes: N rows with a mask, W words of a mask, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,43 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefixcache.exceptions import GrammarError
-from prefixcache.runner.cuda.sampling.row_options import SampledRow
 from prefixcache.runner.cuda.sampling.upload import Upload
-from prefixcache.types.step_plan import SequenceOutput
-
-# Masks are most often known before the logits are. What is not known soon after is not waited for,
-# so that the other rows of the step go on.
-_LONGEST_WAIT = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The masks of a step's rows. `unsampled` are the outputs of rows whose mask is not known."""
+    """The masks of a step's rows."""
 
     rows_N: Sequence[int]
     words: Sequence[npt.NDArray[np.int32]]  # N of them, [W]
-    unsampled: dict[int, SequenceOutput]
-
-    @classmethod
-    def of(cls, rows: Sequence[SampledRow]) -> Masks:
-        """Waits for the masks of the rows, all together no longer than `_LONGEST_WAIT`."""
-        until = time.monotonic() + _LONGEST_WAIT
-        known: dict[int, npt.NDArray[np.int32]] = {}
-        unsampled: dict[int, SequenceOutput] = {}
-        for r, row in enumerate(rows):
-            if row.sampling.mask is None:
-                continue
-            try:
-                words = row.sampling.mask.words(until - time.monotonic())
-            except GrammarError as error:
-                unsampled[r] = SequenceOutput(error=str(error), error_code="grammar_limit")
-                continue
-            if words is None:
-                unsampled[r] = SequenceOutput(is_late=True)
-            else:
-                known[r] = words
-        return cls([*known], [*known.values()], unsampled)
 
     def add_to(self, upload: Upload) -> Callable[[Tensor, Tensor], Tensor]:
         """Lets the masks be sent; what is sent and the step's logits then give the masked ones.

@@ -34,6 +34,11 @@ class SampledRow:
         """The request's options."""
         return self.sampling.params
 
+    @property
+    def unread(self) -> int:
+        """Tokens before it that the host has not read."""
+        return self.position - len(self.sampling.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Additions:
@@ -82,26 +87,6 @@ class Draws:
     least_N: Tensor  # float32, the logarithm of min_p
     top_k: Cut | None  # its rows, and those of top_p, are counted among the rows that draw
     top_p: Cut | None
-
-
-def has_adjustments(row: SamplingInput) -> bool:
-    """Whether bias, bans, allowed tokens, a mask or penalties change the row's logits."""
-    params = row.params
-    return bool(
-        params.logit_bias
-        or row.banned_token_ids
-        or row.mask is not None
-        or params.bad_words_token_ids
-        or params.allowed_token_ids
-        or has_penalties(params)
-    )
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a presence, frequency or repetition penalty is set."""
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
 
 
 Later = Callable[[Tensor], T]

@@ -29,15 +29,17 @@ from prefixcache.runner.cuda.sampling.row_options import (
     add_allowed,
     add_draws,
     add_penalties,
-    has_adjustments,
-    has_penalties,
 )
 from prefixcache.runner.cuda.sampling.tiles import Tiles
 from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.runner.sampled_rows import (
+    UNUSABLE,
+    KnownMasks,
+    has_penalties,
+    is_plain_greedy,
+)
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
-
-_UNUSABLE = "The model's logits are not finite numbers."
 
 
 class Sampled:
@@ -69,7 +71,7 @@ class Sampled:
         for rows, packed in self._logprobs:
             logprobs.update(zip(rows, packed.unpack(next(parts)), strict=True))
         outputs = [
-            SequenceOutput(error=_UNUSABLE)
+            SequenceOutput(error=UNUSABLE)
             if token < 0
             else SequenceOutput(token_id=token, logprobs=logprobs.get(r))
             for r, token in enumerate(tokens)
@@ -102,11 +104,12 @@ class Sampler:
         Logits of 16 bits become float32 unless all rows are greedy, which changes no maximum. A row
         without a finite one gets an error in place of a token.
         """
-        if _all_plain_greedy(rows):
+        if all(is_plain_greedy(row.sampling) for row in rows):
             if likeliest_R is None:
                 likeliest_R = greedy_token_ids(logits_RV, waits=self._waits)
             return Sampled(likeliest_R)
-        masks = Masks.of(rows)
+        known = KnownMasks.of(row.sampling.mask for row in rows)
+        masks = Masks([*known.words], [*known.words.values()])
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -140,15 +143,7 @@ class Sampler:
             (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()
         ]
-        return Sampled(tokens_R, logprobs, masks.unsampled)
-
-
-def _all_plain_greedy(rows: Sequence[SampledRow]) -> bool:
-    """Whether the rows ask for nothing but their likeliest tokens: `greedy_token_ids` will do."""
-    return all(
-        row.params.greedy and row.params.logprobs is None and not has_adjustments(row.sampling)
-        for row in rows
-    )
+        return Sampled(tokens_R, logprobs, known.unsampled)
 
 
 def greedy_token_ids(logits_RV: Tensor, *, waits: bool = False) -> Tensor:

@@ -105,7 +105,7 @@ class KilledCache:
 def live(folder: Path, shared: mmap.mmap, seed: int) -> None:
     try:
         KilledCache(folder, shared).run(random.Random(seed))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the parent learns of all of them
         print(f"process {seed}: {error!r}", flush=True)
         os._exit(1)
 

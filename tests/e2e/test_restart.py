@@ -1,4 +1,4 @@
-"""A server with `--kv-cache-dir` is killed, and the next one answers from its cache, bit for bit."""
+"""A server with `--kv-cache-dir` is killed; the next one answers from its cache, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _kill(server: ServerProcess) -> None:
 def _kept_blocks(server: ServerProcess) -> int:
     text = httpx.get(f"{server.address}/metrics", timeout=60).text
     counts = re.findall(
-        r"^prefixcache:kv_file_(?:kept|restored)_blocks_total\S* (\S+)$", text, re.M
+        r"^prefixcache:kv_file_(?:kept|restored)_blocks_total\S* (\S+)$", text, re.MULTILINE
     )
     return sum(map(int, map(float, counts)))
 
@@ -130,7 +130,9 @@ def test_a_damaged_block_is_computed_again(folder, tmp_path):
         assert answer == first
         assert 0 < hit < cached
         metrics = httpx.get(f"{server.address}/metrics", timeout=60).text
-        assert re.search(r"^prefixcache:kv_file_failed_checks_total\S* [1-9]", metrics, re.M)
+        assert re.search(
+            r"^prefixcache:kv_file_failed_checks_total\S* [1-9]", metrics, re.MULTILINE
+        )
         assert _ask(server, _PROMPTS[0]) == (first, cached)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prefixcache.cli.command_line import FlagCommand, Given
+from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.exceptions import PrefixCacheError
 
 if TYPE_CHECKING:
@@ -79,13 +79,17 @@ def _line(info: FileInfo, state: FileState) -> str:
     return f"{info.name}  {size:>14}  begun {hours:,.1f} h ago  {state.text}"
 
 
-cache = click.Group(
-    "cache",
-    help="See, check and remove what --kv-cache-dir keeps.",
-    no_args_is_help=True,
-    commands=[
+def cache(_: Given) -> None:
+    """See, check and remove what --kv-cache-dir keeps."""
+    click.echo(click.get_current_context().get_help())
+
+
+CACHE = FlagGroup(
+    cache,
+    below=[
         FlagCommand(ls, arguments=[_FOLDER], examples=["prefixcache cache ls ~/.cache/kv"]),
         FlagCommand(verify, arguments=[_FOLDER], examples=["prefixcache cache verify ~/.cache/kv"]),
         FlagCommand(rm, arguments=[_FOLDER, _NAMES], examples=["prefixcache cache rm ~/.cache/kv"]),
     ],
+    examples=["prefixcache cache"],
 )

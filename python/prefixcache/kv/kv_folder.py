@@ -14,9 +14,9 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from prefixcache import _core
 from prefixcache._core import KVFile, derive_digest, describe_kv_file, hash_file_ranges
 from prefixcache.metrics import FileCounts
 
@@ -69,7 +69,10 @@ class FileLayout:
 
 def program_digest() -> str:
     """Stands for the kernels: others may round in another way. From the file that they are in."""
-    path = Path(_core.__file__)
+    found = find_spec("prefixcache._core")
+    assert found is not None
+    assert found.origin is not None
+    path = Path(found.origin)
     (digest,) = hash_file_ranges(path, [(0, path.stat().st_size)], 1)
     return digest.hex()[:16]
 
@@ -282,10 +285,14 @@ class FileState:
 def survey(folder: KVFolder, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
     """Each file and its state; `reads` compares the blocks with their checksums."""
     for info in folder.files():
-        try:
-            yield info, _survey_file(folder, info.name, reads=reads)
-        except (NotUsableError, OSError, ValueError) as error:
-            yield info, FileState(f"not usable: {error}", is_damaged=True)
+        yield info, _state(folder, info.name, reads=reads)
+
+
+def _state(folder: KVFolder, name: str, *, reads: bool) -> FileState:
+    try:
+        return _survey_file(folder, name, reads=reads)
+    except (NotUsableError, OSError, ValueError) as error:
+        return FileState(f"not usable: {error}", is_damaged=True)
 
 
 def _survey_file(folder: KVFolder, name: str, *, reads: bool) -> FileState:

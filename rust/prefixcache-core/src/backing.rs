@@ -30,6 +30,9 @@ pub trait BackingStore: Debug + Send + Sync {
     /// Nobody uses the block any more: it is the last of its LRU list.
     fn queued(&self, block: BlockId, band: Band, pinned: bool);
 
+    /// The block's priority or pin is another, and its place is the same.
+    fn classed(&self, block: BlockId, band: Band, pinned: bool);
+
     /// Whether the block has the bytes that it was published with. Asked before it is hit; a block that is not
     /// sound loses its content.
     fn is_sound(&self, block: BlockId) -> bool;

@@ -1,4 +1,5 @@
-//! The thread that computes checksums, so that no step waits for them.
+//! The thread that computes checksums, so that no step waits for them: of what is published, and else of restored
+//! blocks that nobody has hit yet. It runs at a low priority where the system has one for threads.
 
 use std::io;
 use std::sync::Arc;
@@ -6,6 +7,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::fence;
 use std::thread::{self, JoinHandle};
 
+use crate::space;
 use crate::table::Table;
 
 /// Runs until it is dropped, which waits for what was published until then.
@@ -30,11 +32,15 @@ impl Checker {
 }
 
 fn work(table: &Table) {
+    space::yield_to_others();
     loop {
         while table.complete_next() {}
         // Read before the queue is looked at for the last time.
         if table.stopped.load(SeqCst) && !table.has_pending() {
             return;
+        }
+        if table.check_next() {
+            continue;
         }
         table.sleeps.store(true, Relaxed);
         // Of this thread and one that publishes at least one sees what the other stored before its fence.

@@ -172,6 +172,9 @@ impl Process {
         for _ in 0..random.below(4) {
             self.file.table().complete_next();
         }
+        if random.below(3) == 0 {
+            self.file.table().check_next();
+        }
     }
 
     fn compute(&mut self, random: &mut Random) {

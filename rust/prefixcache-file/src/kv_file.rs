@@ -170,6 +170,10 @@ impl BackingStore for Behind {
         self.0.queued(block, band, pinned);
     }
 
+    fn classed(&self, block: BlockId, band: Band, pinned: bool) {
+        self.0.classed(block, band, pinned);
+    }
+
     fn is_sound(&self, block: BlockId) -> bool {
         self.0.is_sound(block)
     }

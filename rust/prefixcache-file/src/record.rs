@@ -123,6 +123,12 @@ impl Usage {
         Self(1 << 52 | self.0 & 0xf << 48 | order & Self::ORDER)
     }
 
+    /// The same use with another priority and pin.
+    pub(crate) fn classed(self, band: Band, pinned: bool) -> Self {
+        let class = u64::from(pinned) << 51 | (band.index() as u64) << 48;
+        Self(self.0 & !(0xf << 48) | class)
+    }
+
     pub(crate) fn band(self) -> Band {
         Band::all()
             .nth((self.0 >> 48 & 7) as usize)

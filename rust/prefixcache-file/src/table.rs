@@ -57,6 +57,8 @@ pub(crate) struct Table {
     num_uses: AtomicU64,
     num_published: AtomicU64,
     pending: SegQueue<(BlockId, u64)>,
+    /// Restored blocks, what is evicted last first, to be read when nothing else is to be done.
+    restored: SegQueue<BlockId>,
     /// Restored blocks that were not read yet.
     unread: Box<[AtomicBool]>,
     pub(crate) injected: Injected,
@@ -82,6 +84,7 @@ impl Table {
             num_uses: AtomicU64::new(0),
             num_published: AtomicU64::new(0),
             pending: SegQueue::new(),
+            restored: SegQueue::new(),
             injected: Injected::default(),
         })
     }
@@ -154,8 +157,10 @@ impl Table {
             }
         }
         kept.sort_by_key(|&(usage, id, _)| (usage.rank(), id));
-        kept.iter()
-            .for_each(|&(_, id, _)| self.set_unread(id, true));
+        for &(_, id, _) in kept.iter().rev() {
+            self.set_unread(id, true);
+            self.restored.push(id);
+        }
         let block = |&(usage, block, key): &(Usage, BlockId, BlockKey)| KeptBlock {
             block,
             key,
@@ -166,7 +171,7 @@ impl Table {
     }
 
     fn set_unread(&self, block: BlockId, unread: bool) {
-        // Relaxed: only the writer looks.
+        // Relaxed: what is read of a block comes from the file.
         self.unread[block.index()].store(unread, Relaxed);
     }
 
@@ -215,6 +220,29 @@ impl Table {
             self.complete(block, state, sum);
         }
         true
+    }
+
+    /// Reads a restored block that nobody has hit yet; false when there is none. One that is damaged is left to
+    /// its first hit, which drops it.
+    pub(crate) fn check_next(&self) -> bool {
+        let Some(block) = self.restored.pop() else {
+            return false;
+        };
+        let record = self.record(block);
+        let (state, expected) = (record.state(), record.sum.load(Relaxed));
+        let is_unread = self.unread[block.index()].load(Relaxed);
+        if is_unread && self.sum_of_bytes(block).ok() == Some(expected) && record.state() == state {
+            // Withdrawn in between, it is not unread any more, and nothing changes.
+            self.end_unread(block, &self.counters.checked);
+        }
+        true
+    }
+
+    /// Of the writer and the checksum thread, which may read a block at the same time, one counts it.
+    fn end_unread(&self, block: BlockId, counter: &AtomicU64) {
+        if self.unread[block.index()].swap(false, Relaxed) {
+            counter.fetch_add(1, Relaxed);
+        }
     }
 
     fn complete(&self, block: BlockId, state: u64, sum: u64) {
@@ -322,7 +350,7 @@ impl BackingStore for Table {
                 self.write(to, words, state);
                 self.enqueue(to, state);
             }
-            // Relaxed: only the writer looks.
+            // Relaxed: at worst it is read once more.
             self.set_unread(to, self.unread[from.index()].load(Relaxed));
         }
         self.withdrawn(from);
@@ -346,19 +374,26 @@ impl BackingStore for Table {
         }
     }
 
+    fn classed(&self, block: BlockId, band: Band, pinned: bool) {
+        let record = self.record(block);
+        if record.state() != NONE {
+            let usage = Usage(record.usage.load(Relaxed)).classed(band, pinned);
+            self.put(&record.usage, usage.0);
+        }
+    }
+
     fn is_sound(&self, block: BlockId) -> bool {
-        // Relaxed: only the writer looks.
+        // Relaxed: whoever ends it has read the bytes, which do not change while the writer looks.
         if !self.unread[block.index()].load(Relaxed) || self.injected.plants(Fault::NoChecksum) {
             return true;
         }
-        self.set_unread(block, false);
         let expected = self.record(block).sum.load(Relaxed);
         let is_sound = self.sum_of_bytes(block).is_ok_and(|sum| sum == expected);
         let counter = match is_sound {
             true => &self.counters.checked,
             false => &self.counters.failed,
         };
-        counter.fetch_add(1, Relaxed);
+        self.end_unread(block, counter);
         is_sound
     }
 

@@ -133,6 +133,15 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// The class or the pin of the block is another.
+    #[inline]
+    pub(super) fn note_classed(&self, id: BlockId) {
+        if let Some(backing) = self.backing.get() {
+            let state = self.block(id).state();
+            backing.classed(id, state.own_class().band(), state.is_pinned());
+        }
+    }
+
     /// Whether a block that the caller holds, and whose content hit, has the bytes that it was published with.
     #[inline]
     pub(super) fn is_sound(&self, id: BlockId) -> bool {

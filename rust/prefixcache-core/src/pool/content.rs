@@ -577,7 +577,9 @@ impl<M: Mode> BlockPool<M> {
         change: impl Fn(State) -> State,
     ) -> bool {
         if id == held {
-            return self.block(id).transition_to_classed::<M>(change);
+            let changed = self.block(id).transition_to_classed::<M>(change);
+            self.note_classed(id);
+            return changed;
         }
         // So that no resize moves the block meanwhile.
         let inside = self.credits.enter::<M>();
@@ -589,6 +591,7 @@ impl<M: Mode> BlockPool<M> {
             }
             let new = change(state);
             if new == state || self.block(id).transition_in_place::<M>(state, new) == Done {
+                self.note_classed(id);
                 return new != state;
             }
             state = self.block(id).state();

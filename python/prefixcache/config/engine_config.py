@@ -204,7 +204,7 @@ class CacheConfig(Checked):
     kv_cache_dir: FilePath | None = flag(
         None,
         "Folder to keep the cache in, on a CPU, so that it outlives the server, kill -9 included; "
-        "docs/restart.md says what lies there.",
+        "docs/guides/restart.md says what lies there.",
         "Cache",
         shown="the cache is kept in memory alone",
         metavar="<folder>",

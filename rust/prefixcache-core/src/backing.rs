@@ -2,7 +2,7 @@
 //!
 //! Nothing of this exists until somebody gives a pool its [`BackingStore`]
 //! ([`Writer::keep_in`](crate::Writer::keep_in)). Then the single writer reports each change of what blocks hold,
-//! in order, before whoever caused it can write to a block. `docs/tiers.md` has the states of a block.
+//! in order, before whoever caused it can write to a block. `docs/explanation/tiers.md` has the states of a block.
 
 use std::fmt::Debug;
 

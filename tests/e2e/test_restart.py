@@ -136,6 +136,30 @@ def test_a_damaged_block_is_computed_again(folder, tmp_path):
         assert _ask(server, _PROMPTS[0]) == (first, cached)
 
 
+def test_resizes_and_sleep_leave_what_is_there_right(folder, tmp_path):
+    kept = tmp_path / "kept"
+
+    def post(server: ServerProcess, path: str, body: object = None) -> None:
+        answer = httpx.post(f"{server.address}{path}", json=body, timeout=60)
+        assert answer.status_code < 300, answer.text
+
+    with _serving(folder, tmp_path, kept) as (server, _):
+        _ask(server, _PROMPTS[1])
+        post(server, "/sleep")
+        post(server, "/wake_up")
+        _ask(server, _PROMPTS[2])
+        first, _ = _ask(server, _PROMPTS[0])
+        _, cached = _ask(server, _PROMPTS[0])
+        post(server, "/prefix_cache/resize", {"num_blocks": 30})
+        post(server, "/prefix_cache/resize", {"num_blocks": 300})
+        assert _ask(server, _PROMPTS[0]) == (first, cached)
+        _wait_until_kept(server, cached // 16)
+        _kill(server)
+    with _serving(folder, tmp_path, kept) as (server, _):
+        assert _ask(server, _PROMPTS[1])[1] == 0
+        assert _ask(server, _PROMPTS[0]) == (first, cached)
+
+
 def test_a_second_server_has_a_file_of_its_own(folder, tmp_path):
     kept = tmp_path / "kept"
     with (

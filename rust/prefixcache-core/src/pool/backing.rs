@@ -65,6 +65,15 @@ impl Writer<SingleWriter> {
 }
 
 impl<M: Mode> BlockPool<M> {
+    /// The memory behind the blocks; a pool that several threads change has none.
+    #[inline]
+    pub(super) fn backing(&self) -> Option<&dyn BackingStore> {
+        match M::SHARED {
+            true => None,
+            false => self.backing.get().map(|backing| &**backing),
+        }
+    }
+
     /// For each block of the pool, whether it is one of `ids`.
     fn marked(&self, ids: &[BlockId]) -> Vec<bool> {
         let mut marked = vec![false; self.size.num_blocks()];
@@ -110,7 +119,7 @@ impl<M: Mode> BlockPool<M> {
     /// Content of a block that the caller has claimed can be found.
     #[inline]
     pub(super) fn note_published(&self, id: BlockId) {
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             backing.published(id, &self.block(id).key());
         }
     }
@@ -118,7 +127,7 @@ impl<M: Mode> BlockPool<M> {
     /// These blocks lose their content, if they have any.
     #[inline]
     pub(super) fn note_withdrawn(&self, ids: &[BlockId]) {
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             ids.iter().for_each(|&id| backing.withdrawn(id));
         }
     }
@@ -126,7 +135,7 @@ impl<M: Mode> BlockPool<M> {
     /// The block, in this state, is the last of its LRU list.
     #[inline]
     pub(super) fn note_queued(&self, id: BlockId, state: State) {
-        if let Some(backing) = self.backing.get()
+        if let Some(backing) = self.backing()
             && state.is_hashed()
         {
             backing.queued(id, state.own_class().band(), state.is_pinned());
@@ -136,7 +145,7 @@ impl<M: Mode> BlockPool<M> {
     /// The class or the pin of the block is another.
     #[inline]
     pub(super) fn note_classed(&self, id: BlockId) {
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             let state = self.block(id).state();
             backing.classed(id, state.own_class().band(), state.is_pinned());
         }
@@ -145,9 +154,7 @@ impl<M: Mode> BlockPool<M> {
     /// Whether a block that the caller holds, and whose content hit, has the bytes that it was published with.
     #[inline]
     pub(super) fn is_sound(&self, id: BlockId) -> bool {
-        self.backing
-            .get()
-            .is_none_or(|backing| backing.is_sound(id))
+        self.backing().is_none_or(|backing| backing.is_sound(id))
     }
 
     /// Gives up the hold of a block that is not sound, and its content.
@@ -161,7 +168,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Says whether what is published from now on may be found by other processes.
     pub(super) fn set_durable(&self, durable: bool) {
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             backing.set_durable(durable);
         }
     }

@@ -99,7 +99,7 @@ impl<M: Mode> BlockPool<M> {
         if let Some(log) = self.eviction_log.get() {
             log.hit::<M>(ids);
         }
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             backing.used(ids);
         }
     }
@@ -120,7 +120,7 @@ impl<M: Mode> BlockPool<M> {
         if let Some(log) = self.eviction_log.get() {
             log.moved(from, to);
         }
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             backing.moved(from, to);
         }
         if self.reports_bands() && self.block(from).state().own_class().band() != Band::DEFAULT {
@@ -135,7 +135,7 @@ impl<M: Mode> BlockPool<M> {
         if let Some(event_log) = self.event_log.get() {
             event_log.cleared();
         }
-        if let Some(backing) = self.backing.get() {
+        if let Some(backing) = self.backing() {
             backing.cleared();
         }
     }

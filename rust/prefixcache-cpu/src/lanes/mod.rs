@@ -98,6 +98,13 @@ pub trait Lanes: Copy + Send + Sync {
     /// `from` is readable for `LANES` bytes.
     unsafe fn load_i8(self, from: *const i8) -> Self::V;
 
+    /// The same vector, in a register here: between two of these a compiler that runs out of registers
+    /// keeps others in memory. A chain of additions must not pass through memory at each step.
+    #[inline(always)]
+    fn in_register(self, v: Self::V) -> Self::V {
+        v
+    }
+
     /// Says that the cache line of an address, which may be any, is read soon.
     #[inline(always)]
     fn prefetch<T>(self, address: *const T) {

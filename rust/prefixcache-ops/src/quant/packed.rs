@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use prefixcache_cpu::f16::f16_to_f32;
 use prefixcache_cpu::{
-    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, TypedRows,
+    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team,
     WeightMemory,
 };
 
@@ -255,9 +255,10 @@ impl PackedBlocks {
         sums: &mut [Sums],
     ) {
         let first = rows.first;
-        match E::typed(rows.x) {
-            TypedRows::F32(x) => self.multiply_f32(form, panel, TaskRows { x, first }, sums),
-            TypedRows::Bf16(x) => self.multiply_bf16(form, panel, TaskRows { x, first }, sums),
+        if let Some(x) = rows.x.of_type() {
+            self.multiply_f32(form, panel, TaskRows { x, first }, sums);
+        } else if let Some(x) = rows.x.of_type() {
+            self.multiply_bf16(form, panel, TaskRows { x, first }, sums);
         }
     }
 
@@ -292,11 +293,20 @@ impl PackedBlocks {
         assert!(start.is_multiple_of(GROUP) && depth.len().is_multiple_of(GROUP));
         let panel = self.panel(panel).as_ptr().cast();
         let groups = start / GROUP..depth.end / GROUP;
-        // By the type of no rows, so that `dequantize_lines` is compiled here alone.
-        match E::typed(Rows::new(&[], 0)) {
-            TypedRows::F32(_) => self.dequantize_lines::<f32>(form, panel, groups, to),
-            TypedRows::Bf16(_) => self.dequantize_lines::<Bf16>(form, panel, groups, to),
+        match E::PER_WORD {
+            1 => self.dequantize_f32(form, panel, groups, to),
+            _ => self.dequantize_bf16(form, panel, groups, to),
         }
+    }
+
+    /// Not generic, as `multiply_f32`.
+    fn dequantize_f32(&self, form: Form, panel: *const u8, groups: Range<usize>, to: &mut [Line]) {
+        self.dequantize_lines::<f32>(form, panel, groups, to);
+    }
+
+    /// Not generic for the same reason.
+    fn dequantize_bf16(&self, form: Form, panel: *const u8, groups: Range<usize>, to: &mut [Line]) {
+        self.dequantize_lines::<Bf16>(form, panel, groups, to);
     }
 
     fn dequantize_lines<E: Element>(
@@ -809,6 +819,8 @@ struct Dequantize<'a, E, F> {
 
 impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
     type Output = ();
+
+    const HAS_BF16: bool = E::PER_WORD > 1;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {

@@ -30,12 +30,15 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
+.PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
+help:                              ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
 setup: .venv/.built                ## venv, pinned dependencies, release build
-setup-dev: .venv/.built .venv/.dev ## and what the tests need
+setup-dev: .venv/.built .venv/.dev ## setup, and what the tests need
 
 .venv/.runtime: requirements/runtime.txt
 	$(PYTHON) -m venv .venv
@@ -144,7 +147,7 @@ soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 
 bench: setup-dev                   ## what the cache saves: table, picture, record
 	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
 
-bench-peers: setup                 ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
+bench-peers: setup-dev              ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
 
 bench-core: setup                  ## the core's operations from Rust and from Python

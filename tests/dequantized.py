@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from prefixcache.models.conversion import dequantize_folder
 
 
-def save_dequantized(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_dequantized(folder: Path, target: Path, dtype: str = "float32") -> Path:
     """Writes the folder's model with its numbers, rounded once to `dtype`, as safetensors."""
     target.mkdir()
     dequantize_folder(folder, target, dtype)

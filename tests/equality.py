@@ -22,6 +22,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fake_engine import RandomChunks
@@ -32,6 +33,8 @@ from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.cuda.kv_tensors import KVTensors
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.vocabulary import Words
 from prefixcache.types.request import (
@@ -309,12 +312,18 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
     """Keys and values of all layers in a sequence's block, in the order of the groups."""
-    attention = engine._runner.steps._attention  # type: ignore[attr-defined]
-    parts = []
-    for tables, backend in zip(engine._runner.block_tables, attention.backends, strict=True):
+    kv = engine._runner.kv  # type: ignore[attr-defined]
+    rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
+    parts = b""
+    for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
-        parts += [kv[int(tables.indices[page])] for kv in backend._kv_layers]
-    return torch.stack(parts).view(torch.uint8).numpy().tobytes()
+        block = int(tables.indices[page])
+        parts += b"".join(one[block].tobytes() for one in rows[: len(group.layers)])
+    return parts
+
+
+def _rows_of(kv: KVTensors) -> list[npt.NDArray[np.uint8]]:
+    return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in kv._tensors]
 
 
 class Bench:
@@ -410,7 +419,7 @@ def make_pair(
     blocks.mkdir()
     dequantized.mkdir()
     quantize_folder(dense, blocks, quant_format)
-    dequantize_folder(blocks, dequantized, getattr(torch, dtype))
+    dequantize_folder(blocks, dequantized, dtype)
     return blocks, dequantized
 
 

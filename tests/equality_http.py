@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, get_args
 
 import httpx
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -242,7 +241,7 @@ def main() -> None:
     if options.flags["cpu_activations"] != "exact":
         run(options)
     with TemporaryDirectory() as dequantized:
-        dtype = getattr(torch, options.flags["dtype"])
+        dtype = str(options.flags["dtype"])
         dequantize_folder(resolve_model(DEFAULT_MODEL), Path(dequantized), dtype)
         run(replace(options, lone_model=dequantized))
 

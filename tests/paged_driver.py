@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from loaded import CPU, to_torch
 from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionBatch
-from prefixcache.attention.registry import AttentionOptions, make_attention
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.specs import kv_layout
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
+from prefixcache.models.arrays import DTYPES
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.cpu.model import CpuModel, attention_kernels, step_kernels
+from prefixcache.runner.cuda.attention.base import AttentionBatch
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.kv_tensors import attention_groups
 
 
 def make_batch(
@@ -52,74 +59,53 @@ def _indptr(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-class PagedDriver:
+class Driver(ABC):
     """Sequences of one model, each with blocks that are neither in order nor side by side.
 
     `tables[group][sequence]` are the blocks of a sequence in a KV cache group.
     """
 
     def __init__(
-        self,
-        model: DecoderModel,
-        *,
-        num_sequences: int = 1,
-        max_tokens: int = 256,
-        block_size: int = 16,
-        attention: str = "torch",
-        cpu: Cpu | None = None,
+        self, config: ModelConfig, num_sequences: int, max_tokens: int, block_size: int
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
-        layout = kv_layout(model.config)
-        shape = (len(layout.groups), num_sequences, per_sequence)
-        num_blocks = math.prod(shape) + 1
-        shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
-        self.tables: list[list[list[int]]] = shuffled.view(shape).tolist()
+        self.layout = kv_layout(config)
+        shape = (len(self.layout.groups), num_sequences, per_sequence)
+        self.num_blocks = math.prod(shape) + 1
+        shuffled = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(1))
+        self.tables: list[list[list[int]]] = (shuffled + 1).view(shape).tolist()
         self.block_size = block_size
-        self.model = model
-        self.attention = make_attention(
-            attention,
-            attention_groups(layout, model.attention_spec),
-            AttentionOptions(dtype=model.dtype, cpu=cpu),
-        )
-        self.kv = KVTensors(
-            layout=layout,
-            attention=self.attention,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=model.dtype,
-            device=model.device,
-        ).make(num_blocks)
-        self.attention.bind(self.kv)
 
-    def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-        """Computes `(sequence, start, token ids)` of each; float32 logits of all rows."""
-        return self.model.compute_logits(self.hidden(work))
-
-    def hidden(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-        """Hidden states of all rows of `forward`'s work."""
+    def batches(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> list[AttentionBatch]:
+        """The batch of each group for `forward`'s work."""
         chunks = [(start, start + len(tokens)) for _, start, tokens in work]
-        batches = [
+        return [
             make_batch(
                 chunks,
                 [tables[sequence] for sequence, _, _ in work],
                 self.block_size,
-                group.spec.sliding_window,
+                group.sliding_window,
             )
-            for group, tables in zip(self.attention.groups, self.tables, strict=True)
+            for group, tables in zip(self.layout.groups, self.tables, strict=True)
         ]
-        self.attention.plan(batches)
-        tokens = torch.tensor([token for _, _, ids in work for token in ids])
-        positions = torch.cat([torch.arange(start, stop) for start, stop in chunks])
-        return self.model.forward(tokens, positions, self.attention)
+
+    @abstractmethod
+    def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        """Computes `(sequence, start, token ids)` of each; logits of all rows."""
+
+    @abstractmethod
+    def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
+        """Keys and values of these blocks in one KV tensor."""
 
     def kv_of(self, sequence: int) -> Tensor:
         """The blocks of all layers, group by group, in the order of the sequence."""
-        parts = [
-            self.kv[number][tables[sequence]]
-            for group, tables in zip(self.attention.groups, self.tables, strict=True)
-            for number in range(len(group.layers))
-        ]
-        return torch.stack(parts)
+        return torch.stack(
+            [
+                self.blocks_of(number, tables[sequence])
+                for group, tables in zip(self.layout.groups, self.tables, strict=True)
+                for number in range(len(group.layers))
+            ]
+        )
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens after the prompt, one by one, on sequence 0."""
@@ -129,3 +115,97 @@ class PagedDriver:
             tokens.append(int(logits[-1].argmax()))
             logits = self.forward([(0, len(tokens) - 1, tokens[-1:])])
         return tokens[len(prompt) :]
+
+
+def tokens_of(work: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+    """All token ids of the work, and their positions."""
+    tokens = torch.tensor([token for _, _, ids in work for token in ids])
+    return tokens, torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in work])
+
+
+class PagedDriver(Driver):
+    """On torch."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        num_sequences: int = 1,
+        max_tokens: int = 256,
+        block_size: int = 16,
+        attention: str = "torch",
+    ) -> None:
+        super().__init__(model.config, num_sequences, max_tokens, block_size)
+        self.model = model
+        self.attention = make_attention(
+            attention,
+            attention_groups(self.layout, model.attention_spec),
+            AttentionOptions(dtype=model.dtype),
+        )
+        heads = (self.layout.num_kv_heads, self.layout.head_dim)
+        shape = self.attention.kv_shape(self.num_blocks, block_size, *heads)
+        layers = range(self.layout.num_tensors)
+        self.kv = [torch.zeros(shape, dtype=model.dtype, device=CPU) for _ in layers]
+        self.attention.bind(self.kv)
+
+    def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        return self.model.compute_logits(self.hidden(work))
+
+    def hidden(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        """Hidden states of all rows of `forward`'s work."""
+        self.attention.plan(self.batches(work))
+        return self.model.forward(*tokens_of(work), self.attention)
+
+    def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
+        return self.kv[tensor][blocks]
+
+
+class CpuDriver(Driver):
+    """On the CPU's kernels, with their threads."""
+
+    def __init__(
+        self,
+        model: CpuModel,
+        *,
+        num_sequences: int = 1,
+        max_tokens: int = 256,
+        block_size: int = 16,
+        cpu: Cpu | None = None,
+    ) -> None:
+        super().__init__(model.config, num_sequences, max_tokens, block_size)
+        self.model = model
+        self._dtype = DTYPES[model.dtype_name]
+        self.attentions = attention_kernels(
+            model.config, self.layout, cpu or Cpu(2), model.dtype_name
+        )
+        self.kv = KVMemory(
+            layout=self.layout,
+            num_blocks=self.num_blocks,
+            block_size=block_size,
+            itemsize=self._dtype.itemsize,
+            free_memory=lambda: 1 << 40,
+        )
+        self.kv.allocate()
+        self._kernels = step_kernels(self.attentions, self.layout, self.kv.addresses)
+
+    def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        for kernel, batch in zip(self.attentions, self.batches(work), strict=True):
+            assert batch.first_pages is not None
+            kernel.plan(
+                self.num_blocks,
+                self.block_size,
+                batch.qo_indptr.numpy(),
+                batch.kv_indptr.numpy(),
+                batch.kv_indices.numpy(),
+                batch.last_page_len.numpy(),
+                batch.slot_mapping.numpy(),
+                batch.first_pages.numpy(),
+            )
+        tokens, positions = tokens_of(work)
+        stream = self.model.forward(tokens.numpy(), positions.numpy(), self._kernels)
+        return torch.from_numpy(self.model.compute_logits(stream).copy())
+
+    def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
+        rows = self.kv.rows()[tensor][np.array(blocks)]
+        shape = (len(blocks), 2, self.layout.num_kv_heads, self.block_size, -1)
+        return to_torch(rows.view(self._dtype).reshape(shape))

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from prefixcache.attention.base import AttentionBackend, AttentionSpec
-from prefixcache.attention.grouped import GroupedAttention
-from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.runner.cuda_graph import DecodeGraphs, graph_sizes
-from prefixcache.runner.kv_tensors import attention_groups
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionSpec
+from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+from prefixcache.runner.cuda.cuda_graph import DecodeGraphs, graph_sizes
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.kv_tensors import attention_groups
+from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams

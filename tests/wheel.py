@@ -107,7 +107,9 @@ def main() -> None:
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
         use_core_alone(wheel, folder / "core")
         scripts = install(folder / "environment", "--no-deps", wheel)
-        link_requirements(next(folder.glob("environment/lib/python*/site-packages")))
+        site = next(folder.glob("environment/lib/python*/site-packages"))
+        link_requirements(site)
+        assert not {"torch", "transformers"} & {path.name for path in site.iterdir()}
         with serving(scripts, folder) as address:
             (first, cold), (second, warm) = ask(address), ask(address)
     print(f"{first!r}: {cold} tokens cached, then {warm}")

@@ -16,19 +16,18 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import torch
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.reserved_memory import HostMemory, host_page_bytes
+from prefixcache.runner.cpu import kv_memory
+from prefixcache.runner.cpu.host_memory import host_page_bytes
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.sizing import available_memory
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -41,7 +40,7 @@ PROMPT_BLOCKS = 50
 class Timed:
     """KV tensors that note how long they copy."""
 
-    def __init__(self, kv: KVTensors, clock: Callable[[], float]) -> None:
+    def __init__(self, kv: KVMemory, clock: Callable[[], float]) -> None:
         self._kv, self._clock = kv, clock
         self.copying = 0.0
 
@@ -54,22 +53,19 @@ class Timed:
         self.copying += self._clock() - begun
 
 
-def cached_pool(num_blocks: int, page_bytes: int) -> tuple[CacheManager, KVTensors]:
+def cached_pool(num_blocks: int, page_bytes: int) -> tuple[CacheManager, KVMemory]:
     cache = CacheManager(num_blocks, BLOCK, max_blocks=num_blocks)
-    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
-    kv = KVTensors(
+    kv = KVMemory(
         layout=LAYOUT,
-        attention=make_attention("torch", attention_groups(LAYOUT, spec)),
         num_blocks=num_blocks,
         block_size=BLOCK,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_blocks=num_blocks,
-        reserve=partial(HostMemory, page_bytes=page_bytes),
+        itemsize=4,
+        free_memory=available_memory,
     )
-    kv.allocate()
-    for tensor in kv.attention.backends[0]._kv_layers:  # noqa: SLF001
-        tensor.fill_(1.0)
+    with mock.patch.object(kv_memory, "host_page_bytes", return_value=page_bytes):
+        kv.allocate()
+    for rows in kv.rows():
+        rows[:] = 1
     return cache, kv
 
 
@@ -98,13 +94,13 @@ def fill(cache: CacheManager, order: str) -> None:
             cache.free([request.request_id])
 
 
-def copy_seconds(kv: KVTensors, num_blocks: int, clock: Callable[[], float]) -> float:
+def copy_seconds(kv: KVMemory, num_blocks: int, clock: Callable[[], float]) -> float:
     """A plain copy of as many bytes from the upper half to the lower one: the best of three."""
-    tensors, times = kv.attention.backends[0]._kv_layers, []  # noqa: SLF001
+    tensors, times = kv.rows(), list[float]()
     for _ in range(3):
         begun = clock()
         for tensor in tensors:
-            tensor[1 : num_blocks + 1].copy_(tensor[-num_blocks:])
+            tensor[1 : num_blocks + 1] = tensor[-num_blocks:]
         times.append(clock() - begun)
     return min(times)
 
@@ -154,7 +150,6 @@ def main() -> None:
     asked = parser.parse_args()
     clock = time.perf_counter
     if asked.cpu_time:
-        torch.set_num_threads(1)
         clock = time.thread_time
     page_bytes = mmap.PAGESIZE
     if asked.pages == "huge":

@@ -14,10 +14,10 @@ from system import Setup, System, mixed_batch, random_prompts
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from prefixcache.attention.base import AttentionSpec, kv_shape_nhd
-from prefixcache.attention.flashinfer import FlashInferAttention, load_kernels
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.ops.linear import TorchLinear
+from prefixcache.runner.cuda.attention.base import AttentionSpec, kv_shape_nhd
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, load_kernels
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 from reference import flashinfer_reference
 
 _SHOWN_KERNELS = 14

@@ -27,13 +27,13 @@ from record import Part, Row, append_row
 from shapes import SHAPES, Shape
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
-from prefixcache.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
-from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.model_config import RopeConfig
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.ops import activation, norm, rope
-from prefixcache.ops.cuda import pin_matmul
-from prefixcache.ops.linear import TorchLinear
+from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops import activation, norm, rope
+from prefixcache.runner.cuda.ops.cuda import pin_matmul
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -436,7 +436,7 @@ def _fixed_tiles(device: torch.device) -> type[TorchLinear]:
     """The kernel, or on a CPU what it stands in for."""
     if device.type != "cuda":
         return TorchLinear
-    from prefixcache.ops.triton_matmul import FixedTileLinear
+    from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
 
     return FixedTileLinear
 

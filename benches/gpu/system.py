@@ -11,22 +11,23 @@ from functools import partial
 import torch
 from shapes import Shape
 
-from prefixcache.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.attention.grouped import GroupedAttention
-from prefixcache.attention.registry import AttentionOptions, make_attention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
-from prefixcache.models.decoder import Builder, DecoderModel
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.ops.sets import TorchOps
-from prefixcache.runner.device import make_graphs, profile_blocks
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.model_memory import ModelMemory
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.device import device_memory, make_graphs, profile_blocks
+from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
+from prefixcache.runner.cuda.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.runner.cuda.ops.sets import Ops
+from prefixcache.runner.cuda.torch_runner import Current
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
@@ -108,7 +109,7 @@ class System:
             enable_prefix_caching=setup.prefix_caching,
         )
         runner = ModelRunner(
-            weights,
+            Current(weights),
             self.attention,
             max_tokens=setup.max_tokens,
             max_seqs=setup.max_seqs,
@@ -274,8 +275,7 @@ def _empty_model(
     config: ModelConfig, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
 ) -> DecoderModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ops = TorchOps(dtype, device, fixed_tiles=fixed_tiles)
-    return DecoderModel(config, Builder(ops), max_positions)
+    return DecoderModel(config, Ops(dtype, device, fixed_tiles=fixed_tiles), max_positions)
 
 
 def _kv_tensors(model: DecoderModel, attention: GroupedAttention, num_blocks: int) -> KVTensors:
@@ -284,6 +284,8 @@ def _kv_tensors(model: DecoderModel, attention: GroupedAttention, num_blocks: in
         attention=attention,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
+        itemsize=model.dtype.itemsize,
+        free_memory=lambda: device_memory(model.device).free,
         dtype=model.dtype,
         device=model.device,
     )

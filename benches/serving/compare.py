@@ -32,7 +32,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-import torch
 import typer
 from gguf_bf16 import convert
 from rich.box import MARKDOWN
@@ -221,7 +220,7 @@ class Forms:
             return self.folder
         if not target.exists():
             target.mkdir()
-            dequantize_folder(self.folder, target, getattr(torch, dtype))
+            dequantize_folder(self.folder, target, dtype)
         return target
 
     def bfloat16_gguf(self) -> Path:

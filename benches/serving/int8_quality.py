@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
+from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.loader import load_model
+from prefixcache.runner.cpu.model import CpuModel
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from dialogues import read_dialogues
-from paged_driver import PagedDriver
+from loaded import cpu_model
+from paged_driver import CpuDriver
 
 GREEDY = 32
 
@@ -37,14 +36,14 @@ def texts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
     return [tokenizer.encode(text).tolist()[:length] for text in spoken]
 
 
-def logits_of(model: DecoderModel, cpu: Cpu, tokens: list[int]) -> Tensor:
-    driver = PagedDriver(model, attention="cpu", cpu=cpu, max_tokens=len(tokens))
+def logits_of(model: CpuModel, cpu: Cpu, tokens: list[int]) -> Tensor:
+    driver = CpuDriver(model, cpu=cpu, max_tokens=len(tokens))
     return driver.forward([(0, 0, tokens)])
 
 
-def greedy(model: DecoderModel, cpu: Cpu, tokens: list[int]) -> list[int]:
+def greedy(model: CpuModel, cpu: Cpu, tokens: list[int]) -> list[int]:
     length = len(tokens) + GREEDY
-    driver = PagedDriver(model, attention="cpu", cpu=cpu, max_tokens=length)
+    driver = CpuDriver(model, cpu=cpu, max_tokens=length)
     answer = [int(driver.forward([(0, 0, tokens)])[-1].argmax())]
     while len(answer) < GREEDY:
         work = [(0, len(tokens) + len(answer) - 1, answer[-1:])]
@@ -65,18 +64,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     folder, cpu = resolve_model(arguments.model), Cpu(arguments.threads)
-    config = ModelConfig.from_hf(folder)
-
-    def load(activations: Activations, dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
-        device = torch.device("cpu")
-        return load_model(
-            config, folder, dtype=dtype, device=device, cpu=cpu, activations=activations
-        )
 
     models = {
-        "exact": load("exact"),
-        "int8": load("int8"),
-        "exact, float32": load("exact", torch.float32),
+        "exact": cpu_model(folder, "bfloat16", cpu),
+        "int8": cpu_model(folder, "bfloat16", cpu, "int8"),
+        "exact, float32": cpu_model(folder, "float32", cpu),
     }
     reported: dict[str, list[Tensor]] = {way: [] for way in models}
     favourites: dict[str, list[Tensor]] = {way: [] for way in models}

@@ -87,7 +87,7 @@ class Transformers:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch_dtype = getattr(torch, dtype)
         with TemporaryDirectory() as dequantized:
-            dequantize_folder(resolve_model(DEFAULT_MODEL), Path(dequantized), torch_dtype)
+            dequantize_folder(resolve_model(DEFAULT_MODEL), Path(dequantized), dtype)
             self._model = AutoModelForCausalLM.from_pretrained(
                 dequantized, dtype=torch_dtype, attn_implementation="sdpa"
             ).eval()

@@ -11,6 +11,7 @@ that a call reads or writes must not be resized by another thread meanwhile, as 
 """
 
 from array import array
+from collections.abc import Iterable as _Iterable
 from collections.abc import Sequence as _Sequence
 from os import PathLike as _PathLike
 from typing import Any, Literal, Protocol, TypeAlias, final, type_check_only
@@ -32,6 +33,8 @@ __all__ = [
     "ReplicaChooser",
     "ReplicaIndex",
     "RowOps",
+    "Sampler",
+    "SamplerRow",
     "Sequence",
     "StopStream",
     "StopStrings",
@@ -64,6 +67,7 @@ _EvictionPolicy: TypeAlias = Literal["lru", "reuse-queue"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
 # change a single-writer one is its writer; another gets RuntimeError until it calls `adopt_writer`.
 _Threads: TypeAlias = Literal["single_writer", "shared"]
+_Logprobs: TypeAlias = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
 # Kind, group, hash of the block before the first (None at a prompt's beginning), hashes and tokens.
 # A hash is its last 8 bytes, big endian. "removed" has no tokens, "cleared" neither.
 _Event: TypeAlias = tuple[
@@ -89,6 +93,71 @@ class BlockHashes:
     def __len__(self) -> int: ...
     def to_bytes(self, index: int) -> bytes:
         """The 32 bytes of a block's hash; IndexError past the last."""
+
+@final
+class SamplerRow:
+    """The options of one row of logits.
+
+    Tokens in it must be of the vocabulary of the logits that it is sampled with.
+    """
+
+    def __new__(
+        cls,
+        temperature: float,
+        seed: int,
+        position: int,
+        *,
+        min_p: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        bias_tokens: _Iterable[int] = (),
+        bias: _Iterable[float] = (),
+        banned: _Iterable[int] = (),
+        allowed: _Iterable[int] | None = None,
+        bad_words: _Iterable[int] = (),
+        repetition: float = 1.0,
+        presence: float = 0.0,
+        frequency: float = 0.0,
+        prompt: npt.NDArray[np.int32] | None = None,
+        answer: npt.NDArray[np.int32] | None = None,
+        mask: npt.NDArray[np.int32] | None = None,
+        logprobs: int | None = None,
+    ) -> SamplerRow:
+        """Copies what it is given. Temperature 0 takes the likeliest token.
+
+        The noise of a draw is made from `seed` and `position`, both below 2**64. `top_k` 0, `min_p`
+        0 and `top_p` 1 keep all tokens. `bias` has a number for each of `bias_tokens`, each of them
+        once. `bad_words` are tokens that would end one. The penalties are on tokens of `prompt` and
+        `answer`. In `mask` bit i of word w is set where token 32 * w + i may be chosen. `logprobs`
+        is a number of likeliest tokens.
+        """
+
+@final
+class Sampler:
+    """Chooses next tokens from float32 logits [R, V], contiguous, of at most 2**19 tokens.
+
+    What a row gives depends on that row alone: the same bits in any batch, at any number of
+    threads, with any instructions. A log probability and its rank come as (token, log probability,
+    rank, likeliest tokens, their log probabilities), of the logits as they are given.
+    """
+
+    def __new__(cls, cpu: Cpu) -> Sampler: ...
+    def likeliest(self, logits: npt.NDArray[np.float32]) -> list[int | None]:
+        """The likeliest token of each row, the first of equals; None without a finite maximum."""
+    def sample(
+        self, logits: npt.NDArray[np.float32], rows: _Iterable[SamplerRow]
+    ) -> list[tuple[int | None, _Logprobs | None]]:
+        """The token of each row, None without a finite maximum, and its log probabilities.
+
+        These come where the row asks for them. ValueError where the rows do not fit the logits.
+        """
+    def logprobs(
+        self, logits: npt.NDArray[np.float32], token_ids: npt.NDArray[np.int32], count: int
+    ) -> list[_Logprobs]:
+        """Log probabilities of one token a row, and of the `count` likeliest ones.
+
+        They are NaN, and there are no likeliest ones, where the logits have no finite maximum.
+        """
 
 @final
 class Sequence:

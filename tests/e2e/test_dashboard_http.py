@@ -118,10 +118,24 @@ def _prompts_of_all_three(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str) -> None:
-    page = httpx.get(f"{address}/dashboard", timeout=60)
+def test_a_browser_is_led_to_the_dashboard(address: str) -> None:
+    def root(accept: str) -> httpx.Response:
+        return httpx.get(f"{address}/", headers={"Accept": accept}, timeout=60)
+
+    led = root("text/html,application/xhtml+xml,*/*;q=0.8")
+    assert (led.status_code, led.headers["location"]) == (307, "dashboard")
+    for accept in ("*/*", "application/json"):
+        assert root(accept).status_code == 404
+        assert root(accept).json()["error"]["message"] == "Not Found: GET /"
+
+
+@pytest.mark.parametrize("path", ["dashboard", "docs"])
+def test_the_page_says_nothing_and_loads_nothing_from_elsewhere(address: str, path: str) -> None:
+    page = httpx.get(f"{address}/{path}", timeout=60)
     texts = [page.text]
-    for name in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
+    links = set(re.findall(r'(?:src|href)="([^"#]+)"', page.text)) - {"dashboard", "openapi.json"}
+    assert len(links) == 3
+    for name in links:
         assert name.startswith("dashboard/assets/"), name
         file = httpx.get(f"{address}/{name}", timeout=60)
         assert file.is_success, name

@@ -227,3 +227,33 @@ def _luminance(colour: str) -> float:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_page_of_the_api_shows_every_endpoint(
+    tiny_checkpoint: Callable[..., Path], tab: Page
+) -> None:
+    rules = AccessRules(api_keys=(ADMIN_KEY,))
+    app, engine = serve_folder(tiny_checkpoint(), num_blocks=40, access={"rules": rules})
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}".encode()}
+    try:
+        with running(app) as address:
+            paths = httpx.get(f"{address}/openapi.json", headers=headers, timeout=60).json()[
+                "paths"
+            ]
+            tab.go(f"{address}/docs")
+            tab.wait_for("!document.getElementById('login').hidden")
+            tab.problems.clear()  # the refusal
+            tab.run("document.getElementById('key').focus()")
+            tab.type(ADMIN_KEY)
+            tab.press("Enter")
+            tab.wait_for("document.querySelector('#endpoints section') != null")
+            shown = tab.run(
+                "Array.from(document.querySelectorAll('summary code'), (one) => one.textContent)"
+            )
+            text = tab.run("document.getElementById('endpoints').textContent")
+            assert tab.problems == []
+            tab.go("about:blank")
+    finally:
+        engine.close()
+    assert shown == [f"{m.upper()} {path}" for path, methods in paths.items() for m in methods]
+    assert "max_tokens integer" in text

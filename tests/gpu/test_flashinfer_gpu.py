@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from paged_models import PagedServer
-from prefixcache.attention.base import AttentionBatch, AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention, make_flashinfer
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import Builder, DecoderModel
-from prefixcache.ops.sets import make_ops
-from prefixcache.runner.cuda_graph import CudaCapture
+from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, make_flashinfer
+from prefixcache.runner.cuda.cuda_graph import CudaCapture
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -225,7 +225,7 @@ def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
         max_position_embeddings=512,
         qk_norm=True,
     )
-    model = DecoderModel(config, Builder(make_ops(torch.bfloat16, device, None)), 512)
+    model = DecoderModel(config, Ops(torch.bfloat16, device), 512)
     generator = torch.Generator(device).manual_seed(0)
     for slot in model.slots.values():
         slot.write(torch.randn(slot.shape, generator=generator, device=device) * 0.1)

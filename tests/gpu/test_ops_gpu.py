@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from prefixcache.config.model_config import RopeConfig
-from prefixcache.ops import activation, norm, rope
-from prefixcache.runner.sampling.sampler import greedy_token_ids
+from prefixcache.runner.cuda.ops import activation, norm, rope
+from prefixcache.runner.cuda.sampling.sampler import greedy_token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +54,7 @@ def test_a_row_of_a_fused_op_does_not_depend_on_the_others(device: torch.device)
 
 
 def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) -> None:
-    from prefixcache.ops import triton_kernels
+    from prefixcache.runner.cuda.ops import triton_kernels
 
     heads = torch.randn(70, 36, 128, device=device).bfloat16()
     rotation = rope.RotaryEmbedding(RopeConfig(), 128, 99, device).at(
@@ -74,7 +74,7 @@ def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) ->
 def test_a_row_of_a_linear_in_fixed_tiles_does_not_depend_on_the_others(
     outputs: int, width: int, device: torch.device
 ) -> None:
-    from prefixcache.ops.triton_matmul import FixedTileLinear
+    from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
 
     x = torch.randn(300, width, device=device).bfloat16()
     linear = FixedTileLinear((torch.randn(outputs, width, device=device) / 64).bfloat16())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,14 @@ from equality import (
     random_schedule,
     with_windows,
 )
-from paged_driver import PagedDriver
+from loaded import cpu_model, torch_model
+from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache._core import Cpu
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
 from repeatable import bounded
 
 Checkpoint = Callable[..., Path]
 Work = list[tuple[int, int, int]]
 
-CPU = torch.device("cpu")
 DTYPES = ["float32", "bfloat16"]
 # Windows shorter than a block, longer than most chunks, multiples of neither.
 SHAPES = {
@@ -71,22 +69,14 @@ def tokens_of(sequence: int) -> list[int]:
 class Runs:
     """A model and, for three sequences, the logits and KV of a lone cold run."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int, *, invariant: bool = True) -> None:
-        self.cpu = Cpu(threads) if invariant else None
-        config = ModelConfig.from_hf(folder)
-        self.model: DecoderModel = load_model(
-            config, folder, dtype=getattr(torch, dtype), device=CPU, cpu=self.cpu
-        )
+    def __init__(self, make_driver: Callable[[], Driver]) -> None:
+        self.driver = make_driver
         self.cold = [self._lone(sequence) for sequence in range(3)]
 
     def _lone(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         driver = self.driver()
         logits = driver.forward([(sequence, 0, tokens_of(sequence))])
         return logits, driver.kv_of(sequence)
-
-    def driver(self) -> PagedDriver:
-        attention = "cpu" if self.cpu else "torch"
-        return PagedDriver(self.model, num_sequences=3, attention=attention, cpu=self.cpu)
 
     def differences(self, steps: Sequence[Work]) -> int:
         """Rows of logits, and KV of whole sequences, that differ from the cold run's."""
@@ -103,7 +93,9 @@ class Runs:
 @pytest.fixture(scope="module", params=RUNS, ids=str)
 def runs(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoint) -> Runs:
     dtype, threads, shape = request.param
-    return Runs(folder_of(tiny_checkpoint, dtype, shape), dtype, threads)
+    cpu = Cpu(threads)
+    model = cpu_model(folder_of(tiny_checkpoint, dtype, shape), dtype, cpu)
+    return Runs(partial(CpuDriver, model, num_sequences=3, cpu=cpu))
 
 
 def chunked(size: int, sequence: int = 0, start: int = 0) -> list[Work]:
@@ -132,19 +124,6 @@ def test_logits_and_kv_are_those_of_the_cold_run(runs: Runs, steps: list[Work]) 
     assert runs.differences(steps) == 0
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "qwen3", "qwen3-window", "gemma3"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_layers_in_one_call_give_the_bits_of_one_by_one(
-    tiny_checkpoint: Checkpoint, architecture: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_checkpoint(architecture, dtype=getattr(torch, dtype), **WIDE)
-    runs = Runs(folder, dtype, 2)
-    assert runs.model._stack is not None
-    assert runs.driver().attention.run_stack is not None
-    monkeypatch.setattr(runs.model, "_stack", None)
-    assert runs.differences(MIXED) == 0
-
-
 pieces = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 20) | st.integers(30, LENGTH), st.booleans()),
     max_size=30,
@@ -171,8 +150,9 @@ def test_any_interleaving_gives_the_bits_of_the_cold_run(runs, pieces):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_the_invariant_ops_the_bits_change(tiny_checkpoint: Checkpoint, dtype: str) -> None:
-    plain = Runs(folder_of(tiny_checkpoint, dtype), dtype, 1, invariant=False)
+def test_with_torchs_ops_the_bits_change(tiny_checkpoint: Checkpoint, dtype: str) -> None:
+    model = torch_model(folder_of(tiny_checkpoint, dtype), getattr(torch, dtype))
+    plain = Runs(partial(PagedDriver, model, num_sequences=3))
     assert plain.differences(chunked(7)) > 0
     assert plain.differences([[(0, 0, 120)], *chunked(1, start=120)]) > 0
 

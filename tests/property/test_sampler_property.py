@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plans import context
-from prefixcache.runner.sampling.sampler import sample
+from prefixcache.runner.cuda.sampling.sampler import sample
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 from unit.test_sampler import reference

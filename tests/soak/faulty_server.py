@@ -13,7 +13,7 @@ from prefixcache.cli.main import main
 from prefixcache.engine.output import Answer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.models import safetensors_file
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.server import app
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.text.tokenization.tokenizer import Tokenizer

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_attention import backend_of
 from paged_driver import make_batch
-from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
-from prefixcache.attention.registry import attention_names, make_attention
 from prefixcache.exceptions import ConfigError
+from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
+from prefixcache.runner.cuda.attention.registry import attention_names, make_attention
 
 BLOCK_SIZE = 4
 HEAD_DIM = 16
@@ -17,11 +18,6 @@ TABLES = [[9, 2, 7, 4], [1, 8, 3, 6], [5, 10, 11, 12]]
 
 def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def backend_of(name: str, spec: AttentionSpec, num_layers: int = 1) -> AttentionBackend:
-    (backend,) = make_attention(name, [AttentionGroup(spec, tuple(range(num_layers)))]).backends
-    return backend
 
 
 def expected_rows(
@@ -88,7 +84,7 @@ def test_mixed_batch(backend, heads, window, softcap, block_size):
 
 def test_keys_and_values_stand_at_their_slots() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0)
-    attention = backend_of("auto", spec, num_layers=2)
+    attention = backend_of("cpu", spec)
     kv = [torch.zeros(attention.kv_shape(13, BLOCK_SIZE, 1, 16)) for _ in range(2)]
     attention.bind(kv)
     attention.plan(make_batch([(0, 6)], TABLES[:1], BLOCK_SIZE))
@@ -103,7 +99,7 @@ def test_keys_and_values_stand_at_their_slots() -> None:
 def test_an_unknown_backend_lists_the_known_ones() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
     with pytest.raises(ConfigError, match=f"auto, {', '.join(attention_names())}, got 'magic'"):
-        backend_of("magic", spec)
+        make_attention("magic", [AttentionGroup(spec, (0,))])
 
 
 def test_heads_must_divide() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from prefixcache.cli.command_line import Given
 from prefixcache.cli.main import app
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.exceptions import FieldError
@@ -43,9 +46,7 @@ def test_version_is_shown():
     assert result.output.startswith("prefixcache ")
 
 
-@pytest.mark.parametrize(
-    "command", ["serve", "generate", "download", "convert", "bench", "explain", "replay", "verify"]
-)
+@pytest.mark.parametrize("command", sorted(app.commands))
 def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0
@@ -59,9 +60,13 @@ def test_explain_tells_how_a_server_is_named():
     assert "--url http://127.0.0.1:8000" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "bench", "replay", "verify"])
-def test_no_option_is_cut_at_80_columns(command):
-    help_text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"]).output
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [("serve", "all"), ("generate", "all"), ("bench", "all"), ("replay", ""), ("verify", "")],
+)
+def test_no_option_is_cut_at_80_columns(command, asked):
+    arguments = [command, "--help", *filter(None, [asked])]
+    help_text = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments).output
     assert all(len(line) <= 80 for line in help_text.splitlines())
     options = _options(command)
     assert len(options) > 10
@@ -79,15 +84,86 @@ def _options(command: str) -> list[str]:
     ]
 
 
+def _sections(help_text: str) -> dict[str, list[str]]:
+    """The first name of each option, by the headings above them."""
+    parts = re.split(r"^(\w+):$", help_text, flags=re.MULTILINE)
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return {name: re.findall(r"^  (-[\w-]+)", part, re.MULTILINE) for name, part in pairs}
+
+
+GROUPS = ["Model", "Server", "Access", "TLS", "Scheduling", "Cache"]
+
+
 def test_options_of_serve_stand_in_groups():
-    help_text = _run("serve", "--help").output
-    headings = re.findall(r"^(\w+):$", help_text, re.MULTILINE)
-    groups = ["Server", "Access", "TLS", "Model", "Scheduling", "Cache"]
-    assert headings == [*groups, "Options"]
-    assert re.findall(r"^  (-\S+)", help_text.split("Options:")[1], re.MULTILINE) == [
-        "--config",
-        "-h,",
-    ]
+    sections = _sections(_run("serve", "--help", "all").output)
+    assert list(sections) == [*GROUPS, "Options", "Examples"]
+    assert sections["Options"] == ["--config", "-h"]
+    assert sections["Model"][0] == "--model"
+
+
+def test_help_shows_what_people_use_and_names_the_groups():
+    text = _run("serve", "--help").output
+    shown = [name for names in _sections(text).values() for name in names]
+    assert shown[0] == "--model"
+    assert {"--port", "--api-key", "--kv-cache-memory", "--max-num-seqs"} < set(shown)
+    assert 10 <= len(shown) <= 18
+    assert "All 90 options: --help all" in text
+    assert all(name.lower() in text.split("All 90")[1] for name in GROUPS)
+
+
+def test_help_of_a_group_shows_all_of_it():
+    whole = _sections(_run("serve", "--help", "all").output)
+    for name in GROUPS:
+        of_group = _sections(_run("serve", "-h", name.lower()).output)
+        assert of_group == {name: whole[name], "Options": whole["Options"], "Examples": []}
+
+
+def test_help_of_no_group_is_wrong_usage():
+    result = _run("serve", "--help", "caches")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --help takes all, model,")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_is_as_wide_as_the_terminal_up_to_100():
+    def width(columns: str) -> int:
+        command = [sys.executable, "-m", "prefixcache", "serve", "--help"]
+        env = os.environ | {"COLUMNS": columns}
+        text = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+        return max(map(len, text.splitlines()))
+
+    assert width("80") <= 80 < width("100") <= 100
+    assert width("200") == width("100")
+
+
+def test_summaries_of_commands_are_whole_and_statuses_are_said():
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"]).output
+    assert "..." not in text.split("Commands:")[1]
+    assert "0 done, 1 failed, 2 wrong usage" in text
+    assert _run().exit_code == 0
+    assert _run().output == _run("--help").output
+
+
+_EXAMPLES = [
+    pytest.param(command, line, id=line)
+    for command in [*app.commands.values(), *app.commands["bench"].commands.values()]
+    for line in command.examples
+]
+
+
+@pytest.mark.parametrize(("command", "line"), _EXAMPLES)
+def test_an_example_of_the_help_can_be_given(monkeypatch, command, line):
+    seen: list[Given] = []
+    monkeypatch.setattr(command, "_run", seen.append)
+    words = [word for word in shlex.split(line) if "=" not in word]
+    assert words[0] == "prefixcache"
+    result = _run(*words[1:])
+    assert result.exit_code == 0, result.stderr
+    assert len(seen) == 1
+
+
+def test_every_command_has_an_example():
+    assert [name for name, command in app.commands.items() if not command.examples] == []
 
 
 def test_help_imports_nothing_heavy():
@@ -135,6 +211,19 @@ def test_help_imports_nothing_heavy():
         (["generate", "x", "--log-level", "loud"], "--log-level"),
         (["generate", "x", "--model", "./nowhere", "--top-p", "2"], "top_p"),
         (["bench", "--repeats", "0"], "--repeats"),
+        (["bench", "--trace", "./nowhere"], "--trace cannot read nowhere: there is no such file."),
+        (["bench", "compare", "./nowhere", "b"], "A cannot read nowhere: there is no such file."),
+        (["replay", "./nowhere"], "TRACE cannot read nowhere: there is no such file."),
+        (["explain", "./nowhere"], "BODY cannot be read"),
+        (["convert"], "--quantize or --dequantize is needed"),
+        (["serve", "--port", "abc"], "--port must be a valid integer, got 'abc'."),
+        (
+            ["serve", "-sc", "{}"],
+            "--speculative-config asks for speculative decoding, which is not",
+        ),
+        (["serve", "--nothing"], "No such option '--nothing'"),
+        (["srve"], "No such command 'srve'. (Did you mean"),
+        (["verify"], "Missing argument"),
         (["download", ""], "MODEL"),
     ],
 )
@@ -167,7 +256,8 @@ def test_a_command_line_of_vllm_starts_here(served):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["serve", "--host", "256.0.0.1"], "--host takes an address of this machine."),
+        (["explain", "--url", "http://127.0.0.1:9"], "Is it running? --url names another."),
         (["serve", "--port", "0", "--model", "./nowhere"], "nowhere"),
         (["generate", "x", "--model", "./nowhere"], "nowhere"),
         (["download", "./nowhere"], "nowhere"),
@@ -285,7 +375,7 @@ def test_a_flag_that_the_model_shows_to_be_wrong_is_named_as_it_was_said(monkeyp
     [
         (
             "max_num_seq: 3",
-            "'max_num_seq' in {} is not a flag of this command; did you mean max_num_",
+            "'max_num_seq' in {} is not a flag of this command; did you mean max_num_seqs?\n",
         ),
         ("7: 3", "7 in {} is not a flag of this command."),
         ("max_num_seqs: many", "max_num_seqs in {} must be a valid integer"),

@@ -14,14 +14,12 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from paged_driver import PagedDriver
-from prefixcache._core import Cpu
+from loaded import cpu_model
+from paged_driver import CpuDriver
 from prefixcache.cli import main as cli
-from prefixcache.config.model_config import ModelConfig
 from prefixcache.models import conversion
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.models.gguf.index import WEIGHTS_FILE
-from prefixcache.models.loader import load_model
 from prefixcache.models.quantize import QUANTIZABLE
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_models import make_checkpoint
@@ -35,20 +33,18 @@ def made(convert: Callable[..., None], source: Path, target: Path, form: object)
     return target
 
 
-def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    cpu = Cpu(1)
-    config = ModelConfig.from_hf(folder)
-    model = load_model(config, folder, dtype=dtype, device=torch.device("cpu"), cpu=cpu)
-    return PagedDriver(model, attention="cpu", cpu=cpu).forward([(0, 0, list(range(3, 43)))])
+def logits(folder: Path, dtype: str) -> torch.Tensor:
+    model = cpu_model(folder, dtype)  # type: ignore[arg-type]
+    return CpuDriver(model).forward([(0, 0, list(range(3, 43)))])
 
 
 @pytest.mark.parametrize(
     ("architecture", "quant_format", "dtype"),
     [
-        ("llama-bias", "Q8_0", torch.float32),
-        ("qwen2", "Q4_0", torch.bfloat16),
-        ("qwen3", "Q5_1", torch.float32),
-        ("gemma3-vision", "Q4_1", torch.bfloat16),
+        ("llama-bias", "Q8_0", "float32"),
+        ("qwen2", "Q4_0", "bfloat16"),
+        ("qwen3", "Q5_1", "float32"),
+        ("gemma3-vision", "Q4_1", "bfloat16"),
     ],
     ids=str,
 )

@@ -1,20 +1,15 @@
-"""The threads of the CPU's kernels: how many there are, and what torch has next to them."""
+"""How many threads the CPU's kernels have."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from prefixcache import LLM, SamplingParams
-from prefixcache.ops import threads
-from prefixcache.runner.model_runner import ModelRunner
+from prefixcache.runner import threads
 
 TOO_MANY = """
 import resource
@@ -86,24 +81,3 @@ def test_threads_are_the_cores_that_the_process_may_use(
     assert threads.default_threads() == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads.default_threads() == 7
-
-
-def test_torch_has_one_thread_next_to_the_kernels(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[int] = set()
-    submit = ModelRunner.submit
-
-    def watched(self: ModelRunner, *arguments: Any) -> Any:
-        seen.add(torch.get_num_threads())
-        return submit(self, *arguments)
-
-    monkeypatch.setattr(ModelRunner, "submit", watched)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        llm = LLM(str(tiny_checkpoint()), dtype="float32", num_blocks=65, cpu_threads=2)
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    finally:
-        torch.set_num_threads(before)
-    assert seen == {1}

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from loaded import torch_model
 from paged_models import CPU, PagedServer
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
-from prefixcache.runner.cuda_graph import choose_size, graph_sizes
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.cuda_graph import choose_size, graph_sizes
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from tape import TapeCapture
 
 TinyCheckpoint = Callable[..., Path]
@@ -31,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path) -> DecoderModel:
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+    return torch_model(folder)
 
 
 def server(model: DecoderModel, capture: TapeCapture, **options) -> PagedServer:

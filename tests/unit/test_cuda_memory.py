@@ -10,9 +10,8 @@ import torch
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.kv.specs import KVGroup, KVLayout, PoolSizes
-from prefixcache.runner import device as runner_device
-from prefixcache.runner.reserved_memory import CudaMemory
+from prefixcache.runner.cuda import device as runner_device
+from prefixcache.runner.cuda.cuda_memory import CudaMemory
 
 GRANULE = 4096
 SUCCESS, FAILED = 0, 2
@@ -186,14 +185,12 @@ def test_only_elastic_flags_ask_for_mapping_and_they_say_what_is_lacking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, driver = torch.device("cuda", 3), FakeDriver()
-    layout = KVLayout((KVGroup((0,)),), num_kv_heads=2, head_dim=16)
-    sizes = PoolSizes(start=8, ceiling=8, floor=2, block_bytes=4096, free_bytes=0)
     elastic = EngineConfig.from_flags(min_free_memory="1GiB")
     monkeypatch.setattr(runner_device, "cuda_driver", lambda device: driver)
-    assert runner_device._reserve(EngineConfig(), layout, sizes, device) is None
-    reserve = runner_device._reserve(elastic, layout, sizes, device)
+    assert runner_device._reserve(EngineConfig(), device) is None
+    reserve = runner_device._reserve(elastic, device)
     assert reserve is not None
     assert reserve(9 * GRANULE).page_bytes == GRANULE
     monkeypatch.setattr(runner_device, "cuda_driver", lambda device: None)
-    with pytest.raises(ConfigError, match=r"min_free_memory need on CUDA .* pip install"):
-        runner_device._reserve(elastic, layout, sizes, device)
+    with pytest.raises(ConfigError, match=r"min_free_memory need.* CUDA device .*pip install"):
+        runner_device._reserve(elastic, device)

@@ -11,12 +11,12 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dequantized import save_dequantized
+from loaded import torch_model
 from paged_driver import PagedDriver
 from prefixcache.cli.main import app
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.models.hub import is_downloaded, read_config, resolve_model
-from prefixcache.models.loader import load_model
 from repeatable import bounded
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, tmp_path: Path)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     config = ModelConfig.from_hf(folder)
-    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = torch_model(folder, config=config)
     driver = PagedDriver(model)
     ours = driver.generate(prompt, bounded(usual=16, long=64))
     assert "Paris" in tokenizer.decode(ours)

@@ -23,7 +23,7 @@ from prefixcache.engine.pool_watch import adjust_pool
 from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.llm import LLM
-from prefixcache.runner.sizing import pool_sizes
+from prefixcache.runner.sizing import MemorySize, pool_sizes
 from prefixcache.types.sampling_params import SamplingParams
 
 MIB = 1 << 20
@@ -515,7 +515,7 @@ def test_a_file_stands_for_the_available_memory(tmp_path, caplog):
     assert len(caplog.records) == 1, "not one a second"
 
 
-def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(monkeypatch):
+def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"kv_cache_min_memory must be at most kv_cache_memory"):
         CacheConfig(kv_cache_min_memory="2GiB", kv_cache_memory="1GiB")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"kv_cache_memory must be at most kv_cache_max_memory"):
@@ -524,10 +524,8 @@ def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name(monkeypat
         ElasticConfig(min_free_memory=0.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"available_memory_file needs min_free_memory"):
         ElasticConfig(available_memory_file=Path("x"))
-    cpu: Any = type("Device", (), {"type": "cpu"})
-    monkeypatch.setattr("prefixcache.runner.sizing.available_memory", lambda device: 600 * MIB)
-    monkeypatch.setattr("prefixcache.runner.sizing.total_memory", lambda device: 1000 * MIB)
-    sized = partial(pool_sizes, start=100, block_bytes=MIB, device=cpu)
+    memory = MemorySize(free=600 * MIB, total=1000 * MIB)
+    sized = partial(pool_sizes, start=100, block_bytes=MIB, memory=memory)
     found = sized(CacheConfig(kv_cache_max_memory=0.5, kv_cache_min_memory="50MiB"))  # type: ignore[arg-type]
     assert (found.floor, found.start, found.ceiling) == (50, 100, 300)
     for flags, message in (

@@ -6,31 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from paged_models import CPU, MakeAttention, PagedServer
-from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.cpu import CpuAttention
-from prefixcache.attention.torch_attention import TorchAttention
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
+from kernel_attention import KernelAttention
+from loaded import torch_model
+from paged_models import MakeAttention, PagedServer
+from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 14, 9)]
-
-
-def kernel_attention(spec: AttentionSpec) -> CpuAttention:
-    return CpuAttention(spec, Cpu(1), torch.float32)
 
 
 @pytest.fixture(params=["smollm2", "qwen3-window"])
 def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> DecoderModel:
     folder = tiny_checkpoint(request.param)
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+    return torch_model(folder)
 
 
-@pytest.mark.parametrize("attention", [TorchAttention, kernel_attention])
+@pytest.mark.parametrize("attention", [TorchAttention, KernelAttention])
 def test_empty_steps_change_no_answer(model: DecoderModel, attention: MakeAttention) -> None:
     expected = PagedServer(model, attention).generate(PROMPTS)
     server = PagedServer(model, attention)

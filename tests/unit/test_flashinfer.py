@@ -13,28 +13,33 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from loaded import torch_model
 from paged_models import CPU, PagedServer
-from prefixcache._core import Cpu
-from prefixcache.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
-from prefixcache.attention.flashinfer import (
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ConfigError
+from prefixcache.models.loader import load_model
+from prefixcache.models.parameters import LinearShape
+from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import (
     FlashInferAttention,
     build_kernels,
     load_kernels,
     make_flashinfer,
 )
-from prefixcache.attention.flashinfer_kernels import SharedMemory, needed_workspace
-from prefixcache.attention.flashinfer_plan import (
+from prefixcache.runner.cuda.attention.flashinfer_kernels import SharedMemory, needed_workspace
+from prefixcache.runner.cuda.attention.flashinfer_plan import (
     check_supported,
     needs_tensor_cores,
     pad_decodes,
     planned_tiles_alone,
 )
-from prefixcache.attention.registry import AttentionOptions, make_attention
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
+from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -60,7 +65,7 @@ def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
 
 
 def load(folder: Path) -> DecoderModel:
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+    return torch_model(folder)
 
 
 def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
@@ -100,7 +105,9 @@ def test_a_hybrid_models_answers_have_the_same_bits_on_a_hit_and_in_chunks(
 
 
 def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("prefixcache.attention.flashinfer_planner.grid_pages", lambda _page_size: 1)
+    monkeypatch.setattr(
+        "prefixcache.runner.cuda.attention.flashinfer_planner.grid_pages", lambda _page_size: 1
+    )
     answers = _hybrid_answers(tiny_checkpoint("gemma3"), "unified")
     assert answers["hit"] != answers["cold"]
 
@@ -108,17 +115,40 @@ def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(tiny_checkpoi
 def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]]]:
     """Log probabilities of two answers; linears and norms keep their rows' bits too."""
     config = ModelConfig.from_hf(folder)
-    model = load_model(config, folder, dtype=torch.float32, device=CPU, cpu=Cpu(1))
+    make = partial(DecoderModel, config, RowByRow(torch.float32, CPU), config.max_context_length)
+    model = load_model(make, config, folder)
     asked = prompts(2, 30, shared=50)
-    make = partial(_led_server, model, invariance, num_blocks=300)
-    server, answers = make(), {}
+    make_server = partial(_led_server, model, invariance, num_blocks=300)
+    server, answers = make_server(), {}
     for name in ("cold", "hit"):
         server.generate(asked, 5, logprobs=0)
         answers[name] = list(server.logprobs.values())[-2:]
     assert server.scheduler.hit_counter.hit_tokens > 100
-    chunked = make(max_tokens=11)
+    chunked = make_server(max_tokens=11)
     chunked.generate(asked, 5, logprobs=0)
     return answers | {"chunks": list(chunked.logprobs.values())}
+
+
+class RowByRow(Ops):
+    """Ops whose rows do not depend on the batch: each is computed alone."""
+
+    def linear(self, shape: LinearShape) -> Linear:
+        return AloneLinear(self.empty(shape.outputs, shape.inputs))
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        rows = x.split(1)
+        return torch.cat([Ops.rms_norm(row, weight, eps, offset=offset) for row in rows])
+
+    @staticmethod
+    def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+        return torch.cat([Ops.gelu_tanh_and_mul(row) for row in gate_up.split(1)])
+
+
+class AloneLinear(TorchLinear):
+    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:  # noqa: N803
+        rows = [F.linear(row, self.weight_OI) for row in x_TI.contiguous().split(1)]
+        return torch.cat(rows) if residual_TO is None else residual_TO + torch.cat(rows)
 
 
 def _led_server(model: DecoderModel, invariance: str, **options: int) -> PagedServer:
@@ -255,10 +285,12 @@ def test_groups_share_the_workspace_and_the_pools_table_and_a_plan_where_they_ar
 
 def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypatch) -> None:
     """A window has kernels of its own; groups of one window have the same."""
-    monkeypatch.setattr("prefixcache.attention.flashinfer.load_kernels", _reference_kernels)
+    monkeypatch.setattr(
+        "prefixcache.runner.cuda.attention.flashinfer.load_kernels", _reference_kernels
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     tried = mock.Mock(side_effect=build_kernels)
-    monkeypatch.setattr("prefixcache.attention.flashinfer.build_kernels", tried)
+    monkeypatch.setattr("prefixcache.runner.cuda.attention.flashinfer.build_kernels", tried)
     full = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
     window = dataclasses.replace(full, sliding_window=20)
     groups = [
@@ -315,7 +347,9 @@ def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(invariance, pa
 
 
 def test_bits_would_depend_on_the_pages_left_out_were_tables_not_aligned(monkeypatch) -> None:
-    monkeypatch.setattr("prefixcache.attention.flashinfer_planner.grid_pages", lambda _page_size: 1)
+    monkeypatch.setattr(
+        "prefixcache.runner.cuda.attention.flashinfer_planner.grid_pages", lambda _page_size: 1
+    )
     attend = partial(_attend_in_chunks, "unified", 16, 8)
     assert not torch.equal(attend([64, 64, 64, 68]), attend([260]))
 
@@ -718,7 +752,8 @@ def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monk
 
 def test_importing_the_backend_neither_imports_flashinfer_nor_says_a_word() -> None:
     code = (
-        "import sys; import prefixcache.attention.flashinfer, prefixcache.runner.cuda_graph; "
+        "import sys; import prefixcache.runner.cuda.attention.flashinfer; "
+        "import prefixcache.runner.cuda.cuda_graph; "
         "assert 'flashinfer' not in sys.modules; import torch; "
         "assert not torch.cuda.is_initialized()"
     )

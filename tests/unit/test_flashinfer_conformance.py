@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("flashinfer")
 
 from native_flashinfer import replace_native_modules
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 

@@ -14,17 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from loaded import torch_model
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models import digests, hub, safetensors_file
-from prefixcache.models.decoder import DecoderModel
+from prefixcache.models import arrays, digests, hub
 from prefixcache.models.gguf.header import read_header
 from prefixcache.models.gguf.index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.loader import load_model
 from prefixcache.models.weights import check_folder, shapes_of
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from tiny_gguf import write_gguf
 from tiny_models import make_model
 
@@ -46,7 +45,7 @@ def file(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(folder: Path) -> DecoderModel:
     config = ModelConfig.from_hf(folder)
-    return load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    return torch_model(folder, config=config)
 
 
 def edited(file: Path, place: int, layout: str, value: float) -> None:
@@ -242,7 +241,7 @@ def test_tensors_leave_memory_as_they_are_written(converted, monkeypatch):
             alive.add(memory)
             return memory
 
-    monkeypatch.setattr(safetensors_file.mmap, "mmap", Counted)
+    monkeypatch.setattr(arrays.mmap, "mmap", Counted)
     load(converted[0])
     assert 0 < most <= 3  # the tensor before, this one, and its rows in another order
     assert not alive

@@ -19,7 +19,7 @@ pytest.importorskip("flashinfer")
 import flashinfer
 
 from native_flashinfer import Module, replace_native_modules
-from prefixcache.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from reference.paged_attention import SlowSequence, batch_of
 
 BENCH = Path(__file__).parents[2] / "benches" / "gpu"

@@ -376,7 +376,7 @@ def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpo
     ]
     answers = []
     for runs_ahead in (False, True):
-        engine = tiny_engine(tiny_checkpoint)
+        engine = tiny_engine(tiny_checkpoint, attention="torch")
         engine._runner.steps.runs_ahead = runs_ahead
         for number, output in enumerate(grammars):
             engine.add_request(request(f"{number}", output, logprobs=None))

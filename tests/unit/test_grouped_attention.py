@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equality import with_windows
-from paged_driver import PagedDriver, make_batch
-from prefixcache.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
-from prefixcache.attention.registry import make_attention
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.loader import load_model
+from kernel_attention import backend_of
+from loaded import cpu_model, torch_model
+from paged_driver import CpuDriver, PagedDriver, make_batch
+from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
+from prefixcache.runner.cuda.attention.registry import make_attention
 
 BACKENDS = ["torch", "cpu"]
 BLOCK = 16
@@ -32,8 +32,7 @@ class WindowLayer:
         spec = AttentionSpec(
             num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2, sliding_window=window
         )
-        group = AttentionGroup(spec, (0,))
-        (self.backend,) = make_attention(name, [group]).backends
+        self.backend = backend_of(name, spec)
         self.kv = torch.zeros(self.backend.kv_shape(22, BLOCK, 2, 32))
         self.backend.bind([self.kv])
         generator = torch.Generator().manual_seed(window)
@@ -83,8 +82,7 @@ def test_pages_behind_the_window_may_be_left_out_and_spoiled(name, window, at):
 )
 def test_tables_without_a_page_that_a_query_sees_are_refused(name, window, first, pages):
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.2)
-    group = AttentionGroup(replace(spec, sliding_window=window), (0,))
-    (backend,) = make_attention(name, [group]).backends
+    backend = backend_of(name, replace(spec, sliding_window=window))
     backend.bind([torch.zeros(backend.kv_shape(22, BLOCK, 2, 32))])
     good = make_batch([(96, 144)], [TABLE], BLOCK)
     backend.plan(good)
@@ -107,13 +105,10 @@ def test_torch_and_the_cpus_kernel_agree_on_a_model_of_two_kinds(
     tiny_checkpoint: Callable[..., Path], window: int, chunk: int, data: st.DataObject
 ) -> None:
     folder = tiny_checkpoint("qwen3", **with_windows(window))
-    cpu = torch.device("cpu")
-    model = load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=cpu)
     tokens = data.draw(st.lists(st.integers(3, 383), min_size=80, max_size=120))
     logits = []
-    for name in BACKENDS:
-        driver = PagedDriver(model, attention=name)
-        assert driver.attention.num_groups == 3
+    for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
+        assert len(driver.layout.groups) == 3
         starts = range(0, len(tokens), chunk)
         parts = [driver.forward([(0, a, tokens[a : a + chunk])]) for a in starts]
         logits.append(torch.cat(parts))

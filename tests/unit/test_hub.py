@@ -14,15 +14,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
+from loaded import torch_model
 from paged_driver import PagedDriver
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.model_config import ModelConfig, RopeConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
-from prefixcache.models.loader import load_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from tiny_gguf import GEMMA_SPECIAL_TOKENS, write_gguf
 from tiny_models import make_checkpoint, make_model
@@ -118,6 +119,15 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch, error):
         resolve_model("owner/model")
 
 
+def test_a_hub_that_is_out_of_reach_is_one_line_that_says_what_else_works(monkeypatch):
+    def fetch(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError\nPlease check your connection.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ModelLoadError, match=r"^Cannot fetch a/b: the hub .* GGUF file.*$"):
+        resolve_model("a/b")
+
+
 @pytest.mark.parametrize("architecture", ["smollm2", "llama", "llama-bias", "qwen2", "qwen3"])
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
     pre = "qwen2" if architecture.startswith("qwen") else "smollm"
@@ -127,7 +137,7 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     config = ModelConfig.from_hf(folder)
     assert config.checkpoint_dtype == "float16"
     assert config.eos_token_ids == (2,)
-    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = torch_model(folder, config=config)
     tokens = list(range(3, 103))
     ours = PagedDriver(model).forward([(0, 0, tokens)])
     with torch.inference_mode():
@@ -146,7 +156,7 @@ def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path)
     assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=4.0)
     assert config.local_rope == RopeConfig(theta=1e4)
     assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
-    model = load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = torch_model(folder, config=config)
     tokens = list(range(3, 103))
     ours = PagedDriver(model).forward([(0, 0, tokens)])
     with torch.inference_mode():

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from equality import WIDE, Bench, Counts, make_pair, random_schedule
-from paged_driver import PagedDriver
+from loaded import cpu_model
+from paged_driver import CpuDriver
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
-from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.loader import load_model
-from prefixcache.ops.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.runner.cpu.linear import KernelDType
 from repeatable import bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model
@@ -41,13 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def computed(
-    folder: Path, dtype: torch.dtype, activations: Activations, pieces: Sequence[int]
+    folder: Path, dtype: KernelDType, activations: Activations, pieces: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Logits and KV of the prompt, in steps of this many tokens."""
-    config = ModelConfig.from_hf(folder)
-    options: dict[str, Any] = {"dtype": dtype, "device": torch.device("cpu"), "cpu": CPU}
-    model = load_model(config, folder, activations=activations, **options)
-    driver = PagedDriver(model, attention="cpu", cpu=CPU)
+    driver = CpuDriver(cpu_model(folder, dtype, CPU, activations), cpu=CPU)
     rows, start = [], 0
     for size in pieces:
         rows.append(driver.forward([(0, start, PROMPT[start : start + size])]))
@@ -56,8 +53,8 @@ def computed(
     return torch.cat(rows), driver.kv_of(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_prefill_chunks_and_decode_give_the_same_bits(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_prefill_chunks_and_decode_give_the_same_bits(folder: Path, dtype: KernelDType) -> None:
     whole, kv = computed(folder, dtype, "int8", [90])
     for pieces in ([7, 41, 42], [86, *[1] * 4]):
         logits, written = computed(folder, dtype, "int8", pieces)

@@ -15,7 +15,7 @@ from prefixcache import LLM
 from prefixcache._core import PrefixCache
 from prefixcache._core import Sequence as CoreSequence
 from prefixcache.engine.engine import Engine
-from prefixcache.runner.torch_runner import TorchRunner
+from prefixcache.runner.cpu.cpu_runner import CpuRunner
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -248,7 +248,7 @@ def test_a_reader_that_does_not_write_still_keeps_what_it_hits() -> None:
 def test_a_runner_that_cannot_share_kv_turns_the_cache_off_and_says_so(
     tiny_checkpoint, monkeypatch, caplog, shares_kv
 ):
-    monkeypatch.setattr(TorchRunner, "shares_kv", shares_kv)
+    monkeypatch.setattr(CpuRunner, "shares_kv", shares_kv)
     llm = LLM(str(tiny_checkpoint()), dtype="float32", device="cpu", num_blocks=60)
     params = SamplingParams(max_tokens=2, temperature=0.0)
     first, second = (llm.generate([[*range(5, 45)]], params, use_tqdm=False)[0] for _ in range(2))

@@ -9,15 +9,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.sizing import choose_num_blocks
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.cuda.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention.registry import make_attention
+from prefixcache.runner.cuda.kv_tensors import attention_groups
+from prefixcache.runner.sizing import MemorySize, choose_num_blocks
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -97,20 +98,14 @@ def test_the_pool_takes_the_bytes_of_one_group() -> None:
     layout = kv_layout(model_of(GEMMA_3_1B))
     a_layer = 2 * 16 * 2 * 16 * 4  # keys and values, tokens, heads, numbers, bytes
     assert layout.bytes_per_block(16, 4) == 4 * a_layer
-    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
-    kv = KVTensors(
-        layout=layout,
-        attention=make_attention("cpu", attention_groups(layout, spec)),
-        num_blocks=10,
-        block_size=16,
-        dtype=torch.float32,
-        device=CPU,
+    kv = KVMemory(
+        layout=layout, num_blocks=10, block_size=16, itemsize=4, free_memory=lambda: 1 << 30
     )
-    tensors = kv.make(10)
-    assert [tensor.nbytes for tensor in tensors] == [10 * a_layer] * 4
+    kv.allocate()
+    assert [rows.nbytes for rows in kv.rows()] == [10 * a_layer] * 4
     assert kv.num_bytes == 10 * 4 * a_layer
     cache = CacheConfig(kv_cache_memory=10 * 4 * a_layer)
-    assert choose_num_blocks(cache, layout, torch.float32, CPU) == 10
+    assert choose_num_blocks(cache, layout, 4, MemorySize(0, 0)) == 10
 
 
 def test_tensor_j_serves_layer_j_of_every_group() -> None:

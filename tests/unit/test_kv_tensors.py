@@ -2,66 +2,82 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 
-from prefixcache.attention.base import AttentionSpec
-from prefixcache.attention.registry import make_attention
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
-from prefixcache.runner.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.reserved_memory import HostMemory
-from prefixcache.runner.sizing import available_memory, choose_num_blocks
+from prefixcache.runner.cpu import kv_memory
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.sizing import (
+    MemorySize,
+    available_memory,
+    choose_num_blocks,
+    host_memory,
+)
 
-CPU = torch.device("cpu")
 LAYOUT = KVLayout((KVGroup((0, 1, 2)),), num_kv_heads=2, head_dim=16)
-SPEC = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 
 
 PAGE = mmap.PAGESIZE
 
 
-def kv_of(num_blocks: int, *, page_bytes: int = PAGE, max_blocks: int = 0) -> KVTensors:
-    return KVTensors(
-        layout=LAYOUT,
-        attention=make_attention("torch", attention_groups(LAYOUT, SPEC)),
+@pytest.fixture(autouse=True)
+def page_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of pages: small ones unless a test says otherwise."""
+    chosen = [PAGE]
+    monkeypatch.setattr(kv_memory, "host_page_bytes", lambda *_: chosen[0])
+    return chosen
+
+
+def kv_of(
+    num_blocks: int, *, max_blocks: int = 0, free: int = 1 << 40, layout: KVLayout = LAYOUT
+) -> KVMemory:
+    return KVMemory(
+        layout=layout,
         num_blocks=num_blocks,
         block_size=16,
-        dtype=torch.float32,
-        device=CPU,
+        itemsize=4,
+        free_memory=lambda: free,
         max_blocks=max_blocks,
-        reserve=partial(HostMemory, page_bytes=page_bytes),
     )
 
 
-def allocate(num_blocks: int) -> list[torch.Tensor]:
-    return kv_of(num_blocks).make(num_blocks)
+def rows_of(memory: KVMemory) -> list[npt.NDArray[np.float32]]:
+    """The numbers of each block, tensor by tensor."""
+    return [rows.view(np.float32) for rows in memory.rows()]
 
 
-def choose(cache: CacheConfig) -> int:
-    return choose_num_blocks(cache, LAYOUT, torch.float32, CPU)
+def allocated(num_blocks: int) -> list[npt.NDArray[np.float32]]:
+    memory = kv_of(num_blocks)
+    memory.allocate()
+    return rows_of(memory)
+
+
+def choose(cache: CacheConfig, free: int = 1 << 40) -> int:
+    memory = dataclasses.replace(host_memory(), free=free)
+    return choose_num_blocks(cache, LAYOUT, 4, memory)
 
 
 def test_one_tensor_a_layer() -> None:
-    tensors = allocate(5)
-    assert [tensor.shape for tensor in tensors] == [(5, 2, 16, 2, 16)] * 3
+    tensors = allocated(5)
+    assert [tensor.shape for tensor in tensors] == [(5, 2 * 16 * 2 * 16)] * 3
     assert sum(tensor.nbytes for tensor in tensors) == 5 * BLOCK_BYTES
 
 
 def test_memory_is_reserved_and_not_touched() -> None:
     before = _resident_bytes()
-    tensors = allocate(20_000)
+    tensors = allocated(20_000)
     assert sum(tensor.nbytes for tensor in tensors) > 200 << 20
     assert _resident_bytes() - before < 50 << 20
     assert not tensors[0][-1].any()
@@ -74,10 +90,14 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_more_than_the_free_memory_is_refused_with_the_numbers(monkeypatch):
-    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 4 << 20)
+def test_more_than_the_free_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfMemoryError, match=r"1024 blocks.* 12 MiB, but only 4 MiB"):
-        allocate(1024)
+        kv_of(1024, free=4 << 20).allocate()
+
+
+def test_more_addresses_than_there_are_is_an_error_of_memory() -> None:
+    with pytest.raises(OutOfMemoryError, match="Cannot allocate"):
+        kv_of(10, max_blocks=1 << 52).allocate()
 
 
 def test_asked_sizes_are_taken_at_their_word() -> None:
@@ -85,24 +105,17 @@ def test_asked_sizes_are_taken_at_their_word() -> None:
     assert choose(CacheConfig(kv_cache_memory=10 * BLOCK_BYTES + 1)) == 10
 
 
-def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib(monkeypatch):
-    free = "prefixcache.runner.sizing.available_memory"
-    monkeypatch.setattr(free, lambda device: 1 << 30)
-    assert choose(CacheConfig()) == (1 << 29) // BLOCK_BYTES
-    monkeypatch.setattr(free, lambda device: 1 << 40)
-    assert choose(CacheConfig()) == (4 << 30) // BLOCK_BYTES
+def test_without_a_size_half_of_the_free_memory_but_not_more_than_4_gib() -> None:
+    assert choose(CacheConfig(), free=1 << 30) == (1 << 29) // BLOCK_BYTES
+    assert choose(CacheConfig(), free=1 << 40) == (4 << 30) // BLOCK_BYTES
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_share_is_one_of_what_is_free_on_the_device(monkeypatch, device):
-    free = {"cpu": 100 << 30, "cuda": 40 << 30}
-    monkeypatch.setattr(
-        "prefixcache.runner.sizing.available_memory", lambda device: free[device.type]
-    )
-    found = choose_num_blocks(
-        CacheConfig(kv_cache_memory=0.25), LAYOUT, torch.float32, torch.device(device)
-    )
-    assert found == (free[device] // 4) // BLOCK_BYTES
+def test_a_share_is_one_of_what_is_free() -> None:
+    cache = CacheConfig(kv_cache_memory=0.25)
+    assert choose(cache, free=100 << 30) == (25 << 30) // BLOCK_BYTES
+    gpu = MemorySize(40 << 30, 80 << 30)
+    assert choose_num_blocks(cache, LAYOUT, 4, gpu) == (10 << 30) // BLOCK_BYTES
+    assert choose_num_blocks(CacheConfig(), LAYOUT, 4, gpu) == (20 << 30) // BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,7 @@ def test_free_memory_is_the_systems_within_the_containers_limit(
     missing = (str(tmp_path / "no"), str(tmp_path / "nothing"))
     monkeypatch.setattr("prefixcache.runner.sizing._CGROUP_FILES", (files, missing))
     monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(available=7000))
-    assert available_memory(CPU) == free
+    assert available_memory() == free
 
 
 def test_a_memory_limit_below_two_blocks_is_refused() -> None:
@@ -126,7 +139,7 @@ def test_a_memory_limit_below_two_blocks_is_refused() -> None:
 
 
 def test_free_memory_is_that_of_the_machine_or_less() -> None:
-    assert 0 < available_memory(CPU) < 1 << 50
+    assert 0 < available_memory() < 1 << 50
 
 
 def test_a_model_of_full_attention_is_one_group() -> None:
@@ -150,20 +163,15 @@ def test_given_up_memory_goes_back_to_the_system() -> None:
     before = _resident_bytes()
     for _ in range(2):
         memory.allocate()
-        tensors = bound_to(memory)
-        for kv in tensors:
-            kv.fill_(1.0)
+        addresses = memory.addresses
+        for kv in rows_of(memory):
+            kv[:] = 1.0
         assert _resident_bytes() - before > 60 << 20
         memory.give_up()
         assert _resident_bytes() - before < 10 << 20
     memory.allocate()
-    assert bound_to(memory)[0] is tensors[0], "nothing is bound again"
-    assert not tensors[0].any()
-
-
-def bound_to(memory: KVTensors) -> list[torch.Tensor]:
-    (backend,) = memory.attention.backends
-    return backend._kv_layers
+    assert memory.addresses == addresses, "nothing is bound again"
+    assert not rows_of(memory)[0].any()
 
 
 def used_by_programs() -> int:
@@ -178,28 +186,29 @@ def test_what_is_given_back_is_free_for_others_and_reads_as_zeros() -> None:
     blocks = 40_000
     memory = kv_of(blocks)
     memory.allocate()
-    for kv in bound_to(memory):
-        kv.fill_(1.0)
+    for kv in rows_of(memory):
+        kv[:] = 1.0
     assert memory.num_mapped_bytes() >= memory.num_bytes
     used = used_by_programs()
     given = memory.give_back(100, blocks)
     assert used - used_by_programs() > given // 2
     assert given == pytest.approx(memory.num_bytes, rel=0.02)
     assert memory.num_mapped_bytes() <= memory.num_bytes - given + 3 * PAGE
-    for kv in bound_to(memory):
+    for kv in rows_of(memory):
         assert kv[:100].all()
         assert not kv[100:blocks:97].any()
 
 
-@pytest.mark.parametrize("page_bytes", [PAGE, 16 * PAGE])
-def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(page_bytes):
+@pytest.mark.parametrize("pages", [1, 16])
+def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(pages, page_bytes):
     """A block has 4 KiB in each tensor: one page, or a sixteenth of one."""
-    memory = kv_of(200, page_bytes=page_bytes)
+    page_bytes[0] = pages * PAGE
+    memory = kv_of(200)
     memory.allocate()
     granule = memory.granule_blocks
-    assert granule == page_bytes // PAGE
-    (kv, *_) = bound_to(memory)
-    kv.fill_(1.0)
+    assert granule == pages
+    (kv, *_) = rows_of(memory)
+    kv[:] = 1.0
     memory.give_back(1, 200, held=[70, 71, 190])
     kept = {0, 70 // granule, 71 // granule, 190 // granule}
     for block in range(200):
@@ -208,12 +217,11 @@ def test_memory_goes_back_in_granules_without_held_blocks_and_never_the_first(pa
 
 def test_a_block_that_fills_no_page_alone_goes_back_with_its_neighbours() -> None:
     layout = KVLayout((KVGroup((0,)),), num_kv_heads=1, head_dim=12)  # 1,536 bytes a block
-    memory = replace(kv_of(64), layout=layout)
-    memory.attention = make_attention("torch", attention_groups(layout, SPEC))
+    memory = kv_of(64, layout=layout)
     memory.allocate()
     assert memory.granule_blocks == 8
-    (kv,) = bound_to(memory)
-    kv.fill_(1.0)
+    (kv,) = rows_of(memory)
+    kv[:] = 1.0
     memory.give_back(9, 64)
     assert kv[:16].all()
     assert not kv[16:].any()
@@ -223,9 +231,9 @@ def test_a_block_that_fills_no_page_alone_goes_back_with_its_neighbours() -> Non
 def test_blocks_are_copied_in_every_tensor(order: str) -> None:
     memory = kv_of(100)
     memory.allocate()
-    for number, kv in enumerate(bound_to(memory)):
-        kv.copy_(torch.arange(kv.numel()).view(kv.shape) + number)
-    before = [kv.clone() for kv in bound_to(memory)]
+    for number, kv in enumerate(rows_of(memory)):
+        kv[:] = np.arange(kv.size).reshape(kv.shape) + number
+    before = [kv.copy() for kv in rows_of(memory)]
     sources = np.arange(60, 96, dtype=np.int32)
     targets = np.arange(3, 39, dtype=np.int32)
     if order == "scattered":
@@ -235,15 +243,14 @@ def test_blocks_are_copied_in_every_tensor(order: str) -> None:
     elif order == "down":
         targets = targets[::-1].copy()
     memory.copy_blocks(sources, targets)
-    for was, kv in zip(before, bound_to(memory), strict=True):
-        was[torch.from_numpy(targets).long()] = was[torch.from_numpy(sources).long()]
-        assert torch.equal(kv, was)
+    for was, kv in zip(before, rows_of(memory), strict=True):
+        was[targets] = was[sources]
+        assert np.array_equal(kv, was)
 
 
-def test_growing_beyond_the_free_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = kv_of(10, max_blocks=1000)
+def test_growing_beyond_the_free_memory_changes_nothing() -> None:
+    memory = kv_of(10, max_blocks=1000, free=1 << 20)
     memory.allocate()
-    monkeypatch.setattr("prefixcache.runner.kv_tensors.available_memory", lambda device: 1 << 20)
     with pytest.raises(OutOfMemoryError, match=r"1000 blocks"):
         memory.grow(1000)
     assert memory.num_blocks == 10

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from loaded import torch_model
 from paged_models import grouped_attention
-from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.attention.torch_attention import TorchAttention
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError, OutOfMemoryError
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
-from prefixcache.ops import cuda as ops_cuda
-from prefixcache.runner import device as runner_device
-from prefixcache.runner.profile_run import run_largest_step
-from prefixcache.runner.sizing import DeviceMemory, fitting_blocks
+from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError
+from prefixcache.runner.cuda import device as runner_device
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+from prefixcache.runner.cuda.decoder_model import DecoderModel
+from prefixcache.runner.cuda.ops import cuda as ops_cuda
+from prefixcache.runner.cuda.profile_run import (
+    DeviceMemory,
+    fitting_blocks,
+    run_largest_step,
+)
 from tape import TapeCapture
 
 CPU = torch.device("cpu")
@@ -29,7 +31,7 @@ TinyCheckpoint = Callable[..., Path]
 
 
 def load(folder: Path) -> DecoderModel:
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+    return torch_model(folder)
 
 
 def test_the_pool_takes_what_weights_step_and_others_leave_of_the_allowed_share() -> None:
@@ -139,7 +141,7 @@ def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runner_device, "pin_matmul", lambda: pinned.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runner_device.choose_device(config()) == CPU
-    with pytest.raises(ConfigError, match="finds no CUDA device"):
+    with pytest.raises(FieldError, match=r"^device is cuda, but torch .* finds no CUDA device"):
         runner_device.choose_device(config(device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefixcache.exceptions import OutOfMemoryError
-from prefixcache.runner.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_memory import ModelMemory
 from prefixcache.scheduler.hit_counter import HitCounter
 
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paged_driver import PagedDriver
-from prefixcache._core import Cpu
+from loaded import cpu_model
+from loaded import torch_model as load
+from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache.config.model_config import ModelConfig, RopeConfig
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import choose_dtype, load_model
+from prefixcache.models.loader import choose_dtype
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, make_model
 
-CPU = torch.device("cpu")
+FORMS = ["torch", "cpu"]
 TinyCheckpoint = Callable[..., Path]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, cpu: Cpu | None = None) -> DecoderModel:
-    return load_model(ModelConfig.from_hf(folder), folder, dtype=dtype, device=CPU, cpu=cpu)
+def driver_of(form: str, folder: Path, **options: Any) -> Driver:
+    """On torch, or on the CPU's kernels."""
+    if form == "torch":
+        return PagedDriver(load(folder), **options)
+    return CpuDriver(cpu_model(folder), **options)
 
 
 def prompt_of(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:
@@ -47,49 +51,48 @@ def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-@pytest.mark.parametrize("sharded", [False, True])
-def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, sharded):
-    folder = tiny_checkpoint(architecture, sharded=sharded)
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form):
+    folder = tiny_checkpoint(architecture, sharded=form == "torch")
     tokens = prompt_of(200)
-    ours = PagedDriver(load(folder)).forward([(0, 0, tokens)])
+    ours = driver_of(form, folder).forward([(0, 0, tokens)])
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3"])
-@pytest.mark.parametrize("attention", ["cpu", "torch"])
-@pytest.mark.parametrize("with_kernels", [True, False])
-def test_every_set_of_ops_with_every_attention_gives_transformers_logits(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, attention: str, with_kernels: bool
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_give_transformers_logits(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, form: str
 ) -> None:
-    folder, cpu = tiny_checkpoint(architecture), Cpu(2)
+    folder = tiny_checkpoint(architecture)
     tokens = prompt_of(200)
-    model = load(folder, cpu=cpu if with_kernels else None)
-    ours = PagedDriver(model, attention=attention, cpu=cpu)
+    ours = driver_of(form, folder)
     chunks = [ours.forward([(0, a, tokens[a : a + 70])]) for a in range(0, 200, 70)]
     near = {"atol": 2e-4, "rtol": 1e-4}
     torch.testing.assert_close(torch.cat(chunks), reference(folder, tokens), **near)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture):
+@pytest.mark.parametrize("form", FORMS)
+def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture, form):
     folder = tiny_checkpoint(architecture)
     prompt = prompt_of(21)
-    ours = PagedDriver(load(folder)).generate(prompt, 64)
+    ours = driver_of(form, folder).generate(prompt, 64)
     assert ours == reference_greedy(folder, prompt, 64)
 
 
 _BLOCK, _CHUNK = 16, 32
 
 
-@pytest.mark.parametrize("attention", ["torch", "cpu"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("window", [5, 16, 40, 100])
 @pytest.mark.parametrize("architecture", ["mistral-window", "qwen2-window", "gemma3"])
 def test_windows_shorter_than_a_block_longer_than_a_chunk_and_between(
-    tiny_checkpoint: TinyCheckpoint, architecture: str, window: int, attention: str
+    tiny_checkpoint: TinyCheckpoint, architecture: str, window: int, form: str
 ) -> None:
     folder = tiny_checkpoint(architecture, sliding_window=window)
     tokens = prompt_of(150)
-    driver = PagedDriver(load(folder), block_size=_BLOCK, attention=attention)
+    driver = driver_of(form, folder, block_size=_BLOCK)
     chunks = [
         driver.forward([(0, start, tokens[start : start + _CHUNK])])
         for start in range(0, len(tokens), _CHUNK)
@@ -124,7 +127,7 @@ def test_64_greedy_tokens_behind_windows_of_other_lengths(tiny_checkpoint, archi
 def test_nothing_that_makes_gemma_can_be_left_out_unnoticed(tiny_checkpoint, left_out):
     folder = tiny_checkpoint("gemma3")
     config = dataclasses.replace(ModelConfig.from_hf(folder), **left_out)
-    model = load_model(config, folder, dtype=torch.float32, device=CPU)
+    model = load(folder, config=config)
     tokens = prompt_of(100)
     worst = (PagedDriver(model).forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
     assert worst > 0.05
@@ -149,7 +152,7 @@ def test_embeddings_are_scaled_in_the_models_type(tiny_checkpoint: TinyCheckpoin
 def test_positions_beyond_the_original_context_match(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     tokens = prompt_of(500)
-    ours = PagedDriver(load(folder), max_tokens=512).forward([(0, 0, tokens)])
+    ours = driver_of("cpu", folder, max_tokens=512).forward([(0, 0, tokens)])
     torch.testing.assert_close(ours, reference(folder, tokens), atol=5e-4, rtol=1e-3)
 
 
@@ -193,20 +196,17 @@ def test_weights_are_replaced_in_place_one_chunk_at_a_time(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("asked", "checkpoint", "expected"),
+    ("asked", "checkpoint", "fast", "expected"),
     [
-        ("float32", "bfloat16", torch.float32),
-        ("bfloat16", "float32", torch.bfloat16),
-        ("auto", "float32", torch.float32),
-        ("auto", None, torch.float32),
+        ("float32", "bfloat16", True, "float32"),
+        ("bfloat16", "float32", False, "bfloat16"),
+        ("auto", "float32", True, "float32"),
+        ("auto", None, True, "float32"),
+        ("auto", "float16", True, "bfloat16"),
+        ("auto", "bfloat16", False, "float32"),
     ],
 )
-def test_dtype_choice(asked: str, checkpoint: str | None, expected: torch.dtype) -> None:
-    assert choose_dtype(asked, checkpoint, CPU) == expected
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, fast):
-    monkeypatch.setattr("prefixcache.models.loader._multiplies_bfloat16", lambda device: fast)
-    expected = torch.bfloat16 if fast else torch.float32
-    assert choose_dtype("auto", "float16", CPU) == expected
+def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
+    asked: str, checkpoint: str | None, fast: bool, expected: str
+) -> None:
+    assert choose_dtype(asked, checkpoint, multiplies_bfloat16=fast) == expected

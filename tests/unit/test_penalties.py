@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from plans import context
-from prefixcache.runner.sampling.penalties import TokenCounts, adjust_logits
-from prefixcache.runner.sampling.row_options import (
+from prefixcache.runner.cuda.sampling.penalties import TokenCounts, adjust_logits
+from prefixcache.runner.cuda.sampling.row_options import (
     SampledRow,
     add_additions,
     add_penalties,
-    has_adjustments,
-    has_penalties,
 )
-from prefixcache.runner.sampling.upload import Upload
+from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.runner.sampled_rows import has_adjustments, has_penalties
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 

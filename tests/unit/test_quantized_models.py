@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from dequantized import save_dequantized
-from paged_driver import PagedDriver
+from loaded import cpu_model, torch_model
+from paged_driver import CpuDriver, PagedDriver
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.config.model_config import ModelConfig
-from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.hub import is_downloaded, resolve_model
-from prefixcache.models.loader import load_model
-from prefixcache.ops.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.runner.cpu.model import CpuModel
 from repeatable import LONG, bounded
 from tiny_gguf import write_gguf
 from tiny_models import make_model, save_tokenizer
@@ -37,14 +36,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
 }
 
 
-def load(folder: Path, dtype: torch.dtype) -> DecoderModel:
-    config = ModelConfig.from_hf(folder)
-    return load_model(config, folder, dtype=dtype, device=torch.device("cpu"), cpu=CPU)
-
-
-def greedy_logits(model: DecoderModel, prompt: list[int], count: int) -> Tensor:
+def greedy_logits(model: CpuModel, prompt: list[int], count: int) -> Tensor:
     """All logits of the prompt and of `count` greedy tokens after it, one step each."""
-    driver = PagedDriver(model, attention="cpu", cpu=CPU)
+    driver = CpuDriver(model, cpu=CPU)
     rows = [driver.forward([(0, 0, prompt)])]
     for position in range(len(prompt), len(prompt) + count):
         token = int(rows[-1][-1].argmax())
@@ -70,18 +64,15 @@ def pair(
     return kept, place / "dense"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_greedy_answers_are_those_of_dense_weights_bit_for_bit(pair, dtype):
-    kept, dense = (load(folder, dtype) for folder in pair)
+    kept, dense = (cpu_model(folder, dtype, CPU) for folder in pair)
     count = bounded(usual=16, long=64)
     assert torch.equal(greedy_logits(kept, PROMPT, count), greedy_logits(dense, PROMPT, count))
 
 
 def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -> None:
-    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    kept, dense = (
-        PagedDriver(load_model(ModelConfig.from_hf(folder), folder, **options)) for folder in pair
-    )
+    kept, dense = (PagedDriver(torch_model(folder)) for folder in pair)
     work = [(0, 0, PROMPT)]
     assert torch.equal(kept.forward(work), dense.forward(work))
 
@@ -89,8 +80,9 @@ def test_torchs_linears_compute_with_the_same_numbers(pair: tuple[Path, Path]) -
 @pytest.mark.model
 @pytest.mark.skipif(not LONG, reason="dequantizing it takes seconds")
 @pytest.mark.skipif(not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_default_model_answers_as_if_it_were_dequantized(dtype, tmp_path):
     folder = resolve_model(DEFAULT_MODEL)
-    kept, dense = load(folder, dtype), load(save_dequantized(folder, tmp_path / "dense"), dtype)
+    folders = (folder, save_dequantized(folder, tmp_path / "dense"))
+    kept, dense = (cpu_model(one, dtype, CPU) for one in folders)
     assert torch.equal(greedy_logits(kept, PROMPT, 64), greedy_logits(dense, PROMPT, 64))

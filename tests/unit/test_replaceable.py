@@ -10,33 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged_driver import PagedDriver
+from paged_driver import CpuDriver
+from prefixcache._core import Cpu
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
-from prefixcache.models.loader import load_model, make_model
+from prefixcache.models.loader import load_model
 from prefixcache.models.names import TensorNames
 from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.cpu.model import CpuModel
 from tiny_models import edit_config
 
 Checkpoint = Callable[..., Path]
-OPTIONS: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 PROMPT = [5, 9, 300, 7, 7, 21]
 
 
 def replaceable_model(folder: Path) -> ReplaceableModel:
     config = ModelConfig.from_hf(folder)
-    make = partial(make_model, config, **OPTIONS)
-    return ReplaceableModel(load_model(config, folder, **OPTIONS), make, read_checkpoint(folder))
+    make = partial(CpuModel, config, Cpu(1), "float32", config.max_context_length)
+    return ReplaceableModel(load_model(make, config, folder), make, read_checkpoint(folder))
 
 
 def logits(model: ReplaceableModel) -> torch.Tensor:
-    return PagedDriver(model.loaded).forward([(0, 0, PROMPT)])
+    return CpuDriver(model.loaded).forward([(0, 0, PROMPT)])
 
 
 def expected(folder: Path) -> torch.Tensor:
@@ -106,7 +108,7 @@ def test_giving_up_frees_the_weights_and_a_folder_brings_them_back(pair: tuple[P
     gc.collect()
     assert alive() is None
     with pytest.raises(RuntimeError, match="given up"):
-        model.compute_logits(torch.zeros(1, 64))
+        _ = model.loaded
     model.load(read_checkpoint(pair[0]))
     assert torch.equal(logits(model), before)
 
@@ -169,10 +171,10 @@ def _load_breaks_off(monkeypatch: pytest.MonkeyPatch, broken: set[Path]) -> None
     """Folders in `broken` fail when half of their weights are written."""
     load_folder = replaceable.load_folder
 
-    def load(slots: Any, folder: Path, device: Any, names: Any) -> None:
-        load_folder(slots, folder, device, names)
+    def load(slots: Any, folder: Path, names: Any) -> None:
+        load_folder(slots, folder, names)
         if folder in broken:
-            slots["model.norm.weight"].write(torch.full((64,), 7.0))
+            slots["model.norm.weight"].write(np.full(64, 7.0, np.float32))
             raise ModelLoadError("the disk is gone")
 
     monkeypatch.setattr(replaceable, "load_folder", load)
@@ -194,8 +196,8 @@ def test_a_folder_that_changes_while_it_is_loaded_is_not_taken(pair, monkeypatch
     checkpoint = model.check_folder(pair[1])
     load_folder = replaceable.load_folder
 
-    def load(slots: Any, folder: Path, device: Any, names: Any) -> None:
-        load_folder(slots, folder, device, names)
+    def load(slots: Any, folder: Path, names: Any) -> None:
+        load_folder(slots, folder, names)
         if folder == pair[1]:
             file = folder / "model.safetensors"
             file.write_bytes(file.read_bytes())

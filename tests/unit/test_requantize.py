@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paged_driver import PagedDriver
+from paged_driver import CpuDriver
 from prefixcache._core import Cpu
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
-from prefixcache.models.loader import load_model, make_model
+from prefixcache.models.loader import load_model
 from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.cpu.model import CpuModel
 
 Checkpoint = Callable[..., Path]
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -47,16 +48,14 @@ def folders(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
 
 
 def served(folder: Path, *, requantize: bool = False) -> ReplaceableModel:
-    config, cpu = ModelConfig.from_hf(folder), Cpu(1)
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cpu": cpu}
-    model = load_model(config, folder, **options)
-    make = partial(make_model, config, **options)
+    config = ModelConfig.from_hf(folder)
+    make = partial(CpuModel, config, Cpu(1), "bfloat16", config.max_context_length)
+    model = load_model(make, config, folder)
     return ReplaceableModel(model, make, read_checkpoint(folder), requantize=requantize)
 
 
 def logits(model: ReplaceableModel) -> torch.Tensor:
-    driver = PagedDriver(model.loaded, attention="cpu", cpu=model.loaded._builder.ops._cpu)
-    return driver.forward([(0, 0, [5, 9, 300, 7, 7, 21])])
+    return CpuDriver(model.loaded).forward([(0, 0, [5, 9, 300, 7, 7, 21])])
 
 
 def test_a_chunk_of_dense_numbers_is_refused_as_a_whole(folders: Folders) -> None:
@@ -131,5 +130,5 @@ def test_weights_that_were_given_up_come_back_as_blocks(folders: Folders, tmp_pa
     model.load(read_checkpoint(folders.blocks[0]))
     assert model.info == info
     assert torch.equal(logits(model), before)
-    dequantize_folder(folders.blocks[0], tmp_path, torch.bfloat16)
+    dequantize_folder(folders.blocks[0], tmp_path, "bfloat16")
     assert torch.equal(logits(served(tmp_path)), before)

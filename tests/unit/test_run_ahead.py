@@ -14,17 +14,16 @@ import torch
 
 from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
+from loaded import torch_model
 from paged_models import CPU, PagedServer
 from plans import plan_of
 from prefixcache import LLM
-from prefixcache.attention.flashinfer import FlashInferAttention
-from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.models.loader import load_model
-from prefixcache.runner.batch import resolve_pending
-from prefixcache.runner.device import shares_answers
-from prefixcache.runner.results import ResultCopies
+from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
+from prefixcache.runner.cuda.batch import resolve_pending
+from prefixcache.runner.cuda.device import shares_answers
+from prefixcache.runner.cuda.results import ResultCopies
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StepPlan
@@ -43,7 +42,7 @@ def test_tokens_below_zero_are_those_of_the_step_before() -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_decodes_can_be_submitted_before_their_tokens_are_known(tiny_checkpoint, graphs):
     folder = tiny_checkpoint("qwen3")
-    model = load_model(ModelConfig.from_hf(folder), folder, dtype=torch.float32, device=CPU)
+    model = torch_model(folder)
     capture = TapeCapture()
     attention = partial(
         FlashInferAttention,
@@ -188,6 +187,8 @@ def test_a_step_that_fails_at_once_leaves_the_one_before() -> None:
     assert tokens_of(run_to_end(engine, make_request("a"))) == answer_alone(PROMPT, 4)
 
 
+# The runner that may run ahead.
+ON_TORCH: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention": "torch"}
 REQUESTS = [
     ("The same question asked twice", {}),
     ("The same question asked once", {"logprobs": 1}),
@@ -203,7 +204,7 @@ REQUESTS = [
 @pytest.mark.parametrize("num_blocks", [14, 200])
 def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
     prompts = [prompt for prompt, _ in REQUESTS]
     params = [
         SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | options)
@@ -212,9 +213,7 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
     answers = []
     for ahead in (False, True):
         assert resolve.call_count == 0
-        llm = LLM(
-            str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=num_blocks
-        )
+        llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=num_blocks)
         llm._engine._runner.steps.runs_ahead = ahead
         alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
@@ -227,8 +226,8 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
 @pytest.mark.parametrize("options", [options for _, options in REQUESTS], ids=str)
 def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
-    llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", num_blocks=50)
+    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
+    llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=50)
     llm._engine._runner.steps.runs_ahead = True
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
     (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
@@ -236,13 +235,13 @@ def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
 
 
 def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("prefixcache.runner.model_runner._LOGPROB_ROWS", 5)
+    monkeypatch.setattr("prefixcache.runner.cuda.model_runner._LOGPROB_ROWS", 5)
     resolve = mock.Mock(side_effect=resolve_pending)
-    monkeypatch.setattr("prefixcache.runner.batch.resolve_pending", resolve)
+    monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
     delivered = []
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
-        llm = LLM(str(tiny_checkpoint("qwen3")), dtype="float32", device="cpu", **small)
+        llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, **small)
         runner, is_known = llm._engine._runner.steps, []
         runner.runs_ahead = ahead
         start = runner.submit
@@ -310,7 +309,7 @@ def test_answers_blocks_are_shared_unless_their_bits_differ_from_a_prefills() ->
     ("invariance", "shared"), [("off", True), ("split", False), ("unified", True)]
 )
 def test_only_the_split_mode_keeps_answers_to_itself(invariance: str, shared: bool) -> None:
-    from prefixcache.attention.base import AttentionSpec
+    from prefixcache.runner.cuda.attention.base import AttentionSpec
     from reference import flashinfer_reference
 
     attention = FlashInferAttention(

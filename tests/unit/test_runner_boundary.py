@@ -12,28 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fake_blocks import BLOCK_BYTES, FakeBlocks
 from fake_runner import answer_alone
 from late_runner import LateRunner
+from loaded import torch_model
 from paged_models import PagedServer
 from plain_runner import PlainRunner
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
 from prefixcache.kv.specs import PoolSizes, kv_layout
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
 from prefixcache.runner.base import KVSpecs, ModelSpec
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StateCopy, StepPlan
 
 
 def _model(folder: Path) -> DecoderModel:
-    config, cpu = ModelConfig.from_hf(folder), torch.device("cpu")
-    return load_model(config, folder, dtype=torch.float32, device=cpu)
+    return torch_model(folder)
 
 
 class WholeRunner(PlainRunner):

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plans import context
-from prefixcache.ops.linear import TorchLinear
-from prefixcache.runner.sampling.cuts import floors
-from prefixcache.runner.sampling.noise import RowNoise, row_keys
-from prefixcache.runner.sampling.row_options import SampledRow, add_draws
-from prefixcache.runner.sampling.sampler import Sampler, greedy_token_ids, sample
-from prefixcache.runner.sampling.tiles import Tiles, token_ids
-from prefixcache.runner.sampling.upload import Upload
+from prefixcache.runner.cuda.ops.linear import TorchLinear
+from prefixcache.runner.cuda.sampling.cuts import floors
+from prefixcache.runner.cuda.sampling.noise import RowNoise, row_keys
+from prefixcache.runner.cuda.sampling.row_options import SampledRow, add_draws
+from prefixcache.runner.cuda.sampling.sampler import Sampler, greedy_token_ids, sample
+from prefixcache.runner.cuda.sampling.tiles import Tiles, token_ids
+from prefixcache.runner.cuda.sampling.upload import Upload
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plans import context, plan_of
-from prefixcache.runner.batch import StepBuffers
-from prefixcache.runner.results import StepResults
-from prefixcache.runner.sampling import race
-from prefixcache.runner.sampling.row_options import SampledRow
-from prefixcache.runner.sampling.sampler import Sampler
-from prefixcache.runner.sampling.upload import Upload
+from prefixcache.runner.cuda.batch import StepBuffers
+from prefixcache.runner.cuda.results import StepResults
+from prefixcache.runner.cuda.sampling import race
+from prefixcache.runner.cuda.sampling.row_options import SampledRow
+from prefixcache.runner.cuda.sampling.sampler import Sampler
+from prefixcache.runner.cuda.sampling.upload import Upload
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, ScheduledSequence, StepPlan
 

@@ -22,9 +22,9 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from prefixcache.ops import triton_kernels as fused  # noqa: E402
-from prefixcache.ops import triton_matmul  # noqa: E402
-from prefixcache.ops.triton_matmul import FixedTileLinear  # noqa: E402
+from prefixcache.runner.cuda.ops import triton_kernels as fused  # noqa: E402
+from prefixcache.runner.cuda.ops import triton_matmul  # noqa: E402
+from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear  # noqa: E402
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 _MATMUL = """
 import numpy as np
 import torch
-from prefixcache.ops import triton_matmul
-from prefixcache.ops.linear import TorchLinear
+from prefixcache.runner.cuda.ops import triton_matmul
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 
 triton_matmul._MANY_OUTPUTS = 90
 torch.manual_seed(0)
@@ -55,10 +55,10 @@ print("checked")
 
 _BACKEND = """
 import torch
-from prefixcache.attention import flashinfer
-from prefixcache.attention.base import AttentionSpec
+from prefixcache.runner.cuda.attention import flashinfer
+from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.config.model_config import RopeConfig
-from prefixcache.ops import rope, triton_kernels
+from prefixcache.runner.cuda.ops import rope, triton_kernels
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
 
@@ -101,7 +101,7 @@ print("checked")
 _CHECK = """
 import torch
 from prefixcache.config.model_config import RopeConfig
-from prefixcache.ops import activation, norm, rope, triton_kernels as fused
+from prefixcache.runner.cuda.ops import activation, norm, rope, triton_kernels as fused
 from reference.flashinfer_reference import append_paged_kv_cache
 
 def table(values):
@@ -168,10 +168,10 @@ for ours, plain in (
 ):
     assert (ours != plain).float().mean() < 0.01
 
-from prefixcache.runner.sampling.noise import RowNoise, row_keys
-from prefixcache.runner.sampling.race import race, race_of_all
-from prefixcache.runner.sampling.tiles import Tiles
-from prefixcache.runner.sampling import race as race_module
+from prefixcache.runner.cuda.sampling.noise import RowNoise, row_keys
+from prefixcache.runner.cuda.sampling.race import race, race_of_all
+from prefixcache.runner.cuda.sampling.tiles import Tiles
+from prefixcache.runner.cuda.sampling import race as race_module
 
 race_module.fused_kernels = lambda x: fused
 for vocab, scale in ((3000, 3.0), (1024, 0.0), (7, 1.0)):

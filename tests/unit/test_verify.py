@@ -204,17 +204,35 @@ def test_the_exit_status_says_what_was_found(change, status, tmp_path: Path):
     assert "secret-key" not in output.read_text().partition('"url"')[2]
 
 
+def test_a_server_that_is_not_there_is_one():
+    result = run("http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "error: No server answers at http://127.0.0.1:9" in result.stderr
+
+
+def test_a_web_page_is_not_shown():
+    async def page(scope, receive, send) -> None:
+        headers = [(b"content-type", b"text/html; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 404, "headers": headers})
+        await send({"type": "http.response.body", "body": b"<html>lost</html>"})
+
+    with running(page) as address:
+        result = run(address)
+    assert result.exit_code == 1
+    assert "404 a web page: is this an OpenAI-compatible server?" in result.stderr
+    assert "lost" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["http://127.0.0.1:9"], "No server answers at http://127.0.0.1:9"),
         (["127.0.0.1:9"], "URL must be an address"),
         (["http://a", "--output", "/"], "--output cannot write"),
         (["http://a", "--num-questions", "0"], "--num-questions must be"),
         (["http://a", "--tolerance", "-1"], "--tolerance must be"),
     ],
 )
-def test_what_cannot_be_asked_is_two(arguments, message):
+def test_wrong_usage_is_two(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -13,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prefixcache._core import Cpu
+from loaded import cpu_model, torch_model
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.decoder import DecoderModel
-from prefixcache.models.loader import load_model
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import (
     NamedTensor,
@@ -26,6 +24,7 @@ from prefixcache.models.weights import (
     read_folder,
     shapes_of,
 )
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from tiny_models import edit_config
 
 TinyCheckpoint = Callable[..., Path]
@@ -44,7 +43,7 @@ def sharded(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
 
 def load(folder: Path) -> DecoderModel:
     config = ModelConfig.from_hf(folder)
-    return load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"))
+    return torch_model(folder, config=config)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -110,7 +109,7 @@ def test_a_truncated_file_is_named(folder: Path, kept: int) -> None:
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(folder: Path) -> None:
     file = folder / "model.safetensors"
-    tensors = read_folder(folder, torch.device("cpu"), TensorNames(ModelConfig.from_hf(folder)))
+    tensors = read_folder(folder, TensorNames(ModelConfig.from_hf(folder)))
     next(tensors)
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors: it ends before byte"):
@@ -126,7 +125,7 @@ def test_a_header_of_any_length_is_read(folder: Path, blanks: int) -> None:
     file.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
     config = ModelConfig.from_hf(folder)
     # The kernels want aligned numbers, which such a header does not give a mapped file.
-    load_model(config, folder, dtype=torch.float32, device=torch.device("cpu"), cpu=Cpu(1))
+    cpu_model(folder, config=config)
 
 
 def test_weights_of_another_type_are_named(folder: Path) -> None:

@@ -11,7 +11,7 @@ from prefixcache.exceptions import FieldError
 from prefixcache.tools.bench.bench_options import DEFAULT_PICTURE, BenchOptions
 from prefixcache.tools.bench.records import BenchmarkError
 from prefixcache.tools.pictures import NEEDS_MATPLOTLIB, can_draw, check_picture
-from prefixcache.tools.results import check_can_write, command_line, write_json
+from prefixcache.tools.results import check_can_read, check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 
 def bench(given: Given) -> None:
-    """Measure what the prefix cache saves, here or at any server that speaks OpenAI's API."""
+    """Measure what the prefix cache saves.
+
+    It starts a server here, with the cache on and off, or asks any OpenAI-compatible server.
+    """
     given.make(EngineConfig)  # Checks what each variant's engine is started with.
     engine = given.of(EngineConfig)
     options = given.make(BenchOptions, flags=engine)
+    if options.asked.trace is not None:
+        check_can_read("--trace", options.asked.trace)
     if options.plot is not None:
         check_picture("--plot", options.plot)
     if options.html is not None and not can_draw():
@@ -37,13 +42,16 @@ def bench(given: Given) -> None:
 
 
 def compare(given: Given) -> None:
-    """Two results of `prefixcache bench --output` side by side, and how many times better B is."""
+    """Compare two results of `bench --output`, and say how many times better B is."""
     from rich.console import Console
 
     from prefixcache.tools.bench.reports.compare import compare_files
 
+    a, b = Path(given.values["a"]), Path(given.values["b"])
+    check_can_read("A", a)
+    check_can_read("B", b)
     console = Console()
-    for part in compare_files(Path(given.values["a"]), Path(given.values["b"])):
+    for part in compare_files(a, b):
         console.print(part, highlight=False)
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,10 +30,14 @@ Place = tuple[str, Any]
 
 _VARIABLES = "PREFIXCACHE_"
 _SOURCES = (
-    "Each option --some-name may also stand in the environment, as PREFIXCACHE_SOME_NAME, or in "
-    "the file of --config, as some_name. A flag goes before the variable, that before the file. In "
-    "a variable, white space stands between several values."
+    "Options can also be set in the environment (--some-name as PREFIXCACHE_SOME_NAME, several "
+    "values with spaces between them) or in the YAML file of --config (as some_name). Precedence: "
+    "command line, environment, file."
 )
+# Groups that several commands share, of which a long help shows the common flags alone.
+_SHARED = ("Model", "Server", "Access", "TLS", "Scheduling", "Cache")
+_FEW = 20
+_HELP = "prefixcache.help"  # what was asked of --help, in a context
 _METAVARS = {int: "<int>", float: "<number>", str: "<text>", Path: "<path>"}
 
 
@@ -63,11 +68,38 @@ class Given:
         return {name: value for name, value in self.values.items() if name in leaves(kind)}
 
 
+class App(click.Group):
+    """The command itself: wrong usage is one line and status 2, as a wrong flag is."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Runs a command line; see click."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            sys.exit(super().main(*args, standalone_mode=False, **extra))
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+            sys.exit(0)
+        except click.ClickException as error:
+            more = _where_help_is(error)
+            click.echo(f"error: {error.format_message()}{more}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(1)
+
+
+def _where_help_is(error: click.ClickException) -> str:
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    return "" if ctx is None else f" See {ctx.command_path} --help."
+
+
 class FlagCommand(click.Command):
     """A command with an option for each flag of `kinds`, but for those `without`.
 
     Of flags with one name the first counts. A positional argument is given as it is;
     `some_flag_argument` is another way to say `--some-flag`. `foreign` options are checked alone.
+    Of many flags `--help` shows the common ones, `--help all` all, and `--help cache` those of that
+    group. Its `examples` are command lines.
     """
 
     def __init__(
@@ -77,6 +109,7 @@ class FlagCommand(click.Command):
         arguments: Sequence[click.Argument] = (),
         without: Collection[str] = (),
         foreign: Iterable[VllmOption] = (),
+        examples: Sequence[str] = (),
     ) -> None:
         self._run = run
         found = dict[str, FlagOption]()
@@ -85,6 +118,8 @@ class FlagCommand(click.Command):
                 if one.metadata and name not in without:
                     found.setdefault(name, FlagOption(owner, one))
         self._flags = found
+        self.examples = examples
+        self._is_long = len(found) > _FEW
         config = click.Option(["--config"], metavar="<path>", help="YAML file with flags.")
         params: list[click.Parameter] = [*arguments, *found.values(), config]
         params += foreign
@@ -130,11 +165,51 @@ class FlagCommand(click.Command):
                 values[name] = option.read(places[name], value)
         return Given(values, places)
 
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """`--help`, which takes a group where there are many flags."""
+        if not self._is_long:
+            return super().get_help_option(ctx)
+        if self._help_option is None:
+            self._help_option = click.Option(
+                self.get_help_option_names(ctx),
+                is_flag=False,
+                flag_value="",
+                is_eager=True,
+                expose_value=False,
+                metavar="[group]",
+                callback=self._show_help,
+                help="Show the common options, those of a group, or all.",
+            )
+        return self._help_option
+
+    def _show_help(self, ctx: click.Context, _option: click.Parameter, asked: str | None) -> None:
+        if asked is None or ctx.resilient_parsing:
+            return
+        topics = ["all", *map(str.lower, self._groups())]
+        if asked and asked.lower() not in topics:
+            ctx.fail(f"--help takes {', '.join(topics)}, got {shown(asked)}.")
+        ctx.meta[_HELP] = asked.lower()
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+    def _groups(self) -> list[str]:
+        there = {option.group for option in self._flags.values()}
+        return [name for name in get_args(Group) if name in there]
+
+    def _is_shown(self, option: click.Option, asked: str) -> bool:
+        if not isinstance(option, FlagOption) or not self._is_long or asked == "all":
+            return True
+        if asked:
+            return option.group.lower() == asked
+        return option.is_common or option.group not in _SHARED
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the groups of options; no name is cut to fit the terminal."""
         groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        for option in options:
+        asked = ctx.meta.get(_HELP, "")
+        for option in self.get_params(ctx):
+            if not isinstance(option, click.Option) or not self._is_shown(option, asked):
+                continue
             if (record := option.get_help_record(ctx)) is not None:
                 groups[getattr(option, "group", "Options")].append(record)
         for name in (*get_args(Group), "Options"):
@@ -142,14 +217,33 @@ class FlagCommand(click.Command):
                 with formatter.section(name):
                     formatter.write_dl(groups[name])
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the examples, where else flags may stand, and how more of them are shown."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+        super().format_epilog(ctx, formatter)
+        if self._is_long:
+            topics = ", ".join(map(str.lower, self._groups()))
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"All {len(self._flags)} options: --help all. Those of a group, as --help cache: "
+                f"{topics}."
+            )
+
 
 class FlagGroup(FlagCommand, click.Group):
     """A command with flags, and commands `below` it, of which one that is named runs instead."""
 
     def __init__(
-        self, run: Callable[[Given], None], *kinds: type[Any], below: Sequence[click.Command]
+        self,
+        run: Callable[[Given], None],
+        *kinds: type[Any],
+        below: Sequence[click.Command],
+        examples: Sequence[str] = (),
     ) -> None:
-        super().__init__(run, *kinds)
+        super().__init__(run, *kinds, examples=examples)
         self.invoke_without_command, self.no_args_is_help = True, False
         self.callback = self._run_alone
         for command in below:
@@ -178,7 +272,7 @@ class FlagOption(click.Option):
 
     def __init__(self, kind: type[Any], one: Field[Any]) -> None:
         declared = one.metadata
-        hint = get_type_hints(kind, include_extras=True)[one.name]
+        hint = _hints(kind)[one.name]
         value_type = _value_type(hint)
         names = [_dashed(name) for name in (one.name, *declared["aliases"])]
         if value_type is bool:
@@ -194,6 +288,7 @@ class FlagOption(click.Option):
         )
         self.group: Group = declared["group"]
         self.greedy: bool = declared["greedy"]
+        self.is_common: bool = declared["common"]
         self._is_listed: bool = declared["listed"]
         self._kind = kind
         self._is_secret = not one.repr
@@ -223,6 +318,11 @@ class FlagOption(click.Option):
             strict=not all(isinstance(part, str) for part in parts),
             secret=self._is_secret,
         )
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _items(place: str, value: Any) -> list[Any]:
@@ -260,7 +360,7 @@ def _read_file(path: Path, flags: Mapping[str, FlagOption]) -> dict[str, Place]:
     for key, value in (content or {}).items():
         name = _plain(key)
         if name not in known:
-            problem = f"is not a flag of this command{closest(name, known)}."
+            problem = f"is not a flag of this command{closest(name, known) or '.'}"
             raise FieldError(f"{shown(key)} in {path}", problem)
         if value is not None:
             found[known[name]] = (f"{key} in {path}", value)

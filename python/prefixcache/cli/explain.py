@@ -40,7 +40,9 @@ class ExplainOptions(Checked):
 
 
 def explain(given: Given) -> None:
-    """Show which prompts a running server computes again and again, why, and what to do.
+    """Show why prompts missed the cache.
+
+    A running server says which prompts it computes again and again, why, and what to do.
 
     With BODY, a file with the body of a completion, chat, response or message (- reads it from
     stdin), explain that one prompt; nothing is computed.
@@ -81,7 +83,9 @@ def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
                 sent = {"Content-Type": "application/json"}
                 response = client.post("/prefix_cache/explain", content=body, headers=sent)
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-        raise PrefixCacheError(f"{options.url} cannot be asked: {error}") from error
+        raise PrefixCacheError(
+            f"No server answers at {options.url} ({error}). Is it running? --url names another."
+        ) from error
     return _read_answer(options, response)
 
 

@@ -15,8 +15,12 @@ from annotated_types import MinLen
 
 from prefixcache import __version__
 from prefixcache.cli.bench import bench, compare
-from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
+from prefixcache.cli.chat import ChatOptions, chat
+from prefixcache.cli.command_line import App, FlagCommand, FlagGroup, Given
+from prefixcache.cli.completion import SHELLS, completion
+from prefixcache.cli.doctor import DoctorOptions, doctor
 from prefixcache.cli.explain import ExplainOptions, explain
+from prefixcache.cli.models import ModelsOptions, models
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
 from prefixcache.cli.vllm_flags import vllm_options
@@ -45,7 +49,7 @@ class GenerateOptions(Checked):
     """Flags of `prefixcache generate` besides the engine's; `SamplingParams` checks most."""
 
     prompt: str
-    chat: bool = flag(False, "Ask as a user in a chat, rather than go on with the text.", "Answer")
+    chat: bool = flag(False, "Answer the prompt as a chat message.", "Answer")
     system: str | None = flag(None, "System message of the chat; implies --chat.", "Answer")
     max_tokens: int = flag(256, "Most tokens of the answer.", "Answer")
     temperature: float | None = flag(None, "0 takes the likeliest token.", "Answer")
@@ -83,7 +87,7 @@ class ConvertOptions(Checked):
     def check_together(self) -> None:
         """Raises `FieldError`."""
         if (self.quantize is None) == (self.dequantize is None):
-            raise FieldError("quantize", "or --dequantize must be given, one of them.")
+            raise FieldError("quantize", "or --dequantize is needed: give one of the two.")
         if self.quantize is not None and self.quantize.lower() not in QUANTIZABLE:
             raise FieldError(
                 "quantize",
@@ -112,7 +116,10 @@ def serve(given: Given) -> None:
 
 
 def serve_ray(given: Given) -> None:
-    """Serve a model by several engines under Ray Serve, each prompt where its prefix is cached."""
+    """Serve a model by several engines under Ray.
+
+    Each prompt goes to the engine that has its prefix cached.
+    """
     config, options = given.make(EngineConfig), given.make(ServeOptions)
     ray_options = given.make(RayOptions)
     set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
@@ -128,7 +135,10 @@ def serve_ray(given: Given) -> None:
 
 
 def generate(given: Given) -> None:
-    """Go on with a text in the terminal, or with --chat answer it."""
+    """Complete a prompt in the terminal.
+
+    With --chat the prompt is answered as a chat message.
+    """
     options = given.make(GenerateOptions)
     config = given.make(EngineConfig, max_num_seqs=1)
     set_up_logging(options.log_level, shows_prompts=True)
@@ -142,7 +152,7 @@ def generate(given: Given) -> None:
 
 
 def download(given: Given) -> None:
-    """Fetch a model, so that later starts need no network."""
+    """Fetch a model for later starts offline."""
     from prefixcache.models.hub import resolve_model
 
     config = given.make(EngineConfig)
@@ -150,7 +160,10 @@ def download(given: Given) -> None:
 
 
 def convert(given: Given) -> None:
-    """Quantize a model's weights, or dequantize them, into a folder that can be served."""
+    """Quantize or dequantize a model's weights.
+
+    The result is a folder that can be served.
+    """
     options, config = given.make(ConvertOptions), given.make(EngineConfig)
     from prefixcache.models.conversion import convert_model
 
@@ -200,7 +213,7 @@ def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> Non
 
 
 _MODEL = click.Argument(["model_argument"], metavar="[MODEL]", required=False, help="As --model.")
-_PROMPT = click.Argument(["prompt"], help="What the model goes on with, or with --chat answers.")
+_PROMPT = click.Argument(["prompt"], help="Text to complete, or with --chat a message to answer.")
 _URL = click.Argument(["url"], help="Address of an OpenAI-compatible server.")
 _RESULTS = [click.Argument([name], help="Results, as --output writes them.") for name in "ab"]
 _TRACES = click.Argument(
@@ -212,20 +225,40 @@ _TRACES = click.Argument(
     help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
 )
 _BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
-app = click.Group(
+_SHELL = click.Argument(
+    ["shell"], metavar="[SHELL]", required=False, type=click.Choice(SHELLS), help="Of the script."
+)
+_HELP = """An LLM server around a prefix KV cache.
+
+Exit status of every command: 0 done, 1 failed, 2 wrong usage. `prefixcache COMMAND --help` shows a
+command's options and examples.
+"""
+app = App(
     "prefixcache",
-    help="An LLM server around a prefix KV cache.",
+    help=_HELP,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     commands=[
-        FlagCommand(serve, ServeOptions, EngineConfig, arguments=[_MODEL], foreign=vllm_options()),
+        FlagCommand(
+            serve,
+            EngineConfig,
+            ServeOptions,
+            arguments=[_MODEL],
+            foreign=vllm_options(),
+            examples=[
+                "prefixcache serve",
+                "prefixcache serve ./model.gguf --port 9000 --kv-cache-memory 2GiB",
+                "PREFIXCACHE_API_KEY=secret prefixcache serve Qwen/Qwen3-0.6B --host 0.0.0.0",
+            ],
+        ),
         FlagCommand(
             serve_ray,
             RayOptions,
-            ServeOptions,
             EngineConfig,
+            ServeOptions,
             arguments=[_MODEL],
             without=NOT_SERVED,
+            examples=["prefixcache serve-ray ./model.gguf --num-replicas 3"],
         ),
         FlagCommand(
             generate,
@@ -233,12 +266,17 @@ app = click.Group(
             EngineConfig,
             arguments=[_PROMPT],
             without=("max_num_seqs",),
+            examples=[
+                "prefixcache generate 'Once upon a time' --max-tokens 64",
+                "prefixcache generate 'What is a KV cache?' --chat",
+            ],
         ),
         FlagCommand(
             download,
             EngineConfig,
             arguments=[_MODEL],
             without=leaves(EngineConfig).keys() - {"model", "revision"},
+            examples=["prefixcache download Qwen/Qwen3-0.6B"],
         ),
         FlagCommand(
             convert,
@@ -246,16 +284,54 @@ app = click.Group(
             EngineConfig,
             arguments=[_MODEL],
             without=leaves(EngineConfig).keys() - {"model", "revision"},
+            examples=["prefixcache convert Qwen/Qwen3-0.6B --quantize q8_0 --output ./qwen-q8"],
         ),
         FlagGroup(
             bench,
             BenchOptions,
             EngineConfig,
-            below=[FlagCommand(compare, arguments=_RESULTS)],
+            below=[
+                FlagCommand(
+                    compare,
+                    arguments=_RESULTS,
+                    examples=["prefixcache bench compare before.json after.json"],
+                )
+            ],
+            examples=[
+                "prefixcache bench --workload agents",
+                "prefixcache bench --base-url http://127.0.0.1:8000 --output after.json",
+            ],
         ),
-        FlagCommand(replay, ReplayOptions, arguments=[_TRACES]),
-        FlagCommand(verify, VerifyOptions, arguments=[_URL]),
-        FlagCommand(explain, ExplainOptions, arguments=[_BODY]),
+        FlagCommand(
+            replay,
+            ReplayOptions,
+            arguments=[_TRACES],
+            examples=["prefixcache replay recording.jsonl --sizes 1GiB,4GiB"],
+        ),
+        FlagCommand(
+            verify,
+            VerifyOptions,
+            arguments=[_URL],
+            examples=["prefixcache verify http://127.0.0.1:8000"],
+        ),
+        FlagCommand(
+            explain,
+            ExplainOptions,
+            arguments=[_BODY],
+            examples=["prefixcache explain", "prefixcache explain request.json"],
+        ),
+        FlagCommand(
+            chat,
+            ChatOptions,
+            examples=["prefixcache chat", "prefixcache chat --url http://127.0.0.1:9000"],
+        ),
+        FlagCommand(models, ModelsOptions, examples=["prefixcache models"]),
+        FlagCommand(doctor, DoctorOptions, examples=["prefixcache doctor"]),
+        FlagCommand(
+            completion,
+            arguments=[_SHELL],
+            examples=["prefixcache completion bash"],
+        ),
     ],
 )
 click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from prefixcache.cli.command_line import Given
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.pictures import check_picture
 from prefixcache.tools.replay.replay_options import ReplayOptions
-from prefixcache.tools.results import check_can_write, command_line, write_json
+from prefixcache.tools.results import check_can_read, check_can_write, command_line, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,20 +22,16 @@ if TYPE_CHECKING:
 
 
 def replay(given: Given) -> None:
-    """Run traces through the cache without a model: what hits at any size, and what could."""
+    """Run traces through the cache without a model.
+
+    It shows what hits at any size, and what could.
+    """
     options = given.make(ReplayOptions)
     if options.plot is not None:
         check_picture("--plot", options.plot)
     check_can_write({"--output": options.output, "--plot": options.plot})
-    _check_can_read(options.traces)
+    check_can_read("TRACE", *options.traces)
     _run(options)
-
-
-def _check_can_read(traces: tuple[Path, ...]) -> None:
-    """Raises `FieldError` before the first of several traces is run."""
-    for trace in traces:
-        if trace.is_dir() or not os.access(trace, os.R_OK):
-            raise FieldError("TRACE", f"cannot read {trace}.")
 
 
 def _run(options: ReplayOptions) -> None:

@@ -146,7 +146,8 @@ class VllmOption(click.Option):
             return
         got = f", got {shown(value)}" if self._takes_value else ""
         only_these = f"; taken is {', '.join(self._taken)}" if self._taken else ""
-        raise FieldError(self.opts[0], f"{self._why}{only_these}{got}.")
+        refused = "" if only_these or "not" in self._why.split() else ", which is not supported"
+        raise FieldError(self.opts[0], f"{self._why}{refused}{only_these}{got}.")
 
 
 def vllm_options() -> Iterator[VllmOption]:

@@ -105,6 +105,8 @@ def problem(error: ValidationError, *, secret: bool = False) -> str:
     """What is wrong, as it goes on after the field's name."""
     first = error.errors()[0]
     text = re.sub(r"^\w+ should", "must", first["msg"].removeprefix("Value error, "))
+    # pydantic goes on to say how it read the value, which is shown anyway.
+    text = re.sub(r", (unable to|got a number with) .*", "", text)
     if not text.startswith("must"):
         text = f"is wrong: {text}"
     return f"{text}." if secret else f"{text}, got {shown(first['input'])}."

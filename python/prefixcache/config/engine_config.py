@@ -143,6 +143,7 @@ class CacheConfig(Checked):
         aliases=("kv_cache_memory_bytes",),
         shown="0.5 and at most 4GiB on a CPU, by --gpu-memory-utilization on CUDA",
         metavar="<bytes, size or share>",
+        common=True,
     )
     kv_cache_max_memory: MemorySize | None = flag(
         None,
@@ -170,13 +171,14 @@ class CacheConfig(Checked):
         0.9, "Share of a GPU's memory to use.", "Model"
     )
     enable_prefix_caching: bool = flag(
-        True, "Reuse the keys and values of equal beginnings.", "Cache"
+        True, "Reuse the keys and values of shared prefixes.", "Cache"
     )
     eviction_policy: EvictionPolicy = flag(
         "lru",
-        "Which cached block goes first: lru the one that was not used for the longest time, "
-        "reuse-queue the one with the fewest hits to be expected for the time that it is kept.",
+        "Which cached block is evicted first. lru: the least recently used; reuse-queue: the one "
+        "with the fewest expected hits for the time that it is kept.",
         "Cache",
+        common=True,
     )
     kv_cache_metrics: bool = flag(
         False,
@@ -338,11 +340,15 @@ class SchedulerConfig(Checked):
     )
     max_queue_delay: NonNegativeFloat = flag(
         30.0,
-        "Seconds after which a request is passed by no later one under cache-aware scheduling.",
+        "Longest time in seconds that a request may be overtaken under cache-aware scheduling.",
         "Scheduling",
     )
     max_num_seqs: PositiveInt | None = flag(
-        None, "Most sequences of a step.", "Scheduling", shown="64 on a CPU, 256 on CUDA"
+        None,
+        "Most sequences of a step.",
+        "Scheduling",
+        shown="64 on a CPU, 256 on CUDA",
+        common=True,
     )
     max_num_batched_tokens: PositiveInt | None = flag(
         None, "Most tokens of a step.", "Scheduling", shown="2048 on a CPU, 8192 on CUDA"
@@ -360,7 +366,11 @@ class SchedulerConfig(Checked):
         shown="no limit",
     )
     max_model_len: PositiveInt | None = flag(
-        None, "Most tokens of a sequence.", "Model", shown="the model's context length"
+        None,
+        "Most tokens of a sequence.",
+        "Model",
+        shown="the model's context length",
+        common=True,
     )
     global_cache_hit_threshold: Fraction = flag(
         0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
@@ -411,36 +421,45 @@ class SchedulerConfig(Checked):
 class EngineConfig(Checked):
     """Everything an engine is started with.
 
-    `attention` names a backend of `attention/registry.py`; "auto" takes the best one for the
-    device. `batch_invariant` None is on for a CPU and off for CUDA, where its cost is not known
-    yet; off, the fastest kernels are taken, whether they keep it or not. True is refused where it
-    cannot be kept: by attention "torch", and on CUDA without FA3, which is for Hopper devices.
+    `attention` is "cpu", the CPU's kernels, or a backend of `runner/cuda/attention/registry.py`;
+    "auto" takes the best one for the device. `batch_invariant` None is on for a CPU and off for
+    CUDA, where its cost is not known yet; off, the fastest kernels are taken, whether they keep it
+    or not. True is refused where it cannot be kept: by attention "torch", and on CUDA without FA3,
+    which is for Hopper devices.
     """
 
     model: Annotated[str, MinLen(1)] = flag(
-        DEFAULT_MODEL, "Alias, folder, GGUF file or hub id.", "Model"
+        DEFAULT_MODEL,
+        "Alias, folder, GGUF file or hub id.",
+        "Model",
+        common=True,
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub id.", "Model")
     dtype: DType = flag(
-        "auto", "Type that is computed with, of dense weights and of the cache.", "Model"
+        "auto",
+        "Type of the computation, of unquantized weights and of the cache.",
+        "Model",
+        common=True,
     )
     requantize: bool = flag(
         False,
-        "Quantize new weights that are dense to the format of the blocks that they replace: q8_0, "
+        "On a weight update, quantize unquantized tensors to the format that they replace: q8_0, "
         "q4_0, q4_1, q5_0 or q5_1.",
         "Model",
     )
-    device: Device = flag("auto", "Where to compute.", "Model")
+    device: Device = flag("auto", "Where to compute.", "Model", common=True)
     cpu_activations: Activations = flag(
         "exact",
-        "What weights in blocks are multiplied with on a CPU: exact, the activations, or int8, "
-        "activations quantized to eight bits, which is faster and changes answers.",
+        "Activations that quantized weights are multiplied with on a CPU: exact, or int8, which "
+        "is faster and changes answers.",
         "Model",
+        common=True,
     )
     cpu_threads: Annotated[PositiveInt, Le(1024)] | None = flag(
         None,
         "Threads that a step computes with on a CPU; the cores that the process may use otherwise.",
         "Model",
+        common=True,
     )
     cpu_instructions: str | None = flag(
         None,

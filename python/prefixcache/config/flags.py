@@ -22,11 +22,11 @@ Group = Literal[
     "Benchmark",
     "Replay",
     "Verification",
-    "Server",
     "Ray",
+    "Model",
+    "Server",
     "Access",
     "TLS",
-    "Model",
     "Scheduling",
     "Cache",
 ]
@@ -43,16 +43,18 @@ def flag(
     secret: bool = False,
     greedy: bool = False,
     listed: bool = False,
+    common: bool = False,
 ) -> Any:
     """A dataclass field that users may set. The value of a `secret` one is never shown.
 
     `aliases` are further names, spelled as fields. `shown` tells in words what is used where
     nothing is given, and `metavar` what a value is, where the field's own default and type do not.
     The option of a `greedy` one takes all values up to the next option, a value of a `listed` one
-    may be several: a JSON list, or text with commas between them.
+    may be several: a JSON list, or text with commas between them. A `common` one is shown by
+    `--help` alone, which leaves out most flags of a server and an engine.
     """
     metadata: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
-    metadata |= {"aliases": aliases, "greedy": greedy, "listed": listed}
+    metadata |= {"aliases": aliases, "greedy": greedy, "listed": listed, "common": common}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -108,7 +110,7 @@ def named(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         names |= dict.fromkeys((name, *one.metadata.get("aliases", ())), name)
     for name in given:
         if name not in names:
-            raise ConfigError(f"Unknown flag {name}{closest(name, names)}.")
+            raise ConfigError(f"Unknown flag {name}{closest(name, names) or '.'}")
     return {names[name]: value for name, value in given.items() if value is not None}
 
 

@@ -1,15 +1,15 @@
 """A config.json, checked, of which nothing is left to defaults.
 
-transformers' own configuration classes say what a config.json means: defaults of each family, both
-spellings of ropes, the type of each layer. They are asked unless the file leaves nothing open. What
-they would take without a word is checked before: fields that are missing, and numbers that no model
-has.
+A file means what transformers' configuration classes make of it: the defaults of its family, both
+spellings of ropes, the type of each layer. Each family is one row of `FAMILIES`, and transformers
+is not needed. What its classes take without a word is checked too: fields that are missing, and
+numbers that no model has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -80,11 +80,25 @@ _OUTER_FIELDS = (
     "tie_word_embeddings",
     "quantization_config",
 )
-# What transformers always writes, and fields of a rope of which nothing is left open.
-_ALWAYS_SAID = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
-_WHOLE_ROPES = {
-    "default": {"rope_type", "rope_theta"},
-    "linear": {"rope_type", "rope_theta", "factor"},
+# What a field means that neither the file nor the row of its family gives. None of
+# `num_key_value_heads` means one for each head, of `head_dim` that heads share the hidden size.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+# Fields without which a kind of rope has no meaning.
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
 
 
@@ -92,20 +106,26 @@ _WHOLE_ROPES = {
 class Family:
     """What the config.json of an architecture may say, and what it means without saying it.
 
-    `model_type` is transformers' name for its configuration. `required` are fields without which
-    there is no model, `always_said` those that transformers writes besides those of all families,
-    `refused` those that must not be set. `biases` are those it may have: others ignore what the
-    file says. There are no windows, one for all layers, or one for the layers of a type, which
-    another field may switch off; `ropes_by_layer` says that ropes go by these types too. Files of a
-    family with `sees_images` may describe, and hold, a model of images next to the one of text.
-    `flags` makes fields of `ModelConfig` of a whole config.
+    `model_type` is transformers' name for its configuration. `defaults` are values of fields that a
+    file does not give, where they differ from those of most families. `required` are fields without
+    which there is no model, `refused` those that must not be set. `biases` are those it may have:
+    others ignore what the file says. With `heads_divide_hidden` the hidden size must be a multiple
+    of the heads, even where `head_dim` is given.
+
+    There are no windows; or one for all layers; or one `by_layer`, where layers are sliding but
+    each `sliding_window_pattern`-th; or one for the layers from `max_window_layers` on, which
+    `use_sliding_window` switches on. `layer_types` of a file goes before both. `ropes_by_layer`
+    says that ropes go by these types too. Files of a family with `sees_images` may describe, and
+    hold, a model of images next to the one of text. `flags` makes fields of `ModelConfig` of a
+    whole config.
     """
 
     model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     required: tuple[str, ...] = _SIZES
     biases: tuple[str, ...] = ()
-    always_said: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    heads_divide_hidden: bool = False
     windows: Literal["none", "one", "by_layer", "switched"] = "none"
     ropes_by_layer: bool = False
     sees_images: bool = False
@@ -126,26 +146,49 @@ def _gemma3_flags(whole: Any) -> dict[str, Any]:
 
 _GEMMA3 = Family(
     model_type="gemma3_text",
-    # Published files leave the others to transformers.
+    # Published files leave out the others.
     required=("hidden_size", "intermediate_size", "num_hidden_layers"),
-    always_said=("query_pre_attn_scalar",),
+    defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
     refused=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     biases=("attention_bias",),
+    heads_divide_hidden=True,
     windows="by_layer",
     ropes_by_layer=True,
     sees_images=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     flags=_gemma3_flags,
 )
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(model_type="llama", biases=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": Family(model_type="mistral", windows="one"),
+    "LlamaForCausalLM": Family(
+        model_type="llama", biases=("attention_bias", "mlp_bias"), heads_divide_hidden=True
+    ),
+    "MistralForCausalLM": Family(
+        model_type="mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows="one",
+    ),
     # It has a bias on q, k and v without saying so.
     "Qwen2ForCausalLM": Family(
-        model_type="qwen2", windows="switched", flags=lambda _: {"qkv_bias": True}
+        model_type="qwen2",
+        defaults=_QWEN_DEFAULTS,
+        windows="switched",
+        flags=lambda _: {"qkv_bias": True},
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
         biases=("attention_bias",),
         windows="switched",
         flags=lambda _: {"qk_norm": True},
@@ -282,7 +325,8 @@ def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
         if by_layer != (family.ropes_by_layer and name == "rope_parameters"):
             form = "that differ by layer type" if by_layer else "of one set for all layers"
             raise UnsupportedModelError(f"{name} {form} are not supported for {family.model_type}.")
-        checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
+        if rope:
+            checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
     return checked
 
 
@@ -301,8 +345,9 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"Rope scaling {kind!r} is not supported. Supported: {', '.join(get_args(RopeKind))}."
         )
-    if kind != "default" and rope.get("factor") is None:
-        raise ConfigError(f"The model's config lacks the factor of its rope scaling {kind!r}.")
+    for name in _ROPE_NEEDS.get(kind, ()):
+        if rope.get(name) is None:
+            raise ConfigError(f"The model's config lacks the {name} of its rope scaling {kind!r}.")
     return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 
@@ -321,55 +366,70 @@ def _check_layer_types(given: Mapping[str, Any]) -> None:
         )
 
 
-def _whole(family: Family, given: dict[str, Any]) -> Any:
+def _whole(family: Family, given: dict[str, Any]) -> SimpleNamespace:
     """The fields with nothing left to defaults, in one spelling. Raises `ConfigError`."""
-    if _leaves_nothing_open(family, given):
-        return SimpleNamespace(**given)
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(family.model_type, **given)
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        reason = str(error).strip('"\n').splitlines()[-1].strip()
-        raise ConfigError(f"transformers refuses the model's config: {reason}") from error
-
-
-def _leaves_nothing_open(family: Family, given: Mapping[str, Any]) -> bool:
-    """Whether it is as transformers 5 writes it, so that transformers would change nothing.
-
-    Its import takes longer than the rest of a start, and 170 MB.
-    """
-    said = {*_SIZES, *_ALWAYS_SAID, *family.always_said, *family.biases}
-    spelled_otherwise = {"rope_scaling", "rope_theta", "partial_rotary_factor"}
-    return (
-        said <= given.keys()
-        and not spelled_otherwise & given.keys()
-        and _windows_are_said(family, given)
-        and _ropes_are_whole(family, given.get("rope_parameters", {}))
-    )
+    whole = SimpleNamespace(**_DEFAULTS | dict(family.defaults) | given)
+    size, heads = whole.hidden_size, whole.num_attention_heads
+    if family.heads_divide_hidden and size % heads:
+        raise ConfigError(
+            f"hidden_size in the model's config must be a multiple of num_attention_heads ({heads})"
+            f", got {size}."
+        )
+    if whole.num_key_value_heads is None:
+        whole.num_key_value_heads = heads
+    if whole.head_dim is None:
+        whole.head_dim = size // heads
+    if family.windows == "switched" and not whole.use_sliding_window:
+        whole.sliding_window = None
+    whole.layer_types = given.get("layer_types") or _default_layer_types(family, whole)
+    ropes = _ropes_of_types(whole, given) if family.ropes_by_layer else _one_rope(whole, given)
+    whole.rope_parameters = ropes
+    return whole
 
 
-def _windows_are_said(family: Family, given: Mapping[str, Any]) -> bool:
-    if family.windows == "none":
-        return True
-    if "sliding_window" not in given:
-        return False
-    if family.windows == "one" or (family.windows == "switched" and not given["sliding_window"]):
-        return True
-    switched_on = family.windows == "by_layer" or given.get("use_sliding_window", False)
-    return "layer_types" in given and switched_on
+def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
+    """The type of each layer where the file names none; empty where all are alike."""
+    layers = range(whole.num_hidden_layers)
+    if family.windows == "by_layer":
+        return [SLIDING if (i + 1) % whole.sliding_window_pattern else FULL for i in layers]
+    if family.windows == "switched":
+        first = whole.num_hidden_layers if whole.sliding_window is None else whole.max_window_layers
+        return [SLIDING if i >= first else FULL for i in layers]
+    return []
 
 
-def _ropes_are_whole(family: Family, ropes: Mapping[str, Any]) -> bool:
-    listed = [ropes.get(kind, {}) for kind in (FULL, SLIDING)] if family.ropes_by_layer else [ropes]
-    return all(_WHOLE_ROPES.get(rope.get("rope_type", "")) == rope.keys() for rope in listed)
+def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
+    rope = given.get("rope_scaling") or given.get("rope_parameters", {})
+    outer = {name: given[name] for name in ("partial_rotary_factor",) if name in given}
+    return _whole_rope(whole, outer | rope, whole.rope_theta)
+
+
+def _ropes_of_types(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope of each type of layer; `rope_scaling` is that of full attention."""
+    ropes: dict[str, dict[str, Any]] = given.get("rope_parameters", {FULL: {}})
+    scaling = given.get("rope_scaling", {})
+    if scaling and FULL not in ropes:
+        raise ConfigError(
+            f"The model's config has rope_scaling, and rope_parameters without {FULL}."
+        )
+    full, local = ropes.get(FULL, {}) | scaling, ropes.get(SLIDING, {})
+    return {
+        FULL: _whole_rope(whole, full, whole.rope_theta),
+        SLIDING: _whole_rope(whole, local, whole.rope_local_base_freq),
+    }
+
+
+def _whole_rope(whole: SimpleNamespace, rope: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    found = {"rope_type": "default", "rope_theta": theta, **rope}
+    if found["rope_type"] in ("llama3", "yarn"):
+        found.setdefault("original_max_position_embeddings", whole.max_position_embeddings)
+    return found
 
 
 def _layer_windows(family: Family, whole: Any) -> tuple[int | None, ...]:
     """The window of each layer. Raises `ConfigError` where fields contradict each other."""
     window = None if family.windows == "none" else whole.sliding_window
-    types: list[str] = getattr(whole, "layer_types", None) or []
+    types: list[str] = whole.layer_types
     if family.windows in ("none", "one") or not types:
         alike = FULL if window is None else SLIDING
         if any(kind != alike for kind in types):

@@ -215,7 +215,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_layers=whole.num_hidden_layers,
         num_heads=whole.num_attention_heads,
         num_kv_heads=whole.num_key_value_heads,
-        head_dim=_head_dim(whole),
+        head_dim=whole.head_dim,
         max_position_embeddings=whole.max_position_embeddings,
         rms_norm_eps=whole.rms_norm_eps,
         rope=_rope(hf.ropes[FULL]),
@@ -230,11 +230,6 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         **hf.flags,
     )
     return _with_active_windows(config, hf.given.get("sliding_window"))
-
-
-def _head_dim(whole: Any) -> int:
-    """Qwen2's class has no field for it."""
-    return getattr(whole, "head_dim", None) or whole.hidden_size // whole.num_attention_heads
 
 
 def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:

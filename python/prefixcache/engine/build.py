@@ -15,6 +15,7 @@ from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
+from prefixcache.engine.runners import choose_runner
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
@@ -25,7 +26,6 @@ from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.models.checkpoint import model_digest
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
-from prefixcache.runner.torch_runner import TorchRunner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.grammars import Grammars
@@ -56,7 +56,7 @@ class BuiltEngine:
 def build(
     config: EngineConfig,
     folder: Path | None = None,
-    make_runner: Callable[[EngineConfig], Runner[Any]] = TorchRunner,
+    make_runner: Callable[[EngineConfig], Runner[Any]] = choose_runner,
 ) -> BuiltEngine:
     """Loads the model and puts an engine around it.
 

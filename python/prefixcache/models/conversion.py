@@ -13,16 +13,15 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
 from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
+from prefixcache.models.arrays import DTYPES, Array, dense
 from prefixcache.models.gguf.index import (
     INDEX_FILE,
     UNQUANTIZED_TYPES,
@@ -33,10 +32,9 @@ from prefixcache.models.gguf.index import (
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import check_weights
 from prefixcache.models.quantize import QUANTIZABLE, quantized
+from prefixcache.models.quantized import QuantizedTensor, quant_block_size
 from prefixcache.models.weights import NamedTensor, read_folder
-from prefixcache.ops.quantized import QuantizedTensor, quant_block_size
 
-_CPU = torch.device("cpu")
 _SHARD_BYTES = 2 << 30
 _FORMATS = {dtype: name for name, dtype in UNQUANTIZED_TYPES.items()}
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
@@ -51,33 +49,33 @@ def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     folder's configuration, are quantized already, or do not fit into the format.
     """
     names = check_weights(ModelConfig.from_hf(source), source)
-    formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, _CPU, names)}
+    formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, names)}
     file = target / WEIGHTS_FILE
     model_type = str(read_json_object(source / "config.json")["model_type"])
     with closing(GGUFWriter(file, model_type)) as writer:
-        for one in read_folder(source, _CPU, names):
+        for one in read_folder(source, names):
             _announce(writer, one.name, tuple(one.tensor.shape), formats[one.name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for one in _shown(read_folder(source, _CPU, names), len(formats), f"To {quant_format}"):
+        for one in _shown(read_folder(source, names), len(formats), f"To {quant_format}"):
             writer.write_tensor_data(_data(one, formats[one.name]))
     write_index(target, _indexed(file), size=file.stat().st_size)
     _copy_others(source, target)
 
 
-def dequantize_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
+def dequantize_folder(source: Path, target: Path, dtype: str) -> None:
     """Writes the model into the empty folder `target` as safetensors, rounded once to `dtype`.
 
-    Vectors keep their type. Raises `ModelLoadError` for weights that are not those of the folder's
-    configuration.
+    `dtype` is bfloat16 or float32. Vectors keep their type. Raises `ModelLoadError` for weights
+    that are not those of the folder's configuration.
     """
     names = check_weights(ModelConfig.from_hf(source), source)
-    count = sum(1 for _ in read_folder(source, _CPU, names))
-    tensors = _shown(read_folder(source, _CPU, names), count, f"To {dtype}")
+    count = sum(1 for _ in read_folder(source, names))
+    tensors = _shown(read_folder(source, names), count, f"To {dtype}")
     weight_map = dict[str, str]()
     for number, shard in enumerate(
-        _shards((one.name, _dequantized(one, dtype)) for one in tensors)
+        _shards((one.name, _dequantized(one, DTYPES[dtype])) for one in tensors)
     ):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, target / file, metadata={"format": "pt"})
@@ -85,7 +83,7 @@ def dequantize_folder(source: Path, target: Path, dtype: torch.dtype) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     _write_json(target / _SAFETENSORS_INDEX, index)
     _copy_others(source, target)
-    said = read_json_object(target / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    said = read_json_object(target / "config.json") | {"dtype": dtype}
     _write_json(target / "config.json", said)
 
 
@@ -113,7 +111,7 @@ def convert_model(
         if quant_format is not None:
             quantize_folder(source, new, quant_format)
         else:
-            dequantize_folder(source, new, getattr(torch, form))
+            dequantize_folder(source, new, form)
 
     try:
         _write_once(target, write)
@@ -147,7 +145,7 @@ def _format_of(one: NamedTensor, quant_format: str) -> str:
             f"{one.name} in {one.source} is quantized to {tensor.format} already. Convert the "
             "weights that it was made of."
         )
-    if tensor.dim() != 2:
+    if tensor.ndim != 2:
         return "F32"
     if tensor.shape[1] % quant_block_size(quant_format)[0] == 0:
         return quant_format
@@ -164,11 +162,10 @@ def _announce(writer: GGUFWriter, name: str, shape: tuple[int, ...], tensor_form
 
 def _data(one: NamedTensor, tensor_format: str) -> np.ndarray:
     """The tensor's bytes in the file."""
-    assert isinstance(one.tensor, Tensor)
+    assert isinstance(one.tensor, np.ndarray)
     if tensor_format in QUANTIZABLE:
-        return quantized(one.name, one.tensor, tensor_format).blocks.numpy()
-    numbers = one.tensor.to(UNQUANTIZED_TYPES[tensor_format]).contiguous()
-    return numbers.view(torch.uint8).numpy()
+        return quantized(one.name, one.tensor, tensor_format).blocks
+    return dense(one.tensor, UNQUANTIZED_TYPES[tensor_format]).view(np.uint8)
 
 
 def _indexed(file: Path) -> Iterator[IndexedTensor]:
@@ -181,15 +178,15 @@ def _indexed(file: Path) -> Iterator[IndexedTensor]:
         )
 
 
-def _dequantized(one: NamedTensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(one: NamedTensor, dtype: np.dtype[Any]) -> Array:
     if isinstance(one.tensor, QuantizedTensor):
         return one.tensor.dequantized(dtype)
-    return (one.tensor.to(dtype) if one.tensor.dim() == 2 else one.tensor).contiguous()
+    return dense(one.tensor, dtype if one.tensor.ndim == 2 else one.tensor.dtype)
 
 
-def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterator[tuple[str, Array]]) -> Iterator[dict[str, Array]]:
     """Of bounded size, so that a large model is never in memory as a whole."""
-    shard: dict[str, Tensor] = {}
+    shard: dict[str, Array] = {}
     size = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > _SHARD_BYTES:

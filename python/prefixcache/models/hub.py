@@ -18,7 +18,7 @@ import tempfile
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,9 +105,22 @@ def _local_path(name: str) -> Path | None:
         raise ModelLoadError(f"There is no model {shown!r}: {error}") from error
 
 
+def folder_of_alias(alias: str) -> Path:
+    """Where an alias's model is, or will be."""
+    return _folder_of(alias, ALIASES[alias].sha256, _OWN)
+
+
 def is_downloaded(alias: str) -> bool:
     """Whether an alias's folder is there, so that resolving it needs no network."""
-    return _folder_of(alias, ALIASES[alias].sha256, _OWN).is_dir()
+    return folder_of_alias(alias).is_dir()
+
+
+def converted_files() -> Iterator[tuple[Path, Path]]:
+    """Folders of GGUF files that were served before, each with its file, which may be gone."""
+    for folder in sorted((cache_home() / "models").glob(f"[!.]*-{_LINKED}")):
+        link = folder / WEIGHTS_FILE
+        if link.is_symlink():
+            yield folder, link.readlink()
 
 
 def _is_hub_id(name: str) -> bool:
@@ -123,9 +136,15 @@ def _checked_folder(folder: Path) -> Path:
 def _from_hub(repo_id: str, revision: str | None) -> Path:
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"Cannot fetch {repo_id}: the hub cannot be reached, and no copy of it is on this "
+            "machine. Give a folder or a GGUF file, or check the network."
+        ) from error
     except (OSError, ValueError, HTTPError) as error:
         raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
 

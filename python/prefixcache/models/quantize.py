@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.ops.quantized import QuantizedTensor, row_bytes
+from prefixcache.models.arrays import Array
+from prefixcache.models.quantized import QuantizedTensor, row_bytes
 
 QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """The formats that the gguf package writes; it only reads the K formats."""
@@ -17,7 +16,7 @@ _SLICE_NUMBERS = 4 << 20
 _MOST = float(np.finfo(np.float16).max)
 
 
-def quantized(name: str, weight_OI: Tensor, quant_format: str) -> QuantizedTensor:
+def quantized(name: str, weight_OI: Array, quant_format: str) -> QuantizedTensor:
     """The weight in one of `QUANTIZABLE`, converted some rows at a time.
 
     Raises `ModelLoadError` with the tensor's name where a number is not finite or beyond float16.
@@ -25,15 +24,15 @@ def quantized(name: str, weight_OI: Tensor, quant_format: str) -> QuantizedTenso
     from gguf import GGMLQuantizationType, quantize
 
     outputs, inputs = weight_OI.shape
-    blocks = torch.empty(outputs, row_bytes(quant_format, inputs), dtype=torch.uint8)
+    blocks = np.empty((outputs, row_bytes(quant_format, inputs)), np.uint8)
     step = max(1, _SLICE_NUMBERS // inputs)
     for start in range(0, outputs, step):
-        rows = weight_OI[start : start + step].to("cpu", torch.float32).numpy()
+        rows = weight_OI[start : start + step].astype(np.float32)
         if not (np.abs(rows) <= _MOST).all():
             raise ModelLoadError(
                 f"{name} holds NaN or numbers beyond {_MOST:,.0f}, which a quantized format cannot."
             )
         with np.errstate(over="ignore", invalid="ignore"):  # where the scale is 0 in float16
             part = quantize(rows, GGMLQuantizationType[quant_format])
-        blocks[start : start + step] = torch.from_numpy(part)
+        blocks[start : start + step] = part
     return QuantizedTensor(quant_format, (outputs, inputs), blocks)

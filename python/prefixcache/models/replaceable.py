@@ -6,17 +6,17 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
-
-from prefixcache.attention.grouped import GroupedAttention
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
+from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
-from prefixcache.models.decoder import DecoderModel
 from prefixcache.models.gguf.index import has_index
+from prefixcache.models.names import TensorNames
 from prefixcache.models.quantize import QUANTIZABLE, quantized
+from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor
 from prefixcache.models.weights import (
     NamedTensor,
     Slot,
@@ -28,7 +28,6 @@ from prefixcache.models.weights import (
     load_folder,
     shapes_of,
 )
-from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor
 from prefixcache.types.modes import WeightsInfo
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,42 @@ logger = logging.getLogger(__name__)
 _GIVEN_TENSOR = "The update"
 
 
-class ReplaceableModel:
+class FilledModel(Protocol):
+    """A model whose parameters can be written by a checkpoint's names."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    @property
+    def names(self) -> TensorNames:
+        """What a checkpoint's names mean to it."""
+        ...
+
+    @property
+    def slots(self) -> Slots:
+        """Where each tensor goes."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights as they are kept now."""
+        ...
+
+
+ModelT = TypeVar("ModelT", bound=FilledModel)
+
+
+class ReplaceableModel(Generic[ModelT]):
     """Stands for a model to those who compute with it, whatever becomes of its weights.
 
     `make` builds the model again with undefined weights, and `checkpoint` is where those of `model`
     came from, if any; later it is the one that holds just these weights, None when some came from
     elsewhere. Weights are usable when every tensor was written (`complete`); `info` tells how they
-    are kept, in any thread. Letters of shapes: T tokens in the step, E hidden size, R rows whose
-    logits are wanted, V vocabulary.
+    are kept, in any thread.
+
+    `take` makes what the slots write of a tensor that a caller gives, or raises `ModelLoadError`.
 
     Where unquantized weights replace quantized ones: with `requantize` they are quantized to the
     same format. Without it a folder's are kept as they are, and single ones are refused.
@@ -51,13 +78,14 @@ class ReplaceableModel:
 
     def __init__(
         self,
-        model: DecoderModel,
-        make: Callable[[], DecoderModel],
+        model: ModelT,
+        make: Callable[[], ModelT],
         checkpoint: Checkpoint | None,
         *,
         requantize: bool = False,
+        take: Callable[[str, object], Any] = given_array,
     ) -> None:
-        self._model: DecoderModel | None = model
+        self._model: ModelT | None = model
         self._make = make
         self.checkpoint = checkpoint
         self._config = model.config
@@ -65,12 +93,13 @@ class ReplaceableModel:
         self._names = model.names
         self._unwritten: set[str] = set()
         self._requantize = requantize
+        self._take = take
         self._quant_formats = _quant_formats(model)
         self._quantized: dict[str, str] = {}
         self.info = _info(model)
 
     @property
-    def loaded(self) -> DecoderModel:
+    def loaded(self) -> ModelT:
         """The model itself. Raises `RuntimeError` while it is given up."""
         if self._model is None:
             raise RuntimeError("The model's weights are given up.")
@@ -91,16 +120,6 @@ class ReplaceableModel:
         """The same of an update in chunks, which quantizes what was quantized."""
         formats = self._quant_formats if self._requantize else {}
         return formats_digest(formats) if formats else None
-
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
-    ) -> Tensor:
-        """Hidden states [T, E]."""
-        return self.loaded.forward(token_ids_T, positions_T, attention)
-
-    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits [R, V], float32."""
-        return self.loaded.compute_logits(hidden_RE)
 
     def check_folder(self, folder: Path) -> Checkpoint:
         """The weights in a folder, for `load`. From any thread.
@@ -133,17 +152,19 @@ class ReplaceableModel:
             self._restore(before)
             raise
 
-    def check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Raises `ModelLoadError` for tensors that cannot replace weights of this model.
 
         That is a name or a shape that is none of its own, and unquantized numbers for quantized
         ones, unless they can be quantized and are to be.
         """
         for name, tensor in tensors.items():
-            _check_is_weight(name, tensor)
-            own = checked_name(self._shapes, self._names, name, tensor.shape, _GIVEN_TENSOR)
-            if own in self._quant_formats:
-                self._check_requantizable(own)
+            self._check_array(name, self._take(name, tensor))
+
+    def _check_array(self, name: str, array: Array) -> None:
+        own = checked_name(self._shapes, self._names, name, array.shape, _GIVEN_TENSOR)
+        if own in self._quant_formats:
+            self._check_requantizable(own)
 
     def _check_requantizable(self, name: str) -> None:
         quant_format = self._quant_formats[name]
@@ -165,14 +186,16 @@ class ReplaceableModel:
         if missing:
             raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")
 
-    def write(self, tensors: Mapping[str, Tensor]) -> set[str]:
+    def write(self, tensors: Mapping[str, Any]) -> set[str]:
         """Replaces the named weights in place; returns the model's own names of them.
 
         Raises as `check_tensors`, and for numbers that cannot be quantized; then nothing is
         replaced.
         """
-        self.check_tensors(tensors)
-        named = [self._requantized(name, tensor) for name, tensor in tensors.items()]
+        arrays = {name: self._take(name, tensor) for name, tensor in tensors.items()}
+        for name, array in arrays.items():
+            self._check_array(name, array)
+        named = [self._requantized(name, array) for name, array in arrays.items()]
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
@@ -182,7 +205,7 @@ class ReplaceableModel:
         self.info = _info(self.loaded)
         return written
 
-    def _requantized(self, name: str, tensor: Tensor) -> NamedTensor:
+    def _requantized(self, name: str, tensor: Array) -> NamedTensor:
         """A given tensor in the format of the one that it replaces, if that is quantized."""
         quant_format = self._quant_formats.get(self._names.own(name) or "")
         if quant_format is not None:
@@ -213,7 +236,7 @@ class ReplaceableModel:
     def _load(self, checkpoint: Checkpoint) -> None:
         model = self._model or self._make()
         self._quantized = {}
-        load_folder(self._requantizing(model.slots), checkpoint.folder, model.device, self._names)
+        load_folder(self._requantizing(model.slots), checkpoint.folder, self._names)
         checkpoint.check_unchanged()
         self._model = model
         self._unwritten = set()
@@ -232,30 +255,25 @@ class ReplaceableModel:
         if quant_format is None:
             return slot
 
-        def write(tensor: Tensor | QuantizedTensor) -> None:
-            if isinstance(tensor, Tensor):
+        def write(tensor: Array | QuantizedTensor) -> None:
+            if isinstance(tensor, QuantizedTensor):
+                slot.write(tensor)
+            else:
                 self._quantized[name] = quant_format
                 slot.write(quantized(name, tensor, quant_format))
-            else:
-                slot.write(tensor)
 
         return dataclasses.replace(slot, write=write)
 
 
-def _quant_formats(model: DecoderModel) -> dict[str, str]:
+def _quant_formats(model: FilledModel) -> dict[str, str]:
     """Which weights are quantized, and in which format."""
     kept = {name: slot.kept_format() for name, slot in model.slots.items()}
     return {name: one for name, one in kept.items() if one in QUANT_FORMATS}
 
 
-def _info(model: DecoderModel) -> WeightsInfo:
+def _info(model: FilledModel) -> WeightsInfo:
     formats = {slot.kept_format() for slot in model.slots.values()}
     return WeightsInfo(tuple(sorted(formats)), model.num_bytes)
-
-
-def _check_is_weight(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
-        raise ModelLoadError(f"{name} must be a torch tensor of floating-point numbers.")
 
 
 def _check_same(mine: ModelConfig, other: ModelConfig, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,20 +10,21 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
 
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.models.arrays import BFLOAT16, Array, new_array
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _BROKEN = (ValueError, LookupError, TypeError, AttributeError)  # of a header that says nonsense
 _TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 
 
@@ -63,8 +63,8 @@ def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
     return TensorRange(name, str(entry["dtype"]), shape, data + start, data + end)
 
 
-def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Tensor]:
-    """Those tensors on the CPU, one after the other.
+def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Array]:
+    """Those tensors, one after the other.
 
     Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
     """
@@ -76,25 +76,23 @@ def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Tensor]:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _tensor(stream: BinaryIO, one: TensorRange) -> Tensor:
+def _tensor(stream: BinaryIO, one: TensorRange) -> Array:
     dtype = _TYPES.get(one.format)
     if dtype is None:
         raise ValueError(f"{one.name} has the type {one.format}, which no weights here have")
     if one.end - one.start != prod(one.shape) * dtype.itemsize:
         raise ValueError(f"{one.name} has {one.end - one.start} bytes, not those of its shape")
-    return read_bytes(stream, one.start, one.end - one.start).view(dtype).view(one.shape)
+    return read_bytes(stream, one.start, one.end - one.start).view(dtype).reshape(one.shape)
 
 
-def read_bytes(stream: BinaryIO, start: int, length: int) -> Tensor:
+def read_bytes(stream: BinaryIO, start: int, length: int) -> Array:
     """`length` bytes of a file from `start` on: [length] uint8, in pages of their own.
 
     They are read and not mapped: the system kills a process that touches a mapped page of a file
     that was cut. Raises `ValueError` when the file ends before.
     """
-    if length == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, length)  # the heap would keep what it once had for tensors of this size
+    memory = new_array((length,), np.uint8)
     stream.seek(start)
-    if stream.readinto(memory) != length:  # type: ignore[attr-defined]
+    if stream.readinto(memory.data) != length:  # type: ignore[attr-defined]
         raise ValueError(f"it ends before byte {start + length}")
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory

@@ -6,17 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.models.arrays import Array
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
+from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.safetensors_file import read_tensors, tensor_ranges
-from prefixcache.ops.quantized import QuantizedTensor
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,7 +28,7 @@ class NamedTensor:
     """A tensor of a checkpoint; `source` says where it came from, for error messages."""
 
     name: str
-    tensor: Tensor | QuantizedTensor
+    tensor: Array | QuantizedTensor
     source: str
 
 
@@ -41,7 +40,7 @@ class Slot:
     """
 
     shape: tuple[int, ...]
-    write: Callable[[Tensor | QuantizedTensor], object]
+    write: Callable[[Array | QuantizedTensor], object]
     kept_format: Callable[[], str]
 
 
@@ -49,22 +48,22 @@ Slots = Mapping[str, Slot]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load_folder(slots: Slots, folder: Path, device: torch.device, names: TensorNames) -> None:
+def load_folder(slots: Slots, folder: Path, names: TensorNames) -> None:
     """Fills every slot from the folder's safetensors, or from the file that its index is of.
 
     Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
     misshapen or unreadable. What `names` does not read may be there or not.
     """
-    tensors = read_folder(folder, device, names)
+    tensors = read_folder(folder, names)
     _check_complete(slots.keys() - copy_into(slots, tensors, names), folder)
 
 
-def read_folder(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
+def read_folder(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     """The folder's tensors that `names` reads, one after the other.
 
-    Dense ones of safetensors are on the device. Raises `ModelLoadError` when a file cannot be read.
+    Raises `ModelLoadError` when a file cannot be read.
     """
-    return _read_indexed(folder, names) if has_index(folder) else _read(folder, device, names)
+    return _read_indexed(folder, names) if has_index(folder) else _read(folder, names)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
@@ -105,7 +104,6 @@ def _check_complete(missing: Collection[str], folder: Path) -> None:
         raise ModelLoadError(f"The weights in {folder} lack {listed(missing)}.")
 
 
-@torch.inference_mode()
 def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) -> set[str]:
     """Writes the given tensors to their slots, in place, and returns those slots' names.
 
@@ -155,9 +153,9 @@ def _next_to(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _read(folder: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
+def _read(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     files = checkpoint_files(folder)
-    tensors = (one for file in files for one in _read_file(file, device, names))
+    tensors = (one for file in files for one in _read_file(file, names))
     return _with_progress(tensors, sum(file.stat().st_size for file in files))
 
 
@@ -180,10 +178,10 @@ def _with_progress(tensors: Iterator[NamedTensor], total: int) -> Iterator[Named
             progress.advance(task, one.tensor.nbytes)
 
 
-def _read_file(file: Path, device: torch.device, names: TensorNames) -> Iterator[NamedTensor]:
+def _read_file(file: Path, names: TensorNames) -> Iterator[NamedTensor]:
     wanted = [one for one in tensor_ranges(file) if names.own(one.name) is not None]
     for one, tensor in zip(wanted, read_tensors(file, wanted), strict=True):
-        yield NamedTensor(one.name, tensor.to(device), file.name)
+        yield NamedTensor(one.name, tensor, file.name)
 
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
@@ -194,7 +192,7 @@ def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
 
 def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 yield name, opened.get_slice(name).get_shape(), file.name
     except (SafetensorError, OSError) as error:

@@ -1,17 +1,20 @@
-"""How many blocks of KV fit: into free memory, or what a profile run leaves of a GPU's."""
+"""How many blocks of KV fit into a device's memory, and the context length that they allow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import torch
 
-from prefixcache.config.engine_config import CacheConfig
-from prefixcache.exceptions import FieldError, OutOfMemoryError
-from prefixcache.kv.specs import KVLayout, PoolSizes
+from prefixcache.config.engine_config import CacheConfig, EngineConfig
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ConfigError, FieldError, OutOfMemoryError
+from prefixcache.kv.cache_manager import fitting_tokens
+from prefixcache.kv.specs import KVLayout, PoolSizes, kv_layout
+
+logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.5
@@ -26,20 +29,32 @@ _CGROUP_FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class MemorySize:
+    """Bytes of a device, container limits included: those free now, and all.
+
+    `default` bounds a pool of which no size is said.
+    """
+
+    free: int
+    total: int
+    default: int = 1 << 62
+
+
 def choose_num_blocks(
-    cache: CacheConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
+    cache: CacheConfig, layout: KVLayout, itemsize: int, memory: MemorySize
 ) -> int:
     """Blocks of the pool at the start, the null block included.
 
     `num_blocks` and `kv_cache_memory` are taken at their word; a share is one of the memory that is
-    free now. With neither, half of that is used, on a CPU at most 4 GiB. Where not even one block
+    free now. With neither, half of that is used, up to `memory.default`. Where not even one block
     next to the null block fits it raises `FieldError` if bytes were asked for, else
     `OutOfMemoryError`.
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = layout.bytes_per_block(cache.block_size, dtype.itemsize)
-    budget = _budget(cache.kv_cache_memory, device)
+    block_bytes = layout.bytes_per_block(cache.block_size, itemsize)
+    budget = _budget(cache.kv_cache_memory, memory)
     if budget < _LEAST_BLOCKS * block_bytes:
         if isinstance(cache.kv_cache_memory, int):
             raise FieldError(
@@ -53,27 +68,30 @@ def choose_num_blocks(
     return budget // block_bytes
 
 
-def _budget(asked: int | float | None, device: torch.device) -> int:
+def _budget(asked: int | float | None, memory: MemorySize) -> int:
     """Bytes for the pool."""
     if isinstance(asked, int):
         return asked
-    share = int(available_memory(device) * (asked or _DEFAULT_SHARE))
-    return share if asked or device.type == "cuda" else min(share, _DEFAULT_CPU_BYTES)
+    share = int(memory.free * (asked or _DEFAULT_SHARE))
+    return share if asked else min(share, memory.default)
 
 
-def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.device) -> PoolSizes:
+def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, memory: MemorySize) -> PoolSizes:
     """The range of a pool that starts with `start` blocks.
 
     Raises `FieldError` for a ceiling beyond the machine, and for sizes that are out of order.
     """
-    free = available_memory(device)
     unbounded = PoolSizes(
-        start=start, ceiling=start, floor=_LEAST_BLOCKS, block_bytes=block_bytes, free_bytes=free
+        start=start,
+        ceiling=start,
+        floor=_LEAST_BLOCKS,
+        block_bytes=block_bytes,
+        free_bytes=memory.free,
     )
     most, least = cache.kv_cache_max_memory, cache.kv_cache_min_memory
     ceiling = start if most is None else unbounded.blocks_of(most)
     floor = _LEAST_BLOCKS if least is None else max(unbounded.blocks_of(least), _LEAST_BLOCKS)
-    _check_ceiling(start, ceiling, block_bytes, device)
+    _check_ceiling(start, ceiling, block_bytes, memory.total)
     if floor > start:
         raise FieldError(
             "kv_cache_min_memory",
@@ -83,14 +101,13 @@ def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, device: torch.d
     return replace(unbounded, ceiling=ceiling, floor=floor)
 
 
-def _check_ceiling(start: int, ceiling: int, block_bytes: int, device: torch.device) -> None:
+def _check_ceiling(start: int, ceiling: int, block_bytes: int, machine: int) -> None:
     if ceiling < start:
         raise FieldError(
             "kv_cache_max_memory",
             f"must be at least the size at the start, {start} blocks of {block_bytes} bytes; it "
             f"allows {ceiling}.",
         )
-    machine = total_memory(device)
     if ceiling > start and ceiling * block_bytes > machine:
         raise FieldError(
             "kv_cache_max_memory",
@@ -99,19 +116,16 @@ def _check_ceiling(start: int, ceiling: int, block_bytes: int, device: torch.dev
         )
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device, container limits included."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, *_cgroup_available())
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes that the device has, container limits included."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+def host_memory() -> MemorySize:
+    """The memory of this machine's processors."""
     limits = [_read_number(Path(limit)) for limit, _ in _CGROUP_FILES]
-    return min(psutil.virtual_memory().total, *(one for one in limits if one), 1 << 62)
+    total = min(psutil.virtual_memory().total, *(one for one in limits if one), 1 << 62)
+    return MemorySize(available_memory(), total, _DEFAULT_CPU_BYTES)
+
+
+def available_memory() -> int:
+    """Bytes that can still be allocated on this machine, container limits included."""
+    return min(psutil.virtual_memory().available, *_cgroup_available())
 
 
 def _cgroup_available() -> list[int]:
@@ -131,54 +145,27 @@ def _read_number(file: Path) -> int | None:
         return None  # No such controller, or "max": no limit.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """Bytes of a device around a profile run.
-
-    `total` and `free` are the driver's numbers, over all processes. Torch's allocator holds
-    `reserved` of what is not free, and needed `peak` at the worst moment of the run.
-    """
-
-    total: int
-    free: int
-    reserved: int
-    peak: int
-
-    @property
-    def outside(self) -> int:
-        """What others hold: the driver's context, libraries, other processes."""
-        return self.total - self.free - self.reserved
-
-
-def measure_peak(profile_run: Callable[[], None], device: torch.device) -> DeviceMemory:
-    """Runs the largest step and reads what it took. The device must be a CUDA device."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    profile_run()
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(
-        total=total,
-        free=free,
-        reserved=torch.cuda.memory_reserved(device),
-        peak=torch.cuda.max_memory_allocated(device),
+def fitting_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The context length, lowered to what the pool holds unless it was asked for."""
+    longest = config.scheduler.context_length(model)
+    kinds = kv_layout(model).kinds
+    room = fitting_tokens(
+        num_blocks,
+        config.cache.block_size,
+        kinds,
+        chunk=config.scheduler.limits().max_num_batched_tokens,
+        most=longest,
     )
-
-
-def fitting_blocks(memory: DeviceMemory, utilization: float, block_bytes: int) -> int:
-    """Blocks, the null block included, that fit next to everything else.
-
-    `utilization` is the share of the whole device that this process may use, as in vLLM. CUDA
-    graphs live in what it leaves. Raises `OutOfMemoryError` with the numbers when not even one
-    block next to the null block fits.
-    """
-    allowed = int(memory.total * utilization)
-    budget = allowed - memory.outside - memory.peak
-    if budget < 2 * block_bytes:
-        raise OutOfMemoryError(
-            f"gpu_memory_utilization {utilization} allows {allowed / _MIB:,.0f} MiB of "
-            f"{memory.total / _MIB:,.0f}; the weights and the largest step need "
-            f"{memory.peak / _MIB:,.0f} MiB and {memory.outside / _MIB:,.0f} MiB are in other use, "
-            "so no KV cache fits. Raise it, or lower max_num_batched_tokens or max_num_seqs."
+    if longest == room:
+        return longest
+    if config.scheduler.max_model_len is not None or not room:
+        # A group with a window holds the window and the tokens that a step computes.
+        has_windows = any(kind != "full" for kind in kinds)
+        lower = "--max-model-len" + (" or --max-num-batched-tokens" if has_windows else "")
+        raise ConfigError(
+            f"The KV cache holds {room} tokens ({num_blocks - 1} blocks of "
+            f"{config.cache.block_size}), less than one sequence of max_model_len {longest}. "
+            f"Raise --kv-cache-memory or --num-blocks, or lower {lower}."
         )
-    return budget // block_bytes
+    logger.warning("The KV cache holds %d tokens: max_model_len is lowered from %d.", room, longest)
+    return room

@@ -393,6 +393,9 @@ def _announce(address: str, served: ServedModel, options: ServeOptions, begun: f
     seconds = time.perf_counter() - begun
     place = address if options.uds is None else f"{options.uds} ({address})"
     print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {place}", flush=True)  # noqa: T201
+    if options.uds is None:
+        pages = f"API {address}/v1, its description {address}/docs, dashboard {address}/dashboard"
+        print(pages, flush=True)  # noqa: T201
     if options.uds is not None:
         address = f"--unix-socket {shlex.quote(str(options.uds))} {address}"
     example = _example(address, served, has_key=bool(options.api_key))

@@ -58,17 +58,23 @@ async def stream_events(
             await reply.aread()
             check_status(reply)
         async for line in reply.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if line.startswith("data:") and data != "[DONE]":
-                yield _event(data)
+            if (event := read_event(line)) is not None:
+                yield event
+
+
+def read_event(line: str) -> dict[str, Any] | None:
+    """The event that a line of a stream holds; None for other lines. Raises `StreamError`."""
+    data = line.removeprefix("data:").strip()
+    return _event(data) if line.startswith("data:") and data != "[DONE]" else None
 
 
 def check_status(reply: httpx.Response) -> None:
     """Raises `RefusedStreamError` for an error's status; the body has been read."""
     if reply.is_error:
         request = reply.request
-        message = f"{request.method} {request.url}: {reply.status_code} {cut(reply.text)}"
-        raise RefusedStreamError(message)
+        is_page = "html" in reply.headers.get("content-type", "")
+        text = "a web page: is this an OpenAI-compatible server?" if is_page else cut(reply.text)
+        raise RefusedStreamError(f"{request.method} {request.url}: {reply.status_code} {text}")
 
 
 def reason(error: httpx.HTTPError) -> str:

@@ -31,6 +31,15 @@ def check_can_write(files: Mapping[str, Path | None]) -> None:
             raise FieldError(flag, f"cannot write {file}.")
 
 
+def check_can_read(flag: str, *files: Path) -> None:
+    """Raises `FieldError` by the flag for the first of the files that cannot be read."""
+    for file in files:
+        if not file.exists():
+            raise FieldError(flag, f"cannot read {file}: there is no such file.")
+        if file.is_dir() or not os.access(file, os.R_OK):
+            raise FieldError(flag, f"cannot read {file}.")
+
+
 def write_json(content: Mapping[str, Any], path: Path) -> None:
     """Writes a report, its parents made where needed."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ mod recording;
 mod replay;
 mod routing;
 mod rowwise;
+mod sampler;
 mod sequence;
 mod shared_cache;
 mod stop_strings;
@@ -73,6 +74,8 @@ mod _core {
     use crate::routing::{ReplicaChooser, ReplicaIndex};
     #[pymodule_export]
     use crate::rowwise::RowOps;
+    #[pymodule_export]
+    use crate::sampler::{Sampler, SamplerRow};
     #[pymodule_export]
     use crate::sequence::Sequence;
     #[pymodule_export]

@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.ops.quantized import QUANT_FORMATS
+from prefixcache.models.quantized import QUANT_FORMATS
 
 # Unquantized numbers, by GGUF's names.
 DENSE_FORMATS = ("F32", "F16", "BF16")

@@ -7,25 +7,24 @@ header is not read.
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.models.arrays import BFLOAT16, FLOAT32, Array, new_array
 from prefixcache.models.digests import file_sha256
+from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
 from prefixcache.models.safetensors_file import read_bytes
-from prefixcache.ops.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
 
 INDEX_FILE = "model.gguf.index.json"
 WEIGHTS_FILE = "model.gguf"
-UNQUANTIZED_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED_TYPES = {"F32": FLOAT32, "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 
 _VERSION = 1
 
@@ -63,7 +62,7 @@ class TensorIndex:
     file: Path
     tensors: tuple[IndexedTensor, ...]
 
-    def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Tensor | QuantizedTensor]:
+    def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Array | QuantizedTensor]:
         """Those tensors, one after the other.
 
         Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
@@ -152,20 +151,21 @@ def _check_file(file: Path, size: int, sha256: str | None) -> None:
         )
 
 
-def _as_in_a_checkpoint(tensor: IndexedTensor, data: Tensor) -> Tensor | QuantizedTensor:
+def _as_in_a_checkpoint(tensor: IndexedTensor, data: Array) -> Array | QuantizedTensor:
     dtype = UNQUANTIZED_TYPES.get(tensor.format)
-    rows = data.view(tensor.shape[0], -1) if dtype is None else data.view(dtype).view(tensor.shape)
+    rows: Array = data.reshape(tensor.shape[0], -1)
+    if dtype is not None:
+        rows = data.view(dtype).reshape(tensor.shape)
     if tensor.paired_heads:
         rows = _unpaired(rows, tensor.paired_heads)
     if dtype is None:
         return QuantizedTensor(tensor.format, (tensor.shape[0], tensor.shape[1]), rows)
-    return rows.float() - tensor.offset_by if tensor.offset_by else rows
+    return rows.astype(FLOAT32) - np.float32(tensor.offset_by) if tensor.offset_by else rows
 
 
-def _unpaired(rows: Tensor, heads: int) -> Tensor:
+def _unpaired(rows: Array, heads: int) -> Array:
     """Undoes llama.cpp's order of q and k rows: there, a rotated pair stands side by side."""
-    pairs = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2)
-    # In pages of its own: the heap would keep what it once had for copies of this size.
-    memory = mmap.mmap(-1, rows.nbytes)
-    copy = torch.frombuffer(memory, dtype=rows.dtype).view(pairs.shape)
-    return copy.copy_(pairs).view(rows.shape)
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2)
+    copy = new_array(pairs.shape, rows.dtype)
+    copy[...] = pairs
+    return copy.reshape(rows.shape)

@@ -1,8 +1,8 @@
-"""The page, its files, and the stream that it reads.
+"""The dashboard and the page of the API: their files, and the stream that the dashboard reads.
 
-The page and its files say nothing of the cache and are open to all, since a browser sends no key
-with an address that somebody typed. The stream is the administrator's: the page asks for the key
-and sends it as every client does, in a header.
+The pages and their files say nothing of the cache and are open to all, since a browser sends no key
+with an address that somebody typed. The stream is the administrator's, and `/openapi.json` the
+clients': the pages ask for the key and send it as every client does, in a header.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse, Response
 
 from prefixcache.server.dashboard.feed import Feed
 from prefixcache.server.dashboard.view import View
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from prefixcache.server.jobs.job_maker import JobMaker
 
 DASHBOARD_PATH = "/dashboard"
+DOCS_PATH = "/docs"
+_PAGES = {"index.html": DASHBOARD_PATH, "docs.html": DOCS_PATH}
 _FILES = Path(__file__).with_name("page")
 _MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -60,9 +63,15 @@ def dashboard_router(
     view = View(engine, maker.served, version, history)
     feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
     for file in sorted(_FILES.iterdir()):
-        path = f"{DASHBOARD_PATH}/assets/{file.name}"
         if file.suffix in _MEDIA_TYPES:
-            _serve(router, DASHBOARD_PATH if file.suffix == ".html" else path, file)
+            _serve(router, _PAGES.get(file.name, f"{DASHBOARD_PATH}/assets/{file.name}"), file)
+
+    @router.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """Leads browsers to the dashboard; there is nothing here for others."""
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HTTPException(HTTPStatus.NOT_FOUND)
+        return RedirectResponse(DASHBOARD_PATH.removeprefix("/"))
 
     # It never ends by itself, and is for this page: no client is to be made for it.
     @router.get(f"{DASHBOARD_PATH}/events", include_in_schema=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -33,9 +34,11 @@ def listening(options: ServeOptions) -> Generator[socket.socket, None, None]:
 def cannot_listen(options: ServeOptions, error: Exception) -> ConfigError:
     """What to tell of a port that could not be had."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ConfigError(
-        f"Cannot listen on {options.host}:{options.port}: {reason}. --port takes another port."
+    is_of_the_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+    advice = (
+        "--port takes another port" if is_of_the_port else "--host takes an address of this machine"
     )
+    return ConfigError(f"Cannot listen on {options.host}:{options.port}: {reason}. {advice}.")
 
 
 def shown_address(options: ServeOptions, listener: socket.socket) -> str:

@@ -127,8 +127,10 @@ class CrossOrigin(Checked):
 class ServeOptions(Checked):
     """Where, as what and to whom a model is served."""
 
-    host: str = flag("127.0.0.1", "Address to listen on.", "Server")
-    port: Annotated[Count, Le(65535)] = flag(8000, "Port; 0 takes a free one.", "Server")
+    host: str = flag("127.0.0.1", "Address to listen on.", "Server", common=True)
+    port: Annotated[Count, Le(65535)] = flag(
+        8000, "Port; 0 takes a free one.", "Server", common=True
+    )
     uds: Path | None = flag(None, "Unix socket to listen on, instead of a port.", "Server")
     uds_permissions: str = flag(
         "600", "Who may connect to the Unix socket, as for chmod.", "Server", metavar="<octal>"
@@ -139,6 +141,7 @@ class ServeOptions(Checked):
         "Server",
         shown="--model",
         greedy=True,
+        common=True,
     )
     load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
         "auto",
@@ -207,7 +210,7 @@ class ServeOptions(Checked):
     timeout_write: PositiveFloat = flag(
         30, "Seconds for a client to read some of what it was sent.", "Server"
     )
-    log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server")
+    log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server", common=True)
     log_format: LogFormat = flag("text", "json writes an object a line.", "Server")
     log_file: Path | None = flag(
         None, "File for the log, which may be rotated.", "Server", shown="stderr"
@@ -225,7 +228,11 @@ class ServeOptions(Checked):
         shown="none",
     )
     api_key: tuple[str, ...] = flag(
-        (), "Key that clients must send; may be given several times.", "Access", secret=True
+        (),
+        "Key that clients must send; may be given several times.",
+        "Access",
+        secret=True,
+        common=True,
     )
     admin_api_key: tuple[str, ...] = flag(
         (),
@@ -233,6 +240,7 @@ class ServeOptions(Checked):
         "Access",
         shown="this machine alone, and nobody with --api-key",
         secret=True,
+        common=True,
     )
     allowed_hosts: tuple[str, ...] = flag(
         (),

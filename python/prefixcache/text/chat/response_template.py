@@ -18,13 +18,22 @@ _REASONING = ("thinking", "reasoning", "reasoning_content")
 
 
 class ResponseTemplate:
-    """A checked response template. Raises `ModelLoadError` for one that transformers refuses."""
+    """A checked response template.
+
+    Raises `ModelLoadError` for one that transformers refuses, and where transformers is missing.
+    """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         # Imported where a model needs it: transformers takes seconds.
-        from transformers.utils.chat_parsing import ResponseParser
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
+        try:
+            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+        except ImportError as error:
+            raise ModelLoadError(
+                "The model's tokenizer_config.json has a response_template, which needs "
+                "transformers: pip install 'prefixcache[transformers]', or name a form of tool "
+                "calls by --tool-call-parser."
+            ) from error
         try:
             self._spec = load_response_template(dict(spec))
         except (ValueError, TypeError, KeyError) as error:

@@ -253,7 +253,13 @@ def _converted_backend(folder: Path) -> _Backend:
     """A tokenizer that comes as vocabulary files alone; transformers knows how to convert those."""
     if not folder.is_dir():
         raise ModelLoadError(f"There is no folder {folder}.")
-    from transformers import AutoTokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ModelLoadError(
+            f"{folder} holds no tokenizer.json, and to convert other files needs transformers: "
+            "pip install 'prefixcache[transformers]'."
+        ) from error
 
     loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     backend = getattr(loaded, "backend_tokenizer", None)

@@ -7,7 +7,7 @@ const LONGEST_WAIT = 30000;
 export class Refused extends Error {}
 
 // Header values are bytes: a key is sent as those of its UTF-8, as command lines send it.
-function bearer(key) {
+export function bearer(key) {
   const bytes = new TextEncoder().encode(key);
   return "Bearer " + Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
 }

@@ -1,0 +1,99 @@
+"""The command `prefixcache models`: what can be served without a download, and what has a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from prefixcache.cli.command_line import Given
+from prefixcache.config.checked import Checked
+from prefixcache.config.flags import flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOptions(Checked):
+    """How to show the models."""
+
+    json: bool = flag(False, "Show them as a JSON list.", "Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A model by the `name` that `--model` takes.
+
+    `size` is in bytes, and None where the model is not on this machine yet.
+    """
+
+    name: str
+    source: str
+    size: int | None
+    folder: str | None
+
+
+def models(given: Given) -> None:
+    """List known models and cached files.
+
+    They are the aliases, the GGUF files that were converted for a start, and the repositories of
+    the hub's cache. Any other folder, GGUF file or hub id can be served too.
+    """
+    options = given.make(ModelsOptions)
+    found = [*_aliases(), *_converted(), *_of_the_hub()]
+    if options.json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=1))
+        return
+    rows = [("MODEL", "FROM", "SIZE", "FOLDER"), *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for *columns, folder in rows:
+        padded = (text.ljust(width) for text, width in zip(columns, widths, strict=True))
+        click.echo("  ".join([*padded, folder]).rstrip())
+
+
+def _row(model: KnownModel) -> tuple[str, str, str, str]:
+    size = "not fetched" if model.size is None else f"{model.size / 2**20:,.0f} MiB"
+    return model.name, model.source, size, model.folder or ""
+
+
+def _aliases() -> Iterator[KnownModel]:
+    from prefixcache.models.hub import ALIASES, folder_of_alias
+
+    for name in ALIASES:
+        folder = folder_of_alias(name)
+        is_there = folder.is_dir()
+        yield KnownModel(
+            name=name,
+            source="alias",
+            size=_size(folder) if is_there else None,
+            folder=str(folder) if is_there else None,
+        )
+
+
+def _converted() -> Iterator[KnownModel]:
+    """GGUF files of the user: their folders hold all but the weights, which they lead to."""
+    from prefixcache.models.hub import converted_files
+
+    for folder, file in converted_files():
+        size = file.stat().st_size if file.is_file() else None
+        yield KnownModel(name=str(file), source="GGUF file", size=size, folder=str(folder))
+
+
+def _of_the_hub() -> Iterator[KnownModel]:
+    """Repositories of models with a config, in the cache that other programs share."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda one: one.repo_id):
+        snapshots = [one.snapshot_path for one in repo.revisions]
+        if repo.repo_type == "model" and any((one / "config.json").is_file() for one in snapshots):
+            folder = str(repo.repo_path)
+            yield KnownModel(name=repo.repo_id, source="hub", size=repo.size_on_disk, folder=folder)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

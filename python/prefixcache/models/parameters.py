@@ -1,0 +1,224 @@
+"""The parameters of a decoder, by a checkpoint's names: what its linears and norms are made of.
+
+Every runner makes a model out of these shapes in its own memory. Letters of shapes: E hidden size,
+F intermediate size, H query heads, K key-value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+from prefixcache.config.model_config import Activation, ModelConfig
+from prefixcache.models.arrays import Array
+from prefixcache.models.quantized import QuantizedTensor
+from prefixcache.models.weights import Slot
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer that is fused of projections: their names, and how many outputs each has."""
+
+    inputs: int
+    parts: Mapping[str, int]
+    bias: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def starts(self) -> Mapping[str, int]:
+        """The first output of each part."""
+        return dict(zip(self.parts, accumulate(self.parts.values(), initial=0), strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    """The weight of a norm: rows of `width` numbers, of which each name fills some alike."""
+
+    width: int
+    parts: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Attention, then a gated MLP, each after a norm and with a residual connection.
+
+    Where there are out norms, they normalise what attention and MLP add to the residual. `qk_norm`
+    has a row for each query and key head [H + K, D]; `rope` is the number of the layer's rotation
+    among the model's.
+    """
+
+    input_norm: NormShape
+    qkv: LinearShape
+    qk_norm: NormShape | None
+    out: LinearShape
+    attention_out_norm: NormShape | None
+    mlp_norm: NormShape
+    gate_up: LinearShape
+    down: LinearShape
+    mlp_out_norm: NormShape | None
+    activation: Activation
+    rope: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """All parameters of a model. `head` has no name where it is tied to the embedding."""
+
+    layers: tuple[LayerShape, ...]
+    norm: NormShape
+    head: LinearShape
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> DecoderShape:
+        """The shape of the model that the config describes."""
+        name = "" if config.tie_word_embeddings else "lm_head"
+        return cls(
+            layers=tuple(_layer(config, layer) for layer in range(config.num_layers)),
+            norm=NormShape(config.hidden_size, {"model.norm": 1}),
+            head=LinearShape(config.hidden_size, {name: config.vocab_size}),
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape that each of the checkpoint's tensors must have."""
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.head.outputs, self.head.inputs)}
+        for linear in self._linears():
+            for name, rows in linear.parts.items():
+                found[f"{name}.weight"] = (rows, linear.inputs)
+                if linear.bias:
+                    found[f"{name}.bias"] = (rows,)
+        found |= {f"{name}.weight": (norm.width,) for norm in self._norms() for name in norm.parts}
+        return found
+
+    def _linears(self) -> Iterator[LinearShape]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        if "" not in self.head.parts:
+            yield self.head
+
+    def _norms(self) -> Iterator[NormShape]:
+        for layer in self.layers:
+            norms = (layer.input_norm, layer.qk_norm, layer.attention_out_norm)
+            yield from filter(None, (*norms, layer.mlp_norm, layer.mlp_out_norm))
+        yield self.norm
+
+
+def _layer(config: ModelConfig, layer: int) -> LayerShape:
+    prefix = f"model.layers.{layer}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    hidden, size = config.hidden_size, config.intermediate_size
+    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+
+    def norm(name: str) -> NormShape:
+        return NormShape(hidden, {f"{prefix}.{name}": 1})
+
+    # "post-attention" is another norm where there are four.
+    sandwich = config.sandwich_norms
+    mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    return LayerShape(
+        input_norm=norm("input_layernorm"),
+        qkv=LinearShape(
+            hidden,
+            {f"{attention}.{one}_proj": count * head_dim for one, count in projections},
+            config.qkv_bias,
+        ),
+        qk_norm=NormShape(head_dim, {f"{attention}.q_norm": heads, f"{attention}.k_norm": kv_heads})
+        if config.qk_norm
+        else None,
+        out=LinearShape(heads * head_dim, {f"{attention}.o_proj": hidden}, config.output_bias),
+        attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
+        mlp_norm=norm(mlp_norm),
+        gate_up=LinearShape(
+            hidden, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, config.mlp_bias
+        ),
+        down=LinearShape(size, {f"{mlp}.down_proj": hidden}, config.mlp_bias),
+        mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
+        activation=config.activation,
+        rope=_rope_of(config, layer),
+    )
+
+
+def _rope_of(config: ModelConfig, layer: int) -> int:
+    """The number of the layer's rotation: 1 where a layer with a window has one of its own."""
+    has_window = bool(config.layer_windows) and config.layer_windows[layer] is not None
+    return int(has_window and config.local_rope is not None)
+
+
+class WritableLinear(Protocol):
+    """A linear layer as those who load weights see it; its type is `dtype`, as "bfloat16"."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The type that it computes in, as "bfloat16"."""
+        ...
+
+    def kept_format(self, start: int) -> str:
+        """How the part of the weight that begins at output `start` is kept: a type or a format."""
+        ...
+
+    def copy_rows(self, start: int, weight_OI: Array, /) -> None:
+        """Writes outputs `start:start + O` of the weight, converting their type."""
+        ...
+
+    def copy_blocks(self, start: int, weight_OI: QuantizedTensor, /) -> None:
+        """Writes outputs `start:start + O`, a whole part. `ValueError` where a scale is no number.
+
+        The layer computes as with the numbers that the blocks stand for, rounded once to its type.
+        """
+        ...
+
+    def copy_bias(self, start: int, bias_O: Array, /) -> None:
+        """Writes elements `start:start + O` of the bias."""
+        ...
+
+
+def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[str, Slot]]:
+    """Where the tensors of a linear layer go."""
+    for name, start in shape.starts.items():
+        rows = shape.parts[name]
+        write, kept_format = (
+            partial(_copy_matrix, linear, start),
+            partial(linear.kept_format, start),
+        )
+        yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
+        if shape.bias:
+            write = partial(_copy_numbers, partial(linear.copy_bias, start))
+            yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
+
+
+def norm_slots(
+    shape: NormShape, write_rows: Callable[[slice, Array], None], dtype_name: str
+) -> Iterator[tuple[str, Slot]]:
+    """Where the tensors of a norm go; `write_rows` fills rows with the same numbers."""
+    start = 0
+    for name, rows in shape.parts.items():
+        write = partial(_copy_numbers, partial(write_rows, slice(start, start + rows)))
+        yield f"{name}.weight", Slot((shape.width,), write, lambda: dtype_name)
+        start += rows
+
+
+def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:
+    if isinstance(tensor, QuantizedTensor):
+        linear.copy_blocks(start, tensor)
+    else:
+        linear.copy_rows(start, tensor)
+
+
+def _copy_numbers(write: Callable[[Array], None], tensor: Array | QuantizedTensor) -> None:
+    if isinstance(tensor, QuantizedTensor):
+        raise TypeError("quantized weights are for linear layers and embeddings")
+    write(tensor)

@@ -1,0 +1,94 @@
+"""Quantized matrices of GGUF: rows of quant blocks, which are integers and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.models.arrays import Array, new_array
+
+QuantFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+"""The quantized formats that linear layers compute with, by GGUF's names."""
+QUANT_FORMATS: tuple[QuantFormat, ...] = get_args(QuantFormat)
+
+_CHUNK_NUMBERS = 1 << 20
+
+
+@cache
+def quant_block_size(quant_format: str) -> tuple[int, int]:
+    """How many numbers a quant block of this format holds, and in how many bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[quant_format]]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """Rows of quant blocks of one format. `shape` counts numbers, outputs and inputs.
+
+    `blocks` are the file's bytes, uint8 [outputs, bytes of a row]; their rows are in the order of a
+    checkpoint of Hugging Face. Raises `ValueError` where the format is none of `QUANT_FORMATS`, or
+    the bytes are not those of the shape.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    blocks: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        if self.format not in QUANT_FORMATS:
+            raise ValueError(f"format must be one of {', '.join(QUANT_FORMATS)}, not {self.format}")
+        outputs, inputs = self.shape
+        wanted = (outputs, row_bytes(self.format, inputs))
+        if self.blocks.dtype != np.uint8 or self.blocks.shape != wanted:
+            raise ValueError(
+                f"blocks must be uint8 {list(wanted)}, "
+                f"not {self.blocks.dtype} {list(self.blocks.shape)}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the quant blocks."""
+        return self.blocks.nbytes
+
+    def dequantized(self, dtype: np.dtype[Any]) -> Array:
+        """The numbers [outputs, inputs], computed in float32 and rounded once to `dtype`.
+
+        Raises `ValueError` where a scale is not a finite number.
+        """
+        out = new_array(self.shape, dtype)
+        for start, rows in self.float32_rows():
+            out[start : start + len(rows)] = rows
+        return out
+
+    def float32_rows(self) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """The numbers, a few rows at a time, each part with the number of its first row.
+
+        Raises `ValueError` where a scale is not a finite number.
+        """
+        from gguf import GGMLQuantizationType, dequantize
+
+        kind = GGMLQuantizationType[self.format]
+        count = max(1, _CHUNK_NUMBERS // self.shape[1])
+        for start in range(0, self.shape[0], count):
+            blocks = np.ascontiguousarray(self.blocks[start : start + count])
+            with np.errstate(invalid="ignore", over="ignore"):  # reported below, with the row
+                rows = dequantize(blocks, kind)
+            finite = np.isfinite(rows).all(axis=1)
+            if not finite.all():
+                row = start + int(finite.argmin())
+                raise ValueError(f"blocks: row {row} has a scale that is not a number")
+            yield start, rows
+
+
+def row_bytes(quant_format: str, inputs: int) -> int:
+    """Bytes of a row. Raises `ValueError` where it is not made of whole quant blocks."""
+    numbers, size = quant_block_size(quant_format)
+    if inputs % numbers:
+        raise ValueError(f"inputs must be a multiple of {numbers} for {quant_format}")
+    return inputs // numbers * size

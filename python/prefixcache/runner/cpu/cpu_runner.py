@@ -1,0 +1,192 @@
+"""The runner of a CPU, which needs no torch: numpy and our own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from prefixcache._core import Cpu
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ConfigError
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.specs import KVLayout, kv_layout
+from prefixcache.models.arrays import DTYPES
+from prefixcache.models.checkpoint import read_checkpoint
+from prefixcache.models.loader import choose_dtype, load_model
+from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.base import KVSpecs, ModelSpec, check_supported
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.cpu.linear import KernelDType
+from prefixcache.runner.cpu.model import CpuModel, attention_kernels
+from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.runner.cpu.step import StepComputer
+from prefixcache.runner.sizing import (
+    available_memory,
+    choose_num_blocks,
+    fitting_model_len,
+    host_memory,
+    pool_sizes,
+)
+from prefixcache.runner.threads import default_threads
+from prefixcache.types.step_plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step, all of which is computed."""
+
+    result: StepResult
+    is_known = True
+
+
+class CpuRunner:
+    """See `Runner`. Raises `ConfigError` for instructions that the processor does not have."""
+
+    device = "cpu"
+    shares_kv = True
+    runs_ahead = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config.on("cpu")
+        self._cpu = _make_cpu(config.cpu_threads or default_threads(), config.cpu_instructions)
+
+    @property
+    def block_tables(self) -> Sequence[BlockTableBuffers]:
+        """See `StepRunner`."""
+        return self._steps.block_tables
+
+    def load(self, model: ModelConfig, folder: Path) -> ModelSpec:
+        """See `Runner`. The weights are read for their digest in parallel."""
+        config, cpu = self._config, self._cpu
+        dtype = _choose_dtype(config, model, cpu)
+        layout = kv_layout(model)
+        attentions = attention_kernels(model, layout, cpu, dtype)
+        specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
+        max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
+        make = partial(CpuModel, model, cpu, dtype, max_model_len, config.cpu_activations)
+        with ThreadPoolExecutor(1) as digests:
+            reading = digests.submit(read_checkpoint, folder, cpu.threads)
+            loaded = load_model(make, model, folder)
+            checkpoint = reading.result()
+        checkpoint.check_unchanged()
+        weights = ReplaceableModel(loaded, make, checkpoint, requantize=config.requantize)
+        _check_quantized(config, weights.info.formats)
+        self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
+        self._specs = specs
+        self.memory = CpuModelMemory(weights, self.kv)
+        self.memory.make_kv()
+        tables = self._make_tables(layout, max_model_len)
+        self._steps = StepComputer(weights, attentions, self.kv, tables, Sampler(cpu))
+        return ModelSpec(
+            dtype=dtype,
+            hardware=f"cpu with {cpu.threads} threads ({cpu.instructions})",
+            attention="cpu",
+            batch_invariant=True,
+            shares_answers=True,
+            max_model_len=max_model_len,
+            weights_digest=checkpoint.digest,
+        )
+
+    def _make_tables(self, layout: KVLayout, max_model_len: int) -> list[BlockTableBuffers]:
+        limits = self._config.scheduler.limits()
+        chunk = limits.max_num_batched_tokens
+        return [
+            BlockTableBuffers.of_size(
+                max_tokens=chunk, max_seqs=limits.max_num_seqs, max_pages=max_pages
+            )
+            for max_pages in layout.most_pages(max_model_len, chunk, self._config.cache.block_size)
+        ]
+
+    def kv_specs(self) -> KVSpecs:
+        """See `Runner`."""
+        return self._specs
+
+    def submit(self, plan: StepPlan) -> ComputedStep:
+        """See `StepRunner`."""
+        check_supported(plan)
+        return ComputedStep(self._steps.compute(plan))
+
+    def results(self, step: ComputedStep) -> StepResult:
+        """See `StepRunner`."""
+        return step.result
+
+    def run_empty_step(self) -> None:
+        """See `StepRunner`."""
+        self._steps.compute_nothing()
+
+    def available_memory(self) -> int:
+        """See `Runner`."""
+        return available_memory()
+
+
+class CpuModelMemory:
+    """See `base.ModelMemory`."""
+
+    def __init__(self, weights: ReplaceableModel[CpuModel], kv: KVMemory) -> None:
+        self.weights = weights
+        self.has_kv = False
+        self._kv = kv
+
+    def make_kv(self) -> None:
+        """See `base.ModelMemory`."""
+        self._kv.allocate()
+        self.has_kv = True
+
+    def give_up_kv(self) -> None:
+        """See `base.ModelMemory`."""
+        self.has_kv = False
+        self._kv.give_up()
+
+    def settle(self) -> None:
+        """Nothing needs both weights and KV."""
+
+
+def _make_cpu(threads: int, instructions: str | None) -> Cpu:
+    """Raises `ConfigError` where the processor has no such instructions."""
+    available = Cpu.available_instructions()
+    if instructions is not None and instructions not in available:
+        raise ConfigError(
+            f"cpu_instructions must be one of {', '.join(available)} on this processor, "
+            f"not {instructions}."
+        )
+    return Cpu(threads, instructions)
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu) -> KernelDType:
+    has_products = cpu.instructions.startswith("avx512")
+    dtype = choose_dtype(config.dtype, model.checkpoint_dtype, multiplies_bfloat16=has_products)
+    return cast("KernelDType", dtype)
+
+
+def _kv_specs(config: EngineConfig, layout: KVLayout, itemsize: int) -> KVSpecs:
+    memory = host_memory()
+    block_bytes = layout.bytes_per_block(config.cache.block_size, itemsize)
+    start = choose_num_blocks(config.cache, layout, itemsize, memory)
+    return KVSpecs(layout, pool_sizes(config.cache, start, block_bytes, memory))
+
+
+def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
+    return KVMemory(
+        layout=specs.layout,
+        num_blocks=specs.sizes.start,
+        block_size=config.cache.block_size,
+        itemsize=itemsize,
+        free_memory=available_memory,
+        max_blocks=specs.sizes.ceiling,
+    )
+
+
+def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:
+    """Raises `ConfigError` where int8 activations are asked for and nothing is quantized."""
+    if config.cpu_activations == "exact" or set(formats) & set(QUANT_FORMATS):
+        return
+    raise ConfigError(
+        "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "
+        "quantized GGUF file, or a folder that `prefixcache convert --quantize` made."
+    )

@@ -1,0 +1,244 @@
+"""A decoder over our own kernels: all layers are one call a step.
+
+The promise: a request's tokens and their log probabilities are the same bits whether its prompt was
+found in the cache or computed, in one step or in chunks, alone or among others, before or after a
+preemption. It holds since every kernel obeys this rule:
+
+    A row of the result is a function of that row of the input alone, bit for bit: not of the number
+    of rows, of the row's place among them, of what stands in the others, or of how the work is
+    split over threads. What attention reads of other rows, it reads from the KV cache, by position.
+
+A sum of floating-point numbers depends on its order, so the rule is about the order of additions:
+
+- A linear adds each output along the input features, one after the other, however many rows are
+  computed with it.
+- A linear that quantizes its activations (`--cpu-activations int8`) does so block by block of a
+  row, and adds the blocks' integer sums, which are exact, in their order.
+- A norm adds the squares of a row in an order that depends on the row's width alone.
+- Attention meets keys in tiles of 64 positions, counted from the sequence's first token.
+- Element by element there is nothing to add, but a function must be the same for the elements of a
+  vector and those left over at a row's end: the kernels compute leftovers with the vector's
+  instructions. Copies, lookups, +, * and / are safe.
+
+The kernels are in Rust (`rust/prefixcache-ops`, `rust/prefixcache-attention`), checked there
+against float64 and against themselves, one row alone against many. On whole models,
+`tests/property/test_invariance.py` checks the promise.
+
+Letters of shapes: T tokens in the step, E hidden size, R rows whose logits are wanted, V
+vocabulary, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PagedAttention, RowOps
+from prefixcache.config.engine_config import Activations
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ConfigError
+from prefixcache.kv.specs import KVLayout
+from prefixcache.models.arrays import DTYPES, Array, new_array
+from prefixcache.models.names import TensorNames
+from prefixcache.models.parameters import (
+    EMBEDDING,
+    DecoderShape,
+    LayerShape,
+    LinearShape,
+    NormShape,
+    linear_slots,
+    norm_slots,
+)
+from prefixcache.models.rope import rotation_tables
+from prefixcache.models.weights import Slot
+from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKernels:
+    """Attention of a step: a kernel for each KV cache group, planned for the step's rows.
+
+    Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`.
+    """
+
+    attentions: list[PagedAttention]
+    layer_groups: list[int]
+    caches: list[int]
+
+
+class CpuModel:
+    """The decoder. Its parameters are undefined until every slot was written.
+
+    `max_positions` bounds the positions `forward` may be given; `activations` is what quantized
+    weights are multiplied with.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cpu: Cpu,
+        dtype: KernelDType,
+        max_positions: int,
+        activations: Activations = "exact",
+    ) -> None:
+        self.config = config
+        self.names = TensorNames(config)
+        self.slots: dict[str, Slot] = {}
+        self._cpu = cpu
+        self.dtype_name: KernelDType = dtype
+        self._activations: Activations = activations
+        self._parts: list[CpuLinear | CpuEmbedding] = []
+        self._norms: list[Array] = []
+        shape = DecoderShape.of(config)
+        eps = config.rms_norm_eps
+        layers = [self._layer(layer) for layer in shape.layers]
+        self._stack = DecoderStack(cpu, dtype, config.hidden_size, eps, layers)
+        self._norm_E = self._norm(shape.norm)
+        self._rows = RowOps(cpu, dtype)
+        self._head = self._linear(shape.head)
+        self._embedding = self._make_embedding(shape.head)
+        self._rotations = [
+            rotation_tables(rope, config.head_dim, max_positions)
+            for rope in (config.rope, config.local_rope)
+            if rope is not None
+        ]
+        # Rounded as the weights are: Gemma was trained so.
+        self._embedding_scale = np.array(config.embedding_scale, DTYPES[dtype])
+        self._logits = np.empty(0, np.float32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights as they are kept now."""
+        norms = sum(norm.nbytes for norm in self._norms)
+        return norms + sum(part.num_bytes for part in self._parts)
+
+    def forward(
+        self,
+        token_ids_T: npt.NDArray[np.int64],
+        positions_T: npt.NDArray[np.int64],
+        kernels: StepKernels,
+    ) -> Array:
+        """The residual stream [T, E] after the last layer."""
+        x_TE = self._embedding(token_ids_T)
+        if self._embedding_scale != 1.0:
+            x_TE *= self._embedding_scale
+        rotations = [(cos[positions_T], sin[positions_T]) for cos, sin in self._rotations]
+        self._stack.forward(
+            kernels.attentions,
+            kernels.layer_groups,
+            kernels.caches,
+            [(address(cos), address(sin)) for cos, sin in rotations],
+            address(x_TE),
+        )
+        return x_TE
+
+    def compute_logits(self, x_RE: Array) -> npt.NDArray[np.float32]:
+        """Logits [R, V] of rows of the residual stream, good until the next call."""
+        normed_RE = self._normed(np.ascontiguousarray(x_RE))
+        size = len(x_RE) * self.config.vocab_size
+        if size > self._logits.size:
+            self._logits = np.empty(size, np.float32)
+        logits_RV = self._logits[:size].reshape(len(x_RE), -1)
+        self._head.wide(normed_RE, logits_RV)
+        return logits_RV
+
+    def _normed(self, x_RE: Array) -> Array:
+        rows, width = x_RE.shape
+        out_RE = np.empty_like(x_RE)
+        norm, eps = address(self._norm_E), self.config.rms_norm_eps
+        self._rows.rms_norm(
+            address(x_RE), rows, width, width, norm, width, width, eps, address(out_RE),
+            offset=self.config.norm_offset,
+        )  # fmt: skip
+        return out_RE
+
+    def _layer(self, shape: LayerShape) -> DecoderLayer:
+        return DecoderLayer(
+            input_norm=address(self._norm(shape.input_norm)),
+            qkv=self._linear(shape.qkv).packed,
+            qk_norm=self._optional_norm(shape.qk_norm),
+            out=self._linear(shape.out).packed,
+            attention_out_norm=self._optional_norm(shape.attention_out_norm),
+            mlp_norm=address(self._norm(shape.mlp_norm)),
+            gate_up=self._linear(shape.gate_up).packed,
+            gate=shape.activation,
+            down=self._linear(shape.down).packed,
+            mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
+            norm_offset=self.config.norm_offset,
+            rope=shape.rope,
+        )
+
+    def _optional_norm(self, shape: NormShape | None) -> int | None:
+        return None if shape is None else address(self._norm(shape))
+
+    def _linear(self, shape: LinearShape) -> CpuLinear:
+        made = CpuLinear(self._cpu, self.dtype_name, shape, self._activations)
+        self._parts.append(made)
+        if "" not in shape.parts:
+            self.slots.update(linear_slots(shape, made))
+        return made
+
+    def _norm(self, shape: NormShape) -> Array:
+        made = new_array((shape.rows, shape.width), DTYPES[self.dtype_name])
+        self._norms.append(made)  # the kernel has only its address
+        self.slots.update(norm_slots(shape, partial(_write_rows, made), self.dtype_name))
+        return made
+
+    def _make_embedding(self, shape: LinearShape) -> CpuEmbedding:
+        tied = self._head if self.config.tie_word_embeddings else None
+        made = CpuEmbedding(self._cpu, self.dtype_name, shape, tied)
+        self._parts.append(made)
+        size = (shape.outputs, shape.inputs)
+        self.slots[EMBEDDING] = Slot(size, made.write, made.kept_format)
+        return made
+
+
+def _write_rows(norm: Array, rows: slice, numbers: Array) -> None:
+    norm[rows] = numbers
+
+
+def attention_kernels(
+    config: ModelConfig, layout: KVLayout, cpu: Cpu, dtype: KernelDType
+) -> list[PagedAttention]:
+    """A kernel for each KV cache group. Raises `ConfigError` for a model that it cannot compute.
+
+    It reads keys and values where they are, through the block table, in tiles of 64 positions
+    counted from the sequence's first token, each row in the same order of additions. Tiled softmax
+    as in FlashAttention (Dao et al., 2022); the kernel is in `rust/prefixcache-attention`.
+    """
+    scale = config.attention_scale or config.head_dim**-0.5
+    shape = (config.num_heads, config.num_kv_heads, config.head_dim)
+    windows = [group.sliding_window for group in layout.groups]
+    try:
+        return [
+            PagedAttention(cpu, dtype, *shape, scale, window_left=None if w is None else w - 1)
+            for w in windows
+        ]
+    except ValueError as error:
+        raise ConfigError(
+            f"The CPU's attention cannot compute this model: {error}. --attention torch can."
+        ) from None
+
+
+def layer_places(layout: KVLayout) -> Iterator[tuple[int, int]]:
+    """For each layer of the model its group, and the number of its KV tensor."""
+    places: dict[int, tuple[int, int]] = {}
+    for index, group in enumerate(layout.groups):
+        places |= {layer: (index, number) for number, layer in enumerate(group.layers)}
+    return (places[layer] for layer in range(len(places)))
+
+
+def step_kernels(
+    attentions: Sequence[PagedAttention], layout: KVLayout, tensors: Sequence[int]
+) -> StepKernels:
+    """What the layers of a model attend with, over KV tensors at these addresses."""
+    places = list(layer_places(layout))
+    return StepKernels(
+        attentions=list(attentions),
+        layer_groups=[group for group, _ in places],
+        caches=[tensors[number] for _, number in places],
+    )

@@ -1,0 +1,130 @@
+"""Computes a planned step on a CPU, and samples.
+
+The `StepPlan` and the block tables say everything; nothing is asked of the cache or the scheduler.
+Letters of shapes: T tokens in the step, S sequences, E hidden size, R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache._core import PagedAttention
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.models.arrays import Array
+from prefixcache.models.replaceable import ReplaceableModel
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.runner.cpu.model import CpuModel, step_kernels
+from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.types.request import TokenLogprobs
+from prefixcache.types.step_plan import (
+    PromptLogprobsInput,
+    SamplingInput,
+    ScheduledSequence,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+)
+
+# All logits of a long prompt would not fit into memory.
+_LOGPROB_ROWS = 256
+_NOTHING = SequenceOutput()
+
+
+class StepComputer:
+    """Computes steps of one model; its `block_tables` are filled before each of them."""
+
+    def __init__(
+        self,
+        weights: ReplaceableModel[CpuModel],
+        attentions: Sequence[PagedAttention],
+        kv: KVMemory,
+        block_tables: Sequence[BlockTableBuffers],
+        sampler: Sampler,
+    ) -> None:
+        self.block_tables = block_tables
+        self._weights = weights
+        self._kv = kv
+        self._sampler = sampler
+        self._kernels = step_kernels(attentions, kv.layout, kv.addresses)
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """One output for each sequence of the plan: an empty one where nothing was due."""
+        model = self._weights.loaded
+        indptr = _indptr(plan.sequences)
+        for kernel, tables in zip(self._kernels.attentions, self.block_tables, strict=True):
+            self._plan(kernel, tables, indptr)
+        positions_T = _positions(plan.sequences, indptr)
+        x_TE = model.forward(plan.token_ids.astype(np.int64), positions_T, self._kernels)
+        outputs = self._sampled(plan, model, x_TE[indptr[1:] - 1])
+        for s, sequence in enumerate(plan.sequences):
+            if sequence.prompt_logprobs is not None and outputs[s].error is None:
+                known = self._logprobs(model, x_TE[indptr[s] :], sequence.prompt_logprobs)
+                outputs[s] = dataclasses.replace(outputs[s], prompt_logprobs=known)
+        return StepResult(outputs)
+
+    def compute_nothing(self) -> None:
+        """One token of no request, in the null block."""
+        one = ScheduledSequence(request_id="", start=0, num_tokens=1, sampling=None)
+        for tables in self.block_tables:
+            tables.indptr[:2] = 0, 1
+            tables.indices[0] = tables.first_pages[0] = tables.slot_mapping[0] = 0
+            tables.last_page_len[0] = 1
+        self.compute(StepPlan((one,), np.zeros(1, np.int32), 0))
+
+    def _plan(
+        self, kernel: PagedAttention, tables: BlockTableBuffers, indptr: npt.NDArray[np.int32]
+    ) -> None:
+        num_seqs = len(indptr) - 1
+        kernel.plan(
+            self._kv.most_blocks,
+            self._kv.block_size,
+            indptr,
+            tables.indptr[: num_seqs + 1],
+            tables.indices[: tables.indptr[num_seqs]],
+            tables.last_page_len[:num_seqs],
+            tables.slot_mapping[: indptr[-1]],
+            tables.first_pages[:num_seqs],
+        )
+
+    def _sampled(self, plan: StepPlan, model: CpuModel, last_SE: Array) -> list[SequenceOutput]:
+        """`last_SE` are the rows of the sequences' last tokens."""
+        outputs = [_NOTHING] * len(plan.sequences)
+        inputs: dict[int, SamplingInput] = {}
+        for s, sequence in enumerate(plan.sequences):
+            if sequence.sampling is not None:
+                inputs[s] = sequence.sampling
+        if inputs:
+            logits_RV = model.compute_logits(last_SE[[*inputs]])
+            sampled = self._sampler.sample(logits_RV, [*inputs.values()])
+            for s, output in zip(inputs, sampled, strict=True):
+                outputs[s] = output
+        return outputs
+
+    def _logprobs(
+        self, model: CpuModel, x_TE: Array, asked: PromptLogprobsInput
+    ) -> tuple[TokenLogprobs, ...]:
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(asked.followers), _LOGPROB_ROWS):
+            followers = asked.followers[begin : begin + _LOGPROB_ROWS]
+            logits_RV = model.compute_logits(x_TE[begin : begin + len(followers)])
+            found += self._sampler.prompt_logprobs(logits_RV, followers, asked.count)
+        return tuple(found)
+
+
+def _indptr(sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.int32]:
+    """Where the rows of each sequence begin, and the last ones end: [S + 1]."""
+    indptr = np.zeros(len(sequences) + 1, np.int32)
+    np.cumsum([sequence.num_tokens for sequence in sequences], out=indptr[1:])
+    return indptr
+
+
+def _positions(
+    sequences: Sequence[ScheduledSequence], indptr: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """The position of each token in its sequence: [T]."""
+    shifts = np.array([sequence.start for sequence in sequences]) - indptr[:-1]
+    return np.arange(indptr[-1]) + np.repeat(shifts, np.diff(indptr))

@@ -1,0 +1,313 @@
+"""Paged attention on CUDA by FlashInfer's kernels, over the core's block tables.
+
+A step is planned once: its decodes go to one kernel, its prompt chunks to another. The kernels
+come from an object with FlashInfer's interface, so that `tests/reference/flashinfer_reference.py`
+can stand in for them on a CPU. Works with FlashInfer 0.6.14 and newer. Letters of shapes: T tokens
+in the step, H query heads, K key-value heads, D head size, P pages, B tokens a page, N page
+indices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from prefixcache.exceptions import ConfigError
+from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
+from prefixcache.runner.cuda.attention.flashinfer_kernels import (
+    LAYOUT,
+    KernelMaker,
+    MakeKernel,
+    PoolTable,
+    SharedMemory,
+    needed_workspace,
+)
+from prefixcache.runner.cuda.attention.flashinfer_plan import can_pack_heads, check_supported
+from prefixcache.runner.cuda.attention.flashinfer_planner import GraphTables, KernelPart, Planner
+from prefixcache.runner.cuda.ops.cuda import fused_kernels
+from prefixcache.runner.cuda.ops.rope import apply_rope
+
+Invariance = Literal["off", "split", "unified"]
+
+logger = logging.getLogger(__name__)
+
+_BUILD_PAGE = 16
+_HOPPER = 9
+
+
+class FlashInferAttention:
+    """FlashInfer behind the protocol of `attention/base.py`.
+
+    `invariance` says what stays bit-equal whatever else is in the batch:
+
+    - "off": nothing; the fastest kernels.
+    - "split": prompt chunks run in the FA3 kernel, whose key tiles start at position 0 and are
+      never split, and decodes in the FA2 kernel without split keys. Each is independent of batch
+      and chunks, but a decode's keys and values differ in bits from a prefill's, so only blocks
+      that a prefill wrote may be shared.
+    - "unified": decodes run in the FA3 kernel too, and everything is equal. FA3 computes tiles of
+      128 rows of one head: with `packs_heads` the query heads of a key-value head are rows of one.
+
+    Tables of a window leave out the pages behind it, by a number that grows with the step's
+    positions: in the invariant modes by whole tiles of FA3 (see `align_tables`).
+
+    In mode "off", `tensor_cores` says whether decodes take FA2's tensor-core kernel, which by
+    default they do from 4 query heads a key-value head on. Captured decodes of `whole_keys_from`
+    rows or more do not split keys, nor do those that the workspace has no room for.
+
+    `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
+    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
+    `memory` is that of the model's other groups; None makes some of `workspace_bytes`. A `leader`
+    is the backend of a group with the same spec that is bound and planned before this one each
+    time: tables of one spec have the same lengths, so its plan serves both.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Any,
+        invariance: Invariance = "off",
+        packs_heads: bool = False,
+        tensor_cores: bool | None = None,
+        whole_keys_from: int | None = None,
+        hopper: bool = True,
+        memory: SharedMemory | None = None,
+        workspace_bytes: int | None = None,
+        leader: FlashInferAttention | None = None,
+    ) -> None:
+        self.name = "flashinfer"
+        self.batch_invariant = invariance != "off" and hopper
+        self.decode_matches_prefill = invariance == "unified" and hopper
+        self._kernels = kernels
+        self._device = device
+        self._kv: Sequence[Tensor] = ()
+        self._pool_table: PoolTable | None = None
+        self._graph_tables: GraphTables | None = None
+        self._step: _Step | None = None
+        self._leads = leader is None
+        if leader is not None:
+            self.memory, self.planner = leader.memory, leader.planner
+            return
+        workspace_bytes = workspace_bytes or needed_workspace([spec], device)
+        self.memory = memory or SharedMemory(device, workspace_bytes)
+        makes = KernelMaker(
+            spec,
+            dtype,
+            device,
+            kernels,
+            prefill_backend="fa3" if hopper else "fa2",
+            split_keys=invariance == "off",
+            whole_keys_from=whole_keys_from,
+            tensor_cores=tensor_cores,
+            memory=self.memory,
+        )
+        make_decode: MakeKernel | None = makes.decode
+        if invariance == "unified":
+            packs = packs_heads and hopper and can_pack_heads(spec)
+            make_decode = makes.packed_decode if packs else None
+        aligns = self.batch_invariant and spec.sliding_window is not None
+        self.planner = Planner(makes, make_decode, aligns_tables=aligns, device=device)
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """[P, 2, B, K, D]: FlashInfer's NHD layout, keys and values of a page together."""
+        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def bind(self, kv_layers: Sequence[Tensor]) -> None:
+        """Takes the KV tensors. Raises `ConfigError` when their slots exceed FlashInfer's int32."""
+        num_pages, _, page_size = kv_layers[0].shape[:3]
+        if num_pages * page_size >= 2**31:
+            raise ConfigError(
+                f"FlashInfer addresses at most {2**31 - 1} KV cache slots, "
+                f"got {num_pages} blocks of {page_size}."
+            )
+        self._kv = kv_layers
+        self._graph_tables = self._step = None
+        self._pool_table = self.memory.pool_table(num_pages, page_size)
+        if self._leads:
+            self.planner.bind(page_size)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Plans the step's kernels, after the copies of the plan before have left their buffers."""
+        plan = self.planner.plan(batch) if self._leads else self.planner.follow()
+        slots = batch.slot_mapping.to(torch.int32)
+        indices = plan.listed_of(batch).kv_indices.to(self._device, non_blocking=True)
+        self._step = _Step(slots, torch.zeros_like(slots), indices, plan.parts)
+
+    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: int) -> None:
+        """Makes tables of fixed addresses for captured decodes of `sizes` rows.
+
+        `max_page_indices` bounds the page indices of a step, before rows are added to it.
+        """
+        most = max_page_indices + max(sizes) * self.planner.left_out_multiple
+        self._graph_tables = GraphTables(max(sizes), most, self._device)
+        if self._leads:
+            self.planner.reserve_graphs(sizes, self._graph_tables)
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """Plans a pure decode with rows added to make `size`; those use the null block alone.
+
+        Until the next plan, `run` takes `size` rows and touches fixed addresses only: it can be
+        captured, and replayed after the next `plan_graph` of the same size.
+        """
+        tables = self._graph_tables
+        if tables is None:
+            raise RuntimeError("plan_graph needs reserve_graphs before it.")
+        if self._leads:
+            plan = self.planner.plan_graph(batch, size, tables.indices)
+        else:
+            plan = self.planner.follow()
+        tables.load(plan.listed_of(batch), size)
+        self._step = _Step(tables.slots[:size], tables.zeros[:size], tables.indices, plan.parts)
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Writes k and v to their slots, then attends; returns [T, H, D]."""
+        step, kv = self._require_step(), self._kv[layer]
+        assert self._pool_table is not None
+        self._kernels.append_paged_kv_cache(
+            k_TKD, v_TKD, step.zeros, step.slots, kv, *self._pool_table, LAYOUT
+        )
+        return self._attend(step, q_THD, kv)
+
+    def rotate_and_run(
+        self, layer: int, qk_TND: Tensor, v_TKD: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """`run` of queries and keys [T, H + K, D] that it rotates, in one kernel with the write."""
+        step, kv = self._require_step(), self._kv[layer]
+        if (fused := fused_kernels(qk_TND)) is None:
+            num_queries = qk_TND.shape[1] - v_TKD.shape[1]
+            rotated = apply_rope(qk_TND, *rotation)
+            return self.run(layer, rotated[:, :num_queries], rotated[:, num_queries:], v_TKD)
+        q_THD = fused.rotate_and_append(qk_TND, v_TKD, rotation, step.slots, kv)
+        return self._attend(step, q_THD, kv)
+
+    def _attend(self, step: _Step, q_THD: Tensor, kv: Tensor) -> Tensor:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        for part in step.parts:
+            part.kernel.run(q_THD[part.rows], kv, step.indices[part.pages], out_THD[part.rows])
+        return out_THD
+
+    def _require_step(self) -> _Step:
+        if self._step is None:
+            raise RuntimeError("run needs a plan before it.")
+        return self._step
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A planned step of a group: int32 slots of its tokens, as many zeros, its page indices."""
+
+    slots: Tensor
+    zeros: Tensor
+    indices: Tensor
+    parts: tuple[KernelPart, ...]
+
+
+def make_flashinfer(
+    specs: Sequence[AttentionSpec],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    invariance: Invariance = "off",
+    packs_heads: bool = False,
+) -> list[FlashInferAttention]:
+    """FlashInfer's own kernels on a CUDA device, one backend for each group of a model's layers.
+
+    Raises `ConfigError` that says what to install, or which shape or type has no kernel.
+    """
+    kernels = load_kernels(device)
+    for spec in specs:
+        check_supported(spec, dtype)
+    major, _ = torch.cuda.get_device_capability(device)
+    make = partial(
+        FlashInferAttention,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        invariance=invariance,
+        packs_heads=packs_heads,
+        hopper=major == _HOPPER,
+        memory=SharedMemory(device, needed_workspace(specs, device)),
+    )
+    leaders: dict[AttentionSpec, FlashInferAttention] = {}
+    backends: list[FlashInferAttention] = []
+    for spec in specs:
+        backends.append(make(spec, leader=leaders.get(spec)))
+        leaders.setdefault(spec, backends[-1])
+    for spec, leader in leaders.items():
+        build_kernels(leader, spec, dtype, device)
+    return backends
+
+
+def build_kernels(
+    attention: FlashInferAttention, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Runs each kernel once on a page of its own: what is not prebuilt is compiled here.
+
+    Leaves `attention` bound to that page. Raises `ConfigError` when a kernel cannot be had.
+    """
+    logger.info(
+        "Loading FlashInfer's kernels for head_dim %d; those that are not prebuilt are compiled "
+        "once, for minutes.",
+        spec.head_dim,
+    )
+    begun = time.perf_counter()
+    shape = attention.kv_shape(1, _BUILD_PAGE, spec.num_kv_heads, spec.head_dim)
+    rows = torch.zeros(3, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).to(device, dtype)
+    q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    try:
+        attention.bind([torch.zeros(shape, dtype=dtype, device=device)])
+        attention.plan(_decode_and_chunk(device))
+        attention.run(0, q.contiguous(), k.contiguous(), v.contiguous())
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"FlashInfer cannot build or load its kernels for head_dim {spec.head_dim} and "
+            f"{dtype} ({reason}). Install prebuilt ones (flashinfer-jit-cache, from FlashInfer's "
+            "own index for your CUDA), or a CUDA toolkit with nvcc, and ninja; or use "
+            "--attention torch."
+        ) from error
+    logger.info("FlashInfer's kernels are there after %.0f s.", time.perf_counter() - begun)
+
+
+def _decode_and_chunk(device: torch.device) -> AttentionBatch:
+    """A decode and a chunk of two tokens, both in the first page."""
+
+    def table(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return AttentionBatch(
+        qo_indptr=table(0, 1, 3),
+        kv_indptr=table(0, 1, 2),
+        kv_indices=table(0, 0),
+        last_page_len=table(1, 2),
+        slot_mapping=torch.tensor([0, 0, 1], device=device),
+        num_decodes=1,
+    )
+
+
+def load_kernels(device: torch.device) -> Any:
+    """The flashinfer module. Raises `ConfigError` when it or the device is missing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"FlashInfer needs a CUDA device, and torch {torch.__version__} finds none for "
+            f"{str(device)!r}. Use --device cpu, or install a CUDA build of torch and a driver."
+        )
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ConfigError(
+            f"FlashInfer is not installed ({error}). Run: pip install 'prefixcache[cuda]'"
+        ) from error

@@ -1,0 +1,98 @@
+"""Attention of a whole model: one backend for each group of layers that share a block table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from prefixcache.runner.cuda.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionGroup,
+    GraphAttention,
+)
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class GroupedAttention:
+    """Leads each layer of a model to its group's backend; all of them are of one kind.
+
+    `bind` once, `plan` once a step, then `run` for each layer, by its number in the model.
+    """
+
+    def __init__(
+        self, groups: Sequence[AttentionGroup], backends: Sequence[AttentionBackend]
+    ) -> None:
+        first = backends[0]
+        self.groups = tuple(groups)
+        self.backends = tuple(backends)
+        self.name = first.name
+        self.batch_invariant = all(backend.batch_invariant for backend in backends)
+        self.decode_matches_prefill = all(backend.decode_matches_prefill for backend in backends)
+        self.kv_shape = first.kv_shape
+        self._layers = [(backends[group], number) for group, number in _places(groups)]
+
+    @property
+    def num_groups(self) -> int:
+        """How many batches `plan` takes."""
+        return len(self.groups)
+
+    def bind(self, kv_tensors: Sequence[Tensor]) -> None:
+        """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group."""
+        for group, backend in zip(self.groups, self.backends, strict=True):
+            backend.bind(kv_tensors[: len(group.layers)])
+
+    def plan(self, batches: Sequence[AttentionBatch]) -> None:
+        """Prepares for the step; the batches, one a group, must not change until its last `run`."""
+        for backend, batch in zip(self.backends, batches, strict=True):
+            backend.plan(batch)
+
+    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """The attention of a layer of the model; see `AttentionBackend.run`."""
+        backend, number = self._layers[layer]
+        return backend.run(number, q_THD, k_TKD, v_TKD)
+
+    @property
+    def rotate_and_run(self) -> Callable[[int, Tensor, Tensor, Rotation], Tensor] | None:
+        """`run` of queries and keys that it rotates; None where the model must do that."""
+        return None if self.backends[0].rotate_and_run is None else self._rotate_and_run
+
+    def _rotate_and_run(
+        self, layer: int, qk_TND: Tensor, v_TKD: Tensor, rotation: Rotation
+    ) -> Tensor:
+        backend, number = self._layers[layer]
+        assert backend.rotate_and_run is not None
+        return backend.rotate_and_run(number, qk_TND, v_TKD, rotation)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decodes can be captured, planned by `plan_graph` in place of `plan`."""
+        return all(isinstance(backend, GraphAttention) for backend in self.backends)
+
+    def reserve_graphs(self, sizes: Sequence[int], max_page_indices: Sequence[int]) -> None:
+        """Makes the tables that captured decodes of `sizes` rows read.
+
+        `max_page_indices` bounds the page indices of a decode in each group.
+        """
+        for backend, most in zip(self._graph_backends(), max_page_indices, strict=True):
+            backend.reserve_graphs(sizes, most)
+
+    def plan_graph(self, batches: Sequence[AttentionBatch], size: int) -> None:
+        """Plans a pure decode, with rows of the null block added to make `size`."""
+        for backend, batch in zip(self._graph_backends(), batches, strict=True):
+            backend.plan_graph(batch, size)
+
+    def _graph_backends(self) -> list[GraphAttention]:
+        return [backend for backend in self.backends if isinstance(backend, GraphAttention)]
+
+
+def _places(groups: Sequence[AttentionGroup]) -> list[tuple[int, int]]:
+    """For each layer of the model its group, and its number in the group."""
+    places = {
+        layer: (index, number)
+        for index, group in enumerate(groups)
+        for number, layer in enumerate(group.layers)
+    }
+    return [places[layer] for layer in range(len(places))]

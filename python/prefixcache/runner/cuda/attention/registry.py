@@ -1,0 +1,104 @@
+"""Attention backends by name. A backend is imported when it is made, never before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from prefixcache.exceptions import ConfigError
+from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
+from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Where a backend runs, on which type, and whether rows may depend on the batch."""
+
+    device: torch.device = _CPU
+    dtype: torch.dtype = torch.float32
+    batch_invariant: bool = True
+
+
+# Makes the backends of all groups at once, so that they can share what a step computes with.
+_Factory = Callable[[Sequence[AttentionSpec], AttentionOptions], Sequence[AttentionBackend]]
+
+
+def _torch(
+    specs: Sequence[AttentionSpec], _options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+
+    return [TorchAttention(spec) for spec in specs]
+
+
+def _flashinfer(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "unified" if options.batch_invariant else "off")
+
+
+def _flashinfer_split(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "split")
+
+
+def _flashinfer_packed(
+    specs: Sequence[AttentionSpec], options: AttentionOptions
+) -> Sequence[AttentionBackend]:
+    return _make_flashinfer(specs, options, "unified", packs_heads=True)
+
+
+def _make_flashinfer(
+    specs: Sequence[AttentionSpec],
+    options: AttentionOptions,
+    invariance: Literal["off", "split", "unified"],
+    *,
+    packs_heads: bool = False,
+) -> Sequence[AttentionBackend]:
+    from prefixcache.runner.cuda.attention.flashinfer import make_flashinfer
+
+    return make_flashinfer(
+        specs,
+        dtype=options.dtype,
+        device=options.device,
+        invariance=invariance,
+        packs_heads=packs_heads,
+    )
+
+
+_FACTORIES: dict[str, _Factory] = {
+    "torch": _torch,
+    "flashinfer": _flashinfer,
+    "flashinfer-split": _flashinfer_split,
+    "flashinfer-packed": _flashinfer_packed,
+}
+
+
+def attention_names() -> tuple[str, ...]:
+    """Names that `make_attention` knows, in addition to "auto"."""
+    return tuple(_FACTORIES)
+
+
+def make_attention(
+    name: str, groups: Sequence[AttentionGroup], options: AttentionOptions | None = None
+) -> GroupedAttention:
+    """Makes a backend for each group of layers; "auto" is the best one for the device.
+
+    Raises `ConfigError` for an unknown name, listing the known ones, and for a backend whose
+    package or device is missing.
+    """
+    options = options or AttentionOptions()
+    factory = _best if name == "auto" else _FACTORIES.get(name)
+    if factory is None:
+        raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
+    return GroupedAttention(groups, factory([group.spec for group in groups], options))
+
+
+def _best(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
+    return (_flashinfer if options.device.type == "cuda" else _torch)(specs, options)

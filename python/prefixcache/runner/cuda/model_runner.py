@@ -1,0 +1,139 @@
+"""Runs the model on a planned step, and samples.
+
+The `StepPlan` and the block tables in its buffers say everything to the runner; it asks
+nothing of the cache or the scheduler. Letters of shapes: T tokens in the step, R rows of logits, E
+hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.runner.base import check_supported
+from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+from prefixcache.runner.cuda.batch import Batch, StepBuffers
+from prefixcache.runner.cuda.cuda_graph import DecodeGraphs
+from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.profile_run import run_largest_step
+from prefixcache.runner.cuda.results import LaunchedStep, ResultCopies, StepResults
+from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_logprobs
+from prefixcache.runner.cuda.sampling.row_options import SampledRow
+from prefixcache.runner.cuda.sampling.sampler import Sampled, Sampler
+from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
+
+_LOGPROB_ROWS = 256
+
+
+class ModelRunner:
+    """One model on one device, with the buffers of its steps.
+
+    `max_pages` has for each KV cache group the most pages of a sequence in a step. With `graphs`,
+    pure decodes are replayed from them.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: GroupedAttention,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_pages: Sequence[int],
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._device = device
+        self.graphs = graphs
+        self.runs_ahead = device.type != "cpu"
+        self._buffers = StepBuffers(
+            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
+        )
+        # Events, graphs and triton go by the current device, which each thread has of its own.
+        self._on_device = (
+            partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        )
+        self._sampler = Sampler(max_seqs, device)
+        self._copies = ResultCopies(max_seqs, device)
+        self._nothing_sampled = Sampled(torch.zeros(0, dtype=torch.int64, device=device))
+        self._sampled_R = self._nothing_sampled.token_ids_R
+
+    @property
+    def block_tables(self) -> Sequence[BlockTableBuffers]:
+        """See `StepRunner`."""
+        return self._buffers.block_tables
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> LaunchedStep:
+        """See `StepRunner`. What the host gets comes by an asynchronous copy."""
+        check_supported(plan)
+        with self._on_device():
+            results = self._compute(plan, self._buffers.load(plan, self._sampled_R))
+            self._sampled_R = results.token_ids_R
+            read = self._copies.start(results.numbers)
+        return LaunchedStep(results, read, not (self.runs_ahead and len(results.numbers)))
+
+    def results(self, step: LaunchedStep) -> StepResult:
+        """See `StepRunner`."""
+        return StepResult(step.results.outputs(step.read()))
+
+    def run_empty_step(self) -> None:
+        """See `StepRunner`."""
+        with self._on_device():
+            run_largest_step(
+                self._model,
+                self._attention,
+                max_tokens=1,
+                max_seqs=1,
+                max_model_len=1,
+                block_size=1,
+                device=self._device,
+            )
+
+    def _compute(self, plan: StepPlan, batch: Batch) -> StepResults:
+        rows = [
+            SampledRow(s.request_id, s.start + s.num_tokens, s.sampling)
+            for s in plan.sequences
+            if s.sampling is not None
+        ]
+        if self.graphs is not None and self.graphs.fits(batch):
+            decoded = self.graphs.run(batch)
+            sampled = self._sampler.sample(decoded.logits_SV, rows, decoded.token_ids_S)
+            return StepResults(plan, sampled, {})
+        self._attention.plan(batch.attention)
+        hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
+        sampled = self._nothing_sampled
+        if rows:
+            logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])
+            sampled = self._sampler.sample(logits_RV, rows)
+        return StepResults(plan, sampled, self._prompt_logprobs(plan, hidden_TE))
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden_TE: Tensor
+    ) -> dict[int, list[PackedLogprobs]]:
+        found: dict[int, list[PackedLogprobs]] = {}
+        first = 0
+        for index, sequence in enumerate(plan.sequences):
+            if sequence.prompt_logprobs is not None:
+                found[index] = self._logprobs_of(sequence.prompt_logprobs, hidden_TE[first:])
+            first += sequence.num_tokens
+        return found
+
+    def _logprobs_of(self, asked: PromptLogprobsInput, hidden_RE: Tensor) -> list[PackedLogprobs]:
+        """A few rows at a time: all logits of a long prompt would not fit into memory."""
+        upload = Upload()
+        ids_at = upload.integers(asked.followers)
+        parts = ids_at(upload.send(self._device)).split(_LOGPROB_ROWS)
+        rows = hidden_RE[: len(asked.followers)].split(_LOGPROB_ROWS)
+        return [
+            compute_logprobs(self._model.compute_logits(rows_RE).float(), ids_R, asked.count)
+            for rows_RE, ids_R in zip(rows, parts, strict=True)
+        ]

@@ -1,0 +1,49 @@
+"""The ops that a model runs on: torch's own, and the fused ones where the device has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefixcache.models.parameters import LinearShape
+from prefixcache.runner.cuda.ops import activation, norm, rope
+from prefixcache.runner.cuda.ops.embedding import Embedding
+from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+
+
+class Ops:
+    """The arithmetic of a decoder layer, on tensors of one type on one device.
+
+    With `fixed_tiles`, which needs CUDA and triton, linears are those of `triton_matmul.py`.
+    """
+
+    rms_norm = staticmethod(norm.rms_norm)
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_tanh_and_mul = staticmethod(activation.gelu_tanh_and_mul)
+    apply_rope = staticmethod(rope.apply_rope)
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, fixed_tiles: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._linear = TorchLinear
+        if fixed_tiles:
+            from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
+
+            self._linear = FixedTileLinear
+
+    def linear(self, shape: LinearShape) -> Linear:
+        """Makes an unfilled layer with an unquantized weight, in whatever format its parts come."""
+        bias_O = self.empty(shape.outputs) if shape.bias else None
+        return self._linear(self.empty(shape.outputs, shape.inputs), bias_O)
+
+    def embedding(self, shape: LinearShape, head: Linear | None) -> Embedding:
+        """Makes an unfilled, unquantized table: the weight of the head, if there is one."""
+        if isinstance(head, TorchLinear):
+            return Embedding(head.weight_OI, is_tied=True)
+        return Embedding(self.empty(shape.outputs, shape.inputs), is_tied=False)
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised tensor."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,106 @@
+"""Steps whose results are still on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs
+from prefixcache.runner.cuda.sampling.sampler import Sampled
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
+
+_NOTHING = SequenceOutput()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step in flight on the device. `read` waits for its numbers, unless it `is_known`."""
+
+    results: StepResults
+    read: Callable[[], npt.NDArray[np.int64]]
+    is_known: bool
+
+
+class StepResults:
+    """What the host gets of a step: its tokens, and the log probabilities that were asked for.
+
+    `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
+    `token_ids_R`. `prompt_logprobs` are by the place of their sequence in the plan.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sampled,
+        prompt_logprobs: Mapping[int, Sequence[PackedLogprobs]],
+    ) -> None:
+        self.token_ids_R = sampled.token_ids_R
+        self._plan = plan
+        self._sampled = sampled
+        self._prompt_logprobs = prompt_logprobs
+        pieces = itertools.chain.from_iterable(prompt_logprobs.values())
+        parts = [*sampled.parts, *(piece.numbers for piece in pieces)]
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self.numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def outputs(self, numbers: npt.NDArray[np.int64]) -> list[SequenceOutput]:
+        """One output for each sequence of the plan: an empty one where nothing was due."""
+        parts = (numbers[a:b] for a, b in itertools.pairwise([0, *self._ends]))
+        sampled = iter(self._sampled.outputs(parts))
+        sequences = self._plan.sequences
+        outputs = [_NOTHING if s.sampling is None else next(sampled) for s in sequences]
+        for index, pieces in self._prompt_logprobs.items():
+            known = tuple(one for piece in pieces for one in piece.unpack(next(parts)))
+            if outputs[index].error is None:
+                outputs[index] = dataclasses.replace(outputs[index], prompt_logprobs=known)
+        return outputs
+
+
+class ResultCopies:
+    """Sampled tokens, and what goes with them, on their way to the host: one copy a step.
+
+    At most two copies are in flight: the third start reuses the first one's memory.
+    """
+
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        self._slots = deque(_Slot(max_seqs, device) for _ in range(2))
+
+    def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
+        """Starts the copy of int64 numbers; the result waits for its end and returns them."""
+        if not len(results):
+            return lambda: np.empty(0, np.int64)
+        self._slots.rotate()
+        return self._slots[0].start(results)
+
+
+class _Slot:
+    """Host memory for one copy: enough for tokens alone, and more once more is asked for."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._host = self._memory(size)
+        self._done = torch.cuda.Event() if self._on_cuda else None
+
+    def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
+        if len(results) > len(self._host):
+            self._host = self._memory(len(results))
+        host = self._host[: len(results)]
+        host.copy_(results, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        return lambda: self._read(host)
+
+    def _read(self, host: Tensor) -> npt.NDArray[np.int64]:
+        if self._done is not None:
+            self._done.synchronize()
+        return host.numpy()
+
+    def _memory(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self._on_cuda)

@@ -1,0 +1,96 @@
+"""What rows of logits ask of a sampler, on whatever device it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.exceptions import GrammarError
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput, TokenMask
+
+UNUSABLE = "The model's logits are not finite numbers."
+
+ANY = -2
+"""In place of a token that must come before: whatever it is, the ban holds."""
+
+# Masks are most often known before the logits are. What is not known soon after is not waited for,
+# so that the other rows of the step go on.
+_LONGEST_WAIT = 5e-3
+
+
+def is_plain_greedy(row: SamplingInput) -> bool:
+    """Whether the row asks for nothing but the likeliest token of its logits."""
+    return row.params.greedy and row.params.logprobs is None and not has_adjustments(row)
+
+
+def has_adjustments(row: SamplingInput) -> bool:
+    """Whether bias, bans, allowed tokens, a mask or penalties change the row's logits."""
+    params = row.params
+    return bool(
+        params.logit_bias
+        or row.banned_token_ids
+        or row.mask is not None
+        or params.bad_words_token_ids
+        or params.allowed_token_ids
+        or has_penalties(params)
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a presence, frequency or repetition penalty is set."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+def last_tokens(row: SamplingInput, unread: int = 0) -> list[tuple[int, int]]:
+    """Last tokens of bad words whose other tokens the answer ends in, as far as that is known.
+
+    Each with the token that must come before it, where the host does not know that one: with
+    `unread` 1 one token, not read yet, follows those of the row.
+    """
+    words = row.params.bad_words_token_ids
+    answer = row.tokens.answer[-max(map(len, words), default=1) :].tolist()
+    found: list[tuple[int, int]] = []
+    for word in words:
+        known = word[: -1 - unread]
+        if len(word) == 1:
+            found.append((word[0], ANY))
+        elif len(known) <= len(answer) and tuple(answer[len(answer) - len(known) :]) == known:
+            found.append((word[-1], word[-2] if unread else ANY))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMasks:
+    """Grammars' masks of a step, by row: int32 words, a bit a token.
+
+    `unsampled` are the outputs of rows whose mask is not known.
+    """
+
+    words: dict[int, npt.NDArray[np.int32]]
+    unsampled: dict[int, SequenceOutput]
+
+    @classmethod
+    def of(cls, masks: Iterable[TokenMask | None]) -> KnownMasks:
+        """Waits for the masks of the rows, all together no longer than `_LONGEST_WAIT`."""
+        until = time.monotonic() + _LONGEST_WAIT
+        found = cls({}, {})
+        for r, mask in enumerate(masks):
+            if mask is None:
+                continue
+            try:
+                words = mask.words(until - time.monotonic())
+            except GrammarError as error:
+                found.unsampled[r] = SequenceOutput(error=str(error), error_code="grammar_limit")
+                continue
+            if words is None:
+                found.unsampled[r] = SequenceOutput(is_late=True)
+            else:
+                found.words[r] = words
+        return found

@@ -1,0 +1,72 @@
+"""The CPU's attention kernel as a backend of torch's tensors, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefixcache._core import Cpu, PagedAttention
+from prefixcache.runner.cuda.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+)
+from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
+
+
+class KernelAttention:
+    """Attention of one group of layers in float32, over KV tensors [P, 2, K, B, D]."""
+
+    name = "cpu"
+    batch_invariant = True
+    decode_matches_prefill = True
+    rotate_and_run = None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        window = spec.sliding_window
+        self._kv_layers: Sequence[Tensor] = ()
+        self._kernel = PagedAttention(
+            Cpu(2),
+            "float32",
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.scale,
+            window_left=None if window is None else window - 1,
+            softcap=spec.softcap,
+        )
+
+    def kv_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, num_kv_heads, block_size, head_dim)
+
+    def bind(self, kv_layers: Sequence[Tensor]) -> None:
+        self._kv_layers = kv_layers
+
+    def plan(self, batch: AttentionBatch) -> None:
+        num_blocks, _, _, block_size, _ = self._kv_layers[0].shape
+        self._kernel.plan(
+            num_blocks,
+            block_size,
+            batch.qo_indptr.numpy(),
+            batch.kv_indptr.numpy(),
+            batch.kv_indices.numpy(),
+            batch.last_page_len.numpy(),
+            batch.slot_mapping.numpy(),
+            None if batch.first_pages is None else batch.first_pages.numpy(),
+        )
+
+    def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in (queries, keys, values)]
+        out = torch.empty_like(parts[0])
+        places = [number for part in parts for number in (part.data_ptr(), part.stride(0))]
+        self._kernel.run(self._kv_layers[layer].data_ptr(), *places, out.data_ptr())
+        return out
+
+
+def backend_of(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """Of the kernel, or of torch."""
+    return KernelAttention(spec) if name == "cpu" else TorchAttention(spec)

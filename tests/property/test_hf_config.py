@@ -1,0 +1,166 @@
+"""A config.json means what transformers' classes make of it, in each family and both spellings."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from prefixcache.config.hf_config import FAMILIES, Family
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ConfigError
+from repeatable import bounded
+
+LAYERS = 6  # the last of which is not sliding by default in Gemma 3
+_SHAPE = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+_TYPE = st.sampled_from(["full_attention", "sliding_attention"])
+_THETA = st.sampled_from([1e4, 5e5, 1e6, 123])
+
+
+def some(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[dict[str, Any]]:
+    fixed = {name: st.just(value) for name, value in required.items()}
+    return st.fixed_dictionaries(fixed, optional=optional)
+
+
+_SCALED = st.sampled_from([1.0, 2.0, 4, 8.0])
+_LENGTH = st.sampled_from([64, 128, 512])
+_ROPES = st.one_of(
+    some({}, rope_type=st.just("default"), rope_theta=_THETA),
+    some({"rope_type": "linear"}, factor=_SCALED, rope_theta=_THETA),
+    some(
+        {"rope_type": "llama3", "factor": 8.0},
+        low_freq_factor=st.just(1.0),
+        high_freq_factor=st.sampled_from([4.0, 0.5]),
+        original_max_position_embeddings=_LENGTH,
+        rope_theta=_THETA,
+    ),
+    some(
+        {"rope_type": "yarn"},
+        factor=_SCALED,
+        original_max_position_embeddings=_LENGTH,
+        rope_theta=_THETA,
+        attention_factor=st.sampled_from([1.0, 0.5]),
+        beta_fast=st.just(16.0),
+        beta_slow=st.just(2.0),
+        mscale=st.just(1.0),
+        mscale_all_dim=st.just(0.8),
+        truncate=st.booleans(),
+        partial_rotary_factor=st.sampled_from([1.0, 0.5]),
+    ),
+)
+
+
+def _old_spelling(rope: dict[str, Any]) -> dict[str, Any]:
+    return {"type" if name == "rope_type" else name: value for name, value in rope.items()}
+
+
+def _ropes(family: Family) -> dict[str, Any]:
+    """Fields of ropes, in spellings that the family's files have."""
+    outer = {"rope_theta": _THETA, "original_max_position_embeddings": _LENGTH}
+    if family.ropes_by_layer:
+        by_layer = some({}, full_attention=st.none() | _ROPES, sliding_attention=_ROPES)
+        scaling = _ROPES.filter(lambda rope: "rope_type" in rope)
+        spelled = {"rope_parameters": by_layer.filter(bool), "rope_scaling": scaling}
+        return outer | spelled | {"rope_local_base_freq": _THETA}
+    scaling = st.none() | _ROPES | _ROPES.map(_old_spelling)
+    partial = st.sampled_from([1.0, 0.5])
+    spelled = {"rope_parameters": _ROPES, "rope_scaling": scaling, "partial_rotary_factor": partial}
+    return outer | spelled
+
+
+def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    family = FAMILIES[name]
+    required = {field: _SHAPE[field] for field in family.required}
+    sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
+    hidden = st.sampled_from([64, 66, 256])
+    return st.fixed_dictionaries(
+        {field: st.just(value) for field, value in required.items()} | {"hidden_size": hidden},
+        optional={
+            **sizes,
+            **_ropes(family),
+            "num_key_value_heads": st.sampled_from([None, 1, 2, 4]),
+            "head_dim": st.sampled_from([None, 15, 16, 32]),
+            "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
+            "query_pre_attn_scalar": st.sampled_from([64, 256]),
+            "attention_bias": st.none() | st.booleans(),
+            "mlp_bias": st.none() | st.booleans(),
+            "tie_word_embeddings": st.none() | st.booleans(),
+            "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
+            "use_sliding_window": st.none() | st.booleans(),
+            "max_window_layers": st.integers(0, LAYERS + 1),
+            "sliding_window_pattern": st.integers(1, LAYERS + 1),
+            "layer_types": st.none() | st.lists(_TYPE, min_size=LAYERS, max_size=LAYERS),
+            "bos_token_id": st.just(1),
+            "eos_token_id": st.just([2, 3]),
+            "dtype": st.just("bfloat16"),
+        },
+    ).map(lambda fields: {"architectures": [name], **fields})
+
+
+_FILES = st.sampled_from(sorted(FAMILIES)).flatmap(_fields)
+_WHOLE = "prefixcache.config.hf_config._whole"
+
+
+def _read(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
+    try:
+        return ModelConfig.from_hf(source)
+    except ConfigError:
+        return ConfigError
+
+
+def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
+    """What its own class makes of the file as it stands; null means that nothing is given."""
+    null_is_given = ("sliding_window",)
+    fields = {k: v for k, v in source.items() if v is not None or k in null_is_given}
+
+    def whole(family: Family, _given: object) -> Any:
+        try:
+            found = AutoConfig.for_model(family.model_type, **fields)
+        except Exception as error:
+            raise ConfigError("refused") from error
+        # Qwen2's class has no field for it, and its model takes what fits.
+        found.head_dim = getattr(found, "head_dim", None) or (
+            found.hidden_size // found.num_attention_heads
+        )
+        found.layer_types = getattr(found, "layer_types", None) or []
+        if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
+            # It checks and completes the ropes of those types alone that some layer has.
+            assume(len(set(found.layer_types)) == 2)
+        return found
+
+    with mock.patch(_WHOLE, whole):
+        return _read(source)
+
+
+def _file(name: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [f"{name}ForCausalLM"], **_SHAPE, **fields}
+
+
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@settings(max_examples=bounded(usual=600, long=20_000), deadline=None)
+@given(_FILES)
+@example(_file("Llama", rope_scaling={}, rope_parameters=_LINEAR))
+@example(
+    _file(
+        "Llama", partial_rotary_factor=0.5, rope_scaling={**_LINEAR, "partial_rotary_factor": 1.0}
+    )
+)
+@example(_file("Llama", rope_parameters={"rope_type": "llama3", "factor": 2.0}))
+@example(_file("Llama", head_dim=16, hidden_size=66))
+@example(_file("Qwen2", use_sliding_window=True, sliding_window=16))
+@example(_file("Qwen3", use_sliding_window=True, max_position_embeddings=8192, max_window_layers=1))
+@example(_file("Gemma3", rope_parameters={"sliding_attention": {}}, rope_scaling=_LINEAR))
+def test_a_file_means_what_transformers_makes_of_it(source: dict[str, Any]) -> None:
+    assert _read(source) == _as_transformers(source)

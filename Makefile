@@ -30,9 +30,9 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean
+.PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -147,11 +147,14 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
 	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
 
-soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report docs/soak --rate 6")
+soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report benches/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 bench: setup-dev                   ## what the cache saves: table, picture, record
-	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/what-the-cache-saves.svg
+	$(BIN)/prefixcache bench --dtype float32 --output benches/record/saves.json --plot docs/img/what-the-cache-saves-light.svg
+
+bench-row: setup-dev               ## a row of BENCHMARKS.md again, compared with its record (ID=L1, ARGS=--write)
+	$(BIN)/python benches/page.py run $(ID) $(ARGS)
 
 bench-peers: setup-dev              ## with transformers in one run; ARGS="--llama-python P" adds llama.cpp
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
@@ -171,8 +174,8 @@ bench-elastic: setup-dev           ## what a resize costs, and two servers that 
 bench-replicas: setup-dev          ## three replicas under Ray Serve: hit rates and spread by who routes
 	OMP_NUM_THREADS=1 $(BIN)/python benches/serving/replicas.py $(ARGS)
 
-bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router, a record and a picture
-	$(BIN)/python benches/core/fleet.py $(ARGS)
+bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router
+	$(BIN)/python benches/core/recorded.py fleet $(ARGS)
 
 bench-eviction:                    ## public traces: hit rates of orders of eviction (ARGS="taubench --as-json")
 	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)
@@ -185,6 +188,15 @@ equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=...
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
+
+docs: setup .venv-docs/.built       ## the site in target/site, with its generated pages; broken links are errors
+	$(BIN)/python docs/site/pages.py target/docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+
+.venv-docs/.built: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --disable-pip-version-check -r $<
+	touch $@
 
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
 	python3 release/licences.py --check
@@ -219,4 +231,4 @@ format:
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-clients .venv-release target fuzz/target
+	rm -rf .venv .venv-clients .venv-docs .venv-release target fuzz/target

@@ -1,7 +1,7 @@
 """A tiny engine of its own around the cache: a model of random weights, paged KV, a loop of steps.
 
 Needs `prefixcache.core`, numpy and torch. A warm prompt must give the tokens and the bits of a cold
-one, and with a wrong block table it must not. docs/library.md explains each call.
+one, and with a wrong block table it must not. docs/tutorials/library.md explains each call.
 """
 
 import numpy as np

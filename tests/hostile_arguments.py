@@ -81,6 +81,9 @@ class World:
         self.buffer = np.zeros(WORDS, np.float32)
         self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
         self.rows = _core.RowOps(self.cpu, "float32")
+        self.sampler = _core.Sampler(self.cpu)
+        self.sampler_row = _core.SamplerRow(1.0, 0, 0, bad_words=[3], logprobs=2, top_p=0.5)
+        self.logits = np.ones((2, 7), np.float32)
         self.attention = _core.PagedAttention(self.cpu, "float32", 2, 1, 16, 1.0)
         self.decoder_layer = self.make_decoder_layer()
         self.stack = _core.DecoderStack(self.cpu, "float32", 4, 1e-5, [self.decoder_layer])
@@ -121,6 +124,8 @@ class World:
             self.cpu,
             self.layer,
             self.rows,
+            self.sampler,
+            self.sampler_row,
             self.attention,
             self.decoder_layer,
             self.stack,
@@ -248,6 +253,11 @@ class World:
             "sizes": lambda: self.some_list(self.number),
             "hints": lambda: self.some_list(lambda: choose.choice([(0, None, 80, None), (4, 2)])),
             "eviction_policy": lambda: choose.choice(["lru", "reuse-queue"]),
+            "logits": lambda: choose.choice([self.logits, self.logits[:, :1], self.logits[:1]]),
+            "temperature": lambda: choose.choice([0.0, 1.0, 1e-5]),
+            "top_p": lambda: choose.choice([1.0, 0.5]),
+            "min_p": lambda: choose.choice([0.0, 0.5]),
+            **dict.fromkeys(TOKEN_LISTS, lambda: self.some_list(self.number)),
             "eps": lambda: 1e-5,
             "scale": lambda: choose.choice([1.0, float("inf")]),
             "head_dim": lambda: choose.choice([16, 24]),
@@ -278,6 +288,8 @@ class World:
             (self.attention, "plan", [4, 16, *step, np.array([48, 49]), first_pages]),
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
             (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
+            (self.sampler, "sample", [self.logits, [self.sampler_row] * 2]),
+            (self.sampler, "logprobs", [self.logits, np.array([0, 6], np.int32), 3]),
             (self.layer, "copy_rows", [0, at, 4]),
             (self.layer, "copy_blocks", [0, at, 4, "Q4_0"]),
             (self.layer, "read_rows", [at, 3, at]),
@@ -348,7 +360,8 @@ ADDRESSES |= {"ids", "weight", "x"}
 ADDRESSES |= {"input_norm", "qk_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"}
 LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
-ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices"}
+ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}
+TOKEN_LISTS = {"bias_tokens", "bias", "banned", "allowed", "bad_words"}
 # `close` ends a cache for all calls after it.
 LEFT_OUT = {"close"}
 

@@ -1,53 +1,46 @@
-"""A bench of Rust as a record and a picture."""
+"""Runs a bench of Rust and records its rows.
+
+    python benches/core/recorded.py policies    # eviction policies on public traces
+    python benches/core/recorded.py fleet       # routers over 64 and 1,024 simulated replicas
+    python benches/core/recorded.py evictions   # what an eviction costs, by the number of blocks
+
+The record is benches/record/NAME.json, or the file of `--record`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import subprocess
-from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
 
 from prefixcache.tools.bench.machine import machine_facts
 
-INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
-
-Rows = list[dict[str, Any]]
-
-
-def read(lines: Iterable[str]) -> Rows:
-    """The rows among the lines that a bench prints."""
-    return [json.loads(line) for line in lines if line.startswith("{")]
+COMMANDS = {
+    "policies": "cargo bench --package prefixcache-replay --bench eviction -- --as-json",
+    "fleet": "cargo bench --package prefixcache-replay --bench replicas -- --as-json",
+    "evictions": ("cargo bench --package prefixcache-core --bench latency -- --evictions-as-json"),
+}
 
 
-def record_and_draw(
-    about: str | None,
-    command: str,
-    draw: Callable[[dict[str, Any]], Figure],
-    record: Path,
-    plot: Path,
-) -> None:
-    """Runs the command, and writes its rows and the picture that `draw` makes of them.
-
-    The paths are what `--record` and `--plot` leave out; a picture's ending chooses its format.
-    """
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--record", type=Path, default=record)
-    parser.add_argument("--plot", type=Path, default=plot)
-    arguments = parser.parse_args()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=COMMANDS)
+    parser.add_argument("--record", type=Path)
+    asked = parser.parse_args()
+    command = COMMANDS[asked.name]
     bench = subprocess.run(command.split(), check=True, stdout=subprocess.PIPE, text=True)
     made = {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine_facts(),
-        "rows": read(bench.stdout.splitlines()),
+        "rows": [json.loads(line) for line in bench.stdout.splitlines() if line.startswith("{")],
     }
-    for path in (arguments.record, arguments.plot):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    arguments.record.write_text(json.dumps(made, indent=1) + "\n")
-    draw(made).savefig(arguments.plot)
-    print(f"wrote {arguments.record} and {arguments.plot}")
+    record = asked.record or Path("benches/record") / f"{asked.name}.json"
+    record.write_text(json.dumps(made, indent=1) + "\n")
+    print(f"wrote {record}")
+
+
+if __name__ == "__main__":
+    main()

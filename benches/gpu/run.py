@@ -43,7 +43,7 @@ _SHOWN_LINES = 30
 # Of the summary: some consoles keep no more of a run.
 _MOST_CHARACTERS = 12_000
 _MOST_OF_A_LINE = 240
-# Sections and what their rows are called that BENCHMARKS.md asks for.
+# Sections and what their rows are called that benches/notes/gpu.md asks for.
 HEADLINES = (
     ("workload", r"cache on|on / off"),
     ("peers", ""),

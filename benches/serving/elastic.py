@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import sys
 import tempfile
 import threading
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from matplotlib.figure import Figure
 
 from prefixcache.tools.bench.machine import machine_facts
 
@@ -47,7 +47,6 @@ SHAPE = {
 }
 PREFIXES, PREFIX_TOKENS = 16, 400
 RECORD = Path(__file__).parents[1] / "record" / "elastic.json"
-PLOT = Path(__file__).parents[2] / "docs" / "elastic.svg"
 SAMPLE_SECONDS = 0.25
 
 
@@ -139,47 +138,24 @@ def _rate(before: dict[str, Any], now: dict[str, Any]) -> float | None:
     return round((now["hit_tokens"] - before["hit_tokens"]) / queried, 3) if queried else None
 
 
-def plot(found: dict[str, Any], seconds: float, path: Path) -> None:
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    memory, hits = figure.subplots(2, 1, sharex=True)
-    times = [sample["seconds"] for sample in found["samples"]]
-    for number, (name, color) in enumerate((("first", "#486581"), ("second", "#d64545"))):
-        mapped = [sample["mapped_mib"][number] for sample in found["samples"]]
-        memory.plot(times, mapped, color=color, label=f"{name} server")
-        rates = [sample["hit_rate"][number] for sample in found["samples"]]
-        hits.plot(times, [float("nan") if r is None else r for r in rates], color=color)
-    total = [sum(sample["mapped_mib"]) for sample in found["samples"]]
-    memory.plot(times, total, color="#1f2933", linewidth=1, label="both")
-    memory.axhline(BUDGET / MIB, color="#7b8794", linestyle="--", linewidth=1, label="budget")
-    memory.set_ylabel("MiB mapped")
-    memory.legend(frameon=False, ncols=4, fontsize="small", loc="lower right")
-    hits.set_ylabel("hit rate")
-    hits.set_xlabel(f"seconds; the load changes sides every {seconds:g}")
-    for axes in (memory, hits):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(bottom=0)
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=25, help="of a phase")
     parser.add_argument("--phases", type=int, default=4)
     parser.add_argument("--output", type=Path, default=RECORD)
-    parser.add_argument("--plot", type=Path, default=PLOT)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run(asked.seconds, asked.phases, Path(folder))
     most = max(sum(sample["mapped_mib"]) for sample in found["samples"])
     about = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine_facts(),
         "budget_mib": BUDGET // MIB,
         "most_mib": most,
         "under_budget": most <= BUDGET / MIB,
     }
     asked.output.write_text(json.dumps(about | found, indent=1, default=str) + "\n")
-    plot(found, asked.seconds, asked.plot)
     print(json.dumps(about | {"failures": len(found["failures"])}, default=str))
 
 

@@ -28,9 +28,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -102,10 +99,7 @@ EXPECTED = {
         for k in COUNTS
     },
 }
-COLORS = {REGISTERED: "#b44d2e", ANCHORS: "#486581", SPACED: "#d9a441", BOTH: "#0c6b52"}
 RECORD = Path("benches/record/hybrid.json")
-PLOT = Path("docs/hybrid-scaling.svg")
-INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 
 
 @dataclass(frozen=True)
@@ -297,7 +291,7 @@ def real(row: str, folder: Path) -> Engine:
     return build(config_of(row, str(folder))).engine
 
 
-# The record, the table and the picture.
+# The record and the table.
 
 
 def settings(*, simulate: bool) -> dict[str, Any]:
@@ -320,7 +314,8 @@ def read_record(path: Path | None, *, simulate: bool) -> dict[str, Any]:
     ours = settings(simulate=simulate)
     if path is None or not path.exists():
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return {"date": date, "machine": machine_facts(), "settings": ours, "cells": []}
+        about = {"command": "make bench-hybrid", "date": date, "machine": machine_facts()}
+        return about | {"settings": ours, "cells": []}
     record = json.loads(path.read_text())
     if record["settings"] != json.loads(json.dumps(ours)):
         raise typer.BadParameter(f"{path} was measured with other settings: name another record.")
@@ -376,40 +371,6 @@ TIMES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Writes the picture of the second and the third pass; the ending chooses its format."""
-    figure = Figure(figsize=(10, 3.8), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
-    figure.set_facecolor("white")
-    for number, axes in enumerate(figure.subplots(1, 2, sharey=True), 1):
-        title = f"Time to first token in pass {number + 1}, ms (mean)"
-        axes.set_title(title, loc="left", fontsize=11.5, color=INK, pad=10)
-        for row, color in COLORS.items():
-            draw_row(axes, record, row, number, color)
-        dress(axes)
-    machine = record["machine"]
-    footer = f"{machine['cpu']}, {machine['cores']} cores. {record['date'][:10]}"
-    figure.supxlabel(footer, x=0.01, ha="left", fontsize=8.5, color=QUIET)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def draw_row(axes: Axes, record: dict[str, Any], row: str, number: int, color: str) -> None:
-    done = [find(record, Cell(row, k)) for k in COUNTS]
-    times = [(cell["k"], cell["passes"][number]["ttft_ms"]) for cell in done if cell is not None]
-    axes.plot(*zip(*times, strict=True), color=color, linewidth=2, marker="o", label=row)
-
-
-def dress(axes: Axes) -> None:
-    axes.set_xticks(COUNTS)
-    axes.set_xlabel("prefixes in turn", color=INK)
-    axes.set_ylim(0)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
-    axes.tick_params(length=0, labelcolor=INK)
-    axes.grid(axis="y", color=RULE)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(RULE)
-
-
 def run(
     record: dict[str, Any],
     cells: Sequence[Cell],
@@ -440,7 +401,6 @@ def main(
     simulate: Annotated[bool, typer.Option(help="Compute nothing; count tokens.")] = False,
     counts: Annotated[list[int] | None, typer.Option("--k", help="Only these k.")] = None,
     record: Annotated[Path, typer.Option(help="JSON of all cells.")] = RECORD,
-    plot: Annotated[Path, typer.Option(help="Picture of the record.")] = PLOT,
     no_measure: Annotated[bool, typer.Option(help="Show the record alone.")] = False,
     write_model: Annotated[Path | None, typer.Option(help="Write the model alone.")] = None,
 ) -> None:
@@ -457,8 +417,7 @@ def main(
             run(results, cells, lambda row: real(row, model), lambda: write(results, record))
     show(results)
     if not simulate:
-        draw(results, plot)
-        print(f"wrote {record} and {plot}")
+        print(f"wrote {record}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Three replicas under Ray Serve: how much of the prompts is cached, by who chooses the replica.
 
-    make bench-replicas [ARGS="--turns 4 --json OUT --plot PICTURE"]
+    make bench-replicas [ARGS="--turns 4 --json OUT"]
 
 Conversations of several groups, each group with a system prompt, take turns in a random order, a
 few at a time. All prefixes together are more than one replica holds: at 4 turns half as much again.
@@ -16,12 +16,14 @@ import json
 import os
 import random
 import re
+import shlex
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
@@ -31,6 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 
 from prefixcache.config.engine_config import EngineConfig  # noqa: E402
 from prefixcache.ray_serve.environment import prepare_environment  # noqa: E402
+from prefixcache.tools.bench.machine import machine_facts  # noqa: E402
 from tiny_models import make_checkpoint  # noqa: E402
 
 BLOCK_SIZE = 16
@@ -188,21 +191,13 @@ def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
         serve.delete("bench")
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Hit rates as bars, with the load imbalance."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.6 * len(rows) + 0.8), layout="constrained")
-    axes = figure.subplots()
-    rates = [100 * row.hit_rate for row in rows]
-    bars = axes.barh([row.name for row in rows], rates, color="#4878a8")
-    notes = [f"{row.hit_rate:.1%}, spread {row.spread:.2f}" for row in rows]
-    axes.bar_label(bars, notes, padding=4)
-    axes.set_xlim(0, 115)
-    axes.set_xlabel("prompt tokens found in a cache, %")
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+def recorded(rows: list[Row]) -> dict[str, object]:
+    shown = [
+        asdict(row) | {"hit_percent": 100 * row.hit_rate, "spread": row.spread} for row in rows
+    ]
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    command = "make bench-replicas ARGS=" + shlex.quote(shlex.join(sys.argv[1:]))
+    return {"command": command, "date": date, "machine": machine_facts(), "rows": shown}
 
 
 def main() -> None:
@@ -215,7 +210,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", nargs="*", default=[*ROUTERS, ONE_SERVER])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, cluster() as address:
@@ -229,9 +223,7 @@ def main() -> None:
                 flush=True,
             )
             if args.json:
-                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if args.plot:
-        plot(rows, args.plot)
+                args.json.write_text(json.dumps(recorded(rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ import copy
 import gzip
 import json
 import os
-from dataclasses import dataclass
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,6 +29,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.tools.bench.machine import machine_facts
 from prefixcache.types.request import CacheOptions
 
 CHATS = Path(__file__).parents[2] / "tests" / "data" / "taubench_airline.jsonl.gz"
@@ -143,30 +147,47 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     prompts = read_prompts(options.chats)
-    record: dict[str, list[dict[str, object]]] = {}
+    values: dict[str, dict[str, int]] = {}
+    answers: dict[str, list[dict[str, Scored]]] = {}
     print(
         "| contender | answers with other tokens | log probabilities that differ | first change |"
     )
     print("|---|---|---|---|")
     for name, contender in (("transformers", Transformers), ("prefixcache", Ours)):
         pairs = contender(options.dtype).answer(prompts, options.tokens)
-        record[name] = [{"cold": pair.cold, "warm": pair.warm} for pair in pairs]
-        print(row(name, pairs), flush=True)
+        values[name] = counts(pairs)
+        answers[name] = [asdict(pair) for pair in pairs]
+        print(row(name, values[name], pairs), flush=True)
     if options.output is not None:
+        about = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine_facts(),
+        }
+        record = about | {"values": values, "answers": answers}
         options.output.write_text(json.dumps(record) + "\n")
 
 
-def row(name: str, pairs: list[Pair]) -> str:
+def counts(pairs: list[Pair]) -> dict[str, int]:
     """Only places before the first other token are compared: after it the texts part."""
-    other = sum(not pair.same_tokens for pair in pairs)
     compared = [both for pair in pairs for both in until_they_part(pair)]
-    differ = sum(cold != warm for cold, warm in compared)
+    return {
+        "answers": len(pairs),
+        "other_tokens": sum(not pair.same_tokens for pair in pairs),
+        "compared": len(compared),
+        "other_log_probabilities": sum(cold != warm for cold, warm in compared),
+    }
+
+
+def row(name: str, found: dict[str, int], pairs: list[Pair]) -> str:
     changes = [(p, i) for p in pairs if (i := p.first_change()) is not None]
     first = "none"
     if changes:
         pair, place = changes[0]
         first = f"token {place}: {pair.cold[place][1]:.6f} became {pair.warm[place][1]:.6f}"
-    return f"| {name} | {other} of {len(pairs)} | {differ} of {len(compared)} | {first} |"
+    tokens = f"{found['other_tokens']} of {found['answers']}"
+    scores = f"{found['other_log_probabilities']} of {found['compared']}"
+    return f"| {name} | {tokens} | {scores} | {first} |"
 
 
 def until_they_part(pair: Pair) -> list[tuple[float, float]]:

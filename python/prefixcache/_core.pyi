@@ -266,7 +266,7 @@ class PrefixCache:
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
 
-        Whoever knows them can compute the hashes of any prompt, as docs/hashing.md specifies.
+        With them the hashes of any prompt can be computed (docs/reference/hashing.md).
         """
     def compute_block_hashes(
         self,
@@ -1116,8 +1116,8 @@ def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
 class BlockPseudonyms:
     """Names the blocks of requests for one recording, by hashes under a `key` of 32 bytes.
 
-    Names of blocks are equal where their content and all before it are; docs/recording.md has the
-    hash. Any thread.
+    Names of blocks are equal where their content and all before it are;
+    docs/reference/recording.md has the hash. Any thread.
     """
 
     def __new__(cls, key: bytes, block_size: int) -> BlockPseudonyms: ...
@@ -1138,7 +1138,7 @@ def replay_recording(path: str | _PathLike[str]) -> dict[str, Any]:
     - `difference`: the first one, with file and line; None where there is none, and else the replay
       ended there;
     - `live` and `replayed`: the counts that were compared last, under their names in
-      docs/recording.md;
+      docs/reference/recording.md;
     - `checks`: points at which all counts were the same; `unchecked_events` came after the last;
     - `ended`: why the recording ended; None where it was cut off;
     - `parts`, `requests` and `events` that were read, `block_size`, `num_blocks` (the null block

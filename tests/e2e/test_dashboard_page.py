@@ -169,9 +169,9 @@ def test_the_page_stays_as_small_as_it_was_however_long_it_is_open(page: Page) -
 def test_the_page_works_with_keys_names_its_parts_and_fits_a_phone(page: Page) -> None:
     page.run("document.getElementById('map').focus()")
     page.press("ArrowRight")
-    assert page.run("document.getElementById('cell').textContent").startswith("Square 1 of 59: ")
+    assert page.run("document.getElementById('cell').textContent").startswith("Cell 1 of 59: ")
     page.press("End")
-    assert page.run("document.getElementById('cell').textContent").startswith("Square 59 of 59: ")
+    assert page.run("document.getElementById('cell').textContent").startswith("Cell 59 of 59: ")
     unnamed = """[...document.querySelectorAll('canvas, section, progress, [tabindex="0"]')]
         .filter((one) => !one.hidden && one.id != 'login' && !one.hasAttribute('aria-label')
             && !document.getElementById(one.getAttribute('aria-labelledby'))).length"""
@@ -183,6 +183,37 @@ def test_the_page_works_with_keys_names_its_parts_and_fits_a_phone(page: Page) -
         page.look(width, 800)
         assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
     assert page.problems == []
+
+
+def test_charts_show_a_chosen_window_and_the_values_under_the_pointer(page: Page) -> None:
+    page.run("document.getElementById('forget').click()")
+    points = [{"time": time, "hit_ratio": time / 1000} for time in range(0, 301, 10)]
+    hello = {"type": "hello", "model": "m", "version": "0", "ages": [1], "points": points[:-1]}
+    script = """MODULE.then((page) => {
+        page.tell(HELLO);
+        page.tell({type: "snapshot", point: POINT, memory: null, requests: [], cache: {},
+            map: {free: [1], cached: [0], pinned: [0], held: [0], age: [0]}});
+        const canvas = document.querySelector("#charts canvas");
+        const shown = () => document.querySelector("#charts figcaption").textContent;
+        const move = (kind, x) => {
+            const event = new PointerEvent(kind);
+            Object.defineProperty(event, "offsetX", {value: x});
+            canvas.dispatchEvent(event);
+        };
+        const texts = [shown()];
+        for (const seconds of [600, 60]) {
+            document.querySelector(`.window [value="${seconds}"]`).click();
+            move("pointermove", 56);
+            texts.push(shown());
+        }
+        move("pointerleave", 0);
+        return [...texts, shown()];
+    })"""
+    script = script.replace("MODULE", MODULE).replace(
+        "HELLO", json.dumps(hello | {"most_points": 99})
+    )
+    shown = page.run(script.replace("POINT", json.dumps(points[-1])))
+    assert shown == ["cached 30.0 %", "cached 0.0 %", "cached 24.0 %", "cached 30.0 %"]
 
 
 @pytest.mark.parametrize("dark", [False, True])

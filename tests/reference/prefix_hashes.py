@@ -1,6 +1,6 @@
 """The hashes of blocks, readable; `python -m reference.prefix_hashes` prints their test vectors.
 
-docs/hashing.md says in words what stands here.
+docs/reference/hashing.md says in words what stands here.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def parse_options() -> Options:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--architecture", default="gemma3", help="of tests/tiny_models.py")
-    parser.add_argument("--report", type=Path, help="folder for report.md, plots and record.json")
+    parser.add_argument("--report", type=Path, help="folder for report.md and record.json")
     parser.add_argument("--keep", type=Path, help="folder for the servers' logs")
     parser.add_argument(
         "--plant-leak", action="store_true", help="to see it fail: one request keeps its blocks"

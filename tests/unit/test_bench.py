@@ -29,6 +29,7 @@ from prefixcache.tools.bench.reports.report import (
     to_json,
 )
 from prefixcache.tools.bench.reports.tables import heading, table
+from prefixcache.tools.pictures import INK
 from prefixcache.tools.results import write_json
 
 SETTINGS = {
@@ -221,6 +222,15 @@ def test_the_picture_says_what_was_skipped(tmp_path: Path) -> None:
     text = path.read_text()
     for words in ("160 computed", "96 computed", "64 skipped", "2.4 times sooner", "tiny, float32"):
         assert words in text
+
+
+def test_a_light_picture_comes_with_a_dark_one(tmp_path: Path) -> None:
+    draw(make(), tmp_path / "saved-light.svg")
+    light, dark = ((tmp_path / f"saved-{tone}.svg").read_text() for tone in ("light", "dark"))
+    assert INK in light
+    assert INK not in dark
+    assert "#e4e7eb" in dark
+    assert [*tmp_path.iterdir()] == [*tmp_path.glob("saved-*.svg")]
 
 
 def test_the_processor_is_named_with_its_family(tmp_path: Path) -> None:

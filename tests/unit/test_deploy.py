@@ -24,7 +24,7 @@ from prefixcache.server.options.serve_options import ServeOptions
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
-DOCS = DEPLOY.parent / "docs" / "deploy.md"
+DOCS = DEPLOY.parent / "docs" / "guides" / "deploy.md"
 _NAME = re.compile(r"prefixcache:(\w+)")
 
 

@@ -1,4 +1,4 @@
-"""Every block of code on docs/library.md runs, in the order of the page."""
+"""Every block of code on docs/tutorials/library.md runs, in the order of the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "library.md"
 FENCES = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

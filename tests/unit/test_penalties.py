@@ -39,23 +39,19 @@ def row_of(
     return SampledRow(name, len(prompt) + len(output), sampling)
 
 
-def adjust(
-    logits: torch.Tensor, rows: list[SampledRow], counts: TokenCounts, *, waits: bool = True
-) -> torch.Tensor:
+def adjust(logits: torch.Tensor, rows: list[SampledRow], counts: TokenCounts) -> torch.Tensor:
     penalized = [r for r, row in enumerate(rows) if has_penalties(row.params)]
     contexts = counts.rows_of([rows[r] for r in penalized], logits.shape[1])
     upload = Upload()
     additions = add_additions(upload, rows)
     penalties = add_penalties(upload, rows, penalized, contexts)
     sent = upload.send(CPU)
-    return adjust_logits(logits, additions(sent), penalties(sent), counts, waits=waits)
+    return adjust_logits(logits, additions(sent), penalties(sent), counts)
 
 
 def adjusted(*args: Any, **kwargs: Any) -> list[float]:
     rows = [row_of(*args, **kwargs)]
-    ways = [adjust(LOGITS, rows, TokenCounts(1, CPU), waits=waits) for waits in (True, False)]
-    assert torch.equal(*ways)
-    return ways[0][0].tolist()
+    return adjust(LOGITS, rows, TokenCounts(1, CPU))[0].tolist()
 
 
 def test_nothing_to_do_returns_the_argument_itself() -> None:
@@ -92,9 +88,7 @@ def test_rows_with_other_penalties_stand_side_by_side() -> None:
     options = [{"repetition_penalty": 2.0}, {"frequency_penalty": 0.5}, {"presence_penalty": -1.0}]
     rows = [row_of((3,), (0, 0, 3), name=f"{r}", **given) for r, given in enumerate(options)]
     alone = [adjusted((3,), (0, 0, 3), **given) for given in options]
-    for waits in (True, False):
-        together = adjust(LOGITS.repeat(3, 1), rows, TokenCounts(3, CPU), waits=waits)
-        assert together.tolist() == alone
+    assert adjust(LOGITS.repeat(3, 1), rows, TokenCounts(3, CPU)).tolist() == alone
 
 
 def grown(counts: TokenCounts, names: str, tokens: list[list[int]]) -> torch.Tensor:

@@ -189,7 +189,7 @@ class CacheConfig(Checked):
     record_trace: FilePath | None = flag(
         None,
         "File to record what the cache is asked for, without any text, so that it can be replayed "
-        "at other sizes; docs/recording.md describes it.",
+        "at other sizes; docs/reference/recording.md describes it.",
         "Cache",
         shown="nothing is recorded",
         metavar="<file>",

@@ -89,6 +89,7 @@ _DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
+    "rope_parameters": {},
     "rope_theta": 10_000.0,
     "rope_local_base_freq": 10_000.0,
     "sliding_window": None,
@@ -156,6 +157,7 @@ _GEMMA3 = Family(
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
+        "rope_parameters": {FULL: {}},
         "rope_theta": 1_000_000.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
@@ -399,14 +401,14 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
 
 
 def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
-    rope = given.get("rope_scaling") or given.get("rope_parameters", {})
+    rope = given.get("rope_scaling") or whole.rope_parameters
     outer = {name: given[name] for name in ("partial_rotary_factor",) if name in given}
     return _whole_rope(whole, outer | rope, whole.rope_theta)
 
 
 def _ropes_of_types(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
     """The rope of each type of layer; `rope_scaling` is that of full attention."""
-    ropes: dict[str, dict[str, Any]] = given.get("rope_parameters", {FULL: {}})
+    ropes: dict[str, dict[str, Any]] = whole.rope_parameters
     scaling = given.get("rope_scaling", {})
     if scaling and FULL not in ropes:
         raise ConfigError(

@@ -9,7 +9,7 @@ from prefixcache.metrics import PoolGauges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHashInfo:
-    """All that others need to compute the hashes of the cache's blocks, as docs/hashing.md says.
+    """What others need to compute hashes of the cache's blocks (docs/reference/hashing.md).
 
     `root_hash` is `h_0` of requests without a salt, in hexadecimal; it changes with
     `weights_name`, what it calls the weights.

@@ -1,4 +1,4 @@
-"""What the weights are called in the root of all hashes; docs/hashing.md has the kinds of names."""
+"""The weight fingerprint in the root of all hashes: docs/reference/hashing.md has its kinds."""
 
 from __future__ import annotations
 

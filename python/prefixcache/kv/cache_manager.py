@@ -37,7 +37,7 @@ EVICTED_CAUSES = (1, 3, 4, 5)
 what may be cached."""
 
 HASH_FORMAT = "prefixcache v2"
-"""Names what docs/hashing.md specifies; other bytes under a block's name get another format."""
+"""Names what docs/reference/hashing.md specifies; other bytes need another format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A cache manager that records the calls that decide what is cached: see docs/recording.md.
+"""A cache manager that records what decides what is cached: docs/reference/recording.md.
 
 The thread of the step loop passes on references to what it has anyway; numbers of requests, names
 of blocks and lines are made where they are written (`trace_writer.py`).

@@ -1,4 +1,4 @@
-"""The lines of a recording, made of its events: docs/recording.md has the form of both."""
+"""The lines of a recording, made of its events: docs/reference/recording.md has both formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that writes a recording into its files: see docs/recording.md.
+"""The thread that writes a recording into its files: see docs/reference/recording.md.
 
 Whatever goes wrong here ends the recording and nothing else.
 """

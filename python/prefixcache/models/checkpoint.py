@@ -1,4 +1,4 @@
-"""What the weights of a checkpoint are called, wherever they lie; docs/hashing.md has the bytes."""
+"""The fingerprint of a checkpoint's weights: docs/reference/hashing.md has the bytes."""
 
 from __future__ import annotations
 

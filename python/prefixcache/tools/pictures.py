@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,17 @@ INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
 NEEDS_MATPLOTLIB = "needs matplotlib: pip install 'prefixcache[plot]'."
 
 _ENDINGS = (".png", ".svg", ".pdf")
+_LIGHT, _DARK = "-light.svg", "-dark.svg"
+_AT_NIGHT = {
+    INK: "#e4e7eb",
+    QUIET: "#9aa5b1",
+    RULE: "#3e4c59",
+    "#0c6b52": "#3ecf9f",
+    "#9fe0cb": "#17453a",
+    "#486581": "#7ea3c9",
+    "#bcccdc": "#3e4c59",
+}
+"""Colours on a dark page."""
 
 
 def can_draw() -> bool:
@@ -51,6 +63,16 @@ def dress(axes: Axes, title: str, spine: Literal["left", "bottom"] = "bottom") -
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture; the file's ending chooses its format (png, svg, pdf)."""
+    """Writes the picture; the file's ending chooses its format (png, svg, pdf).
+
+    With NAME-light.svg comes NAME-dark.svg, both without a background.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
+    if not path.name.endswith(_LIGHT):
+        figure.savefig(path, dpi=200)
+        return
+    for axes in figure.axes:
+        axes.patch.set_visible(False)
+    figure.savefig(path, facecolor="none", metadata={"Date": None})
+    dark = re.sub("|".join(_AT_NIGHT), lambda one: _AT_NIGHT[one[0]], path.read_text())
+    path.with_name(path.name.removesuffix(_LIGHT) + _DARK).write_text(dark)

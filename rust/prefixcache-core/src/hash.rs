@@ -1,4 +1,4 @@
-//! The hashes that name blocks; `docs/hashing.md` specifies them byte by byte, with the reasons.
+//! The hashes that name blocks; `docs/reference/hashing.md` specifies them byte by byte, with the reasons.
 //!
 //! The root stands for everything but the tokens that decides what a block's KV is, the hash of a block
 //! for all that and the tokens up to the block's end:

@@ -40,7 +40,7 @@
 //! in the ring and can be fetched ahead, so out of a million blocks an eviction costs a fraction of what a
 //! linked list's does.
 //!
-//! The numbers, with their commands, stand in BENCHMARKS.md.
+//! The numbers, with their commands, stand in benches/results/cache.md.
 //!
 //! # Memory
 //!

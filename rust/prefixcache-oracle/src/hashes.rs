@@ -1,4 +1,4 @@
-//! The hashes of a token sequence as `docs/hashing.md` says, each computed from all its tokens.
+//! The hashes of a token sequence as `docs/reference/hashing.md` says, each computed from all its tokens.
 
 use prefixcache_core::id::BlockHash;
 

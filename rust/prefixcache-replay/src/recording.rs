@@ -1,6 +1,6 @@
 //! What a server recorded with `--record-trace`, and the same calls made to the same cache again.
 //!
-//! `docs/recording.md` specifies the form, [`Header`] and `Line` are its one reader, and [`replay`] makes a
+//! `docs/reference/recording.md` specifies the form, [`Header`] and `Line` are its one reader, and [`replay`] makes a
 //! recording's calls to a cache of the recorded size and policy: it says whether that counts what the live server
 //! counted.
 

@@ -8,7 +8,7 @@
 //!   (-1: the root) and `n_new` new nodes under it, `in_tokens / B` nodes in all; the blocks that the answer
 //!   fills are the path to `gfork` and `gnew` new nodes. New nodes are numbered from 0 in that order.
 //!
-//! * A server's own recording (`docs/recording.md`), all of its parts: its requests, in the order of arrival.
+//! * A server's own recording (`docs/reference/recording.md`), all of its parts: its requests, in the order of arrival.
 //!
 //! A reader holds one request, or those of a recording that have not ended. PTT names blocks by their place in the file, so its reader also holds four bytes
 //! for each block so far; the other forms need nothing more.

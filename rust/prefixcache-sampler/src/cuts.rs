@@ -158,3 +158,79 @@ pub fn mass_of_all(logits: &[f32], most: f32) -> u64 {
     }
     sums.iter().sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use prefixcache_cpu::{Form, Kernel, Lanes};
+
+    use super::*;
+
+    struct Floor<'a>(&'a [f32], Draw);
+
+    impl Kernel for Floor<'_> {
+        type Output = f32;
+
+        fn run<L: Lanes>(self, lanes: L) -> f32 {
+            let mut best = Vec::new();
+            let logits = Blocks::new(lanes, self.0, &mut best).expect("finite logits");
+            floor(logits, &self.1, &mut Spare::default())
+        }
+    }
+
+    /// All are sorted, and summed one after the other.
+    fn plain_floor(logits: &[f32], top_k: usize, top_p: f64) -> f32 {
+        let mut sorted = logits.to_vec();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let most = sorted[0];
+        if top_k > 0 {
+            let least = sorted[top_k - 1];
+            sorted.retain(|&logit| logit >= least);
+        }
+        if top_p == 1.0 {
+            return sorted[sorted.len() - 1];
+        }
+        let all: u64 = sorted.iter().map(|&logit| mass(most - logit)).sum();
+        let mut sum = 0;
+        let found = sorted.iter().find(|&&logit| {
+            sum += mass(most - logit);
+            sum as f64 >= top_p * all as f64
+        });
+        *found.expect("all reach the share")
+    }
+
+    #[test]
+    fn floors_are_those_of_sorted_logits() {
+        // Wide enough that flat logits have more than the likeliest tokens inside.
+        for (i, vocab) in [700, 40_000, 70_001].into_iter().enumerate() {
+            for spread in [0.0, 1e-3, 0.3, 4.0, 60.0] {
+                // The fractions of a golden ratio are spread evenly, in no order.
+                let place = |token| (f64::from(token) * 0.618_033_988_749_895).fract();
+                let logits = (0..vocab).map(|token| (place(token) * spread) as f32 - i as f32);
+                let logits: Vec<f32> = logits.collect();
+                for (top_k, top_p) in [
+                    (0, 1e-9),
+                    (0, 0.4),
+                    (0, 0.97),
+                    (0, 1.0 - 1e-9),
+                    (5, 0.5),
+                    (600, 0.9),
+                    (600, 1.0),
+                ] {
+                    let draw = Draw {
+                        temperature: 1.0,
+                        min_p: 0.0,
+                        top_k,
+                        top_p,
+                        seed: 0,
+                        position: 0,
+                    };
+                    let want = plain_floor(&logits, top_k, top_p);
+                    for form in Form::available() {
+                        let found = form.run(Floor(&logits, draw));
+                        assert_eq!(found, want, "{vocab} {spread} {top_k} {top_p}");
+                    }
+                }
+            }
+        }
+    }
+}

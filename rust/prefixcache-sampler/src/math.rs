@@ -1,7 +1,11 @@
 //! e^x and ln x in `f64`: the same bits whatever instructions compute them.
 //!
 //! Additions, multiplications and divisions alone, in one order and never fused, on numbers one by
-//! one. Both are fdlibm's (Sun Microsystems, 1993), right to one unit in the last place.
+//! one. Both are fdlibm's, right to one unit in the last place.
+
+// Of fdlibm: Copyright (C) 1993 by Sun Microsystems, Inc. All rights reserved. Developed at SunPro, a
+// Sun Microsystems, Inc. business. Permission to use, copy, modify, and distribute this software is
+// freely granted, provided that this notice is preserved.
 
 const LN2_HIGH: f64 = 6.931_471_803_691_238e-1;
 const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;

@@ -375,6 +375,17 @@ fn banning(banned: Vec<usize>) -> Row {
 }
 
 #[test]
+fn the_first_of_equal_scores_wins() {
+    // The noise is lost where it is added to such logits.
+    for start in [0, 70, 1100] {
+        let mut logits = vec![-3e38; 5000];
+        logits[start..].fill(3e38);
+        let sampled = sample(Form::detect(), 1, &logits, &[drawn(1.0)]);
+        assert_eq!(sampled[0].token, Some(start));
+    }
+}
+
+#[test]
 fn likeliest_is_what_greedy_rows_take() {
     let rows = vec![Row::default(); 30];
     for distinct in [3, 1 << 31] {

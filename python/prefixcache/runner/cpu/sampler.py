@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache import _core
 from prefixcache._core import Cpu, SamplerRow
+from prefixcache._core import Sampler as RowSampler
 from prefixcache.runner.sampled_rows import (
     UNUSABLE,
     KnownMasks,
@@ -33,7 +33,7 @@ class Sampler:
     """A row's output depends on that row alone; the threads of `cpu` share the rows."""
 
     def __init__(self, cpu: Cpu) -> None:
-        self._sampler = _core.Sampler(cpu)
+        self._sampler = RowSampler(cpu)
 
     def sample(self, logits_RV: Logits, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:
         """The next token of each row, and its log probabilities where they are asked for.

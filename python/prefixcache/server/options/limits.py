@@ -1,6 +1,6 @@
 """What one request may hold: generous for every honest use, and what keeps it from hurting others.
 
-Each is checked before any work that grows with it. docs/server.md lists them.
+Each is checked before any work that grows with it. docs/guides/limits.md lists them.
 """
 
 from __future__ import annotations

@@ -23,8 +23,14 @@ def draw(traces: Sequence[TraceResult], path: Path) -> None:
     unit = "blocks" if traces[0].unique_blocks is None else "percent of the trace's blocks"
     footer = f"Token hit rate in percent by the size of the pool, in {unit}"
     figure = new_figure(max(4.8, 3.4 * len(traces)), 3.4, footer)
-    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces, strict=True):
+    panels = figure.subplots(1, len(traces), squeeze=False)[0]
+    for axes, trace in zip(panels, traces, strict=True):
         _draw_trace(axes, trace)
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(
+        lines, names, frameon=False, fontsize=9, labelcolor=INK, ncols=len(names),
+        loc="outside upper left",
+    )  # fmt: skip
     save(figure, path)
 
 
@@ -51,4 +57,3 @@ def _draw_trace(axes: Axes, trace: TraceResult) -> None:
     axes.minorticks_off()
     axes.set_ylim(0, 100)
     axes.grid(axis="y", color=RULE)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)

@@ -162,7 +162,7 @@ pub struct Line<'a> {
     pub event: Event<'a>,
 }
 
-/// What happened. docs/recording.md has the fields with their units.
+/// What happened. docs/reference/recording.md has the fields with their units.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "e", rename_all = "lowercase")]
 pub enum Event<'a> {

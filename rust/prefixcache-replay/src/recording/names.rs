@@ -1,7 +1,7 @@
 //! Names of blocks in a recording: hashes under a key, which say nothing to whoever lacks the key.
 //!
 //! A recording has them in place of the cache's own hashes, which anybody can compute from a known prompt.
-//! `docs/recording.md` specifies them.
+//! `docs/reference/recording.md` specifies them.
 
 use prefixcache_core::error::InvalidArgument;
 use prefixcache_core::policy::{Chain, NameBlocks};

@@ -1,6 +1,6 @@
 //! A server's own recording, read as a plain trace: what was asked, not what the server made of it.
 //!
-//! `docs/recording.md` specifies the form. A request is returned once its answer has ended, but in the order of
+//! `docs/reference/recording.md` specifies the form. A request is returned once its answer has ended, but in the order of
 //! arrival, so the requests since the oldest one that is not answered are held, up to [`MAX_HELD`].
 
 use std::collections::VecDeque;

@@ -1,9 +1,9 @@
 """How low a token's logit may be to be drawn: min_p, then top_k, then top_p of the remaining mass.
 
-Ties are kept on both sides of a cut, so that the order of equal logits plays no part. A CPU looks
-for a nucleus among ever more of the likeliest tokens; how far it must go is read back, for which a
-GPU's work would have to be waited for, so that a GPU takes a fixed number of looks at all tokens.
-Letters of shapes: R rows, N of them that are cut, V vocabulary, K candidates or buckets.
+Ties are kept on both sides of a cut, so that the order of equal logits plays no part. A nucleus is
+found in a fixed number of looks at all tokens, since a GPU's work would have to be waited for to
+look at fewer. Letters of shapes: R rows, N of them that are cut, V vocabulary, K candidates or
+buckets.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ from torch import Tensor
 from prefixcache.runner.cuda.sampling.row_options import Cut, Draws
 from prefixcache.runner.cuda.sampling.tiles import Tiles
 
-_NUCLEUS_CANDIDATES = (64, 512)
 # A token's mass, 1 for the likeliest, in whole units: their sums are the same in any order, and
 # those of 2**18 tokens fit into int64.
 _UNITS = 2.0**44
-# What is made of this number of rows stays in a CPU's cache.
-_ROWS_IN_CACHE = 4
 # A float32's place below its row's largest has 32 bits; each look tells some of them.
 _LOOKS = ((21, 11), (10, 11), (0, 10))
 
 
-def floors(logits_RV: Tensor, tiles: Tiles, draws: Draws, *, waits: bool) -> Tensor:
-    """[R]: the least logits that the cuts leave. With `waits` by the CPU's way."""
+def floors(logits_RV: Tensor, tiles: Tiles, draws: Draws) -> Tensor:
+    """[R]: the least logits that the cuts leave."""
     floors_R = tiles.best_RB.amax(dim=-1) + draws.least_N
     if draws.top_k is not None:
         _raise_to(floors_R, draws.top_k, _top_k_floors(tiles, draws.top_k))
     if draws.top_p is not None:
-        find = _nuclei_of_candidates if waits else nuclei_of_all
-        _raise_to(floors_R, draws.top_p, find(logits_RV, tiles, floors_R, draws.top_p))
+        _raise_to(floors_R, draws.top_p, _nuclei(logits_RV, tiles, floors_R, draws.top_p))
     return floors_R
 
 
@@ -44,58 +40,13 @@ def _top_k_floors(tiles: Tiles, cut: Cut) -> Tensor:
     return sorted_NK.gather(1, cut.limits_N.unsqueeze(1) - 1).squeeze(1)
 
 
-def _nuclei_of_candidates(logits_RV: Tensor, tiles: Tiles, floors_R: Tensor, cut: Cut) -> Tensor:
-    """[N]: the least logits of the likeliest tokens whose mass reaches each row's share (nuclei).
-
-    How far a row goes depends on that row alone.
-    """
-    allowed_N = floors_R[cut.rows_N]
-    wanted_N = cut.limits_N * _masses(_picked(logits_RV, cut.rows_N), allowed_N)
-    found_N = torch.empty_like(allowed_N)
-    left_N = torch.arange(len(allowed_N))
-    for count in (*_NUCLEUS_CANDIDATES, logits_RV.shape[1]):
-        sorted_NK = tiles.largest(cut.rows_N[left_N], count)
-        found_N[left_N], reached_N = _least_of_nuclei(sorted_NK, wanted_N[left_N])
-        left_N = left_N[~reached_N]
-        if not len(left_N):
-            break
-    return found_N
-
-
 def _picked(logits_RV: Tensor, rows_N: Tensor) -> Tensor:
     """Those rows, without a copy where they are all."""
     return logits_RV if len(rows_N) == len(logits_RV) else logits_RV[rows_N]
 
 
-def _masses(logits_RV: Tensor, floors_R: Tensor) -> Tensor:
-    """Sums over the tokens not below the floor of exp(logit - the row's largest), float64 [R].
-
-    A float32 sum would be off by the mass of several tokens of a flat row.
-    """
-    few_rows = zip(logits_RV.split(_ROWS_IN_CACHE), floors_R.split(_ROWS_IN_CACHE), strict=True)
-    return torch.cat([_masses_of_few(*rows) for rows in few_rows])
-
-
-def _masses_of_few(logits_RV: Tensor, floors_R: Tensor) -> Tensor:
-    masses_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)).exp_()
-    if (floors_R > -torch.inf).any():
-        masses_RV.masked_fill_(logits_RV < floors_R.unsqueeze(1), 0)
-    return masses_RV.mul_(_UNITS).long().sum(dim=-1) / _UNITS
-
-
-def _least_of_nuclei(sorted_RN: Tensor, wanted_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest logit inside each nucleus [R], and whether these candidates hold it.
-
-    The sums run in float64 from the largest down, one after another.
-    """
-    weights_RN = (sorted_RN - sorted_RN[:, :1]).double().exp_()
-    short_RN = weights_RN.cumsum(dim=-1) < wanted_R.unsqueeze(1)
-    last_R1 = short_RN.sum(dim=-1, keepdim=True).clamp_max_(sorted_RN.shape[1] - 1)
-    return sorted_RN.gather(1, last_R1).squeeze(1), ~short_RN[:, -1]
-
-
-def nuclei_of_all(logits_RV: Tensor, tiles: Tiles, floors_R: Tensor, cut: Cut) -> Tensor:
-    """`_nuclei_of_candidates` in shapes that are known before.
+def _nuclei(logits_RV: Tensor, tiles: Tiles, floors_R: Tensor, cut: Cut) -> Tensor:
+    """[N]: the least logits of the likeliest tokens whose mass reaches each row's share (nuclei).
 
     The logit at which the mass from the largest down reaches the share is found bit by bit: tokens
     fall into buckets by the upper bits of their place, and then those of one bucket by the next.

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from prefixcache.runner.cuda.sampling.tiles import MEMBERS, token_ids
@@ -54,11 +53,6 @@ class RowNoise:
     def __init__(self, block_keys_R: Tensor, token_keys_R: Tensor) -> None:
         self.block_keys_R = block_keys_R
         self.token_keys_R = token_keys_R
-
-    def least_of_blocks(self, num_blocks: int) -> Tensor:
-        """The least noise in each of the first blocks, float64 [R, B]."""
-        blocks_B = torch.arange(num_blocks, device=self.block_keys_R.device)
-        return _least(_bits(self.block_keys_R.unsqueeze(1), blocks_B))
 
     def of_members(self, rows_N: Tensor, blocks_N: Tensor, members_N: Tensor) -> Tensor:
         """The noise of single tokens: members of blocks, each in its row; float64 [N]."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from prefixcache.runner.cuda.sampling.row_options import Additions, Allowed, Penalties, SampledRow
 from prefixcache.runner.cuda.sampling.upload import Upload
 from prefixcache.types.step_plan import SamplingInput
-from prefixcache.types.token_ids import TokenBuffer, TokenIds
 
 _FIRST_CONTEXTS = 4
 
@@ -35,8 +34,6 @@ class TokenCounts:
         self._contexts: dict[str, tuple[int, int]] = {}
         # Twice the number of occurrences in the answer, and one more for those in the prompt.
         self._counts_CV = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        # On a CPU, where to find them: a vocabulary takes longer to look through than a context.
-        self._tokens: dict[int, TokenBuffer] = {}
 
     def rows_of(self, rows: Sequence[SampledRow], vocab_size: int) -> list[int]:
         """Rows of the requests' contexts. `add` must follow, with the tokens that are sampled."""
@@ -49,25 +46,10 @@ class TokenCounts:
         """Counts of those contexts, int32 [P, V]."""
         return self._counts_CV[counts_P]
 
-    def at(self, places_N: Tensor) -> Tensor:
-        """Counts at single places, token by token and context by context, int32 [N]."""
-        return self._counts_CV.take(places_N)
-
-    def tokens_in(self, context: int, *, prompt: bool) -> TokenIds:
-        """All tokens of an answer, with `prompt` also of its prompt; some stand there again.
-
-        For a CPU: another device would have to be waited for.
-        """
-        tokens = self._tokens[context]
-        return tokens.known if prompt else tokens.answer
-
     def add(self, counts_P: Tensor, tokens_P: Tensor) -> None:
         """Counts a sampled token of each context; one below zero ends its request."""
         tokens_P = tokens_P.clamp(min=0)
         self._counts_CV[counts_P, tokens_P] += 2
-        if self._device.type == "cpu":
-            for context, token in zip(counts_P.tolist(), tokens_P.tolist(), strict=True):
-                self._tokens[context].append(token)
 
     def _row_of(self, row: SampledRow, vocab_size: int) -> int:
         answered = row.position - row.sampling.tokens.num_prompt_tokens
@@ -95,10 +77,6 @@ class TokenCounts:
         prompt, answer = sampling.tokens.prompt, sampling.tokens.answer
         counts_V = 2 * np.bincount(answer, minlength=vocab_size)
         counts_V[prompt] += 1
-        if self._device.type == "cpu":
-            self._tokens[context] = TokenBuffer(np.unique(prompt))
-            for token in np.unique(answer).tolist():
-                self._tokens[context].append(token)
         upload = Upload()
         counts_at = upload.integers(counts_V)
         self._counts_CV[context].copy_(counts_at(upload.send(self._device)))
@@ -109,14 +87,9 @@ def adjust_logits(
     additions: Additions | None,
     penalties: Penalties | None,
     counts: TokenCounts,
-    *,
-    waits: bool,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """Logits with bias, bans, allowed tokens and penalties; the argument itself is left alone.
-
-    With `waits` penalties look at the tokens that stand in a context, else at the vocabulary.
-    """
+    """Logits with bias, bans, allowed tokens and penalties; the argument itself is left alone."""
     if additions is None and allowed is None and penalties is None:
         return logits_RV
     adjusted_RV = logits_RV.clone()
@@ -125,7 +98,7 @@ def adjust_logits(
     if allowed is not None:
         _keep_alone(adjusted_RV, allowed)
     if penalties is not None:
-        (_penalize_counted if waits else _penalize_all)(adjusted_RV, counts, penalties)
+        _penalize(adjusted_RV, counts, penalties)
     return adjusted_RV
 
 
@@ -135,32 +108,11 @@ def _keep_alone(logits_RV: Tensor, allowed: Allowed) -> None:
     logits_RV[allowed.rows_N, allowed.tokens_N] = kept_N
 
 
-def _penalize_all(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
+def _penalize(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
     rows_P, options_P13 = penalties.rows_P, penalties.options_P3.unsqueeze(1)
     logits_RV[rows_P] = _penalized(
         logits_RV[rows_P], counts.of(penalties.counts_P), options_P13, penalties.has_repetition
     )
-
-
-def _penalize_counted(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
-    rows, contexts = penalties.rows_P.tolist(), penalties.counts_P.tolist()
-    found = [counts.tokens_in(context, prompt=penalties.has_repetition) for context in contexts]
-    lengths_P = torch.tensor([len(tokens) for tokens in found])
-    options_N3 = penalties.options_P3.repeat_interleave(lengths_P, dim=0)
-    counts_N = counts.at(_places(contexts, found, logits_RV.shape[1]))
-    places_N = _places(rows, found, logits_RV.shape[1])
-    logits_N = logits_RV.take(places_N)
-    # A token that was found twice gets the same number twice.
-    logits_RV.put_(places_N, _penalized(logits_N, counts_N, options_N3, penalties.has_repetition))
-
-
-def _places(rows: Sequence[int], tokens: Sequence[TokenIds], vocab_size: int) -> Tensor:
-    """Where the tokens of each row stand in a table of so wide rows, counted from its first one."""
-    parts = [
-        np.add(of_row, r * vocab_size, dtype=np.int64)
-        for r, of_row in zip(rows, tokens, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def _penalized(logits: Tensor, counts: Tensor, options: Tensor, has_repetition: bool) -> Tensor:

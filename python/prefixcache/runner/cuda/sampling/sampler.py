@@ -21,7 +21,7 @@ from prefixcache.runner.cuda.sampling.cuts import floors
 from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_logprobs
 from prefixcache.runner.cuda.sampling.masks import Masks
 from prefixcache.runner.cuda.sampling.penalties import TokenCounts, adjust_logits
-from prefixcache.runner.cuda.sampling.race import race, race_of_all
+from prefixcache.runner.cuda.sampling.race import race
 from prefixcache.runner.cuda.sampling.row_options import (
     Draws,
     SampledRow,
@@ -84,13 +84,11 @@ class Sampled:
 class Sampler:
     """Samples step after step, and remembers what requests with penalties or bad words need.
 
-    At most `max_rows` rows are sampled in a step. With `waits` the sampler looks at what it has
-    computed to compute less: the default on a CPU, where nothing is waited for.
+    At most `max_rows` rows are sampled in a step.
     """
 
-    def __init__(self, max_rows: int, device: torch.device, *, waits: bool | None = None) -> None:
+    def __init__(self, max_rows: int, device: torch.device) -> None:
         self._device = device
-        self._waits = device.type == "cpu" if waits is None else waits
         self._counts = TokenCounts(max_rows, device)
         self._bad_words = BadWords()
 
@@ -106,7 +104,7 @@ class Sampler:
         """
         if all(is_plain_greedy(row.sampling) for row in rows):
             if likeliest_R is None:
-                likeliest_R = greedy_token_ids(logits_RV, waits=self._waits)
+                likeliest_R = greedy_token_ids(logits_RV)
             return Sampled(likeliest_R)
         known = KnownMasks.of(row.sampling.mask for row in rows)
         masks = Masks([*known.words], [*known.words.values()])
@@ -130,12 +128,11 @@ class Sampler:
             additions(sent),
             penalizing,
             self._counts,
-            waits=self._waits,
             allowed=allowed(sent),
         )
         adjusted_RV = self._bad_words.ban(adjusted_RV, bans(sent))
         adjusted_RV = masking(sent, adjusted_RV)
-        tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent), waits=self._waits)
+        tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent))
         self._bad_words.remember(rows, tokens_R)
         if penalizing is not None:
             self._counts.add(penalizing.counts_P, tokens_R[penalizing.rows_P])
@@ -146,16 +143,11 @@ class Sampler:
         return Sampled(tokens_R, logprobs, known.unsampled)
 
 
-def greedy_token_ids(logits_RV: Tensor, *, waits: bool = False) -> Tensor:
+def greedy_token_ids(logits_RV: Tensor) -> Tensor:
     """[R] on the logits' device: each row's likeliest token, -1 without a finite maximum.
 
-    The first of equals. With `waits` it may be looked for on the host, which no graph can capture:
-    numpy does so with vector instructions, torch on a CPU does not.
+    The first of equals.
     """
-    if waits and logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
-        indices_R1 = logits_RV.numpy().argmax(axis=-1, keepdims=True)
-        best_R1 = np.take_along_axis(logits_RV.numpy(), indices_R1, axis=-1)  # NaN if there is one
-        return torch.from_numpy(np.where(np.isfinite(best_R1), indices_R1, -1)[:, 0])
     best_R = logits_RV.max(dim=-1)
     return torch.where(best_R.values.isfinite(), best_R.indices, -1)
 
@@ -167,42 +159,27 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SequenceOut
     return sampled.outputs(part.cpu().numpy() for part in sampled.parts)
 
 
-def _tokens(logits_RV: Tensor, adjusted_RV: Tensor, draws: Draws | None, *, waits: bool) -> Tensor:
+def _tokens(logits_RV: Tensor, adjusted_RV: Tensor, draws: Draws | None) -> Tensor:
     """[R]: the likeliest tokens, or those that are drawn; -1 without a finite maximum."""
     if draws is None:
-        tokens_R = greedy_token_ids(adjusted_RV, waits=waits)
+        tokens_R = greedy_token_ids(adjusted_RV)
     elif len(draws.rows_N) == len(logits_RV):
-        tokens_R = _draw(adjusted_RV, draws, waits=waits)
+        tokens_R = _draw(adjusted_RV, draws)
     else:
-        tokens_R = greedy_token_ids(adjusted_RV, waits=waits)
-        tokens_R[draws.rows_N] = _draw(adjusted_RV[draws.rows_N], draws, waits=waits)
+        tokens_R = greedy_token_ids(adjusted_RV)
+        tokens_R[draws.rows_N] = _draw(adjusted_RV[draws.rows_N], draws)
     if adjusted_RV is not logits_RV:
-        tokens_R = torch.where(_has_maximum(logits_RV), tokens_R, -1)
+        tokens_R = torch.where(logits_RV.amax(dim=-1).isfinite(), tokens_R, -1)
     return tokens_R
 
 
-def _draw(logits_NV: Tensor, draws: Draws, *, waits: bool) -> Tensor:
+def _draw(logits_NV: Tensor, draws: Draws) -> Tensor:
     """The tokens that the rows draw, -1 without a finite maximum."""
     scaled_NV = logits_NV / draws.temperature_N1
     tiles = Tiles(scaled_NV)
     usable_N = tiles.best_RB.amax(dim=-1).isfinite()
-    if waits and not usable_N.all():
-        # Each row is drawn alone in bits: what stands in these plays no part.
-        scaled_NV = scaled_NV.masked_fill(~usable_N.unsqueeze(1), 0.0)
-        tiles = Tiles(scaled_NV)
-    floors_N = floors(scaled_NV, tiles, draws, waits=waits)
-    if waits:
-        tokens_N = race(tiles, floors_N, draws.noise)
-    else:
-        tokens_N = race_of_all(scaled_NV, floors_N, draws.noise)
+    tokens_N = race(scaled_NV, floors(scaled_NV, tiles, draws), draws.noise)
     return torch.where(usable_N, tokens_N, -1)
-
-
-def _has_maximum(logits_RV: Tensor) -> Tensor:
-    """Whether each row's largest value is a finite number."""
-    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
-        return torch.from_numpy(np.isfinite(logits_RV.numpy().max(axis=-1)))
-    return logits_RV.amax(dim=-1).isfinite()
 
 
 def _rows_by_logprobs(rows: Sequence[SampledRow]) -> dict[int, list[int]]:

@@ -7,7 +7,6 @@ rows, V vocabulary, T tiles, M members of a block, L blocks of a tile, B blocks,
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -56,7 +55,5 @@ def place_of(tokens_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(values_RV: Tensor) -> Tensor:
-    """Each row from its largest value on. On a CPU numpy sorts with vector instructions."""
-    if values_RV.device.type != "cpu":
-        return values_RV.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(values_RV.neg().numpy(), axis=-1)).neg_()
+    """Each row from its largest value on."""
+    return values_RV.sort(dim=-1, descending=True).values

@@ -8,16 +8,20 @@ const CHARTS = [
   { title: "Hit ratio of prompt tokens", form: percent, most: 1, lines: [["hit_ratio", "cached"]] },
   { title: "Time to first token", form: seconds, lines: [["ttft_p50", "median"], ["ttft_p90", "90th percentile"]] },
   { title: "Prompt tokens a second", form: rate, lines: [["saved_tokens", "saved"], ["computed_tokens", "computed"]] },
-  { title: "Blocks lost a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "demoted"]] },
+  { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
   { title: "Generated tokens a second", form: rate, lines: [["generated_tokens", "generated"]] },
-  { title: "Requests", form: (value) => String(value ?? "none"), lines: [["running", "running"], ["waiting", "waiting"]] },
+  { title: "Requests", form: (value) => (value == null ? "none" : String(Math.round(10 * value) / 10)), lines: [["running", "running"], ["waiting", "waiting"]] },
 ];
 const CLASSES = ["first", "second"];
+const back = (time) => (time < 120 ? `${Math.round(time)} s` : `${Math.round(time / 6) / 10} min`);
+const MARGIN = { left: 56, bottom: 18, top: 8 };
 
 export class Charts {
   constructor() {
     this.points = [];
     this.most = 600;
+    this.window = 600;
+    this.at = null;
     this.charts = CHARTS.map((chart, number) => this.#make(chart, number));
   }
 
@@ -32,6 +36,12 @@ export class Charts {
     this.draw();
   }
 
+  // The seconds that the charts show.
+  show(window) {
+    this.window = window;
+    this.draw();
+  }
+
   draw() {
     for (const chart of this.charts) this.#draw(chart);
   }
@@ -43,6 +53,8 @@ export class Charts {
     section.setAttribute("aria-labelledby", title.id);
     const canvas = make("canvas", "", "chart");
     canvas.setAttribute("role", "img");
+    canvas.addEventListener("pointermove", (event) => this.#look(event.offsetX, canvas.clientWidth));
+    canvas.addEventListener("pointerleave", () => this.#look(null));
     const figure = make("figure");
     const caption = make("figcaption");
     const values = chart.lines.map((line, place) => make("span", "", CLASSES[place]));
@@ -53,57 +65,83 @@ export class Charts {
     return { ...chart, canvas, values };
   }
 
+  // The point under the pointer, whose values all charts show; without one the last.
+  #look(x, width) {
+    const end = this.points.at(-1)?.time;
+    this.at = null;
+    if (x !== null && end !== undefined) {
+      const time = end - this.#span() * (1 - (x - MARGIN.left) / (width - MARGIN.left));
+      const near = (one, other) => (Math.abs(other.time - time) < Math.abs(one.time - time) ? other : one);
+      this.at = this.points.reduce(near);
+    }
+    this.draw();
+  }
+
+  #span() {
+    const [first, last] = [this.points[0], this.points.at(-1)];
+    return Math.min(this.window, Math.max(60, last.time - first.time));
+  }
+
   #draw(chart) {
-    const last = this.points[this.points.length - 1];
+    const last = this.points.at(-1);
     if (!last) return;
-    const words = chart.lines.map(([field, name]) => `${name} ${chart.form(last[field])}`);
-    chart.values.forEach((value, place) => show(value, words[place]));
-    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words.join(", ")}`);
+    const words = (point) => chart.lines.map(([field, name]) => `${name} ${chart.form(point[field])}`);
+    words(this.at ?? last).forEach((text, place) => show(chart.values[place], text));
+    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words(last).join(", ")}`);
     const { context, width, height } = fit(chart.canvas);
     if (!width) return;
-    const top = chart.most ?? this.#highest(chart);
-    this.#scale(context, width, height, chart.form(top));
+    const span = this.#span();
+    const visible = this.points.filter((point) => point.time >= last.time - span);
+    const top = chart.most ?? this.#highest(chart, visible);
+    const x = (time) => MARGIN.left + (1 - (last.time - time) / span) * (width - MARGIN.left - 2);
+    const y = (value) => height - MARGIN.bottom - (Math.min(value, top) / top) * (height - MARGIN.bottom - MARGIN.top);
+    this.#axes(context, { x, y, width, top, form: chart.form, last: last.time, span });
+    context.lineWidth = 2;
     colours(...CLASSES).slice(0, chart.lines.length).forEach((colour, place) => {
       context.strokeStyle = colour;
       context.setLineDash(place ? [5, 3] : []);
-      this.#curve(context, chart.lines[place][0], { width, height, top, end: last.time });
+      this.#curve(context, visible, chart.lines[place][0], x, y);
     });
     context.setLineDash([]);
   }
 
-  #highest(chart) {
+  #highest(chart, points) {
     let highest = 0;
-    for (const point of this.points) for (const [field] of chart.lines) highest = Math.max(highest, point[field] ?? 0);
+    for (const point of points) for (const [field] of chart.lines) highest = Math.max(highest, point[field] ?? 0);
     return highest || 1;
   }
 
-  #scale(context, width, height, text) {
+  // Lines at nothing, half and the most, the time below, and where the pointer is.
+  #axes(context, { x, y, width, top, form, last, span }) {
     const [line, dim] = colours("line", "dim");
-    context.strokeStyle = line;
-    context.lineWidth = 1;
-    context.strokeRect(0.5, 0.5, width - 1, height - 1);
-    context.fillStyle = dim;
-    context.font = "12px system-ui, sans-serif";
+    Object.assign(context, { strokeStyle: line, fillStyle: dim, lineWidth: 1, font: "12px system-ui, sans-serif" });
+    const stroke = (...ends) => {
+      context.beginPath();
+      for (const [left, high] of ends) context.lineTo(left, high);
+      context.stroke();
+    };
+    Object.assign(context, { textAlign: "right", textBaseline: "middle" });
+    for (const value of [0, top / 2, top]) {
+      stroke([MARGIN.left, Math.round(y(value)) + 0.5], [width, Math.round(y(value)) + 0.5]);
+      context.fillText(form(value), MARGIN.left - 6, y(value));
+    }
     context.textBaseline = "top";
-    context.fillText(text, 5, 4);
-    context.lineWidth = 2;
+    for (const [share, align] of [[0, "left"], [0.5, "center"], [1, "right"]]) {
+      context.textAlign = align;
+      context.fillText(share === 1 ? "now" : `−${back(span * (1 - share))}`, x(last - span * (1 - share)), y(0) + 4);
+    }
+    if (this.at) stroke([x(this.at.time), y(top)], [x(this.at.time), y(0)]);
   }
 
   // A point each pixel or two is enough; where nothing is known, or nobody looked, the curve is broken.
-  #curve(context, field, { width, height, top, end }) {
-    const span = Math.max(60, end - this.points[0].time);
+  #curve(context, points, field, x, y) {
     let before = null;
     context.beginPath();
-    for (const point of this.points) {
-      const value = point[field];
-      if (value == null) continue;
-      const x = width - ((end - point.time) / span) * width;
-      const y = height - 2 - (Math.min(value, top) / top) * (height - 20);
-      if (before !== null && point.time - before < LONGEST_STEP) context.lineTo(x, y);
-      else {
-        context.moveTo(x - 1, y);
-        context.lineTo(x, y);
-      }
+    for (const point of points) {
+      if (point[field] == null) continue;
+      const [left, high] = [x(point.time), y(point[field])];
+      if (before === null || point.time - before >= LONGEST_STEP) context.moveTo(left - 1, high);
+      context.lineTo(left, high);
       before = point.time;
     }
     context.stroke();

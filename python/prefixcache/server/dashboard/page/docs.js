@@ -43,6 +43,7 @@ function fields(parent, schema, known, depth = 0) {
 
 function endpoint(parent, path, method, operation, known) {
   const entry = nested(parent, "details");
+  entry.className = "tree";
   nested(entry, "summary", make("code", `${method.toUpperCase()} ${path}`), ` ${operation.summary ?? ""}`);
   if (operation.description) nested(entry, "p", operation.description);
   const options = (operation.parameters ?? []).map((one) => [one.name, one.schema ?? {}]);
@@ -66,7 +67,6 @@ async function load(key = "") {
   byId("endpoints").replaceChildren();
   for (const [path, methods] of Object.entries(paths)) {
     const section = nested(byId("endpoints"), "section");
-    section.className = "tree";
     for (const [method, operation] of Object.entries(methods)) endpoint(section, path, method, operation, components.schemas);
   }
 }

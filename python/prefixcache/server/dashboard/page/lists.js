@@ -1,6 +1,6 @@
 // Tiles, memory, requests, prefixes and misses.
 
-import { ago, byId, bytes, clock, count, make, percent, seconds, show, sync } from "./text.js";
+import { ago, byId, bytes, clock, count, make, percent, rate, seconds, show, sync } from "./text.js";
 
 function cells(...classes) {
   const row = make("tr");
@@ -12,18 +12,24 @@ function fillRow(row, texts) {
   texts.forEach((text, place) => show(row.children[place], text));
 }
 
-export function showTiles(cache, point) {
+// Shares of the pool: blocks with content that can be hit or that requests use.
+function fullness(map) {
+  const sum = (state) => map[state].reduce((all, blocks) => all + blocks, 0);
+  const used = sum("held") + sum("cached") + sum("pinned");
+  return used / (used + sum("free") || 1);
+}
+
+export function showTiles(cache, point, map) {
   const state = cache.is_sleeping ? "asleep" : cache.is_paused ? "paused" : cache.enabled ? "serving" : "cache off";
   const tiles = [
-    ["Engine", state],
-    ["Hit ratio, recent", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none"],
-    ["Tokens saved", count(cache.hit_tokens)],
-    ["Tokens computed", count(cache.queried_tokens - cache.hit_tokens)],
-    ["Running, waiting", `${count(point.running)}, ${count(point.waiting)}`],
-    ["Evictions", count(cache.evictions)],
-    ["Demotions", count(cache.demotions)],
-    ["Preemptions", count(cache.preemptions)],
-    ["Blocks", `${count(cache.num_blocks)} × ${cache.block_size} tokens`],
+    ["Engine", state, "What the engine does now"],
+    ["Hit ratio", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none", "Prompt tokens read from the cache, of the last requests"],
+    ["Tokens saved", count(cache.hit_tokens), `Since the start; ${count(cache.queried_tokens - cache.hit_tokens)} were computed`],
+    ["TTFT, median", seconds(point.ttft_p50), "Time to first token since the last update"],
+    ["Running, waiting", `${count(point.running)}, ${count(point.waiting)}`, "Requests in the engine"],
+    ["Cache full", percent(fullness(map)), `Of ${count(cache.num_blocks)} blocks of ${cache.block_size} tokens`],
+    ["Evictions", rate(point.evictions), `${count(cache.evictions)} since the start`],
+    ["Preemptions", count(cache.preemptions), "Requests recomputed because blocks ran out, since the start"],
   ];
   sync(byId("tiles"), tiles, {
     key: ([name]) => name,
@@ -32,20 +38,25 @@ export function showTiles(cache, point) {
       tile.append(make("dt", name), make("dd"));
       return tile;
     },
-    fill: (tile, [, value]) => show(tile.lastElementChild, value),
+    fill: (tile, [, value, title]) => {
+      show(tile.lastElementChild, value);
+      tile.title = title;
+    },
   });
 }
 
+const MEMORY = { reserved: "address space", mapped: "memory taken", held: "in use" };
+
 export function showMemory(memory) {
   byId("no-memory").hidden = memory !== null;
-  const parts = memory ? ["reserved", "mapped", "held"].map((name) => [name, memory[name]]) : [];
+  const parts = memory ? Object.entries(MEMORY).map(([field, name]) => [name, memory[field]]) : [];
   sync(byId("memory"), parts, {
     key: ([name]) => name,
     create: ([name]) => {
       const part = make("div");
       const [bar, value] = [make("dd"), make("dd")];
       const meter = make("progress");
-      meter.setAttribute("aria-label", `${name}, of what is reserved`);
+      meter.setAttribute("aria-label", `${name}, of the reserved address space`);
       bar.append(meter);
       part.append(make("dt", name), bar, value);
       return part;
@@ -94,7 +105,7 @@ function fillPrefix(item, prefix) {
   const [summary, children] = item.firstElementChild.children;
   const [counts, text] = summary.children;
   const scope = prefix.salted && !prefix.depth ? ", under a salt" : "";
-  const uses = `${count(prefix.hits)} hits of ${count(prefix.requests)} requests, last ${ago(prefix.last_use)}`;
+  const uses = `hit by ${count(prefix.hits)} of ${count(prefix.requests)} requests, last ${ago(prefix.last_use)}`;
   show(counts, `${count(prefix.tokens)} tokens, ${uses}${scope}`);
   show(text, prefix.text ?? "");
   item.firstElementChild.classList.toggle("leaf", !prefix.children.length);
@@ -129,7 +140,7 @@ export function showMisses(misses) {
   byId("no-misses").hidden = misses.length > 0;
   sync(byId("misses"), misses, {
     key: (miss) => `${miss.time} ${miss.request_id}`,
-    create: () => cells("", "id", "", "count", "count", ""),
+    create: () => cells("word", "id", "word", "count", "count", ""),
     fill: (row, miss) => {
       const tokens = [miss.hit_tokens, miss.prompt_tokens].map(count);
       fillRow(row, [clock(miss.time), miss.request_id, miss.api, ...tokens, reason(miss)]);

@@ -1,10 +1,11 @@
-// The map: a square for each cell, split by the states of its blocks, paler with age.
+// The map: a square for each cell, split by the states of its blocks, fainter with age.
 
 import { colours, fit } from "./canvas.js";
 import { byId, count, make, seconds, show, sync } from "./text.js";
 
 const STATES = ["held", "pinned", "cached", "free"];
-const PALEST = 0.3;
+const NAMES = { held: "in use", pinned: "pinned", cached: "cached", free: "free" };
+const FAINTEST = 0.3;
 
 export class BlockMap {
   constructor() {
@@ -19,7 +20,7 @@ export class BlockMap {
   setAges(ages) {
     this.ages = ages;
     const names = ages.map((age) => seconds(age)).join(", ");
-    show(byId("ages"), `Cached and pinned blocks are paler the longer they were not used: up to ${names}, and more.`);
+    show(byId("ages"), `Cached and pinned blocks fade with the time since their last use: up to ${names}, and more.`);
   }
 
   update(map) {
@@ -64,7 +65,7 @@ export class BlockMap {
 
   #strength(cell) {
     const age = this.map.age[cell];
-    return age < 0 ? 1 : 1 - ((1 - PALEST) * age) / this.ages.length;
+    return age < 0 ? 1 : 1 - ((1 - FAINTEST) * age) / this.ages.length;
   }
 
   #mark(context) {
@@ -87,9 +88,9 @@ export class BlockMap {
         item.append(make("span", "", state), make("b"));
         return item;
       },
-      fill: (item, [state, blocks]) => show(item.lastElementChild, `${state} ${count(blocks)}`),
+      fill: (item, [state, blocks]) => show(item.lastElementChild, `${NAMES[state]} ${count(blocks)}`),
     });
-    const text = totals.map(([state, blocks]) => `${count(blocks)} ${state}`).join(", ");
+    const text = totals.map(([state, blocks]) => `${count(blocks)} ${NAMES[state]}`).join(", ");
     this.canvas.setAttribute("aria-label", `Map of the cache's blocks: ${text}`);
   }
 
@@ -119,10 +120,10 @@ export class BlockMap {
 
   #describe(cell) {
     const states = STATES.filter((state) => this.map[state][cell]);
-    const parts = states.map((state) => `${count(this.map[state][cell])} ${state}`);
+    const parts = states.map((state) => `${count(this.map[state][cell])} ${NAMES[state]}`);
     const age = this.map.age[cell];
     const bound = this.ages[Math.min(age, this.ages.length - 1)];
     const used = age < 0 ? "" : `, used ${age < this.ages.length ? "up to" : "more than"} ${seconds(bound)} ago`;
-    return `Square ${cell + 1} of ${this.map.free.length}: ${parts.join(", ")}${used}`;
+    return `Cell ${cell + 1} of ${this.map.free.length}: ${parts.join(", ")}${used}`;
   }
 }

@@ -24,7 +24,7 @@ const tellers = {
     charts.reset(event.points, event.most_points);
   },
   snapshot(event) {
-    showTiles(event.cache, event.point);
+    showTiles(event.cache, event.point, event.map);
     map.update(event.map);
     charts.add(event.point);
     showMemory(event.memory);
@@ -73,6 +73,7 @@ byId("forget").addEventListener("click", () => {
   stream.stop();
   askForKey("The key is forgotten.");
 });
+document.querySelector(".window").addEventListener("change", (event) => charts.show(Number(event.target.value)));
 function redraw() {
   map.draw();
   charts.draw();

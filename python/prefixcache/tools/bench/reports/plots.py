@@ -33,9 +33,9 @@ def draw(report: Report, path: Path) -> None:
 def picture(report: Report) -> Figure:
     """What the cache saves, at a glance, of the runs whose durations are the medians.
 
-    Left: prompt tokens that were computed, and those the cache skipped. Right: time to first token
-    of each request as a dot, the median as a bar. Below, where lengths differ: time to first token
-    by the length of the prompt.
+    Left: prompt tokens that were computed, and those the cache skipped. Right: the median time to
+    first token as a bar, with a line to the 99th percentile. Below, where lengths differ: time to
+    first token by the length of the prompt.
     """
     variants = report.variants
     lengths = [record.prompt_tokens for one in variants for record in one.typical_run]
@@ -78,18 +78,25 @@ def _draw_tokens(axes: Axes, variants: Sequence[Variant]) -> None:
 
 def _draw_ttft(axes: Axes, variants: Sequence[Variant]) -> None:
     medians = [(variant.median.ttft_p50 or 0.0) * 1e3 for variant in variants]
-    longest = max(record.ttft for variant in variants for record in variant.typical_run) * 1e3
+    slow = [
+        float(np.percentile([record.ttft * 1e3 for record in variant.typical_run], 99))
+        for variant in variants
+    ]
+    longest = max(*slow, *medians)
     for row, (variant, median) in enumerate(zip(variants, medians, strict=True)):
-        times = [record.ttft * 1e3 for record in variant.typical_run]
         color = _SKIPPED if variant.median.cached_tokens else _COMPUTED_TINT
         axes.barh(row, median, _BAR, color=color)
-        # Across the bar, in sending order, so that dots do not hide each other.
-        heights = np.linspace(row - 0.35 * _BAR, row + 0.35 * _BAR, len(times))
-        axes.scatter(times, heights, s=12, color=INK, alpha=0.6, linewidths=0)
+        axes.plot([median, slow[row]], [row, row], color=_COMPUTED, linewidth=1.5, marker="|")
         sooner = f"\n{medians[0] / median:.1f} times sooner" if row else ""
-        axes.text(1.04 * longest, row, f"{median:,.0f} ms{sooner}", va="center", color=INK)
-    _dress_bars(axes, "Time to first token (bar: median, dots: requests)", [""] * len(variants))
-    axes.set_xlim(0, 1.45 * longest)
+        end = max(median, slow[row]) + 0.03 * longest
+        axes.text(end, row, f"{median:,.0f} ms{sooner}", va="center", color=INK)
+    _dress_bars(axes, "Time to first token, ms (bar: median, line: to p99)", [""] * len(variants))
+    axes.xaxis.set_visible(True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="x", color=RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlim(0, 1.35 * longest)
 
 
 def _draw_lengths(axes: Axes, variants: Sequence[Variant]) -> None:

@@ -1,0 +1,191 @@
+"""Writes the pages of the site: those of docs/ and of the root, and the generated reference.
+
+    python docs/site/pages.py target/docs
+
+Links between pages follow them; a link to a file that is no page becomes its text and path.
+Generated are the options, the metrics, the HTTP API and Python's public names, from the code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PROJECT = {
+    "CONTRIBUTING.md": "tutorials/contributing.md",
+    "ARCHITECTURE.md": "explanation/architecture.md",
+    "BENCHMARKS.md": "benchmarks/index.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security-policy.md",
+    "README.md": "index.md",
+    "benches/traces/README.md": "benchmarks/traces.md",
+    "benches/soak/report.md": "benchmarks/soak.md",
+}
+LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\[\]]*)\]\((?P<to>[^()\s]+)\)")
+
+
+def pages() -> dict[Path, str]:
+    """Files of the repository that become pages, and their paths in the site."""
+    own = {file: file.relative_to(DOCS).as_posix() for file in sorted(DOCS.rglob("*.md"))}
+    bench = [*ROOT.glob("benches/results/*.md"), *ROOT.glob("benches/notes/*.md")]
+    own |= {file: f"benchmarks/{file.parent.name}-{file.name}" for file in sorted(bench)}
+    return own | {ROOT / name: to for name, to in PROJECT.items()}
+
+
+def linked(text: str, source: Path, to: str, known: dict[Path, str]) -> str:
+    """`text` of `source` with its links as from the page `to`."""
+
+    def follow(match: re.Match[str]) -> str:
+        path, _, anchor = match["to"].partition("#")
+        if re.match(r"[a-z]+:", path) or not path:
+            return match[0]
+        target = (source.parent / path).resolve()
+        if target in known:
+            other = known[target]
+        elif target.is_relative_to(DOCS / "img"):
+            other = target.relative_to(DOCS).as_posix()
+        else:
+            place = target.relative_to(ROOT).as_posix()
+            return match["text"] if place in match["text"] else f"{match['text']} (`{place}`)"
+        here = os.path.relpath(other, Path(to).parent) + (f"#{anchor}" if anchor else "")
+        return f"{match['bang']}[{match['text']}]({here})"
+
+    return LINK.sub(follow, text)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = [*head]
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def flags() -> str:
+    """Each option of `serve` with its variable and its key."""
+    from prefixcache.cli.main import app
+    from prefixcache.config.engine_config import EngineConfig
+    from prefixcache.config.flags import leaves
+    from prefixcache.server.options.serve_options import ServeOptions
+
+    context = app.make_context("prefixcache", ["serve"], resilient_parsing=True)
+    command = app.get_command(context, "serve")
+    assert command is not None
+    options = {one.name: one for one in command.params}
+    groups: dict[str, list[list[str]]] = {}
+    for name, (_, field) in (leaves(EngineConfig) | leaves(ServeOptions)).items():
+        if "group" not in field.metadata or name not in options:
+            continue
+        option: Any = options[name]
+        spelled = [f"`{one}`" for one in [*option.opts, *option.secondary_opts]]
+        row = [", ".join(spelled), f"`PREFIXCACHE_{name.upper()}`", f"`{name}`", option.help or ""]
+        groups.setdefault(field.metadata["group"], []).append(row)
+    text = (
+        "# Options\n\nOf `serve`; `LLM(...)` takes the keys of the engine's as keyword arguments.\n"
+    )
+    for group, rows in groups.items():
+        text += f"\n## {group}\n\n" + table(["option", "variable", "key", ""], rows)
+    return text
+
+
+def metrics() -> str:
+    """Each family of /metrics with its type and meaning."""
+    from prometheus_client import generate_latest
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from prefixcache.engine.residency import BlockResidency
+    from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
+
+    pool = PoolGauges(**dict.fromkeys(PoolGauges.__dataclass_fields__, 0))
+    made = Metrics(lambda: Gauges(num_below_threshold={"request": 1}, pool=pool))
+    cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
+    made.of_blocks = BlockResidency(cache, MagicMock()).families
+    text = generate_latest(LabelledMetrics(made, model_name="x")).decode()
+    families = text_string_to_metric_families(text)
+    rows = [[f"`{one.name}`", one.type, one.documentation] for one in families]
+    return "# Metrics\n\n" + table(["name", "type", ""], sorted(rows))
+
+
+def http() -> str:
+    """Each endpoint and the fields of its body, from the schema that /openapi.json serves."""
+    from prefixcache.engine.control import Control
+    from prefixcache.server.app import create_app
+
+    engine = MagicMock()
+    engine.control.endpoints = Control.endpoints
+    schema = create_app(engine, MagicMock(strict=False)).openapi()
+    text = "# HTTP API\n\nFrom the schema that `/openapi.json` serves.\n"
+    for path, methods in sorted(schema["paths"].items()):
+        for method, operation in methods.items():
+            text += f"\n## `{method.upper()} {path}`\n\n"
+            text += operation.get("description") or operation.get("summary") or ""
+            for body in bodies(operation, schema["components"]["schemas"]):
+                rows = [[f"`{n}`", kind(one), one.get("description", "")] for n, one in body]
+                text += "\n\n" + table(["field", "type", ""], rows)
+            text += "\n"
+    return text
+
+
+def bodies(operation: dict[str, Any], schemas: dict[str, Any]) -> list[list[tuple[str, Any]]]:
+    """The fields of each kind of body."""
+    content = operation.get("requestBody", {}).get("content", {})
+    found: list[Any] = [one["schema"] for one in content.values()]
+    found = [choice for one in found for choice in one.get("anyOf", [one])]
+    named = [schemas[one["$ref"].split("/")[-1]] if "$ref" in one else one for one in found]
+    return [[*one["properties"].items()] for one in named if one.get("properties")]
+
+
+def kind(schema: dict[str, Any]) -> str:
+    """A short name of the type."""
+    if "$ref" in schema:
+        return schema["$ref"].split("/")[-1]
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind(one) for one in schema["anyOf"]))
+    if schema.get("enum"):
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    shown = schema.get("type", "any")
+    return f"list of {kind(schema['items'])}" if "items" in schema else str(shown)
+
+
+def python() -> str:
+    """The public names; mkdocstrings fills in their docstrings."""
+    import prefixcache
+    from prefixcache import core
+
+    homes = {name: getattr(prefixcache, name) for name in prefixcache.__all__ if name[0] != "_"}
+    text = "# Python API\n\n## prefixcache\n\n"
+    text += "\n".join(f"::: {one.__module__}.{name}\n" for name, one in homes.items())
+    text += "\n## prefixcache.core\n\n"
+    return text + "\n".join(f"::: prefixcache._core.{name}\n" for name in core.__all__)
+
+
+GENERATED = {"flags": flags, "metrics": metrics, "http": http, "python": python}
+
+
+def write(out: Path) -> None:
+    """Writes all pages into `out`, which is emptied."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(DOCS / "img", out / "img")
+    known = pages()
+    made = {f"reference/{name}.md": make() for name, make in GENERATED.items()}
+    for source, to in known.items():
+        if source.name != "README.md" or source.parent != ROOT:
+            made[to] = linked(source.read_text(), source, to, known)
+    for to, text in made.items():
+        (out / to).parent.mkdir(parents=True, exist_ok=True)
+        (out / to).write_text(text)
+    found = {one["to"] for text in made.values() for one in LINK.finditer(text)}
+    external = sorted(one for one in found if one.startswith("http"))
+    print("links to elsewhere, not checked:", *external, sep="\n  ")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -40,6 +40,9 @@ pub trait Lanes: Copy + Send + Sync {
     /// multiplied in registers.
     const DOT_IN_REGISTERS: bool = false;
 
+    /// Whether shifts by constants are worth it that a compiler sees each number of a group on its own.
+    const UNROLLED: bool = true;
+
     /// Whether quantized weights are best laid out with a column in each lane: where an `f32` product is
     /// as fast as any other, and shuffles are not free.
     const LANE_IS_COLUMN: bool = false;

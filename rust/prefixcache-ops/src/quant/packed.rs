@@ -687,20 +687,41 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
     /// `take` has the lines of a group.
     #[inline(always)]
     unsafe fn dequantize<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
-        for_pairs!(PAIR => {
-            // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
-            unsafe {
-                let first = self.number::<0>(2 * PAIR + HALF, PAIR / 8);
-                let second = 2 * PAIR + if L::LANES == TILE { 1 } else { HALF };
-                let second = self.number::<1>(second, PAIR / 8);
-                let (words, more) = E::lines(self.lanes, first, second);
-                let line = PAIR * (2 / E::PER_WORD);
-                take.take(line, words);
-                if let Some(more) = more {
-                    take.take(line + 1, more);
-                }
+        if !L::UNROLLED {
+            for pair in 0..GROUP / 2 {
+                // SAFETY: the caller's promise.
+                unsafe { self.dequantize_pair::<E, HALF>(pair, take) };
             }
+            return;
+        }
+        for_pairs!(PAIR => {
+            // SAFETY: the caller's promise.
+            unsafe { self.dequantize_pair::<E, HALF>(PAIR, take) };
         });
+    }
+
+    /// Dequantizes two depths of the group.
+    ///
+    /// # Safety
+    /// As [`Self::dequantize`], and there is such a pair.
+    #[inline(always)]
+    unsafe fn dequantize_pair<E: Element, const HALF: usize>(
+        &self,
+        pair: usize,
+        take: &mut impl TakeLine<L>,
+    ) {
+        // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
+        unsafe {
+            let first = self.number::<0>(2 * pair + HALF, pair / 8);
+            let second = 2 * pair + if L::LANES == TILE { 1 } else { HALF };
+            let second = self.number::<1>(second, pair / 8);
+            let (words, more) = E::lines(self.lanes, first, second);
+            let line = pair * (2 / E::PER_WORD);
+            take.take(line, words);
+            if let Some(more) = more {
+                take.take(line + 1, more);
+            }
+        }
     }
 
     /// The numbers of a vector's codes `code`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,8 +70,10 @@ def build(
     model = read_config(config.model, folder)
     runner = make_runner(config)
     config = config.on(runner.device)
-    tokenizer = Tokenizer.from_folder(folder)
-    spec = runner.load(model, folder)
+    with ThreadPoolExecutor(1) as loads:
+        reading = loads.submit(Tokenizer.from_folder, folder)
+        spec = runner.load(model, folder)
+        tokenizer = reading.result()
     kv = runner.kv_specs()
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)

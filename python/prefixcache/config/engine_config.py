@@ -34,6 +34,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["exact", "int8"]
+ActivationChoice = Literal["exact", "int8", "auto"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
@@ -471,10 +472,10 @@ class EngineConfig(Checked):
         "Model",
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
-    cpu_activations: Activations = flag(
+    cpu_activations: ActivationChoice = flag(
         "exact",
         "Activations that quantized weights are multiplied with on a CPU: exact, or int8, which "
-        "is faster and changes answers.",
+        "is faster and changes answers; auto is int8 where weights are quantized.",
         "Model",
         common=True,
     )
@@ -512,6 +513,11 @@ class EngineConfig(Checked):
         A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
         """
         return build(cls, named(cls, flags))
+
+    @property
+    def activations(self) -> Activations:
+        """What a CPU multiplies weights with; where "auto" was not settled, exact ones."""
+        return "exact" if self.cpu_activations == "auto" else self.cpu_activations
 
     def on(self, device: str) -> EngineConfig:
         """The same with what is usual on that device where nothing is said."""

@@ -17,7 +17,7 @@ from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
-from prefixcache.engine.runners import choose_runner
+from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
@@ -27,7 +27,9 @@ from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.models.checkpoint import model_digest
+from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import read_config, resolve_model
+from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -70,6 +72,7 @@ def build(
         check_folder(config.cache.record_trace)
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
+    config = _with_activations(config, folder)
     runner = make_runner(config)
     config = config.on(runner.device)
     with ThreadPoolExecutor(1) as loads:
@@ -119,11 +122,22 @@ def build(
         dtype=spec.dtype,
         device=runner.device,
         attention=spec.attention,
-        activations=config.cpu_activations,
+        activations=config.activations,
         batch_invariant=spec.batch_invariant,
         num_blocks=kv.sizes.start,
         max_model_len=spec.max_model_len,
     )
+
+
+def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Settles "auto": int8 where weights are quantized and the CPU's own kernels compute."""
+    if config.cpu_activations != "auto":
+        return config
+    formats = (
+        {one.format for one in read_index(folder).tensors} if has_index(folder) else set[str]()
+    )
+    is_int8 = bool(formats & set(QUANT_FORMATS)) and not needs_torch(config)
+    return replace(config, cpu_activations="int8" if is_int8 else "exact")
 
 
 def _make_cache(
@@ -194,7 +208,7 @@ def _arithmetic(config: EngineConfig, dtype: str) -> str:
     """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
     if config.cpu_instructions is not None:
         dtype = f"{dtype}/{config.cpu_instructions}"
-    return dtype if config.cpu_activations == "exact" else f"{dtype}, {config.cpu_activations}"
+    return dtype if config.activations == "exact" else f"{dtype}, {config.activations}"
 
 
 def _log_choices(config: EngineConfig, parts: EngineParts, spec: ModelSpec, kv: KVSpecs) -> None:

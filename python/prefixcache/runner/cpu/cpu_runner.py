@@ -70,7 +70,7 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
-        make = partial(CpuModel, model, cpu, dtype, max_model_len, config.cpu_activations)
+        make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         with ThreadPoolExecutor(1) as digests:
             reading = digests.submit(read_checkpoint, folder, cpu.threads)
             loaded = load_model(make, model, folder)
@@ -194,7 +194,7 @@ def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> Ke
         facts={
             "dtype": dtype,
             "instructions": cpu.instructions,
-            "activations": config.cpu_activations,
+            "activations": config.activations,
             "block size": cache.block_size,
             "heads": layout.num_kv_heads,
             "head size": layout.head_dim,
@@ -217,7 +217,7 @@ def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> Ke
 
 def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:
     """Raises `ConfigError` where int8 activations are asked for and nothing is quantized."""
-    if config.cpu_activations == "exact" or set(formats) & set(QUANT_FORMATS):
+    if config.activations == "exact" or set(formats) & set(QUANT_FORMATS):
         return
     raise ConfigError(
         "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "

@@ -49,7 +49,7 @@ class TorchRunner:
     shares_kv = True
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.cpu_activations == "int8":
+        if config.activations == "int8":
             raise ConfigError(
                 f"cpu_activations must be exact on {config.device} with attention "
                 f"{config.attention}: int8 needs the CPU's own kernels."

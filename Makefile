@@ -97,11 +97,17 @@ test-python: setup-dev model
 test-wheel: setup model            ## the wheel in empty environments: the cache alone, and a served answer
 	$(BIN)/python tests/wheel.py
 
+AARCH64 := aarch64-unknown-linux-gnu
+KERNELS := $(patsubst %,--package prefixcache-%,cpu ops attention decoder sampler)
+
 lint: lint-rust lint-python
 
 lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	@if rustup target list --installed 2>/dev/null | grep -q '^$(AARCH64)$$'; \
+	  then cargo clippy --target $(AARCH64) $(KERNELS) --quiet -- -D warnings; \
+	  else echo "not installed: rustup target add $(AARCH64), to check the kernels' portable form"; fi
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
 lint-python:

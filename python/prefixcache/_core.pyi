@@ -27,6 +27,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderStack",
     "EventSnapshot",
+    "KVFile",
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",
@@ -41,6 +42,7 @@ __all__ = [
     "TraceReader",
     "TraceReplay",
     "derive_digest",
+    "describe_kv_file",
     "hash_file_ranges",
     "parse_json",
     "replay_recording",
@@ -538,6 +540,14 @@ class PrefixCache:
 
         Each hit of content ends a gap, which began when a holder hit it or gave it up.
         """
+    def keep_in(self, file: KVFile) -> tuple[int, int]:
+        """Restore what `file` has kept, and keep there what is published from now on.
+
+        Once, before the cache's first use: RuntimeError otherwise. ValueError where several threads
+        may write. The pool's KV lies in the file. Returns how many blocks were restored, and how
+        many of the file's were not. While the weights are not named by their content nothing is
+        kept.
+        """
     def keep_events(self) -> None:
         """Keep a record, from now on, of what can be found and cannot any more.
 
@@ -680,6 +690,44 @@ class Cpu:
     @staticmethod
     def available_instructions() -> list[str]:
         """Names of the instruction sets that this processor has, the slowest first."""
+
+@final
+class KVFile:
+    """An open file of KV blocks and their records, which the caller has locked.
+
+    An empty file becomes one of this layout; another one must have the same `digest` (32 bytes),
+    `num_tensors` and `block_bytes` (of a block in one tensor), and room for `capacity` blocks, the
+    null block counted. Raises ValueError with the reason why a file is not used, and OSError.
+    """
+
+    def __new__(
+        cls,
+        descriptor: int,
+        digest: bytes,
+        num_tensors: int,
+        block_bytes: int,
+        capacity: int,
+        about: str = "",
+    ) -> KVFile: ...
+    @property
+    def capacity(self) -> int:
+        """The most blocks that fit, the null block counted."""
+    def tensor_at(self, tensor: int) -> int:
+        """Where a tensor begins, in bytes; that after the last is the end of the file."""
+    def allocate(self, start: int, length: int) -> None:
+        """Give bytes space on the disk, so that writing to them cannot fail. Raises OSError."""
+    def punch(self, start: int, length: int) -> None:
+        """Give space back; the bytes read as zero. Raises OSError."""
+    def survey(self, *, reads: bool) -> tuple[int, int]:
+        """Blocks with a valid record, and, if it `reads` them, those with other bytes than it says.
+
+        Of a file that no cache uses.
+        """
+    def counts(self) -> dict[str, int]:
+        """What this process did: kept, and of the restored blocks checked and failed. Any thread.
+
+        Those that are checked were read at their first hit.
+        """
 
 @final
 class PackedLinear:
@@ -1147,6 +1195,12 @@ def replay_recording(path: str | _PathLike[str]) -> dict[str, Any]:
 
     Raises ValueError, naming file, line and field, for what is no recording, and OSError for what
     cannot be read.
+    """
+
+def describe_kv_file(descriptor: int) -> dict[str, Any]:
+    """The arguments of `KVFile` for the file of a descriptor, whoever has it open.
+
+    Raises ValueError for a file that is none of this version, and OSError.
     """
 
 def derive_digest(context: str, data: bytes) -> bytes:

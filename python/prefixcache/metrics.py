@@ -49,6 +49,22 @@ class PoolGauges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileCounts:
+    """Blocks of a cache that outlives its process.
+
+    At the start `restored` were found and `dropped` could not be used; since then `kept` were
+    completed, and of the restored ones `checked` were read at their first hit and are sound,
+    `failed` are not.
+    """
+
+    restored: int
+    dropped: int
+    kept: int
+    checked: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
@@ -73,6 +89,7 @@ class Gauges:
     num_hints_expired: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     pool: PoolGauges | None = None
+    file: FileCounts | None = None
     weights_bytes: int | None = None
 
 
@@ -189,6 +206,8 @@ class Metrics(Collector):
             )
         if gauges.pool is not None:
             yield from _pool_families(gauges.pool)
+        if gauges.file is not None:
+            yield from _file_families(gauges.file)
         yield from self._counter_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
         yield from self.of_blocks()
@@ -327,5 +346,17 @@ def _pool_families(pool: PoolGauges) -> Iterator[Metric]:
     )
     for name, documentation, value in gauges:
         yield GaugeMetricFamily(PREFIX + name, documentation, value=value)
+    for name, documentation, value in counters:
+        yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+def _file_families(file: FileCounts) -> Iterator[Metric]:
+    counters = (
+        ("kv_file_restored_blocks", "Blocks found in the file at the start.", file.restored),
+        ("kv_file_dropped_blocks", "Blocks of the file that could not be used.", file.dropped),
+        ("kv_file_kept_blocks", "Blocks that the next process can find.", file.kept),
+        ("kv_file_checked_blocks", "Restored blocks that are sound.", file.checked),
+        ("kv_file_failed_checks", "Restored blocks that were damaged.", file.failed),
+    )
     for name, documentation, value in counters:
         yield CounterMetricFamily(PREFIX + name, documentation, value=value)

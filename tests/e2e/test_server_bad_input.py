@@ -242,7 +242,7 @@ async def test_an_unknown_model_is_not_found(client, path):
     assert MODEL in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/docs", "/v1/completions/"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/"])
 async def test_an_unknown_route_is_not_found(client, path):
     assert path in _error(await client.get(path), 404)["message"]
 

@@ -98,13 +98,25 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
     ("flags", "reason"),
     [
         ({"attention": "torch", "batch_invariant": False}, "needs the CPU's own kernels"),
-        ({"cpu_activations": "int4"}, "cpu_activations must be 'exact' or 'int8', got 'int4'"),
+        ({"cpu_activations": "int4"}, "cpu_activations must be .*'auto', got 'int4'"),
         ({"cpu_instructions": "sse9"}, "cpu_instructions must be one of portable.*, not sse9"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Path, flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         engine(folder, **{"cpu_activations": "int8"} | flags)
+
+
+@pytest.mark.parametrize(
+    ("quant_format", "attention", "expected"),
+    [("Q4_1", "auto", "int8"), (None, "auto", "exact"), ("Q4_1", "torch", "exact")],
+)
+def test_auto_is_int8_where_weights_are_quantized_and_our_kernels_compute(
+    tmp_path: Path, quant_format: str | None, attention: str, expected: str
+) -> None:
+    place, _ = make_pair(tmp_path, "float32", quant_format, **WIDE)
+    built = engine(place, dtype="float32", cpu_activations="auto", attention=attention)
+    assert built.activations == expected
 
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from loaded import CPU, to_numpy, to_torch
 from prefixcache._core import Cpu
 from prefixcache.models import quantized as quantized_module
 from prefixcache.models.arrays import BFLOAT16, DTYPES, FLOAT32
 from prefixcache.models.parameters import LinearShape
-from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
+from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, quant_block_size, row_bytes
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType
 from prefixcache.runner.cuda.ops.sets import Ops
 from tiny_gguf import random_blocks
@@ -23,6 +23,12 @@ from tiny_gguf import random_blocks
 def quantized(quant_format: str, outputs: int, inputs: int, seed: int = 0) -> QuantizedTensor:
     data = random_blocks(quant_format, outputs, inputs, seed=seed)
     return QuantizedTensor(quant_format, (outputs, inputs), data)
+
+
+@pytest.mark.parametrize("quant_format", QUANT_FORMATS)
+def test_block_sizes_are_those_of_the_gguf_package(quant_format: str) -> None:
+    expected = GGML_QUANT_SIZES[GGMLQuantizationType[quant_format]]
+    assert quant_block_size(quant_format) == expected
 
 
 @pytest.mark.parametrize("quant_format", QUANT_FORMATS)

@@ -20,6 +20,7 @@ from prefixcache.cli.command_line import App, FlagCommand, FlagGroup, Given
 from prefixcache.cli.completion import SHELLS, completion
 from prefixcache.cli.doctor import DoctorOptions, doctor
 from prefixcache.cli.explain import ExplainOptions, explain
+from prefixcache.cli.kv_files import CACHE
 from prefixcache.cli.models import ModelsOptions, models
 from prefixcache.cli.replay import replay
 from prefixcache.cli.verify import verify
@@ -332,6 +333,7 @@ app = App(
             arguments=[_SHELL],
             examples=["prefixcache completion bash"],
         ),
+        CACHE,
     ],
 )
 click.version_option(__version__, message="prefixcache %(version)s", help="Show the version.")(app)

@@ -34,6 +34,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 Activations = Literal["exact", "int8"]
+ActivationChoice = Literal["exact", "int8", "auto"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
@@ -201,6 +202,22 @@ class CacheConfig(Checked):
         shown="1GiB",
         metavar="<bytes or size>",
     )
+    kv_cache_dir: FilePath | None = flag(
+        None,
+        "Folder to keep the cache in, on a CPU, so that it outlives the server, kill -9 included; "
+        "docs/guides/restart.md says what lies there.",
+        "Cache",
+        shown="the cache is kept in memory alone",
+        metavar="<folder>",
+    )
+    kv_cache_dir_size: ByteSize | None = flag(
+        None,
+        "Most bytes in --kv-cache-dir; files of other models or versions go first, the oldest "
+        "first.",
+        "Cache",
+        shown="the cache's own and one older file",
+        metavar="<bytes or size>",
+    )
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"
     )
@@ -245,6 +262,13 @@ class CacheConfig(Checked):
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
+        if self.kv_cache_dir is not None and self.record_trace is not None:
+            raise FieldError(
+                "record_trace",
+                "excludes kv_cache_dir: a replay begins with an empty cache.",
+            )
+        if self.kv_cache_dir_size is not None and self.kv_cache_dir is None:
+            raise FieldError("kv_cache_dir_size", "needs kv_cache_dir.")
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",
@@ -448,10 +472,10 @@ class EngineConfig(Checked):
         "Model",
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
-    cpu_activations: Activations = flag(
+    cpu_activations: ActivationChoice = flag(
         "exact",
         "Activations that quantized weights are multiplied with on a CPU: exact, or int8, which "
-        "is faster and changes answers.",
+        "is faster and changes answers; auto is int8 where weights are quantized.",
         "Model",
         common=True,
     )
@@ -489,6 +513,11 @@ class EngineConfig(Checked):
         A flag that is None keeps its default. Raises `ConfigError` for an unknown or wrong flag.
         """
         return build(cls, named(cls, flags))
+
+    @property
+    def activations(self) -> Activations:
+        """What a CPU multiplies weights with; where "auto" was not settled, exact ones."""
+        return "exact" if self.cpu_activations == "auto" else self.cpu_activations
 
     def on(self, device: str) -> EngineConfig:
         """The same with what is usual on that device where nothing is said."""

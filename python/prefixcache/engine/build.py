@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +17,19 @@ from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
-from prefixcache.engine.runners import choose_runner
+from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
+from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.models.checkpoint import model_digest
+from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import read_config, resolve_model
+from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -67,14 +72,19 @@ def build(
         check_folder(config.cache.record_trace)
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
+    config = _with_activations(config, folder)
     runner = make_runner(config)
     config = config.on(runner.device)
-    tokenizer = Tokenizer.from_folder(folder)
-    spec = runner.load(model, folder)
+    with ThreadPoolExecutor(1) as loads:
+        reading = loads.submit(Tokenizer.from_folder, folder)
+        spec = runner.load(model, folder)
+        tokenizer = reading.result()
     kv = runner.kv_specs()
     retention = Retention.of(config, kv.layout.kinds)
     writer = _trace_writer(config.cache)
     cache = _make_cache(config, model, spec, kv, retention, writer)
+    if kv.file is not None:
+        _restore(cache, kv.file)
     evictions = EvictionReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, cache, runner, spec.max_model_len),
@@ -112,11 +122,22 @@ def build(
         dtype=spec.dtype,
         device=runner.device,
         attention=spec.attention,
-        activations=config.cpu_activations,
+        activations=config.activations,
         batch_invariant=spec.batch_invariant,
         num_blocks=kv.sizes.start,
         max_model_len=spec.max_model_len,
     )
+
+
+def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Settles "auto": int8 where weights are quantized and the CPU's own kernels compute."""
+    if config.cpu_activations != "auto":
+        return config
+    formats = (
+        {one.format for one in read_index(folder).tensors} if has_index(folder) else set[str]()
+    )
+    is_int8 = bool(formats & set(QUANT_FORMATS)) and not needs_torch(config)
+    return replace(config, cpu_activations="int8" if is_int8 else "exact")
 
 
 def _make_cache(
@@ -144,6 +165,18 @@ def _make_cache(
         merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,
+    )
+
+
+def _restore(cache: CacheManager, file: KeptFile) -> None:
+    begun = time.perf_counter()
+    cache.keep_in(file)
+    logger.info(
+        "The KV cache is kept in %s: %d blocks were restored, %d dropped, in %.0f ms.",
+        file.path,
+        file.num_restored,
+        file.num_dropped,
+        (time.perf_counter() - begun) * 1000,
     )
 
 
@@ -175,7 +208,7 @@ def _arithmetic(config: EngineConfig, dtype: str) -> str:
     """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
     if config.cpu_instructions is not None:
         dtype = f"{dtype}/{config.cpu_instructions}"
-    return dtype if config.cpu_activations == "exact" else f"{dtype}, {config.cpu_activations}"
+    return dtype if config.activations == "exact" else f"{dtype}, {config.activations}"
 
 
 def _log_choices(config: EngineConfig, parts: EngineParts, spec: ModelSpec, kv: KVSpecs) -> None:

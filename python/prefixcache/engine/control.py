@@ -503,7 +503,8 @@ class Control:
     def update_weights(self, tensors: Mapping[str, Any]) -> None:
         """Replaces the named weights: names and shapes are the checkpoint's, types are converted.
 
-        They are torch tensors. One with a wrong name or shape is refused with its whole chunk.
+        They are torch tensors or numpy arrays. One with a wrong name or shape is refused with its
+        whole chunk.
         """
         weights, updated = self._require_memory().weights, self._require_update()
         with _blaming("weights"):

@@ -503,6 +503,7 @@ class Engine:
         weights = self.control.weights_info()
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
+            file=self._cache.file_counts,
             weights_bytes=None if weights is None else weights.bytes,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

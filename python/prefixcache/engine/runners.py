@@ -23,7 +23,7 @@ def choose_runner(config: EngineConfig) -> Runner[Any]:
 
     Torch is imported where it computes alone. Raises `ConfigError` where that lacks it.
     """
-    if not _needs_torch(config):
+    if not needs_torch(config):
         return CpuRunner(config)
     if find_spec("torch") is None:
         extra = "torch" if config.device == "cpu" else "cuda"
@@ -36,7 +36,8 @@ def choose_runner(config: EngineConfig) -> Runner[Any]:
     return TorchRunner(config)
 
 
-def _needs_torch(config: EngineConfig) -> bool:
+def needs_torch(config: EngineConfig) -> bool:
+    """Whether torch is to compute: on a GPU, or where it was asked for or is faster."""
     if config.device == "cuda" or (config.device == "auto" and _has_cuda()):
         return True
     if config.attention == "auto":
@@ -63,7 +64,7 @@ def _has_cuda() -> bool:
 
 def _torch_is_faster(config: EngineConfig) -> bool:
     """With AMX, where the batch may change an answer's bits."""
-    may_differ = not config.keeps_batch_invariant("cpu") and config.cpu_activations == "exact"
+    may_differ = not config.keeps_batch_invariant("cpu") and config.activations == "exact"
     return may_differ and _has_amx() and find_spec("torch") is not None
 
 

@@ -20,8 +20,10 @@ from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.events import CacheEvents
+from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
+from prefixcache.metrics import FileCounts
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.step_plan import StepPlan
 from prefixcache.types.token_ids import TokenIds
@@ -127,6 +129,7 @@ class CacheManager:
         self.num_resets = 0
         self.num_released_blocks = 0
         self._hints_expire = False
+        self._file: KeptFile | None = None
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
@@ -248,6 +251,19 @@ class CacheManager:
         """Counts of the gaps between uses by the bounds of `listen`, and their sum in seconds."""
         return self._cache.reuse_gaps()
 
+    def keep_in(self, file: KeptFile) -> None:
+        """Restores what the file has kept, and keeps there what is published from now on.
+
+        Before the first request. The pool's KV lies in the file.
+        """
+        file.num_restored, file.num_dropped = self._cache.keep_in(file.core)
+        self._file = file
+
+    @property
+    def file_counts(self) -> FileCounts | None:
+        """What became of the blocks of the file, where there is one. From any thread."""
+        return None if self._file is None else self._file.counts()
+
     def validate(self) -> None:
         """Checks the whole structure; raises `RuntimeError` naming a broken invariant."""
         self._cache.validate()
@@ -365,6 +381,10 @@ class CacheManager:
         sequence = self._sequences[request_id]
         at_once = self._window_slots(hit_tokens, chunk)
         taken = self._cache.commit_prefix_plan(sequence, hit_tokens, num_tokens, at_once)
+        if taken is not None and taken < hit_tokens:
+            # A block that another process left was damaged.
+            self._cache.release([sequence])
+            return self.commit(request_id, taken, num_tokens + hit_tokens - taken, chunk)
         if taken is None:
             logger.debug("Request %s waits: too few free blocks.", request_id)
         else:

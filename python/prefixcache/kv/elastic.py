@@ -198,8 +198,9 @@ class ElasticPool:
         """Raises `InvalidRequestError` with the range for a size that the pool cannot have."""
         if not self.memory.is_resizable:
             raise InvalidRequestError(
-                "This engine's KV cache on CUDA has a fixed size: start with --kv-cache-max-memory "
-                "to make it elastic.",
+                "This engine's KV cache has a fixed size: on CUDA start with --kv-cache-max-memory "
+                "to make it elastic; with --kv-cache-dir choose a file system that can give parts "
+                "of a file back.",
                 param=param,
             )
         if not self.sizes.floor <= num_blocks <= self.sizes.ceiling:

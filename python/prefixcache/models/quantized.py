@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,14 +16,22 @@ QuantFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q
 QUANT_FORMATS: tuple[QuantFormat, ...] = get_args(QuantFormat)
 
 _CHUNK_NUMBERS = 1 << 20
+# Those of the gguf package, whose import takes longer than a small model's loading.
+_BLOCK_SIZES = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
 
 
-@cache
 def quant_block_size(quant_format: str) -> tuple[int, int]:
     """How many numbers a quant block of this format holds, and in how many bytes."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    return GGML_QUANT_SIZES[GGMLQuantizationType[quant_format]]
+    return _BLOCK_SIZES[quant_format]
 
 
 @dataclass(frozen=True, slots=True)

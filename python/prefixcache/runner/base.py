@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.elastic import BlockMemory
+from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
 from prefixcache.types.modes import WeightsInfo
 from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
@@ -44,10 +45,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVSpecs:
-    """The KV cache of a loaded model: its groups of layers, and how large its pool may be."""
+    """The KV cache of a loaded model: its groups of layers, and how large its pool may be.
+
+    With a `file` the KV lies there, and that of another process may be hit.
+    """
 
     layout: KVLayout
     sizes: PoolSizes
+    file: KeptFile | None = None
 
 
 class StepRunner(Protocol[Step]):

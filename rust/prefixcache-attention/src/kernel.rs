@@ -4,7 +4,7 @@ use std::array::from_fn;
 use std::ops::Range;
 
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
+use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
 use crate::Attention;
 use crate::paged::{GROUP, KvElement, TILE, holds_groups, pack_keys};
@@ -44,7 +44,7 @@ pub fn attend<E: KvElement>(
     let tasks = plan.tasks();
     team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
-        form.run(QueryRun {
+        let run = QueryRun {
             attention,
             plan,
             cache,
@@ -52,12 +52,30 @@ pub fn attend<E: KvElement>(
             out,
             task,
             kv_head,
-        })
+        };
+        match (run.of_type(), run.of_type()) {
+            (Some(run), _) => run_f32(form, run),
+            (_, Some(run)) => run_bf16(form, run),
+            _ => unreachable!("no other type holds keys"),
+        }
     })
+}
+
+/// Not generic, so that crates which use it need not compile the kernel again.
+fn run_f32(form: Form, run: QueryRun<'_, f32>) -> Result<(), OutOfMemory> {
+    form.run(run)
+}
+
+/// Not generic for the same reason.
+fn run_bf16(form: Form, run: QueryRun<'_, Bf16>) -> Result<(), OutOfMemory> {
+    form.run(run)
 }
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
+
+/// Words of a head between two shares of what is fetched; heads have multiples of them.
+const DEPTH: usize = 8;
 
 struct QueryRun<'a, E> {
     attention: &'a Attention,
@@ -69,8 +87,25 @@ struct QueryRun<'a, E> {
     kv_head: usize,
 }
 
+impl<'a, E: KvElement> QueryRun<'a, E> {
+    /// The same, if it is of type `U`.
+    fn of_type<U: KvElement>(&self) -> Option<QueryRun<'a, U>> {
+        Some(QueryRun {
+            attention: self.attention,
+            plan: self.plan,
+            cache: self.cache.of_type()?,
+            queries: self.queries.of_type()?,
+            out: self.out.of_type()?,
+            task: self.task,
+            kv_head: self.kv_head,
+        })
+    }
+}
+
 impl<E: KvElement> Kernel for QueryRun<'_, E> {
     type Output = Result<(), OutOfMemory>;
+
+    const HAS_BF16: bool = E::PER_WORD > 1;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Self::Output {
@@ -85,7 +120,6 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
         for tile in (first..end).step_by(TILE) {
             let mut panels = self.panels(lanes, tile, TILE.min(end - tile), &mut workspace);
             if holds_groups(self.plan.block_size()) {
-                self.fetch(lanes, &panels.values);
                 panels.next_keys = self.next_keys(tile + TILE, end, &workspace);
             }
             for (row, height) in heights(rows) {
@@ -141,15 +175,17 @@ impl<E: KvElement> QueryRun<'_, E> {
         (tile < end).then(|| self.groups(tile, TILE.min(end - tile), workspace).keys)
     }
 
-    /// Asks for packed groups before they are read: pages stand anywhere, and a head's part of one is
-    /// read before the processor expects it.
+    /// What asks for the groups in `shares` shares, if there are groups to be read soon.
     #[inline(always)]
-    fn fetch<L: Lanes>(&self, lanes: L, groups: &Groups) {
+    fn fetch(&self, groups: Option<Groups>, shares: usize) -> Fetch {
         let bytes = GROUP * self.attention.head_dim * size_of::<E>();
-        for group in groups {
-            for line in (0..bytes).step_by(CACHE_LINE) {
-                lanes.prefetch(group.wrapping_byte_add(line));
-            }
+        let lines = TILE / GROUP * bytes / CACHE_LINE;
+        Fetch {
+            groups: groups.unwrap_or([std::ptr::null(); TILE / GROUP]),
+            bytes,
+            share: lines.div_ceil(shares),
+            group: if groups.is_some() { 0 } else { TILE / GROUP },
+            at: 0,
         }
     }
 
@@ -204,8 +240,13 @@ impl<E: KvElement> QueryRun<'_, E> {
             return; // No row sees a key of this tile: it would add zeros.
         }
         let vectors = seen.div_ceil(L::LANES);
+        let packed = row == 0 && holds_groups(self.plan.block_size());
+        let chunks = self.attention.head_dim / E::PER_WORD / DEPTH;
+        let values = packed.then_some(panels.values);
+        let mut fetch = self.fetch(values, vectors.div_ceil(L::WIDTH) * chunks);
         for column in (0..vectors).step_by(L::WIDTH) {
             let scores = Scores {
+                fetch: &mut fetch,
                 run: self,
                 lanes,
                 row,
@@ -231,14 +272,14 @@ impl<E: KvElement> QueryRun<'_, E> {
                 );
             }
         }
-        if let (0, Some(keys)) = (row, &panels.next_keys) {
-            self.fetch(lanes, keys);
-        }
         let depth = seen.div_ceil(E::PER_WORD);
         let vectors = self.attention.head_dim / L::LANES;
+        let keys = panels.next_keys.filter(|_| row == 0);
+        let mut fetch = self.fetch(keys, vectors.div_ceil(L::WIDTH) * seen.div_ceil(GROUP));
         for column in (0..vectors).step_by(L::WIDTH) {
             let column_start = column * L::LANES;
             let sums = Sums {
+                fetch: &mut fetch,
                 run: self,
                 lanes,
                 row,
@@ -291,6 +332,36 @@ impl<E: KvElement> QueryRun<'_, E> {
     }
 }
 
+/// Asks for packed groups before they are read, a share at a time between products: pages stand anywhere,
+/// a head's part of one is read before the processor expects it, and more requests at once than it can
+/// keep would hold up what follows.
+struct Fetch {
+    groups: Groups,
+    /// Of a group.
+    bytes: usize,
+    /// Lines of a share.
+    share: usize,
+    group: usize,
+    at: usize,
+}
+
+impl Fetch {
+    /// Asks for the next share, as far as there are lines.
+    #[inline(always)]
+    fn next<L: Lanes>(&mut self, lanes: L) {
+        for _ in 0..self.share {
+            if self.group == self.groups.len() {
+                return;
+            }
+            lanes.prefetch(self.groups[self.group].wrapping_byte_add(self.at));
+            self.at += CACHE_LINE;
+            if self.at >= self.bytes {
+                (self.group, self.at) = (self.group + 1, 0);
+            }
+        }
+    }
+}
+
 /// Where the packed groups of a tile stand; those that nobody sees may be anywhere.
 struct Panels {
     keys: Groups,
@@ -337,6 +408,8 @@ impl Panels {
 
 /// Dot products of a few rows with a few vectors of keys from `column`.
 struct Scores<'a, 'b, E, L> {
+    /// For the values.
+    fetch: &'a mut Fetch,
     run: &'a QueryRun<'b, E>,
     lanes: L,
     row: usize,
@@ -349,6 +422,7 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
         let Self {
+            fetch,
             run,
             lanes,
             row,
@@ -357,17 +431,27 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
             workspace,
         } = self;
         let dims = run.attention.head_dim;
-        let rows = from_fn(|r| {
+        let mut rows: [*const u32; H] = from_fn(|r| {
             let (token, start) = run.place(row + r);
             run.queries.row(token)[start..start + dims].as_ptr().cast()
         });
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: the groups up to `column + W * LANES` hold keys that a row sees.
-        let keys = from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
-        let depth = dims / E::PER_WORD;
-        // SAFETY: a head holds `depth` words; a group of keys has `depth` lines of 16 words, of
-        // which a vector starts inside and ends inside.
-        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &keys, GROUP, depth) };
+        let mut keys: [_; W] = from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
+        for _ in (0..dims / E::PER_WORD).step_by(DEPTH) {
+            fetch.next(lanes);
+            // SAFETY: a head holds `dims / PER_WORD` words, a multiple of DEPTH; a group of keys has as
+            // many lines of 16 words, of which a vector starts inside and ends inside.
+            unsafe {
+                dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &keys, GROUP, DEPTH);
+                for row in &mut rows {
+                    *row = row.add(DEPTH);
+                }
+            }
+            for key in &mut keys {
+                *key = key.wrapping_add(DEPTH * GROUP);
+            }
+        }
         for (r, dots) in acc.iter().enumerate() {
             let line = &mut workspace.scores.as_mut_slice()[r * TILE + column..][..W * L::LANES];
             for (c, &dot) in dots.iter().enumerate() {
@@ -380,6 +464,8 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
 
 /// Adds `depth` words of weighted values to the rescaled sums, a few rows and vectors of them.
 struct Sums<'a, 'b, E, L> {
+    /// For the next tile's keys.
+    fetch: &'a mut Fetch,
     run: &'a QueryRun<'b, E>,
     lanes: L,
     row: usize,
@@ -393,6 +479,7 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
         let Self {
+            fetch,
             run,
             lanes,
             row,
@@ -418,6 +505,7 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
         for (group, first) in (0..depth).step_by(lines).enumerate() {
             let rows = from_fn(|r| probabilities[r * TILE + first..(r + 1) * TILE].as_ptr());
             let depth = lines.min(depth - first);
+            fetch.next(lanes);
             // SAFETY: a row of probabilities holds TILE words, at least `first + depth`; the
             // group's values have `depth` lines of `dims` words, and W vectors from `column`
             // stay inside a line.

@@ -14,8 +14,9 @@ pub mod tables;
 
 use std::time::Duration;
 
+use crate::backing::{BackingStore, KeptBlock};
 use crate::error::{
-    Argument, Broken, CacheError, InvalidArgument, Misuse, ResizeError, SequenceFault,
+    Argument, Broken, CacheError, InvalidArgument, ListenError, Misuse, ResizeError, SequenceFault,
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
@@ -26,7 +27,7 @@ use crate::retention::{HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
 use crate::store::{BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};
-use crate::weights::WeightsName;
+use crate::weights::{self, WeightsName};
 
 pub use publishing::Duplicate;
 
@@ -81,6 +82,32 @@ impl PrefixCache<AnyWriter> {
     #[must_use]
     pub fn reader(&self) -> PrefixCache<AnyReader> {
         self.over(self.store.reader())
+    }
+}
+
+impl PrefixCache<AnyWriter> {
+    /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
+    /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
+    ///
+    /// Once, before the cache's first use, and for one writer. All or nothing.
+    pub fn keep_in(
+        &mut self,
+        store: Box<dyn BackingStore>,
+        kept: &[KeptBlock],
+    ) -> Result<usize, ListenError> {
+        kept.iter()
+            .try_for_each(|one| self.check_group(one.key.group))?;
+        let is_durable = weights::is_of_content(&self.weights_name());
+        let AnyWriter::One(writer) = &mut self.store else {
+            let reason = "must be single_writer for a cache that is kept in a file";
+            return Err(InvalidArgument::new("threads", reason).into());
+        };
+        if !is_durable {
+            store.cleared();
+        }
+        let restored = writer.keep_in(store, if is_durable { kept } else { &[] })?;
+        writer.set_durable(is_durable);
+        Ok(restored)
     }
 }
 
@@ -146,6 +173,11 @@ impl<S: Lookup> PrefixCache<S> {
         hashes: BlockHashes,
     ) -> Sequence {
         Sequence::hashed(&self.home, scope, tokens, hashes)
+    }
+
+    /// How many KV cache groups there are.
+    pub fn num_groups(&self) -> u16 {
+        self.home.config.groups.count() as u16
     }
 
     /// The kind of a group that the cache has.
@@ -288,8 +320,10 @@ impl<S: BlockStore> PrefixCache<S> {
     pub fn new_weight_version(&mut self, name: Option<WeightsName>) -> u64 {
         // Before the clear: a thread that sees the new epoch sees the new weights too, as the version's
         // store is released by the clear's.
+        let is_durable = name.as_ref().is_some_and(WeightsName::is_of_content);
         let version = self.home.change_weights(name);
         self.store.clear_index();
+        self.store.set_durable(is_durable);
         version
     }
 

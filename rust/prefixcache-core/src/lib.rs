@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![warn(missing_docs)]
 
+pub mod backing;
 mod block;
 pub mod cache;
 pub mod clock;

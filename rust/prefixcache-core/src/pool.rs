@@ -51,6 +51,7 @@
 //! used. Of a pool that may grow, the records above its size are not touched; index and rings are used all over
 //! in time, 48 bytes for each block of the most that it may have.
 
+mod backing;
 mod bound;
 mod content;
 mod credits;
@@ -70,6 +71,7 @@ mod writer;
 
 use crossbeam_queue::SegQueue;
 
+use crate::backing::BackingStore;
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
@@ -124,6 +126,8 @@ pub struct BlockPool<M: Mode> {
     eviction_log: OnceLock<EvictionLog>,
     /// Where the changes of what can be found are reported.
     event_log: OnceLock<EventLog>,
+    /// The memory behind the blocks, where it outlives the process.
+    backing: OnceLock<Box<dyn BackingStore>>,
     /// Whether any content was ever given a band.
     gives_bands: AtomicBool,
     /// What became of content with another band than the default, until a retention table takes note of it.
@@ -295,6 +299,7 @@ impl<M: Mode> BlockPool<M> {
             clock,
             eviction_log: OnceLock::new(),
             event_log: OnceLock::new(),
+            backing: OnceLock::new(),
             gives_bands: AtomicBool::new(false),
             hinted: SegQueue::new(),
         };

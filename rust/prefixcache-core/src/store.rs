@@ -405,6 +405,9 @@ pub trait BlockStore: Lookup {
     /// what is behind a window, or a second copy. Whoever hits it ends that.
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse>;
 
+    /// Says whether a [backing store](crate::backing) may let other processes find what is registered from now on.
+    fn set_durable(&mut self, _durable: bool) {}
+
     /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
     fn clear_index(&mut self);
 

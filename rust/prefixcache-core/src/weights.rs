@@ -31,6 +31,22 @@ impl WeightsName {
             format!(r#"must be a kind, a colon and a name, as "tag:step-1200", not {name:?}"#);
         Err(InvalidArgument::new("weights", reason))
     }
+
+    /// Whether it stands for what the weights are, so that another process gives it to no others: a digest of
+    /// them, whatever they were quantized to.
+    #[must_use]
+    pub fn is_of_content(&self) -> bool {
+        is_of_content(&self.0)
+    }
+}
+
+/// [`WeightsName::is_of_content`], for the name that hashes have.
+pub(crate) fn is_of_content(name: &str) -> bool {
+    let quantized = name
+        .strip_prefix("quantized:")
+        .and_then(|rest| rest.split_once(':'));
+    let name = quantized.map_or(name, |(_, name)| name);
+    name.starts_with("blake3:")
 }
 
 /// The weights at one moment.

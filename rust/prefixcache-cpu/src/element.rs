@@ -2,15 +2,6 @@
 
 use crate::bf16::Bf16;
 use crate::lanes::Lanes;
-use crate::rows::Rows;
-
-/// Rows of either type, for code that is compiled once and not in each crate that uses it.
-pub enum TypedRows<'a> {
-    /// Of `f32`.
-    F32(Rows<'a, f32>),
-    /// Of bfloat16.
-    Bf16(Rows<'a, Bf16>),
-}
 
 /// A number type of activations, weights and the KV cache.
 pub trait Element: Copy + Send + Sync + 'static {
@@ -22,9 +13,6 @@ pub trait Element: Copy + Send + Sync + 'static {
 
     /// Exact.
     fn to_f32(self) -> f32;
-
-    /// The same rows by their type.
-    fn typed(rows: Rows<'_, Self>) -> TypedRows<'_>;
 
     /// acc + the product of two words, number by number.
     fn dot<L: Lanes>(lanes: L, acc: L::V, a: L::V, b: L::V) -> L::V;
@@ -99,11 +87,6 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    fn typed(rows: Rows<'_, Self>) -> TypedRows<'_> {
-        TypedRows::F32(rows)
-    }
-
-    #[inline(always)]
     fn dot<L: Lanes>(lanes: L, acc: L::V, a: L::V, b: L::V) -> L::V {
         lanes.mul_add(a, b, acc)
     }
@@ -143,11 +126,6 @@ impl Element for Bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
         Bf16::to_f32(self)
-    }
-
-    #[inline(always)]
-    fn typed(rows: Rows<'_, Self>) -> TypedRows<'_> {
-        TypedRows::Bf16(rows)
     }
 
     #[inline(always)]

@@ -34,6 +34,10 @@ pub trait Kernel {
     /// What the computation returns.
     type Output;
 
+    /// Whether it has numbers of bfloat16. Without them `avx512_bf16` computes what `avx512` does, and is
+    /// not compiled.
+    const HAS_BF16: bool = true;
+
     /// Computes with vectors of type `L`.
     fn run<L: Lanes>(self, lanes: L) -> Self::Output;
 }
@@ -48,14 +52,16 @@ impl Form {
 
     /// Every form that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        let mut forms = vec![Self(Kind::Portable(Portable))];
-        #[cfg(target_arch = "x86_64")]
-        {
-            forms.extend(Avx2::detect().map(|lanes| Self(Kind::Avx2(lanes))));
-            forms.extend(Avx512::detect().map(|lanes| Self(Kind::Avx512(lanes))));
-            forms.extend(Avx512Bf16::detect().map(|lanes| Self(Kind::Avx512Bf16(lanes))));
-        }
-        forms
+        let kinds = [
+            Some(Kind::Portable(Portable)),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::detect().map(Kind::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Avx512::detect().map(Kind::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Avx512Bf16::detect().map(Kind::Avx512Bf16),
+        ];
+        kinds.into_iter().flatten().map(Self).collect()
     }
 
     /// Name of the form: `portable`, `avx2`, `avx512` or `avx512_bf16`.
@@ -118,7 +124,13 @@ impl Form {
             Kind::Avx512(lanes) => unsafe { with_avx512(lanes, kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16(lanes) => unsafe { with_avx512_bf16(lanes, kernel) },
+            Kind::Avx512Bf16(lanes) => unsafe {
+                if K::HAS_BF16 {
+                    with_avx512_bf16(lanes, kernel)
+                } else {
+                    with_avx512(lanes.without_bf16(), kernel)
+                }
+            },
         }
     }
 }

@@ -25,7 +25,7 @@ pub mod tile;
 pub use aligned::{AlignedWords, WeightMemory};
 pub use bf16::Bf16;
 pub use bytes::{ByteForm, ByteKernel, ByteLanes};
-pub use element::{Element, TypedRows};
+pub use element::Element;
 pub use form::{Form, Kernel};
 pub use lanes::Lanes;
 pub use memory::OutOfMemory;

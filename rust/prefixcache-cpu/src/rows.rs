@@ -1,5 +1,6 @@
 //! Matrices that belong to someone else: rows of equal width at equal distances.
 
+use std::any::TypeId;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -69,6 +70,21 @@ impl<'a, T> Rows<'a, T> {
             width: columns.len(),
             ..*self
         }
+    }
+
+    /// The same rows, if they are of type `U`. So generic code calls functions that are not, which are
+    /// compiled once and not in each crate that uses them.
+    pub fn of_type<U: 'static>(self) -> Option<Rows<'a, U>>
+    where
+        T: 'static,
+    {
+        (TypeId::of::<T>() == TypeId::of::<U>()).then_some(Rows {
+            start: self.start.cast(),
+            rows: self.rows,
+            width: self.width,
+            stride: self.stride,
+            owner: PhantomData,
+        })
     }
 
     /// Row `row`.
@@ -142,6 +158,16 @@ impl<'a, T> RowsMut<'a, T> {
             rows: self.rows.columns(columns),
             owner: PhantomData,
         }
+    }
+
+    /// The same rows, if they are of type `U`: see [`Rows::of_type`].
+    pub fn of_type<U: 'static>(&self) -> Option<&RowsMut<'a, U>>
+    where
+        T: 'static,
+    {
+        // SAFETY: it is the same type.
+        (TypeId::of::<T>() == TypeId::of::<U>())
+            .then(|| unsafe { &*std::ptr::from_ref(self).cast() })
     }
 
     /// The rows, to read for a while.

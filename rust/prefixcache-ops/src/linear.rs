@@ -17,7 +17,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
-use prefixcache_cpu::{ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_cpu::{
+    Bf16, ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
+};
 
 use crate::dense::PackedDense;
 use crate::int8::{Int8Weight, QuantizedRows};
@@ -262,7 +264,7 @@ impl<E: Element> PackedLinear<E> {
     /// There is no memory for quantized activations or dequantized panels; nothing is written.
     ///
     /// # Panics
-    /// The shapes do not fit.
+    /// The shapes do not fit, or the layer is of `f32` and `out` is not.
     pub fn forward<O: Element>(
         &self,
         form: Form,
@@ -273,6 +275,7 @@ impl<E: Element> PackedLinear<E> {
     ) -> Result<(), OutOfMemory> {
         assert_eq!(x.shape(), (out.rows(), self.inputs), "shape of x");
         assert_eq!(out.width(), self.outputs, "width of out");
+        assert!(E::PER_WORD > 1 || O::PER_WORD == 1, "type of out");
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
         }
@@ -449,13 +452,15 @@ impl<E: Element, O: Element> Product<'_, E, O> {
     fn multiply_panel(&self, panel: usize, rows: Range<usize>, words: Option<&[u32]>) {
         let (part, panel) = self.layer.part_of(panel);
         let task = PanelTask {
-            layer: self.layer,
-            outputs: part.outputs.clone(),
             x: self.x,
-            residual: self.residual,
-            out: self.out,
-            panel,
-            rows,
+            results: Results {
+                bias: &self.layer.bias,
+                outputs: part.outputs.clone(),
+                residual: self.residual,
+                out: self.out,
+                panel,
+                rows,
+            },
         };
         match &part.storage {
             Storage::Zeros => task.finish_zeros(self.form),
@@ -474,14 +479,34 @@ impl<E: Element, O: Element> Product<'_, E, O> {
 
 /// One panel of a part times a few rows.
 struct PanelTask<'a, E, O> {
-    layer: &'a PackedLinear<E>,
+    x: Rows<'a, E>,
+    results: Results<'a, O>,
+}
+
+/// Where the results of a task go, and what is added to its sums.
+struct Results<'a, O> {
+    /// Of all outputs; empty without a bias.
+    bias: &'a [f32],
     /// Outputs of the part.
     outputs: Range<usize>,
-    x: Rows<'a, E>,
     residual: Option<Rows<'a, O>>,
     out: &'a RowsMut<'a, O>,
     panel: usize,
     rows: Range<usize>,
+}
+
+impl<'a, O: Element> Results<'a, O> {
+    /// The same, if they are of type `U`.
+    fn of_type<U: Element>(&self) -> Option<Results<'a, U>> {
+        Some(Results {
+            bias: self.bias,
+            outputs: self.outputs.clone(),
+            residual: self.residual.and_then(Rows::of_type),
+            out: self.out.of_type()?,
+            panel: self.panel,
+            rows: self.rows.clone(),
+        })
+    }
 }
 
 /// A panel of dense numbers times a few rows.
@@ -493,12 +518,15 @@ struct DenseTask<'a, E, O> {
 impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
     type Output = ();
 
+    const HAS_BF16: bool = E::PER_WORD > 1 || O::PER_WORD > 1;
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let used = PANEL.min(self.task.outputs.len() - self.task.panel * PANEL);
-        for (first, height) in heights(self.task.rows.len()) {
+        let results = &self.task.results;
+        let used = PANEL.min(results.outputs.len() - results.panel * PANEL);
+        for (first, height) in heights(results.rows.len()) {
             for column in (0..used).step_by(L::WIDTH * L::LANES) {
-                let row = self.task.rows.start + first;
+                let row = results.rows.start + first;
                 run_tile(
                     height,
                     L::WIDTH,
@@ -528,7 +556,7 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
         let (task, lanes) = (self.task, self.lanes);
-        let depth = task.layer.inputs / E::PER_WORD;
+        let depth = task.x.width() / E::PER_WORD;
         let rows = std::array::from_fn(|r| task.x.row(self.row + r).as_ptr().cast());
         let panel = &self.panel[self.column..];
         let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
@@ -538,7 +566,8 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
         unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
         for (r, sums) in acc.iter().enumerate() {
             for (c, &sum) in sums.iter().enumerate() {
-                task.finish(lanes, self.row + r, self.column + c * L::LANES, sum);
+                let column = self.column + c * L::LANES;
+                task.results.finish(lanes, self.row + r, column, sum);
             }
         }
     }
@@ -546,27 +575,41 @@ impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
 
 impl<E: Element, O: Element> PanelTask<'_, E, O> {
     fn finish_zeros(self, form: Form) {
-        form.run(Finish {
-            sums: &[[0.0; PANEL]; MAX_TASK_ROWS][..self.rows.len()],
-            task: self,
-        });
+        let sums = &[[0.0; PANEL]; MAX_TASK_ROWS][..self.results.rows.len()];
+        self.results.finish_all(form, sums);
     }
 
     fn multiply_dense(self, form: Form, panel: &[u32]) {
-        form.run(DenseTask { task: self, panel });
+        let (f32_x, bf16_x) = (self.x.of_type(), self.x.of_type());
+        let (f32_results, bf16_results) = (self.results.of_type(), self.results.of_type());
+        match (f32_x, bf16_x, f32_results, bf16_results) {
+            (Some(x), _, Some(results), _) => {
+                let task = PanelTask { x, results };
+                dense_f32(form, DenseTask { task, panel });
+            }
+            (_, Some(x), _, Some(results)) => {
+                let task = PanelTask { x, results };
+                dense_bf16(form, DenseTask { task, panel });
+            }
+            (_, Some(x), Some(results), _) => {
+                let task = PanelTask { x, results };
+                dense_bf16_to_f32(form, DenseTask { task, panel });
+            }
+            _ => unreachable!("a layer of f32 has results of f32"),
+        }
     }
 
     fn multiply_blocks(self, form: Form, blocks: &PackedBlocks) {
         let rows = TaskRows {
             x: self.x,
-            first: self.rows.start,
+            first: self.results.rows.start,
         };
-        let panel = self.panel;
+        let panel = self.results.panel;
         self.finish_sums(form, |sums| blocks.multiply_few(form, panel, rows, sums));
     }
 
     fn multiply_int8(self, form: Form, weight: &Int8Weight, x: &QuantizedRows) {
-        let (panel, first) = (self.panel, self.rows.start);
+        let (panel, first) = (self.results.panel, self.results.rows.start);
         // The sums are the same bits in every form, and so the results are to be.
         self.finish_sums(form.keeping_denormals(), |sums| {
             weight.multiply(ByteForm::of(form), panel, x, first, sums);
@@ -576,39 +619,50 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
     /// Writes the outputs that the sums become to which `add` adds.
     fn finish_sums(self, form: Form, add: impl FnOnce(&mut [Sums])) {
         let mut sums: [MaybeUninit<Sums>; MAX_TASK_ROWS] = [const { MaybeUninit::uninit() }; _];
-        let sums = &mut sums[..self.rows.len()];
+        let sums = &mut sums[..self.results.rows.len()];
         for sum in &mut *sums {
             sum.write([0.0; PANEL]);
         }
         // SAFETY: all of them were written; the type is the same but for that.
         let sums = unsafe { &mut *(std::ptr::from_mut(sums) as *mut [Sums]) };
         add(sums);
-        form.run(Finish { sums, task: self });
+        self.results.finish_all(form, sums);
     }
 }
 
 /// Writes the outputs that a task's sums become.
-struct Finish<'a, E, O> {
-    task: PanelTask<'a, E, O>,
+struct Finish<'a, O> {
+    results: Results<'a, O>,
     sums: &'a [Sums],
 }
 
-impl<E: Element, O: Element> Kernel for Finish<'_, E, O> {
+impl<O: Element> Kernel for Finish<'_, O> {
     type Output = ();
+
+    const HAS_BF16: bool = O::PER_WORD > 1;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        for (row, sums) in self.task.rows.clone().zip(self.sums) {
+        for (row, sums) in self.results.rows.clone().zip(self.sums) {
             for (i, sums) in sums.chunks_exact(L::LANES).enumerate() {
                 // SAFETY: the chunk holds LANES numbers.
                 let sums = unsafe { lanes.load(sums.as_ptr()) };
-                self.task.finish(lanes, row, i * L::LANES, sums);
+                self.results.finish(lanes, row, i * L::LANES, sums);
             }
         }
     }
 }
 
-impl<E: Element, O: Element> PanelTask<'_, E, O> {
+impl<O: Element> Results<'_, O> {
+    /// Writes the outputs that the sums become.
+    fn finish_all(&self, form: Form, sums: &[Sums]) {
+        if let Some(results) = self.of_type() {
+            finish_f32(form, Finish { results, sums });
+        } else if let Some(results) = self.of_type() {
+            finish_bf16(form, Finish { results, sums });
+        }
+    }
+
     /// Adds bias and residual to the sums of a vector of the panel's columns and stores what of it lies
     /// inside the part.
     #[inline(always)]
@@ -618,8 +672,8 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
             return;
         }
         let count = L::LANES.min(self.outputs.end - column);
-        if self.layer.has_bias() {
-            let bias = self.layer.bias[column..column + L::LANES].as_ptr();
+        if !self.bias.is_empty() {
+            let bias = self.bias[column..column + L::LANES].as_ptr();
             // SAFETY: the slice holds LANES numbers.
             sum = lanes.add(sum, unsafe { lanes.load(bias) });
         }
@@ -634,6 +688,28 @@ impl<E: Element, O: Element> PanelTask<'_, E, O> {
             O::store_some(lanes, part.as_mut_ptr(), sum, count);
         }
     }
+}
+
+// Not generic, so that crates which use them need not compile the kernels again.
+
+fn dense_f32(form: Form, task: DenseTask<'_, f32, f32>) {
+    form.run(task);
+}
+
+fn dense_bf16(form: Form, task: DenseTask<'_, Bf16, Bf16>) {
+    form.run(task);
+}
+
+fn dense_bf16_to_f32(form: Form, task: DenseTask<'_, Bf16, f32>) {
+    form.run(task);
+}
+
+fn finish_f32(form: Form, finish: Finish<'_, f32>) {
+    form.run(finish);
+}
+
+fn finish_bf16(form: Form, finish: Finish<'_, Bf16>) {
+    form.run(finish);
 }
 
 #[cfg(test)]

@@ -128,6 +128,8 @@ struct Chunk<'a, E, W> {
 impl<E: Element, W: RowWork<E>> Kernel for Chunk<'_, E, W> {
     type Output = ();
 
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         for row in self.rows {

@@ -186,7 +186,7 @@ fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
         for form in Form::available() {
             let narrow = Pair::<Bf16>::new(form, 512, &parts, true);
             let wide = Pair::<f32>::new(form, 512, &parts, true);
-            for rows in [1, 2, 3, 4, 5, 8, 9, 200] {
+            for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 200] {
                 narrow.check::<Bf16>(1, rows, true);
                 wide.check::<f32>(1, rows, false);
             }

@@ -23,6 +23,7 @@ mod evictions;
 mod exclusive;
 mod hints;
 mod json;
+mod kv_file;
 mod linear;
 mod names;
 mod prefix_cache;
@@ -62,6 +63,8 @@ mod _core {
     use crate::events::EventSnapshot;
     #[pymodule_export]
     use crate::json::parse_json;
+    #[pymodule_export]
+    use crate::kv_file::{KVFile, describe_kv_file};
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

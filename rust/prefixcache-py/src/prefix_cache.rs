@@ -6,7 +6,7 @@ use std::time::Duration;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use prefixcache_core::TableBuffers;
 use prefixcache_core::cache;
-use prefixcache_core::error::{Argument, CacheError, ResizeError};
+use prefixcache_core::error::{Argument, CacheError, ListenError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::id::BlockId;
@@ -29,6 +29,7 @@ use crate::errors::{IntoPyErr, out_of_range};
 use crate::events::{Event, EventSnapshot, event};
 use crate::evictions;
 use crate::exclusive::{Exclusive, Using};
+use crate::kv_file::KVFile;
 use crate::names::{self, Name};
 use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
@@ -769,6 +770,22 @@ retention_budget=0.2, max_cached_blocks=None)"
     fn reuse_gaps(&self) -> PyResult<(Vec<u64>, f64)> {
         let gaps = self.0.reader()?.store().reuse_gaps();
         Ok((gaps.counts, gaps.sum.as_secs_f64()))
+    }
+
+    /// Restore what `file` has kept, and keep there what is published from now on. The writer's thread.
+    ///
+    /// Once, before the cache's first use; the pool's KV lies in the file. Returns how many blocks were restored, and
+    /// how many of the file's were not.
+    fn keep_in(&self, py: Python<'_>, file: &KVFile) -> PyResult<(usize, u64)> {
+        let core = &mut *self.0.write()?;
+        let kept = run(py, core.store().num_blocks(), || {
+            let num_blocks = core.store().num_blocks();
+            let kept = file.0.take_kept(num_blocks, core.num_groups());
+            let restored = core.keep_in(file.0.store(), &kept.blocks)?;
+            let lost = kept.blocks.len() - restored;
+            Ok((restored, kept.dropped + lost as u64))
+        });
+        kept.map_err(ListenError::into_py_err)
     }
 
     /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -12,8 +12,9 @@ from typing import cast
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
 from prefixcache.kv.specs import KVLayout, kv_layout
 from prefixcache.models.arrays import DTYPES
 from prefixcache.models.checkpoint import read_checkpoint
@@ -69,7 +70,7 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
-        make = partial(CpuModel, model, cpu, dtype, max_model_len, config.cpu_activations)
+        make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         with ThreadPoolExecutor(1) as digests:
             reading = digests.submit(read_checkpoint, folder, cpu.threads)
             loaded = load_model(make, model, folder)
@@ -77,6 +78,7 @@ class CpuRunner:
         checkpoint.check_unchanged()
         weights = ReplaceableModel(loaded, make, checkpoint, requantize=config.requantize)
         _check_quantized(config, weights.info.formats)
+        specs = replace(specs, file=_kept_file(config, specs, dtype, cpu))
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
         self._specs = specs
         self.memory = CpuModelMemory(weights, self.kv)
@@ -179,12 +181,43 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
         itemsize=itemsize,
         free_memory=available_memory,
         max_blocks=specs.sizes.ceiling,
+        file=specs.file,
     )
+
+
+def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> KeptFile | None:
+    """The file of `kv_cache_dir`, where there is one. Raises `FieldError` where it is too small."""
+    cache, layout, sizes = config.cache, specs.layout, specs.sizes
+    if cache.kv_cache_dir is None or not cache.enable_prefix_caching:
+        return None
+    wanted = FileLayout(
+        facts={
+            "dtype": dtype,
+            "instructions": cpu.instructions,
+            "activations": config.activations,
+            "block size": cache.block_size,
+            "heads": layout.num_kv_heads,
+            "head size": layout.head_dim,
+            "groups": layout.kinds,
+            "layers": [group.layers for group in layout.groups],
+            "program": program_digest(),
+        },
+        num_tensors=layout.num_tensors,
+        block_bytes=sizes.block_bytes // layout.num_tensors,
+        max_blocks=sizes.ceiling,
+    )
+    most = cache.kv_cache_dir_size
+    if most is not None and most < wanted.num_bytes:
+        raise FieldError(
+            "kv_cache_dir_size",
+            f"must be at least {wanted.num_bytes} bytes, which the KV cache takes, got {most}.",
+        )
+    return open_kept_file(cache.kv_cache_dir, wanted, sizes.start, most)
 
 
 def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:
     """Raises `ConfigError` where int8 activations are asked for and nothing is quantized."""
-    if config.cpu_activations == "exact" or set(formats) & set(QUANT_FORMATS):
+    if config.activations == "exact" or set(formats) & set(QUANT_FORMATS):
         return
     raise ConfigError(
         "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "

@@ -48,20 +48,22 @@ class HostMemory:
 
     def give_back(self, begin: int, end: int) -> int:
         """See `ReservedMemory`."""
-        mapped = _resident_bytes(self.address + begin, end - begin)
+        mapped = num_resident_bytes(self.address + begin, end - begin)
         self._pages.madvise(mmap.MADV_DONTNEED, self._offset + begin, end - begin)
         return mapped
 
     def num_mapped_bytes(self) -> int:
         """See `ReservedMemory`. Asks the system, in time linear in the reserved pages."""
-        chunks = range(0, self._num_bytes, _CHUNK)
-        return sum(
-            _resident_bytes(self.address + at, min(_CHUNK, self._num_bytes - at)) for at in chunks
-        )
+        return num_resident_bytes(self.address, self._num_bytes)
 
 
-def _resident_bytes(address: int, num_bytes: int) -> int:
-    """Bytes of a mapping that have a page; `address` is that of a page."""
+def num_resident_bytes(address: int, num_bytes: int) -> int:
+    """Bytes of a mapping that are in memory; `address` is that of a page. Asks the system."""
+    chunks = range(0, num_bytes, _CHUNK)
+    return sum(_num_resident(address + at, min(_CHUNK, num_bytes - at)) for at in chunks)
+
+
+def _num_resident(address: int, num_bytes: int) -> int:
     pages = np.empty(-(-num_bytes // mmap.PAGESIZE), np.uint8)
     place = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
     if _libc().mincore(*place, ctypes.c_void_p(pages.ctypes.data)) != 0:

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.kv.cache_manager import Blocks
+from prefixcache.kv.kv_folder import KeptFile
+from prefixcache.runner.cpu.file_memory import FileMemory
 from prefixcache.runner.cpu.host_memory import HostMemory, host_page_bytes
 from prefixcache.runner.pool_memory import PoolMemory
 from prefixcache.runner.reserved_memory import ReservedBlocks
@@ -25,11 +27,25 @@ _LEAST_RUN = 4
 
 @dataclass(slots=True, kw_only=True)
 class KVMemory(PoolMemory):
-    """One tensor [P, 2, K, B, D] a layer of the largest group, reserved for `max_blocks`."""
+    """One tensor [P, 2, K, B, D] a layer of the largest group, reserved for `max_blocks`.
 
-    comes_when_written = True
-    is_resizable = True
-    _memories: list[HostMemory] = field(default_factory=list[HostMemory], init=False)
+    With a `file` they lie there, and begin with what another process left.
+    """
+
+    file: KeptFile | None = None
+    _memories: list[HostMemory] | list[FileMemory] = field(
+        default_factory=list[HostMemory], init=False
+    )
+
+    @property
+    def comes_when_written(self) -> bool:
+        """Whether memory that was given back is there again once a block is written."""
+        return self.file is None
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether blocks can be added and taken away."""
+        return self.file is None or self.file.can_give_back
 
     @property
     def addresses(self) -> list[int]:
@@ -56,8 +72,9 @@ class KVMemory(PoolMemory):
         if self.reserved is None:
             self._reserve()
         self._in_granules().provide(self.num_blocks)
+        num_zeroed = 1 if self.file is not None else min(self.granule_blocks, self.num_blocks)
         for rows in self.rows():
-            rows[: min(self.granule_blocks, self.num_blocks)] = 0
+            rows[:num_zeroed] = 0
 
     def give_up(self) -> None:
         """Gives the memory back to the system but for the null block's; its content is lost."""
@@ -71,12 +88,17 @@ class KVMemory(PoolMemory):
 
     def _reserve(self) -> None:
         size, count = self.bytes_per_tensor_block, self.layout.num_tensors
+        num_bytes = self.most_blocks * size
         page_bytes = host_page_bytes(size, count, self.most_blocks)
         try:
-            self._memories = [HostMemory(self.most_blocks * size, page_bytes) for _ in range(count)]
+            if self.file is None:
+                memories = [HostMemory(num_bytes, page_bytes) for _ in range(count)]
+            else:
+                memories = [FileMemory(self.file, tensor, num_bytes) for tensor in range(count)]
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             raise self._cannot_allocate(self.most_blocks, error) from error
-        self.reserved = ReservedBlocks(self._memories, size)
+        self._memories = memories
+        self.reserved = ReservedBlocks(memories, size)
 
     def rows(self) -> list[npt.NDArray[np.uint8]]:
         """Of each tensor, a row of bytes for each block."""

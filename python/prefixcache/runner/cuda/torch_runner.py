@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.specs import PoolSizes, kv_layout
 from prefixcache.models.checkpoint import read_checkpoint
@@ -49,11 +49,13 @@ class TorchRunner:
     shares_kv = True
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.cpu_activations == "int8":
+        if config.activations == "int8":
             raise ConfigError(
                 f"cpu_activations must be exact on {config.device} with attention "
                 f"{config.attention}: int8 needs the CPU's own kernels."
             )
+        if config.cache.kv_cache_dir is not None:
+            raise FieldError("kv_cache_dir", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)
         self._config = config.on(self._device.type)
 

@@ -137,7 +137,7 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Swaps a published block of a sequence for `block`, its duplicate that hits, and gives the own one up,
-    /// which loses its content unless others hold it.
+    /// which loses its content unless others hold it. A duplicate that is not sound loses its content instead.
     pub fn replace_block(
         &mut self,
         sequence: &mut Sequence,
@@ -153,6 +153,10 @@ impl<S: BlockStore> PrefixCache<S> {
             .commit(iter::once(key), 0, &mut taken)
             .unwrap_or(0)
             == 1;
+        if !hit && self.store.lookup(&key).is_some() {
+            // The duplicate was another process's and not sound: the sequence's own block hits now.
+            return Ok(());
+        }
         if !hit || taken[0] != block {
             self.store.release(&taken)?;
             let reason = format!("must be the block that hits for this content, not {block}");

@@ -349,6 +349,9 @@ impl<M: Mode> BlockPool<M> {
         }
         let before = |other: &Found| other.seq.get() < block.seq();
         let duplicate = early.unwrap_or_else(|| look().filter(before));
+        if entered {
+            self.note_published(id);
+        }
         self.end_claim(id, entered);
         match duplicate {
             _ if !entered => Registration::Stale,
@@ -574,7 +577,9 @@ impl<M: Mode> BlockPool<M> {
         change: impl Fn(State) -> State,
     ) -> bool {
         if id == held {
-            return self.block(id).transition_to_classed::<M>(change);
+            let changed = self.block(id).transition_to_classed::<M>(change);
+            self.note_classed(id);
+            return changed;
         }
         // So that no resize moves the block meanwhile.
         let inside = self.credits.enter::<M>();
@@ -586,6 +591,7 @@ impl<M: Mode> BlockPool<M> {
             }
             let new = change(state);
             if new == state || self.block(id).transition_in_place::<M>(state, new) == Done {
+                self.note_classed(id);
                 return new != state;
             }
             state = self.block(id).state();
@@ -643,6 +649,7 @@ impl<M: Mode> BlockPool<M> {
 
     #[inline]
     fn forget_batch(&self, batch: &[BlockId], mut lost: impl FnMut(usize, Option<Spot>)) -> u64 {
+        self.note_withdrawn(batch);
         let mut spots = [Spot::default(); FORGET_BATCH];
         for (spot, block) in spots.iter_mut().zip(batch.iter().map(|&id| self.block(id))) {
             if block.seq() != 0 {

@@ -18,11 +18,13 @@ const MAX_CAPACITY: usize = 1 << 26;
 
 impl BlockPool<SingleWriter> {
     /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more. Once
-    /// in a pool's life, before anything is cached: of that the reader would never know.
+    /// in a pool's life, before anything is cached but what was restored: of that the reader never knows.
     ///
     /// Of one writer alone, whose changes have an order.
     pub(super) fn keep_events(&self, block_size: usize) -> Result<EventReader, ListenError> {
-        if self.contents.cached() > 0 {
+        // Relaxed: the only writer asks.
+        let is_new = self.counters.allocations.load(Relaxed) == 0 && self.backing.get().is_some();
+        if self.contents.cached() > 0 && !is_new {
             return Err(ListenError::Late);
         }
         let (event_log, reader) = EventLog::new(block_size);
@@ -97,6 +99,9 @@ impl<M: Mode> BlockPool<M> {
         if let Some(log) = self.eviction_log.get() {
             log.hit::<M>(ids);
         }
+        if let Some(backing) = self.backing() {
+            backing.used(ids);
+        }
     }
 
     /// The caller is about to give up its holds of these blocks, up to the first that nobody holds.
@@ -115,6 +120,9 @@ impl<M: Mode> BlockPool<M> {
         if let Some(log) = self.eviction_log.get() {
             log.moved(from, to);
         }
+        if let Some(backing) = self.backing() {
+            backing.moved(from, to);
+        }
         if self.reports_bands() && self.block(from).state().own_class().band() != Band::DEFAULT {
             self.hinted.push(HintedChange::Moved { from, to });
         }
@@ -126,6 +134,9 @@ impl<M: Mode> BlockPool<M> {
         }
         if let Some(event_log) = self.event_log.get() {
             event_log.cleared();
+        }
+        if let Some(backing) = self.backing() {
+            backing.cleared();
         }
     }
 

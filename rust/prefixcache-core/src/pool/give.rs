@@ -298,6 +298,7 @@ impl<M: Mode> BlockPool<M> {
                 ring.fill(place.ticket, id);
             }
             batch.tickets[place.class.index()].advance();
+            self.note_queued(id, queued);
             if id.index() >= batch.end {
                 self.size.count_rejoined::<M>();
             } else {

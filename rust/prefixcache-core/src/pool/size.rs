@@ -206,7 +206,7 @@ impl<M: Mode> BlockPool<M> {
         M::fence();
         let lost = self.unqueue_all(ids(num_blocks..before))
             + ids(num_blocks..before)
-                .map(|id| self.forget_held(id))
+                .map(|id| self.forget_held(id, Cause::Resized))
                 .sum::<u64>();
         self.size.count_lost::<M>(lost);
         M::add(&self.counters.evictions, lost);
@@ -255,7 +255,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Takes content and pin from a held block, once no other thread is registering it; how much of it was of
     /// this epoch. Of a block that nobody holds there is none.
-    fn forget_held(&self, id: BlockId) -> u64 {
+    pub(super) fn forget_held(&self, id: BlockId, cause: Cause) -> u64 {
         loop {
             let state = self.block(id).state();
             if state.is_claimed() {
@@ -264,7 +264,7 @@ impl<M: Mode> BlockPool<M> {
                 return 0;
             } else if let Claim::Claimed { .. } = self.claim(id, state) {
                 self.note_released(&[id]);
-                let lost = self.evict_all(&[id], Cause::Resized, |_| state.class());
+                let lost = self.evict_all(&[id], cause, |_| state.class());
                 if state.is_pinned() {
                     self.pins.count_evicted::<M>(lost);
                 }

@@ -110,8 +110,13 @@ impl<M: Mode> BlockPool<M> {
         let end = self.size.end();
         let mut hits = 0;
         let mut outcome = Ok(());
+        let mut unsound = None;
         for (&id, key) in found.iter().zip(keys) {
             match self.hold_hit(id, &key, end, &mut credits, &mut vacated) {
+                Ok(true) if !self.is_sound(id) => {
+                    unsound = Some(id);
+                    break;
+                }
                 Ok(true) => hits += 1,
                 Ok(false) => break,
                 Err(exhausted) => {
@@ -121,6 +126,9 @@ impl<M: Mode> BlockPool<M> {
             }
         }
         drop(vacated);
+        if let Some(id) = unsound {
+            self.drop_unsound(id);
+        }
         if let Err(exhausted) = outcome {
             inside.give_at_end(credits + num_new);
             let kept = if planted(Fault::KeepHitsOfFailure) {

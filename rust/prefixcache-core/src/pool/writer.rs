@@ -228,6 +228,10 @@ macro_rules! changes_through {
             $through!(self, |pool| pool.release_unneeded(blocks))
         }
 
+        fn set_durable(&mut self, durable: bool) {
+            $through!(self, |pool| pool.set_durable(durable));
+        }
+
         fn clear_index(&mut self) {
             $through!(self, |pool| pool.clear_index());
         }

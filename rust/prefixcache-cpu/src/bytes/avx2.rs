@@ -33,6 +33,7 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     type F = __m256;
     const LANES: usize = 8;
     const WIDTH: usize = 2;
+    const DOT_OF_FOUR: bool = VNNI;
 
     #[inline(always)]
     unsafe fn load(self, from: *const u8) -> __m256i {
@@ -56,6 +57,12 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     unsafe fn load_f16(self, from: *const u8) -> __m256 {
         // SAFETY: the caller vouches for 16 readable bytes.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(self, from: *const f32) -> __m256 {
+        // SAFETY: the caller vouches for 8 readable numbers.
+        unsafe { _mm256_loadu_ps(from) }
     }
 
     #[inline(always)]
@@ -103,6 +110,46 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
             let odd_x = _mm256_srai_epi16::<8>(x);
             let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(bytes), odd_x);
             _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dots<const BITS: usize, const N: usize>(
+        self,
+        codes: &[__m256i; N],
+        x: *const i32,
+    ) -> __m256i {
+        // Pairs of products that 16 bits hold: 2 * 15 * 127, and so on.
+        let most = match BITS {
+            4 => 8,
+            5 => 4,
+            6 => 2,
+            _ => 1,
+        };
+        // SAFETY: `self` proves that the processor has AVX2; the caller vouches for N words.
+        unsafe {
+            let ones = _mm256_set1_epi16(1);
+            let mut acc = _mm256_setzero_si256();
+            let mut pairs = acc;
+            for (i, &codes) in codes.iter().enumerate() {
+                let x = _mm256_set1_epi32(x.add(i).read_unaligned());
+                let products = if BITS == 8 {
+                    // As numbers with signs, which are moved to x: the magnitude 128 has a byte of its own.
+                    let signed = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+                    let x = _mm256_sign_epi8(x, signed);
+                    _mm256_maddubs_epi16(_mm256_abs_epi8(signed), x)
+                } else {
+                    _mm256_maddubs_epi16(codes, x)
+                };
+                pairs = match i % most {
+                    0 => products,
+                    _ => _mm256_add_epi16(pairs, products),
+                };
+                if (i + 1) % most == 0 || i + 1 == N {
+                    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
+                }
+            }
+            acc
         }
     }
 

@@ -28,6 +28,7 @@ impl ByteLanes for Avx512Vnni {
     type F = __m512;
     const LANES: usize = 16;
     const WIDTH: usize = 4;
+    const DOT_OF_FOUR: bool = true;
 
     #[inline(always)]
     unsafe fn load(self, from: *const u8) -> __m512i {
@@ -51,6 +52,12 @@ impl ByteLanes for Avx512Vnni {
     unsafe fn load_f16(self, from: *const u8) -> __m512 {
         // SAFETY: the caller vouches for 32 readable bytes.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(self, from: *const f32) -> __m512 {
+        // SAFETY: the caller vouches for 16 readable numbers.
+        unsafe { _mm512_loadu_ps(from) }
     }
 
     #[inline(always)]

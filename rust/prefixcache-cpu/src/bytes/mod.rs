@@ -45,6 +45,10 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// Vectors side by side in a register tile.
     const WIDTH: usize;
 
+    /// Whether a dot product of bytes is one instruction. Without it [`Self::dots`] is the faster way: it
+    /// keeps sums of pairs in 16 bits for as long as they fit.
+    const DOT_OF_FOUR: bool;
+
     /// All lanes `x`.
     fn splat(self, x: i32) -> Self::I;
 
@@ -74,6 +78,12 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// # Safety
     /// `LANES * 2` bytes are readable.
     unsafe fn load_f16(self, from: *const u8) -> Self::F;
+
+    /// Loads `LANES` numbers from any address.
+    ///
+    /// # Safety
+    /// They are readable.
+    unsafe fn load_f32(self, from: *const f32) -> Self::F;
 
     /// Stores `LANES` numbers to any address.
     ///
@@ -112,6 +122,35 @@ pub trait ByteLanes: Copy + Send + Sync {
     fn dot_codes(self, acc: Self::I, codes: Self::I, x: Self::I) -> Self::I;
     /// The same for any unsigned bytes.
     fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
+
+    /// The products of `4 N` codes of `BITS` bits (4, 5, 6 or 8) in each lane with as many signed bytes, which
+    /// are the same for all lanes and none is -128. Codes of eight bits count less 128.
+    ///
+    /// # Safety
+    /// `x` is readable for `N` words.
+    #[inline(always)]
+    unsafe fn dots<const BITS: usize, const N: usize>(
+        self,
+        codes: &[Self::I; N],
+        x: *const i32,
+    ) -> Self::I {
+        let mut acc = self.splat(0);
+        for (i, &codes) in codes.iter().enumerate() {
+            // SAFETY: the caller vouches for N words.
+            let x = self.splat(unsafe { x.add(i).read_unaligned() });
+            acc = match BITS {
+                8 => {
+                    let zeros = self.dot_bytes(self.splat(0), self.splat(-0x7f7f_7f80), x);
+                    self.add(
+                        acc,
+                        self.sub(self.dot_bytes(self.splat(0), codes, x), zeros),
+                    )
+                }
+                _ => self.dot_codes(acc, codes, x),
+            };
+        }
+        acc
+    }
 
     /// Rounds to the nearest number, ties to even.
     fn to_f32(self, a: Self::I) -> Self::F;
@@ -168,14 +207,16 @@ impl ByteForm {
 
     /// Every form that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        let mut forms = vec![Self(Kind::Portable(Portable))];
-        #[cfg(target_arch = "x86_64")]
-        {
-            forms.extend(Avx2::detect().map(|lanes| Self(Kind::Avx2(lanes))));
-            forms.extend(Avx2::detect_vnni().map(|lanes| Self(Kind::AvxVnni(lanes))));
-            forms.extend(Avx512Vnni::detect().map(|lanes| Self(Kind::Avx512Vnni(lanes))));
-        }
-        forms
+        let kinds = [
+            Some(Kind::Portable(Portable)),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::detect().map(Kind::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Avx2::detect_vnni().map(Kind::AvxVnni),
+            #[cfg(target_arch = "x86_64")]
+            Avx512Vnni::detect().map(Kind::Avx512Vnni),
+        ];
+        kinds.into_iter().flatten().map(Self).collect()
     }
 
     /// Name of the form: `portable`, `avx2`, `avx_vnni` or `avx512_vnni`.

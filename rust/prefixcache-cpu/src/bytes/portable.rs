@@ -20,6 +20,7 @@ impl ByteLanes for Portable {
     type F = F;
     const LANES: usize = 8;
     const WIDTH: usize = 2;
+    const DOT_OF_FOUR: bool = false;
 
     #[inline(always)]
     fn splat(self, x: i32) -> I {
@@ -55,6 +56,12 @@ impl ByteLanes for Portable {
         // SAFETY: the caller vouches for 16 readable bytes.
         let halves = unsafe { from.cast::<[[u8; 2]; 8]>().read_unaligned() };
         halves.map(|bytes| f16_to_f32(u16::from_le_bytes(bytes)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(self, from: *const f32) -> F {
+        // SAFETY: the caller vouches for 8 readable numbers.
+        unsafe { from.cast::<F>().read_unaligned() }
     }
 
     #[inline(always)]

@@ -34,6 +34,21 @@ unsafe fn rounded_up(v: __m256) -> __m256i {
     }
 }
 
+/// No instruction, but it takes and gives a register.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn in_register(mut v: __m256) -> __m256 {
+    // SAFETY: the text is a comment.
+    unsafe {
+        std::arch::asm!(
+            "/* {} */",
+            inout(ymm_reg) v,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    v
+}
+
 impl Lanes for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
@@ -101,6 +116,12 @@ impl Lanes for Avx2 {
     unsafe fn load_i8(self, from: *const i8) -> __m256 {
         // SAFETY: the caller vouches for 8 readable bytes.
         unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
+    fn in_register(self, v: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2.
+        unsafe { in_register(v) }
     }
 
     #[inline(always)]

@@ -40,6 +40,9 @@ pub trait Lanes: Copy + Send + Sync {
     /// multiplied in registers.
     const DOT_IN_REGISTERS: bool = false;
 
+    /// Whether shifts by constants are worth it that a compiler sees each number of a group on its own.
+    const UNROLLED: bool = true;
+
     /// Whether quantized weights are best laid out with a column in each lane: where an `f32` product is
     /// as fast as any other, and shuffles are not free.
     const LANE_IS_COLUMN: bool = false;
@@ -97,6 +100,13 @@ pub trait Lanes: Copy + Send + Sync {
     /// # Safety
     /// `from` is readable for `LANES` bytes.
     unsafe fn load_i8(self, from: *const i8) -> Self::V;
+
+    /// The same vector, in a register here: between two of these a compiler that runs out of registers
+    /// keeps others in memory. A chain of additions must not pass through memory at each step.
+    #[inline(always)]
+    fn in_register(self, v: Self::V) -> Self::V {
+        v
+    }
 
     /// Says that the cache line of an address, which may be any, is read soon.
     #[inline(always)]

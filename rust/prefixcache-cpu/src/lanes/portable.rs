@@ -25,6 +25,7 @@ fn high(word: f32) -> f32 {
 
 impl Lanes for Portable {
     type V = V;
+    const UNROLLED: bool = false;
     const LANES: usize = 8;
     const WIDTH: usize = 2;
 

@@ -7,7 +7,7 @@ use prefixcache_cpu::{ByteForm, ByteKernel, ByteLanes};
 use super::Int8Weight;
 use super::activations::{ActivationBlock, QuantizedRows};
 use super::tiles::{Factors, Layout, TILE, TILES};
-use crate::panel::Sums;
+use crate::panel::{PANEL, Sums};
 use crate::quant::blocks::Format;
 
 /// Bytes of a cache line.
@@ -46,9 +46,23 @@ impl Int8Weight {
     }
 }
 
+/// Rows whose sums are kept in memory while a panel is multiplied: with its codes they stay in the first
+/// cache.
+const SUMMED_ROWS: usize = 24;
+
 /// A format as a type, so that a kernel is compiled for it.
 trait Packed {
     const LAYOUT: Layout;
+
+    /// [`ByteLanes::dots`] of its codes.
+    ///
+    /// # Safety
+    /// `x` is readable for `N` words.
+    unsafe fn dots<L: ByteLanes, const N: usize>(
+        lanes: L,
+        codes: &[L::I; N],
+        x: *const i32,
+    ) -> L::I;
 }
 
 macro_rules! formats {
@@ -57,6 +71,17 @@ macro_rules! formats {
             struct $name;
             impl Packed for $name {
                 const LAYOUT: Layout = Layout::of(Format::$name);
+
+                #[inline(always)]
+                unsafe fn dots<L: ByteLanes, const N: usize>(
+                    lanes: L,
+                    codes: &[L::I; N],
+                    x: *const i32,
+                ) -> L::I {
+                    const BITS: usize = Layout::of(Format::$name).bits;
+                    // SAFETY: the caller's promise is the same.
+                    unsafe { lanes.dots::<BITS, N>(codes, x) }
+                }
             }
         )*
 
@@ -89,6 +114,13 @@ impl PanelTask<'_> {
     fn of_format<P: Packed, L: ByteLanes>(self, lanes: L) {
         let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
         let mut first = self.first;
+        if !L::DOT_OF_FOUR {
+            for sums in self.sums.chunks_mut(SUMMED_ROWS) {
+                panel.multiply_in_memory(self.x, first, sums);
+                first += sums.len();
+            }
+            return;
+        }
         let unpacks_quickly = const { P::LAYOUT.bits == 4 && P::LAYOUT.blocks == 1 };
         let height = match self.sums.len() {
             // An eighth row for nothing would take longer than another pass.
@@ -150,6 +182,38 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
                 self.sums::<H, 2, 2>(rows, sums);
             } else {
                 self.sums::<H, TILES, 1>(rows, sums);
+            }
+        }
+    }
+
+    /// Multiplies it with some rows, whose sums are in memory: what takes the time is to unpack codes and to
+    /// multiply them.
+    #[inline(always)]
+    fn multiply_in_memory(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
+        let layout = const { P::LAYOUT };
+        sums.fill([0.0; PANEL]);
+        for d in 0..self.depth {
+            for b in 0..layout.blocks {
+                for column in (0..self.width * TILE).step_by(L::LANES) {
+                    let unit = d * self.width + column / TILE;
+                    let unit = self.units.wrapping_add(unit * layout.unit());
+                    let at = layout.header() + b * layout.block();
+                    let lane = column % TILE;
+                    if lane == 0 {
+                        for line in (0..layout.block()).step_by(LINE) {
+                            self.lanes.prefetch(unit.wrapping_add(at + AHEAD + line));
+                        }
+                    }
+                    // SAFETY: the panel has the unit with its block, and each row as many blocks.
+                    unsafe {
+                        let block = Unpacked::<P, L>::new(self.lanes, unit, at, lane);
+                        for (row, sums) in (first..).zip(&mut *sums) {
+                            let x = &x.row(row)[d * layout.blocks + b];
+                            let to = sums[column..][..L::LANES].as_mut_ptr();
+                            block.add_row(self.lanes, x, to);
+                        }
+                    }
+                }
             }
         }
     }
@@ -224,6 +288,114 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
     }
 }
 
+/// The numbers of a block in a vector of outputs.
+struct Unpacked<P, L: ByteLanes> {
+    /// Of the first 16 steps, four each, and of the others.
+    codes: [L::I; 8],
+    scale: L::F,
+    minimum: L::F,
+    /// What sums of halves are multiplied with, where there is such.
+    factors: [L::I; 2],
+    format: PhantomData<P>,
+}
+
+impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
+    /// # Safety
+    /// The unit has codes at `at`, and such a lane.
+    #[inline(always)]
+    unsafe fn new(lanes: L, unit: *const u8, at: usize, lane: usize) -> Self {
+        let layout = const { P::LAYOUT };
+        let mut codes = [lanes.splat(0); 8];
+        let mut factors = [lanes.splat(0); 2];
+        let mut high = codes[0];
+        // SAFETY: the caller vouches for the unit, whose parts these are.
+        unsafe {
+            for g in 0..4 {
+                let from = unit.add(at + 4 * lane);
+                (codes[g], codes[4 + g]) = four_steps::<P, L>(lanes, from, g, &mut high);
+            }
+            let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
+            if let Factors::Halves = layout.factors {
+                let from = unit.add(at + layout.codes() + lane);
+                factors = [lanes.load_i8(from), lanes.load_i8(from.add(TILE))];
+            }
+            Self {
+                codes,
+                scale,
+                minimum,
+                factors,
+                format: PhantomData,
+            }
+        }
+    }
+
+    /// Adds the products with a row's block to its sums.
+    ///
+    /// # Safety
+    /// A vector of sums lies at `to`.
+    #[inline(always)]
+    unsafe fn add_row(&self, lanes: L, x: &ActivationBlock, to: *mut f32) {
+        let layout = const { P::LAYOUT };
+        let words = x.codes.as_ptr().cast::<i32>();
+        // Those of eight bits are without it.
+        let offset = if layout.bits == 8 { 0 } else { layout.offset };
+        // SAFETY: a block of x has eight words, and the caller vouches for the sums.
+        unsafe {
+            let sum = if let Factors::Halves = layout.factors {
+                let minus = [x.minus_first_half, x.minus_sum - x.minus_first_half];
+                let mut both = lanes.splat(0);
+                for (i, codes) in self.codes.as_chunks::<4>().0.iter().enumerate() {
+                    let sum = P::dots::<L, 4>(lanes, codes, words.add(4 * i));
+                    let sum = lanes.add(sum, lanes.splat(minus[i] * offset));
+                    both = lanes.add(both, lanes.mul(sum, self.factors[i]));
+                }
+                both
+            } else {
+                let sum = P::dots::<L, 8>(lanes, &self.codes, words);
+                match offset {
+                    0 => sum,
+                    _ => lanes.add(sum, lanes.splat(x.minus_sum * offset)),
+                }
+            };
+            let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
+            let mut acc = lanes.mul_add(p, lanes.splat_f32(x.scale), lanes.load_f32(to));
+            if layout.minimums {
+                acc = lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc);
+            }
+            lanes.store(to, acc);
+        }
+    }
+}
+
+/// Scales and minimums of a block in a vector of outputs.
+///
+/// # Safety
+/// The unit has codes at `at`, and such a lane.
+#[inline(always)]
+unsafe fn scales<P: Packed, L: ByteLanes>(
+    lanes: L,
+    unit: *const u8,
+    at: usize,
+    lane: usize,
+) -> (L::F, L::F) {
+    let layout = const { P::LAYOUT };
+    // SAFETY: the caller vouches for the unit, whose parts these are.
+    unsafe {
+        let mut scale = lanes.load_f16(unit.add(2 * lane));
+        let mut minimum = lanes.splat_f32(0.0);
+        if layout.minimums {
+            minimum = lanes.load_f16(unit.add(2 * (TILE + lane)));
+        }
+        if layout.factors == Factors::ScaleAndMinimum {
+            let factors = unit.add(at + layout.codes() + lane);
+            scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_u8(factors)));
+            let factor = lanes.sub(lanes.splat(0), lanes.load_u8(factors.add(TILE)));
+            minimum = lanes.mul_f32(minimum, lanes.to_f32(factor));
+        }
+        (scale, minimum)
+    }
+}
+
 /// Units of the depth that are added to the sums of `H` rows in a group before it is the next group's
 /// turn: the sums of [`MAX_FEW`] rows in all groups do not fit into the registers.
 const fn steps<P: Packed, const H: usize>() -> usize {
@@ -253,17 +425,7 @@ unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
         let sums = code_sums::<P, L, H, W>(lanes, columns, x, at);
         for j in 0..W {
             let (unit, lane) = columns[j];
-            let factors = unit.add(at + layout.codes() + lane);
-            let mut scale = lanes.load_f16(unit.add(2 * lane));
-            let mut minimum = lanes.splat_f32(0.0);
-            if layout.minimums {
-                minimum = lanes.load_f16(unit.add(2 * (TILE + lane)));
-            }
-            if layout.factors == Factors::ScaleAndMinimum {
-                scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_u8(factors)));
-                let factor = lanes.sub(lanes.splat(0), lanes.load_u8(factors.add(TILE)));
-                minimum = lanes.mul_f32(minimum, lanes.to_f32(factor));
-            }
+            let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
             for r in 0..H {
                 let x = &*x[r];
                 let p = lanes.mul_f32(lanes.to_f32(sums[r][j]), scale);

@@ -26,7 +26,7 @@ pub const STRIP: usize = 32;
 
 /// The most rows that are multiplied without a dequantized panel in between: with more, dequantizing it
 /// once takes less time.
-pub const MAX_FEW: usize = 2;
+pub const MAX_FEW: usize = 8;
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
@@ -237,13 +237,13 @@ impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
             let x = unsafe { self.rows[r].add(line).read_unaligned() };
             let x = self.lanes.splat_word(x);
             for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
-                *sum = E::dot(self.lanes, *sum, words, x);
+                *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
             }
         }
     }
 }
 
-/// A panel times at most `H` rows, `C` vectors of columns at a time.
+/// A panel times the rows of a task, `H` of them and `C` vectors of columns at a time.
 struct Few<'a, E, F, const H: usize, const C: usize> {
     product: &'a Product<'a, E>,
     sums: &'a mut [Sums],
@@ -253,19 +253,25 @@ struct Few<'a, E, F, const H: usize, const C: usize> {
 impl<E: Element> Product<'_, E> {
     /// Writes the sums of the panel, which is laid out in strips, and its rows.
     pub(super) fn multiply_strips<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
-        let layout = PhantomData::<F>;
+        // As many sums as there are registers for, with the scales of the columns.
         match sums.len() {
             0 => {}
-            1 => form.run(Few::<_, F, 1, 4> {
-                product: self,
-                sums,
-                layout,
-            }),
-            _ => form.run(Few::<_, F, MAX_FEW, 4> {
-                product: self,
-                sums,
-                layout,
-            }),
+            1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
+            2 => form.run(Few::<_, F, 2, 2>::new(self, sums)),
+            3..=4 => form.run(Few::<_, F, 4, 2>::new(self, sums)),
+            5..=6 => form.run(Few::<_, F, 6, 1>::new(self, sums)),
+            // Four and four.
+            _ => form.run(Few::<_, F, 4, 2>::new(self, sums)),
+        }
+    }
+}
+
+impl<'a, E, F, const H: usize, const C: usize> Few<'a, E, F, H, C> {
+    fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
+        Self {
+            product,
+            sums,
+            layout: PhantomData,
         }
     }
 }
@@ -280,37 +286,57 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
             unreachable!("laid out for another form");
         }
         let product = self.product;
-        // Rows that there are not are the last one, computed for nothing.
-        let last = self.sums.len() - 1;
         for column in (0..product.used).step_by(C * L::LANES) {
-            let strip = strip_of::<F>(product.panel, product.inputs, column);
-            let mut multiply = Multiply::<L, E, H, C> {
-                lanes,
-                rows: std::array::from_fn(|r| product.rows.words(r.min(last), 0)),
-                sums: [[lanes.splat(0.0); C]; H],
-                element: PhantomData,
-            };
-            for group in 0..product.inputs / GROUP {
-                if column % STRIP == 0 {
-                    prefetch::<F, L>(lanes, strip, group);
-                }
-                // SAFETY: the strip has the group, the rows its words.
-                unsafe {
-                    Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
-                        .each_line::<E>(&mut multiply);
-                    for row in &mut multiply.rows {
-                        *row = row.add(GROUP / E::PER_WORD);
+            for first in (0..self.sums.len()).step_by(H) {
+                let sums = product.tile::<F, L, H, C>(lanes, column, first, self.sums.len());
+                // Of known rows: with an index that the compiler does not know, sums stay in memory.
+                for (r, sums) in sums.iter().enumerate() {
+                    let Some(to) = self.sums.get_mut(first + r) else {
+                        continue;
+                    };
+                    let to = to[column..][..C * L::LANES].chunks_exact_mut(L::LANES);
+                    for (to, &sum) in to.zip(sums) {
+                        // SAFETY: the chunk holds a vector.
+                        unsafe { lanes.store(to.as_mut_ptr(), sum) };
                     }
                 }
             }
-            for r in 0..=last {
-                let to = &mut self.sums[r][column..][..C * L::LANES];
-                for c in 0..C {
-                    // SAFETY: the slice holds C vectors.
-                    unsafe { lanes.store(to[c * L::LANES..].as_mut_ptr(), multiply.sums[r][c]) };
+        }
+    }
+}
+
+impl<E: Element> Product<'_, E> {
+    /// The sums of `H` rows from `first` on and `C` vectors from `column` on. Rows that there are not, of
+    /// `count`, are the last one, computed for nothing.
+    #[inline(always)]
+    fn tile<F: Layout, L: Lanes, const H: usize, const C: usize>(
+        &self,
+        lanes: L,
+        column: usize,
+        first: usize,
+        count: usize,
+    ) -> [[L::V; C]; H] {
+        let strip = strip_of::<F>(self.panel, self.inputs, column);
+        let mut multiply = Multiply::<L, E, H, C> {
+            lanes,
+            rows: std::array::from_fn(|r| self.rows.words((first + r).min(count - 1), 0)),
+            sums: [[lanes.splat(0.0); C]; H],
+            element: PhantomData,
+        };
+        for group in 0..self.inputs / GROUP {
+            if column.is_multiple_of(STRIP) && first == 0 {
+                prefetch::<F, L>(lanes, strip, group);
+            }
+            // SAFETY: the strip has the group, the rows its words.
+            unsafe {
+                Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
+                    .each_line::<E>(&mut multiply);
+                for row in &mut multiply.rows {
+                    *row = row.add(GROUP / E::PER_WORD);
                 }
             }
         }
+        multiply.sums
     }
 }
 

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use prefixcache_cpu::f16::f16_to_f32;
 use prefixcache_cpu::{
-    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team, TypedRows,
+    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team,
     WeightMemory,
 };
 
@@ -255,9 +255,10 @@ impl PackedBlocks {
         sums: &mut [Sums],
     ) {
         let first = rows.first;
-        match E::typed(rows.x) {
-            TypedRows::F32(x) => self.multiply_f32(form, panel, TaskRows { x, first }, sums),
-            TypedRows::Bf16(x) => self.multiply_bf16(form, panel, TaskRows { x, first }, sums),
+        if let Some(x) = rows.x.of_type() {
+            self.multiply_f32(form, panel, TaskRows { x, first }, sums);
+        } else if let Some(x) = rows.x.of_type() {
+            self.multiply_bf16(form, panel, TaskRows { x, first }, sums);
         }
     }
 
@@ -292,11 +293,20 @@ impl PackedBlocks {
         assert!(start.is_multiple_of(GROUP) && depth.len().is_multiple_of(GROUP));
         let panel = self.panel(panel).as_ptr().cast();
         let groups = start / GROUP..depth.end / GROUP;
-        // By the type of no rows, so that `dequantize_lines` is compiled here alone.
-        match E::typed(Rows::new(&[], 0)) {
-            TypedRows::F32(_) => self.dequantize_lines::<f32>(form, panel, groups, to),
-            TypedRows::Bf16(_) => self.dequantize_lines::<Bf16>(form, panel, groups, to),
+        match E::PER_WORD {
+            1 => self.dequantize_f32(form, panel, groups, to),
+            _ => self.dequantize_bf16(form, panel, groups, to),
         }
+    }
+
+    /// Not generic, as `multiply_f32`.
+    fn dequantize_f32(&self, form: Form, panel: *const u8, groups: Range<usize>, to: &mut [Line]) {
+        self.dequantize_lines::<f32>(form, panel, groups, to);
+    }
+
+    /// Not generic for the same reason.
+    fn dequantize_bf16(&self, form: Form, panel: *const u8, groups: Range<usize>, to: &mut [Line]) {
+        self.dequantize_lines::<Bf16>(form, panel, groups, to);
     }
 
     fn dequantize_lines<E: Element>(
@@ -677,20 +687,41 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
     /// `take` has the lines of a group.
     #[inline(always)]
     unsafe fn dequantize<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
-        for_pairs!(PAIR => {
-            // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
-            unsafe {
-                let first = self.number::<0>(2 * PAIR + HALF, PAIR / 8);
-                let second = 2 * PAIR + if L::LANES == TILE { 1 } else { HALF };
-                let second = self.number::<1>(second, PAIR / 8);
-                let (words, more) = E::lines(self.lanes, first, second);
-                let line = PAIR * (2 / E::PER_WORD);
-                take.take(line, words);
-                if let Some(more) = more {
-                    take.take(line + 1, more);
-                }
+        if !L::UNROLLED {
+            for pair in 0..GROUP / 2 {
+                // SAFETY: the caller's promise.
+                unsafe { self.dequantize_pair::<E, HALF>(pair, take) };
             }
+            return;
+        }
+        for_pairs!(PAIR => {
+            // SAFETY: the caller's promise.
+            unsafe { self.dequantize_pair::<E, HALF>(PAIR, take) };
         });
+    }
+
+    /// Dequantizes two depths of the group.
+    ///
+    /// # Safety
+    /// As [`Self::dequantize`], and there is such a pair.
+    #[inline(always)]
+    unsafe fn dequantize_pair<E: Element, const HALF: usize>(
+        &self,
+        pair: usize,
+        take: &mut impl TakeLine<L>,
+    ) {
+        // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
+        unsafe {
+            let first = self.number::<0>(2 * pair + HALF, pair / 8);
+            let second = 2 * pair + if L::LANES == TILE { 1 } else { HALF };
+            let second = self.number::<1>(second, pair / 8);
+            let (words, more) = E::lines(self.lanes, first, second);
+            let line = pair * (2 / E::PER_WORD);
+            take.take(line, words);
+            if let Some(more) = more {
+                take.take(line + 1, more);
+            }
+        }
     }
 
     /// The numbers of a vector's codes `code`.
@@ -809,6 +840,8 @@ struct Dequantize<'a, E, F> {
 
 impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
     type Output = ();
+
+    const HAS_BF16: bool = E::PER_WORD > 1;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {

@@ -1,0 +1,308 @@
+"""The folder of `--kv-cache-dir`: one file for each layout of KV, which outlives its process.
+
+Whoever can write to the folder could put KV into answers, and whoever can read it sees what was
+asked. So it and its files belong to the user alone, no link is followed, and what is not as it
+should be is not used. A file is locked while a process has it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from prefixcache._core import KVFile, derive_digest, describe_kv_file, hash_file_ranges
+from prefixcache.metrics import FileCounts
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".kv"
+_MOST_SERVERS = 16
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_STAT_BLOCK = 512
+
+
+class NotUsableError(Exception):
+    """Why a folder or a file is not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLayout:
+    """The KV that one file holds: `facts` are all that its bytes depend on besides the hashes.
+
+    The pool may have `max_blocks`, of which each takes `block_bytes` of every tensor.
+    """
+
+    facts: Mapping[str, object]
+    num_tensors: int
+    block_bytes: int
+    max_blocks: int
+
+    @property
+    def digest(self) -> bytes:
+        """Stands for the facts, 32 bytes."""
+        facts = json.dumps(dict(self.facts), sort_keys=True)
+        return derive_digest("prefixcache kv file v1", facts.encode())
+
+    @property
+    def about(self) -> str:
+        """The facts for people."""
+        return ", ".join(f"{name} {value}" for name, value in self.facts.items())
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that a new file has room for: enough for a pool that has another size tomorrow."""
+        return min(1 << 24, 1 << (2 * self.max_blocks - 1).bit_length())
+
+    @property
+    def num_bytes(self) -> int:
+        """The most bytes that the pool takes on the disk."""
+        record_and_header = 64 * self.capacity + 4096
+        return self.max_blocks * self.block_bytes * self.num_tensors + record_and_header
+
+
+def program_digest() -> str:
+    """Stands for the kernels: others may round in another way. From the file that they are in."""
+    found = find_spec("prefixcache._core")
+    assert found is not None
+    assert found.origin is not None
+    path = Path(found.origin)
+    (digest,) = hash_file_ranges(path, [(0, path.stat().st_size)], 1)
+    return digest.hex()[:16]
+
+
+class KeptFile:
+    """A locked file with KV tensors and their records; see `KVFile`.
+
+    Tensors are numbered from 0. `num_restored` and `num_dropped` are the blocks of the file that
+    this process found at its start, and those that it could not use.
+    """
+
+    def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.core = KVFile(
+            descriptor,
+            layout.digest,
+            layout.num_tensors,
+            layout.block_bytes,
+            layout.capacity if _is_empty(descriptor) else layout.max_blocks,
+            layout.about[:2000],
+        )
+        self.num_restored = self.num_dropped = 0
+        self.can_give_back = True
+
+    def prepare(self, layout: FileLayout, num_blocks: int) -> None:
+        """Gives the blocks space on the disk, and takes that of others. Raises `OSError`."""
+        used, most = num_blocks * layout.block_bytes, self.core.capacity * layout.block_bytes
+        begin = -(-used // 4096) * 4096
+        for tensor in range(layout.num_tensors):
+            start = self.core.tensor_at(tensor)
+            self.core.allocate(start, used)
+            try:
+                self.core.punch(start + begin, max(0, most - begin))
+            except OSError:
+                self.can_give_back = False
+
+    def counts(self) -> FileCounts:
+        """What became of its blocks. From any thread."""
+        counts = self.core.counts()
+        return FileCounts(
+            restored=self.num_restored,
+            dropped=self.num_dropped,
+            kept=counts["kept"],
+            checked=counts["checked"],
+            failed=counts["failed"],
+        )
+
+    def close(self) -> None:
+        """Lets another process have the file. Nothing may use its memory any more."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # `core` has a descriptor of its own
+        os.close(self.descriptor)
+
+
+def _is_empty(descriptor: int) -> bool:
+    return os.fstat(descriptor).st_size == 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of the folder: its bytes on the disk, and when it was last begun."""
+
+    name: str
+    num_bytes: int
+    last_used: float
+
+
+class KVFolder:
+    """An open folder of such files. Raises `NotUsableError` with the reason, and `OSError`."""
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        self.path = path
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags)
+        try:
+            _check_owner(os.fstat(self._descriptor), "the folder")
+        except NotUsableError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the use of the folder; files stay open."""
+        os.close(self._descriptor)
+
+    def files(self) -> list[FileInfo]:
+        """The files, the one that was begun last first. What else lies there is passed over."""
+        infos: list[FileInfo] = []
+        for name in os.listdir(self._descriptor):
+            if name.endswith(_SUFFIX):
+                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode):
+                    size = found.st_blocks * _STAT_BLOCK
+                    infos.append(FileInfo(name, size, found.st_mtime))
+        return sorted(infos, key=lambda info: -info.last_used)
+
+    def lock(self, name: str, *, create: bool = False) -> int | None:
+        """The descriptor of a file that nobody else has; None where another process has it."""
+        flags = _OPEN | (os.O_CREAT if create else 0)
+        while True:
+            descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+            try:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise NotUsableError(f"{name} is no file")
+                _check_owner(found, name)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if os.fstat(descriptor).st_nlink == 1:
+                return descriptor
+            os.close(descriptor)  # Removed by its last user meanwhile.
+
+    def remove(self, name: str) -> bool:
+        """Removes a file; false where another process has it."""
+        descriptor = self.lock(name)
+        if descriptor is None:
+            return False
+        os.unlink(name, dir_fd=self._descriptor)
+        os.close(descriptor)
+        return True
+
+    def open(self, layout: FileLayout, num_blocks: int, most_bytes: int | None) -> KeptFile:
+        """The file of this layout, with space for a pool of `num_blocks` blocks.
+
+        With all others it takes at most `most_bytes`; otherwise one other file may stay.
+        """
+        name, descriptor = self._lock_own(layout)
+        try:
+            self._make_room(name, layout.num_bytes, most_bytes)
+            file = self._read(name, descriptor, layout)
+            file.prepare(layout, num_blocks)
+            os.utime(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return file
+
+    def _lock_own(self, layout: FileLayout) -> tuple[str, int]:
+        for number in range(_MOST_SERVERS):
+            name = f"{layout.digest.hex()[:16]}-{number}{_SUFFIX}"
+            descriptor = self.lock(name, create=True)
+            if descriptor is not None:
+                return name, descriptor
+        raise NotUsableError(f"{_MOST_SERVERS} other servers use it already")
+
+    def _read(self, name: str, descriptor: int, layout: FileLayout) -> KeptFile:
+        """The file, begun again where what is in it cannot be used."""
+        path = self.path / name
+        try:
+            return KeptFile(descriptor, path, layout)
+        except ValueError as error:
+            logger.warning("%s starts empty: %s.", path, error)
+        os.ftruncate(descriptor, 0)
+        return KeptFile(descriptor, path, layout)
+
+    def _make_room(self, own: str, num_bytes: int, most_bytes: int | None) -> None:
+        """Removes files of other layouts, those that were begun longest ago first."""
+        others = [info for info in self.files() if info.name != own]
+        if most_bytes is None:
+            num_kept, room = 1, sum(info.num_bytes for info in others)
+        else:
+            num_kept, room = len(others), most_bytes - num_bytes
+        for place, info in enumerate(others):
+            if (place < num_kept and info.num_bytes <= room) or not self.remove(info.name):
+                room -= info.num_bytes
+            else:
+                logger.info("%s is removed: its room is needed.", self.path / info.name)
+        if room < 0:
+            raise NotUsableError("other servers' files take the room of --kv-cache-dir-size")
+
+
+def _check_owner(found: os.stat_result, what: str) -> None:
+    """Raises `NotUsableError` unless it is the user's own, and nobody else may open it."""
+    if found.st_uid != os.geteuid():
+        raise NotUsableError(f"{what} belongs to another user")
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise NotUsableError(f"{what} can be opened by other users (mode {mode:04o})")
+
+
+def open_kept_file(
+    folder: Path, layout: FileLayout, num_blocks: int, most_bytes: int | None
+) -> KeptFile | None:
+    """The file for the pool; None, with a line in the log, where there can be none."""
+    try:
+        opened = KVFolder(folder)
+        try:
+            return opened.open(layout, num_blocks, most_bytes)
+        finally:
+            opened.close()
+    except (NotUsableError, OSError, ValueError) as error:
+        logger.warning("The KV cache is kept in memory alone, not in %s: %s.", folder, error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What can be said of a file, and whether it or a block of it is damaged."""
+
+    text: str
+    is_damaged: bool = False
+
+
+def survey(folder: KVFolder, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
+    """Each file and its state; `reads` compares the blocks with their checksums."""
+    for info in folder.files():
+        yield info, _state(folder, info.name, reads=reads)
+
+
+def _state(folder: KVFolder, name: str, *, reads: bool) -> FileState:
+    try:
+        return _survey_file(folder, name, reads=reads)
+    except (NotUsableError, OSError, ValueError) as error:
+        return FileState(f"not usable: {error}", is_damaged=True)
+
+
+def _survey_file(folder: KVFolder, name: str, *, reads: bool) -> FileState:
+    descriptor = folder.lock(name)
+    if descriptor is None:
+        return FileState("in use by a server")
+    try:
+        known = describe_kv_file(descriptor)
+        valid, damaged = KVFile(descriptor, **known).survey(reads=reads)
+    finally:
+        os.close(descriptor)
+    checked = f", {damaged} of them damaged" if reads else ""
+    return FileState(f"{valid} blocks{checked}; {known['about']}", is_damaged=damaged > 0)

@@ -1,0 +1,53 @@
+"""The memory below a KV tensor that lies in a file, mapped shared: see `kv/kv_folder.py`."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.kv_folder import KeptFile
+from prefixcache.runner.cpu.host_memory import num_resident_bytes
+
+
+class FileMemory:
+    """A part of the file. Its bytes are those that another process left there.
+
+    Memory that was given back is a hole, and must be provided before it is written: what a full
+    disk cannot hold would end the process.
+    """
+
+    page_bytes = mmap.PAGESIZE
+
+    def __init__(self, file: KeptFile, tensor: int, num_bytes: int) -> None:
+        self._file, self._num_bytes = file, num_bytes
+        self._start = file.core.tensor_at(tensor)
+        self._pages = mmap.mmap(file.descriptor, num_bytes, offset=self._start)
+        self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
+
+    def rows(self, count: int) -> npt.NDArray[np.uint8]:
+        """The bytes in `count` equal rows, good while this object lives."""
+        return np.frombuffer(self._pages, np.uint8, self._num_bytes).reshape(count, -1)
+
+    def provide(self, end: int) -> None:
+        """See `ReservedMemory`."""
+        try:
+            self._file.core.allocate(self._start, end)
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"{self._file.path} cannot have {end} bytes more on its disk: {error}"
+            ) from error
+
+    def give_back(self, begin: int, end: int) -> int:
+        """See `ReservedMemory`. A file system that cannot gives nothing back."""
+        given = num_resident_bytes(self.address + begin, end - begin)
+        if not self._file.can_give_back:
+            return 0
+        self._file.core.punch(self._start + begin, end - begin)
+        return given
+
+    def num_mapped_bytes(self) -> int:
+        """See `ReservedMemory`: what of the file is in memory."""
+        return num_resident_bytes(self.address, self._num_bytes)

@@ -1,0 +1,58 @@
+//! The memory behind a pool's blocks, where it outlives the process: what it must know of their content.
+//!
+//! Nothing of this exists until somebody gives a pool its [`BackingStore`]
+//! ([`Writer::keep_in`](crate::Writer::keep_in)). Then the single writer reports each change of what blocks hold,
+//! in order, before whoever caused it can write to a block. `docs/explanation/tiers.md` has the states of a block.
+
+use std::fmt::Debug;
+
+use crate::band::Band;
+use crate::id::BlockId;
+use crate::store::BlockKey;
+
+/// What a backing store must know of a pool's blocks.
+///
+/// The single writer makes all calls, in the order in which content changes. They must be short and must not block;
+/// [`is_sound`](Self::is_sound) alone may read the block's bytes.
+pub trait BackingStore: Debug + Send + Sync {
+    /// The block's bytes are complete and can be found under `key`. Somebody uses it.
+    fn published(&self, block: BlockId, key: &BlockKey);
+
+    /// The block's content can be found no more. Its bytes do not change before this returns.
+    fn withdrawn(&self, block: BlockId);
+
+    /// The content of `from`, whose bytes were copied, is that of `to` from now on.
+    fn moved(&self, from: BlockId, to: BlockId);
+
+    /// These blocks were hit: somebody uses them.
+    fn used(&self, blocks: &[BlockId]);
+
+    /// Nobody uses the block any more: it is the last of its LRU list.
+    fn queued(&self, block: BlockId, band: Band, pinned: bool);
+
+    /// The block's priority or pin is another, and its place is the same.
+    fn classed(&self, block: BlockId, band: Band, pinned: bool);
+
+    /// Whether the block has the bytes that it was published with. Asked before it is hit; a block that is not
+    /// sound loses its content.
+    fn is_sound(&self, block: BlockId) -> bool;
+
+    /// Nothing that was published before can be found any more, by another process either.
+    fn cleared(&self);
+
+    /// Whether other processes may find what is published from now on. Before the first call they may not.
+    fn set_durable(&self, durable: bool);
+}
+
+/// Content that a backing store has kept from another process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptBlock {
+    /// Where its bytes are.
+    pub block: BlockId,
+    /// What it is.
+    pub key: BlockKey,
+    /// Its priority level.
+    pub band: Band,
+    /// Whether it is pinned.
+    pub pinned: bool,
+}

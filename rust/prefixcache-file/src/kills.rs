@@ -1,0 +1,507 @@
+//! A process that dies at any of its writes, and the next one, which must find nothing wrong.
+//!
+//! The process drives a pool over a file in memory. All that it writes, to records, header and blocks, counts, and
+//! from a chosen write on nothing reaches the file any more, as after `kill -9`. The next process restores what there
+//! is; each block that it hits must have the bytes of its key, and the key must have been published since the last
+//! clear, under weights that are named by their content. For a power loss some of the last writes are undone first.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::fd::FromRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering::Relaxed;
+
+use prefixcache_core::band::Band;
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
+use prefixcache_core::{Writer, store};
+
+use crate::faults::Fault;
+use crate::layout::{Layout, OpenError};
+use crate::{FORMAT_VERSION, KvFile, describe};
+
+const NUM_BLOCKS: usize = 12;
+const BLOCK_BYTES: u64 = 24;
+const NUM_TENSORS: u32 = 2;
+
+/// A small generator of numbers (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
+
+fn layout() -> Layout {
+    Layout {
+        digest: [7; 32],
+        num_tensors: NUM_TENSORS,
+        block_bytes: BLOCK_BYTES,
+        capacity: NUM_BLOCKS as u64,
+        about: "a test".to_owned(),
+    }
+}
+
+fn file_in_memory() -> File {
+    // SAFETY: the name is a C string; the call has no other condition.
+    let fd = unsafe { libc::memfd_create(c"kv".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "no file in memory");
+    // SAFETY: the descriptor is new, and nobody else's.
+    unsafe { File::from_raw_fd(fd) }
+}
+
+fn key(number: u64) -> BlockKey {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&number.to_le_bytes());
+    BlockKey::new(BlockHash::from_bytes(hash), GroupId::new(0))
+}
+
+fn number(key: &BlockKey) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&key.hash.as_bytes()[..8]);
+    u64::from_le_bytes(word)
+}
+
+/// The bytes of a block in a tensor.
+fn bytes_of(number: u64, tensor: u32) -> [u8; BLOCK_BYTES as usize] {
+    let mut random = Random(number * 2 + u64::from(tensor));
+    std::array::from_fn(|_| random.next() as u8)
+}
+
+struct Process {
+    file: KvFile,
+    data: File,
+    pool: Writer,
+    moves: Moves,
+    held: Vec<Vec<BlockId>>,
+    /// What may be found after a restart.
+    findable: HashSet<u64>,
+    published: Vec<u64>,
+    is_durable: bool,
+    /// Bytes as they were, for a power loss.
+    undo: Vec<(u64, Vec<u8>)>,
+    failures: Vec<String>,
+}
+
+impl Process {
+    fn start(file: &File, fault: Option<Fault>, writes: u64) -> Self {
+        let mut kv = KvFile::open_without_thread(file.try_clone().unwrap(), &layout()).unwrap();
+        let injected = &mut kv.table_mut().unwrap().injected;
+        injected.fault = fault;
+        let kept = kv.take_kept(NUM_BLOCKS, 1);
+        let mut pool = Writer::with_ring_capacity(PoolConfig::new(NUM_BLOCKS), 64).unwrap();
+        let restored = pool.keep_in(kv.store(), &kept.blocks).unwrap();
+        assert_eq!(restored, kept.blocks.len());
+        pool.set_durable(true);
+        kv.table().injected.writes_left.store(writes, Relaxed);
+        let numbers: Vec<u64> = kept.blocks.iter().map(|one| number(&one.key)).collect();
+        Self {
+            file: kv,
+            data: file.try_clone().unwrap(),
+            pool,
+            moves: Moves::default(),
+            held: Vec::new(),
+            findable: numbers.iter().copied().collect(),
+            published: numbers,
+            is_durable: true,
+            undo: Vec::new(),
+            failures: Vec::new(),
+        }
+    }
+
+    fn is_dead(&self) -> bool {
+        self.file.table().injected.is_dead()
+    }
+
+    fn plants(&self, fault: Fault) -> bool {
+        self.file.table().injected.plants(fault)
+    }
+
+    fn place(&self, block: BlockId, tensor: u32) -> u64 {
+        self.file.tensor_at(tensor) + u64::from(block.get()) * BLOCK_BYTES
+    }
+
+    fn write_part(&mut self, at: u64, bytes: &[u8]) {
+        if self.file.table().injected.survives_write() {
+            let mut before = vec![0; bytes.len()];
+            self.data.read_exact_at(&mut before, at).unwrap();
+            self.undo.push((at, before));
+            self.data.write_all_at(bytes, at).unwrap();
+        }
+    }
+
+    fn write_bytes(&mut self, block: BlockId, number: u64) {
+        for tensor in 0..NUM_TENSORS {
+            let bytes = bytes_of(number, tensor);
+            let (one, other) = bytes.split_at(bytes.len() / 2);
+            let at = self.place(block, tensor);
+            self.write_part(at, one);
+            self.write_part(at + one.len() as u64, other);
+        }
+    }
+
+    fn copy_bytes(&mut self, from: BlockId, to: BlockId) {
+        for tensor in 0..NUM_TENSORS {
+            let mut bytes = vec![0; BLOCK_BYTES as usize];
+            let (here, there) = (self.place(from, tensor), self.place(to, tensor));
+            self.data.read_exact_at(&mut bytes, here).unwrap();
+            self.write_part(there, &bytes);
+        }
+    }
+
+    /// One random call.
+    fn act(&mut self, random: &mut Random) {
+        match random.below(16) {
+            0..=5 => self.compute(random),
+            6..=8 => self.release(random),
+            9 => self.hit(random),
+            10 => self.classify(random),
+            11 if random.below(4) == 0 => self.clear(random),
+            12 if random.below(2) == 0 => self.resize(random),
+            _ => {}
+        }
+        for _ in 0..random.below(4) {
+            self.file.table().complete_next();
+        }
+        if random.below(3) == 0 {
+            self.file.table().check_next();
+        }
+    }
+
+    fn compute(&mut self, random: &mut Random) {
+        let epoch = self.pool.epoch();
+        let mut blocks = Vec::new();
+        let count = 1 + random.below(3) as usize;
+        if self.pool.allocate(count, &mut blocks).is_err() {
+            return;
+        }
+        for &block in &blocks {
+            let number = match random.below(8) {
+                0 => self.published.last().copied().unwrap_or(1),
+                _ => random.next() >> 1,
+            };
+            let is_early = self.plants(Fault::RecordFirst);
+            if !is_early {
+                self.write_bytes(block, number);
+            }
+            let _registration = self.pool.register(block, key(number), epoch).unwrap();
+            if is_early {
+                self.file.table().complete_next();
+                self.write_bytes(block, number);
+            }
+            self.published.push(number);
+            if self.is_durable {
+                self.findable.insert(number);
+            }
+        }
+        self.held.push(blocks);
+    }
+
+    fn release(&mut self, random: &mut Random) {
+        if !self.held.is_empty() {
+            let at = random.below(self.held.len() as u64) as usize;
+            let mut blocks = self.held.swap_remove(at);
+            blocks.reverse();
+            self.pool.release(&blocks).unwrap();
+        }
+    }
+
+    fn hit(&mut self, random: &mut Random) {
+        let number = self.published[random.below(self.published.len().max(1) as u64) as usize..]
+            .first()
+            .copied();
+        let Some(number) = number else { return };
+        if let Some(block) = self.take_hit(number) {
+            self.held.push(vec![block]);
+        }
+    }
+
+    /// Takes a hit, whose bytes must be those of its key.
+    fn take_hit(&mut self, number: u64) -> Option<BlockId> {
+        let mut blocks = Vec::new();
+        let hits = self.pool.commit([key(number)].into_iter(), 0, &mut blocks);
+        let block = (hits == Ok(1)).then(|| blocks[0])?;
+        if !self.is_dead() {
+            for tensor in 0..NUM_TENSORS {
+                let mut bytes = [0; BLOCK_BYTES as usize];
+                let at = self.place(block, tensor);
+                self.data.read_exact_at(&mut bytes, at).unwrap();
+                if bytes != bytes_of(number, tensor) {
+                    self.failures.push(format!("block {block} has wrong bytes"));
+                }
+            }
+        }
+        Some(block)
+    }
+
+    fn classify(&mut self, random: &mut Random) {
+        if let Some(blocks) = self.held.last() {
+            let key = self.pool.key_of(blocks[0]);
+            match random.below(3) {
+                0 => drop(self.pool.pin(blocks).unwrap()),
+                1 => drop(self.pool.set_band(&key, blocks[0], Band::of(80))),
+                _ => drop(self.pool.demote(1)),
+            }
+        }
+    }
+
+    fn clear(&mut self, random: &mut Random) {
+        self.pool.clear_index();
+        if !self.is_dead() {
+            self.findable.clear();
+        }
+        self.is_durable = random.below(2) == 0;
+        self.pool.set_durable(self.is_durable);
+    }
+
+    fn resize(&mut self, random: &mut Random) {
+        let size = 4 + random.below(NUM_BLOCKS as u64 - 3) as usize;
+        if size < self.pool.num_blocks() {
+            for _ in 0..2 {
+                self.pool.begin_moves(size, 4, &mut self.moves).unwrap();
+                let pairs: Vec<store::Move> = self.moves.in_flight.clone();
+                for one in pairs {
+                    self.copy_bytes(one.from, one.to);
+                }
+                self.pool.finish_moves(&mut self.moves).unwrap();
+            }
+        }
+        self.pool.resize(size).unwrap();
+    }
+
+    /// What this process, the next one after a death, finds of `findable`.
+    fn check_all(&mut self, findable: &HashSet<u64>, torn: bool) -> usize {
+        let mut failures = Vec::new();
+        for number in self.published.clone() {
+            if !findable.contains(&number) {
+                failures.push(format!("{number} should not be found"));
+            }
+            match self.take_hit(number) {
+                Some(block) => self.pool.release(&[block]).unwrap(),
+                None if torn => {}
+                None => failures.push(format!("{number} was torn")),
+            }
+        }
+        self.failures.append(&mut failures);
+        self.pool.validate().unwrap();
+        self.published.len()
+    }
+}
+
+/// A process that dies at its `writes`-th write, and the next one; what that found, and what was wrong with it.
+fn die_and_restart(
+    seed: u64,
+    writes: u64,
+    fault: Option<Fault>,
+    power_loss: bool,
+) -> (usize, Vec<String>) {
+    let file = file_in_memory();
+    let mut random = Random(seed);
+    let mut findable = HashSet::new();
+    let mut failures = Vec::new();
+    for life in 0..2 {
+        let mut process = Process::start(&file, fault, writes);
+        for _ in 0..200 {
+            if process.is_dead() {
+                break;
+            }
+            process.act(&mut random);
+        }
+        if power_loss && life == 1 {
+            let lost = process.undo.len() as u64;
+            let kept = random.below(lost + 1) as usize;
+            for (at, before) in process.undo.split_off(kept).into_iter().rev() {
+                if random.below(2) == 0 {
+                    file.write_all_at(&before, at).unwrap();
+                }
+            }
+        }
+        findable = process.findable;
+        failures.append(&mut process.failures);
+        drop(process.file);
+    }
+    let mut next = Process::start(&file, fault, u64::MAX);
+    let found = next.check_all(&findable, power_loss);
+    failures.append(&mut next.failures);
+    (found, failures)
+}
+
+/// Everything wrong in some hundred deaths with this fault.
+fn all_failures(fault: Fault, power_loss: bool) -> Vec<String> {
+    let outcome = |seed| die_and_restart(seed, 40 + 7 * (seed % 60), Some(fault), power_loss).1;
+    (0..200).flat_map(outcome).collect()
+}
+
+#[test]
+fn a_process_killed_at_any_write_leaves_no_torn_block() {
+    let mut found = 0;
+    for seed in 0..12 {
+        for writes in 1..400 {
+            let (count, failures) = die_and_restart(seed, writes, None, false);
+            assert_eq!(failures, [""; 0], "seed {seed}, {writes} writes");
+            found += count;
+        }
+    }
+    assert!(found > 5_000, "only {found} blocks were restored");
+}
+
+#[test]
+fn a_power_loss_loses_blocks_and_tears_none() {
+    let mut found = 0;
+    for seed in 0..2000 {
+        let (count, failures) = die_and_restart(seed, 40 + 7 * (seed % 60), None, true);
+        assert_eq!(failures, [""; 0], "seed {seed}");
+        found += count;
+    }
+    assert!(found > 2_000, "only {found} blocks were restored");
+}
+
+#[test]
+fn planted_faults_are_found() {
+    for (fault, power_loss) in [
+        (Fault::RecordFirst, false),
+        (Fault::KeepEvicted, false),
+        (Fault::KeepCleared, false),
+        (Fault::StaleEpoch, false),
+        (Fault::KeepTags, false),
+        (Fault::NoChecksum, true),
+    ] {
+        assert_ne!(all_failures(fault, power_loss), [""; 0], "{fault:?}");
+    }
+}
+
+/// Of the pool's line of a process that ended well, in which nothing was in use.
+#[test]
+fn order_pins_and_priorities_come_back() {
+    for seed in 0..200 {
+        let file = file_in_memory();
+        let mut random = Random(seed);
+        let mut process = Process::start(&file, None, u64::MAX);
+        for _ in 0..100 {
+            process.act(&mut random);
+        }
+        while !process.held.is_empty() {
+            process.release(&mut random);
+        }
+        process.clear(&mut random);
+        process.pool.set_durable(true);
+        process.pool.resize(NUM_BLOCKS).unwrap();
+        for _ in 0..30 {
+            match random.below(4) {
+                0 => process.release(&mut random),
+                1 => process.classify(&mut random),
+                2 => process.hit(&mut random),
+                _ => process.compute(&mut random),
+            }
+        }
+        while !process.held.is_empty() {
+            process.release(&mut random);
+        }
+        while process.file.table().complete_next() {}
+        let before = (line(&process.pool), process.pool.stats().pinned);
+        drop(process.file);
+        let next = Process::start(&file, None, u64::MAX);
+        assert_eq!(
+            before,
+            (line(&next.pool), next.pool.stats().pinned),
+            "seed {seed}"
+        );
+    }
+}
+
+/// The cached blocks in the order of eviction, with their keys and priorities.
+fn line(pool: &Writer) -> Vec<(BlockId, BlockKey, Band)> {
+    let cached: HashSet<BlockId> = pool.cached_blocks().into_iter().collect();
+    let line = pool.free_order().into_iter();
+    line.filter(|id| cached.contains(id))
+        .map(|id| (id, pool.key_of(id), pool.held_band(id)))
+        .collect()
+}
+
+#[test]
+fn a_file_of_anything_else_is_refused_with_the_reason() {
+    let file = file_in_memory();
+    drop(Process::start(&file, None, u64::MAX));
+    let open = |wanted: &Layout| KvFile::open(file.try_clone().unwrap(), wanted);
+    let refused = |wanted: &Layout| open(wanted).unwrap_err().to_string();
+    let other = Layout {
+        digest: [8; 32],
+        ..layout()
+    };
+    assert!(matches!(open(&other), Err(OpenError::OtherLayout)));
+    let larger = Layout {
+        capacity: 13,
+        ..layout()
+    };
+    assert!(refused(&larger).contains("room for 12 blocks"));
+    let smaller = Layout {
+        capacity: 8,
+        ..layout()
+    };
+    assert_eq!(open(&smaller).unwrap().layout().capacity, 12);
+    let impossible = Layout {
+        block_bytes: u64::MAX,
+        ..layout()
+    };
+    assert!(refused(&impossible).contains("no file can have"));
+    let len = file.metadata().unwrap().len();
+    file.set_len(len - 1).unwrap();
+    assert!(refused(&layout()).contains(&format!("{} bytes", len - 1)));
+    file.set_len(len).unwrap();
+    file.write_all_at(&(FORMAT_VERSION + 1).to_le_bytes(), 8)
+        .unwrap();
+    assert!(refused(&layout()).contains("version 2, not 1"));
+    file.write_all_at(&FORMAT_VERSION.to_le_bytes(), 8).unwrap();
+    file.write_all_at(&[1], 33).unwrap();
+    assert!(matches!(open(&layout()), Err(OpenError::NotOurs)));
+    file.set_len(100).unwrap();
+    assert!(matches!(describe(&file), Err(OpenError::NotOurs)));
+}
+
+#[test]
+fn any_bytes_in_the_table_are_at_most_a_cold_start() {
+    let file = file_in_memory();
+    let mut random = Random(1);
+    for _ in 0..2000 {
+        let mut process = Process::start(&file, None, u64::MAX);
+        process.compute(&mut random);
+        while process.file.table().complete_next() {}
+        drop(process.file);
+        for _ in 0..random.below(20) {
+            let at = 8 * (11 + random.below((4096 + 64 * 12) / 8 - 11));
+            let is_header = at < 4096;
+            if !is_header || at < 8 * 13 {
+                file.write_all_at(&random.next().to_le_bytes(), at).unwrap();
+            }
+        }
+        let mut next = Process::start(&file, None, u64::MAX);
+        let published: HashSet<u64> = next.published.iter().copied().collect();
+        next.check_all(&published, true);
+        assert_eq!(next.failures, [""; 0]);
+    }
+}
+
+#[test]
+fn the_thread_completes_what_is_published() {
+    let file = file_in_memory();
+    let kv = KvFile::open(file.try_clone().unwrap(), &layout()).unwrap();
+    let store = kv.store();
+    store.set_durable(true);
+    for block in 1..NUM_BLOCKS as u32 {
+        store.published(BlockId::new(block), &key(block.into()));
+    }
+    drop(store);
+    drop(kv); // waits for the thread
+    let next = KvFile::open(file, &layout()).unwrap();
+    assert_eq!(next.take_kept(NUM_BLOCKS, 1).blocks.len(), NUM_BLOCKS - 1);
+    assert_eq!(next.survey(true), (NUM_BLOCKS as u64 - 1, 0));
+}

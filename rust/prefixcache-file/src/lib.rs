@@ -1,0 +1,31 @@
+//! KV blocks in a file that outlives the process.
+//!
+//! One file holds the KV tensors of a pool and a table with a record for each block. The tensors are mapped shared, so
+//! nothing is copied on the way out, and what a killed process has written stays in the system's page cache. A record
+//! is written after the bytes of its block and withdrawn before they change, so that the next process finds only
+//! blocks whose bytes are complete. After a power loss that order is not kept on the disk: there the checksum of the
+//! bytes, which is compared before a block is hit for the first time, refuses what is torn.
+//!
+//! | part | bytes |
+//! |---|---|
+//! | header | 4096: [`Layout`], its checksum, the epoch, how many records were ever used |
+//! | records | 64 for each block |
+//! | tensors | one after the other, each of `capacity` blocks; holes where nothing was allocated |
+//!
+//! [`KvFile`] opens it. Who names, locks and removes files is not decided here. All numbers are little endian.
+#![warn(missing_docs)]
+
+mod checker;
+mod faults;
+mod kv_file;
+mod layout;
+mod record;
+mod space;
+mod table;
+
+#[cfg(test)]
+mod kills;
+
+pub use kv_file::{Counts, Kept, KvFile};
+pub use layout::{FORMAT_VERSION, Layout, OpenError, describe};
+pub use space::duplicate;

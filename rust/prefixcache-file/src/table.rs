@@ -1,0 +1,412 @@
+//! The table of records, and what the pool's writer and the checksum thread do with it.
+//!
+//! Two threads write. The pool's single writer publishes, withdraws and moves; the checksum thread alone makes a
+//! record valid, by one exchange of the state that the writer gave it. A record that the writer has withdrawn or
+//! published again meanwhile has another state, so the exchange fails. A killed process leaves its stores in the
+//! order in which its threads made them; that is all that the next one relies on.
+
+use std::fs::File;
+use std::hash::Hasher;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::thread::Thread;
+
+use crossbeam_queue::SegQueue;
+use memmap2::{MmapOptions, MmapRaw};
+use prefixcache_core::backing::{BackingStore, KeptBlock};
+use prefixcache_core::band::Band;
+use prefixcache_core::id::BlockId;
+use prefixcache_core::store::BlockKey;
+use twox_hash::XxHash3_64;
+
+use crate::faults::{Fault, Injected};
+use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED};
+use crate::record::{EPOCH_MASK, NONE, Record, Usage, Words};
+
+use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+
+/// Bytes of a block that are read at once.
+const READ_BYTES: u64 = 256 << 10;
+
+/// Lifetime counts.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Blocks whose records are valid, made by this process.
+    pub(crate) kept: AtomicU64,
+    /// Restored blocks that were read and have their checksum.
+    pub(crate) checked: AtomicU64,
+    /// Restored blocks that do not.
+    pub(crate) failed: AtomicU64,
+}
+
+/// The mapped header and records of an open file.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) file: File,
+    pub(crate) layout: Layout,
+    pub(crate) counters: Counters,
+    pub(crate) stopped: AtomicBool,
+    /// Whether the checksum thread waits to be woken.
+    pub(crate) sleeps: AtomicBool,
+    pub(crate) thread: OnceLock<Thread>,
+    map: MmapRaw,
+    durable: AtomicBool,
+    /// Counts uses and publishings; only the writer changes them.
+    num_uses: AtomicU64,
+    num_published: AtomicU64,
+    pending: SegQueue<(BlockId, u64)>,
+    /// Restored blocks, what is evicted last first, to be read when nothing else is to be done.
+    restored: SegQueue<BlockId>,
+    /// Restored blocks that were not read yet.
+    unread: Box<[AtomicBool]>,
+    pub(crate) injected: Injected,
+}
+
+impl Table {
+    /// Maps the table of a file of this checked layout, whose length was checked too.
+    pub(crate) fn new(file: File, layout: Layout) -> io::Result<Self> {
+        let map = MmapOptions::new()
+            .len(layout.table_bytes())
+            .map_raw(&file)?;
+        let unread = (0..layout.capacity).map(|_| AtomicBool::new(false));
+        Ok(Self {
+            unread: unread.collect(),
+            file,
+            layout,
+            map,
+            counters: Counters::default(),
+            stopped: AtomicBool::new(false),
+            sleeps: AtomicBool::new(false),
+            thread: OnceLock::new(),
+            durable: AtomicBool::new(false),
+            num_uses: AtomicU64::new(0),
+            num_published: AtomicU64::new(0),
+            pending: SegQueue::new(),
+            restored: SegQueue::new(),
+            injected: Injected::default(),
+        })
+    }
+
+    /// A word of the header.
+    fn header(&self, at: usize) -> &AtomicU64 {
+        assert!(at < HEADER_BYTES / 8);
+        // SAFETY: the mapping is readable, writable, aligned to a page and longer than the header, and lives as long
+        // as self. Words that are shared with other threads and processes are atomics everywhere.
+        unsafe { &*self.map.as_mut_ptr().cast::<AtomicU64>().add(at) }
+    }
+
+    fn records(&self) -> &[Record] {
+        // SAFETY: as above; the records begin at a multiple of their alignment, and the mapping is as long as the
+        // header and `capacity` of them. Any bytes are valid atomics.
+        unsafe {
+            let first = self.map.as_mut_ptr().add(HEADER_BYTES).cast::<Record>();
+            std::slice::from_raw_parts(first, self.layout.capacity as usize)
+        }
+    }
+
+    fn record(&self, block: BlockId) -> &Record {
+        &self.records()[block.index()]
+    }
+
+    fn seed(&self) -> u64 {
+        let mut word = [0; 8];
+        word.copy_from_slice(&self.layout.digest[..8]);
+        u64::from_le_bytes(word)
+    }
+
+    /// Every store to the mapping, but for the one that makes a record valid. Release: no store before it comes
+    /// after it, in this process or for the next.
+    fn put(&self, word: &AtomicU64, value: u64) {
+        if !self.injected.survives_write() {
+            return;
+        }
+        word.store(value, Release);
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.header(EPOCH).load(Acquire) & EPOCH_MASK
+    }
+
+    // At the start.
+
+    /// The blocks below `num_blocks` with valid records of groups below `num_groups`, in the order of eviction. All
+    /// other records are withdrawn; how many were valid or might have been.
+    pub(crate) fn take_kept(&self, num_blocks: usize, num_groups: u16) -> (Vec<KeptBlock>, u64) {
+        let used = self.header(NUM_USED).load(Acquire);
+        let mut kept = Vec::new();
+        let mut dropped = 0;
+        for (index, record) in self.records().iter().enumerate().skip(1) {
+            if index as u64 >= used {
+                break;
+            }
+            let id = BlockId::new(index as u32);
+            let words = record.valid_words(id, self.seed());
+            let is_current = |words: &Words| words.epoch() == self.epoch();
+            let words =
+                words.filter(|words| is_current(words) || self.injected.plants(Fault::StaleEpoch));
+            let fits = |words: &Words| index < num_blocks && words.key().group.get() < num_groups;
+            match words.filter(fits) {
+                Some(words) => kept.push((Usage(record.usage.load(Relaxed)), id, words.key())),
+                None if record.state() != NONE => {
+                    self.put(&record.state, NONE);
+                    dropped += 1;
+                }
+                None => {}
+            }
+        }
+        kept.sort_by_key(|&(usage, id, _)| (usage.rank(), id));
+        for &(_, id, _) in kept.iter().rev() {
+            self.set_unread(id, true);
+            self.restored.push(id);
+        }
+        let block = |&(usage, block, key): &(Usage, BlockId, BlockKey)| KeptBlock {
+            block,
+            key,
+            band: usage.band(),
+            pinned: usage.pinned(),
+        };
+        (kept.iter().map(block).collect(), dropped)
+    }
+
+    fn set_unread(&self, block: BlockId, unread: bool) {
+        // Relaxed: what is read of a block comes from the file.
+        self.unread[block.index()].store(unread, Relaxed);
+    }
+
+    /// How many valid records there are, and how many of them do not fit their blocks, which `reads` looks at.
+    pub(crate) fn survey(&self, reads: bool) -> (u64, u64) {
+        let used = self.header(NUM_USED).load(Acquire);
+        let all = 1..used.min(self.layout.capacity) as u32;
+        let (mut valid, mut damaged) = (0, 0);
+        for id in all.map(BlockId::new) {
+            let words = self.record(id).valid_words(id, self.seed());
+            let words = words.filter(|words| words.epoch() == self.epoch());
+            valid += u64::from(words.is_some());
+            let sum = words.filter(|_| reads).map(|words| words.sum);
+            damaged += u64::from(sum.is_some_and(|sum| self.sum_of_bytes(id).ok() != Some(sum)));
+        }
+        (valid, damaged)
+    }
+
+    // Checksums.
+
+    /// Reads a block. Through the file, not a mapping: it may be written to meanwhile.
+    fn sum_of_bytes(&self, block: BlockId) -> io::Result<u64> {
+        let size = self.layout.block_bytes;
+        let mut buffer = vec![0; size.min(READ_BYTES) as usize];
+        let mut hasher = XxHash3_64::with_seed(0);
+        for tensor in 0..self.layout.num_tensors {
+            let begin = self.layout.tensor_at(tensor) + u64::from(block.get()) * size;
+            for at in (0..size).step_by(buffer.len()) {
+                let part = &mut buffer[..(size - at).min(READ_BYTES) as usize];
+                self.file.read_exact_at(part, begin + at)?;
+                hasher.write(part);
+            }
+        }
+        Ok(hasher.finish())
+    }
+
+    /// Makes the record of one published block valid; false when there is none to do.
+    pub(crate) fn complete_next(&self) -> bool {
+        let Some((block, state)) = self.pending.pop() else {
+            return false;
+        };
+        let record = self.record(block);
+        if record.state() == state
+            && let Ok(sum) = self.sum_of_bytes(block)
+        {
+            self.complete(block, state, sum);
+        }
+        true
+    }
+
+    /// Reads a restored block that nobody has hit yet; false when there is none. One that is damaged is left to
+    /// its first hit, which drops it.
+    pub(crate) fn check_next(&self) -> bool {
+        let Some(block) = self.restored.pop() else {
+            return false;
+        };
+        let record = self.record(block);
+        let (state, expected) = (record.state(), record.sum.load(Relaxed));
+        let is_unread = self.unread[block.index()].load(Relaxed);
+        if is_unread && self.sum_of_bytes(block).ok() == Some(expected) && record.state() == state {
+            // Withdrawn in between, it is not unread any more, and nothing changes.
+            self.end_unread(block, &self.counters.checked);
+        }
+        true
+    }
+
+    /// Of the writer and the checksum thread, which may read a block at the same time, one counts it.
+    fn end_unread(&self, block: BlockId, counter: &AtomicU64) {
+        if self.unread[block.index()].swap(false, Relaxed) {
+            counter.fetch_add(1, Relaxed);
+        }
+    }
+
+    fn complete(&self, block: BlockId, state: u64, sum: u64) {
+        let record = self.record(block);
+        // This thread alone writes sums, but for blocks that move, which have another state.
+        self.put(&record.sum, sum);
+        let words = Words {
+            sum,
+            ..record.words()
+        };
+        if !self.injected.survives_write() {
+            return;
+        }
+        // AcqRel: the words are as they were when the writer stored `state`, and what follows sees the record.
+        let valid = words.valid(block, self.seed());
+        let outcome = record.state.compare_exchange(state, valid, AcqRel, Acquire);
+        if outcome.is_ok() {
+            self.counters.kept.fetch_add(1, Relaxed);
+        }
+    }
+
+    pub(crate) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    fn enqueue(&self, block: BlockId, state: u64) {
+        // Relaxed: after the end nothing is kept any more, sooner or later.
+        if self.stopped.load(Relaxed) {
+            return;
+        }
+        self.pending.push((block, state));
+        // Of this thread and the one that goes to sleep at least one sees what the other stored before its fence.
+        fence(SeqCst);
+        if self.sleeps.load(Relaxed)
+            && let Some(thread) = self.thread.get()
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Writes the words of a record that is withdrawn, and its state last.
+    fn write(&self, block: BlockId, words: Words, state: u64) {
+        let record = self.record(block);
+        for (word, value) in record.hash.iter().zip(words.hash) {
+            self.put(word, value);
+        }
+        self.put(&record.sum, words.sum);
+        self.put(&record.name, words.name);
+        if u64::from(block.get()) >= self.header(NUM_USED).load(Relaxed) {
+            self.put(self.header(NUM_USED), u64::from(block.get()) + 1);
+        }
+        self.put(&record.state, state);
+    }
+
+    /// The state of a record to which no checksum belongs yet.
+    fn next_state(&self) -> u64 {
+        // Relaxed: the writer alone counts.
+        2 * (self.num_published.fetch_add(1, Relaxed) + 1)
+    }
+
+    fn next_use(&self) -> u64 {
+        self.num_uses.fetch_add(1, Relaxed) + 1
+    }
+
+    fn is_durable(&self) -> bool {
+        self.durable.load(Relaxed)
+    }
+}
+
+impl BackingStore for Table {
+    fn published(&self, block: BlockId, key: &BlockKey) {
+        self.withdrawn(block);
+        if !self.is_durable() && !self.injected.plants(Fault::KeepTags) {
+            return;
+        }
+        let (state, usage) = (self.next_state(), Usage::in_use(self.next_use()));
+        self.put(&self.record(block).usage, usage.0);
+        self.write(block, Words::of(key, self.epoch()), state);
+        self.enqueue(block, state);
+    }
+
+    fn withdrawn(&self, block: BlockId) {
+        if self.injected.plants(Fault::KeepEvicted) {
+            return;
+        }
+        self.set_unread(block, false);
+        let record = self.record(block);
+        if record.state() != NONE {
+            self.put(&record.state, NONE);
+            // SeqCst: no store to the block's bytes comes before the record is gone.
+            fence(SeqCst);
+        }
+    }
+
+    fn moved(&self, from: BlockId, to: BlockId) {
+        self.withdrawn(to);
+        let record = self.record(from);
+        let (state, words) = (record.state(), record.words());
+        if state != NONE {
+            self.put(&self.record(to).usage, record.usage.load(Relaxed));
+            if state & 1 == 1 {
+                self.write(to, words, words.valid(to, self.seed()));
+            } else {
+                let state = self.next_state();
+                self.write(to, words, state);
+                self.enqueue(to, state);
+            }
+            // Relaxed: at worst it is read once more.
+            self.set_unread(to, self.unread[from.index()].load(Relaxed));
+        }
+        self.withdrawn(from);
+    }
+
+    fn used(&self, blocks: &[BlockId]) {
+        for &block in blocks {
+            let record = self.record(block);
+            if record.state() != NONE {
+                let usage = Usage(record.usage.load(Relaxed));
+                self.put(&record.usage, usage.used_again(self.next_use()).0);
+            }
+        }
+    }
+
+    fn queued(&self, block: BlockId, band: Band, pinned: bool) {
+        let record = self.record(block);
+        if record.state() != NONE {
+            let usage = Usage::queued(self.next_use(), band, pinned);
+            self.put(&record.usage, usage.0);
+        }
+    }
+
+    fn classed(&self, block: BlockId, band: Band, pinned: bool) {
+        let record = self.record(block);
+        if record.state() != NONE {
+            let usage = Usage(record.usage.load(Relaxed)).classed(band, pinned);
+            self.put(&record.usage, usage.0);
+        }
+    }
+
+    fn is_sound(&self, block: BlockId) -> bool {
+        // Relaxed: whoever ends it has read the bytes, which do not change while the writer looks.
+        if !self.unread[block.index()].load(Relaxed) || self.injected.plants(Fault::NoChecksum) {
+            return true;
+        }
+        let expected = self.record(block).sum.load(Relaxed);
+        let is_sound = self.sum_of_bytes(block).is_ok_and(|sum| sum == expected);
+        let counter = match is_sound {
+            true => &self.counters.checked,
+            false => &self.counters.failed,
+        };
+        self.end_unread(block, counter);
+        is_sound
+    }
+
+    fn cleared(&self) {
+        if self.injected.plants(Fault::KeepCleared) {
+            return;
+        }
+        self.put(self.header(EPOCH), (self.epoch() + 1) & EPOCH_MASK);
+        // After a power loss too. Where the disk fails, what was cleared can come back after that alone.
+        let _ = self.map.flush_range(0, HEADER_BYTES);
+    }
+
+    fn set_durable(&self, durable: bool) {
+        self.durable.store(durable, Relaxed);
+    }
+}

@@ -1,0 +1,123 @@
+//! The Python class `KVFile`: KV tensors and their records in a file that outlives the process.
+
+use std::os::fd::RawFd;
+
+use prefixcache_core::error::Argument;
+use prefixcache_file::{KvFile, Layout, OpenError, describe, duplicate};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyDict;
+
+use crate::arguments::{Number, One, Value, wrong_type};
+use crate::errors::{IntoPyErr, out_of_range};
+use crate::names;
+
+/// An open file of KV blocks, which the caller has locked.
+#[pyclass(frozen, module = "prefixcache.core")]
+pub struct KVFile(pub KvFile);
+
+/// 32 bytes.
+impl Value for [u8; 32] {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let bytes = value.extract::<PyBackedBytes>();
+        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
+        let digest = (*bytes).try_into();
+        digest.map_err(|_| out_of_range(argument, format!("must be 32 bytes, not {}", bytes.len())))
+    }
+}
+
+impl IntoPyErr for OpenError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Io(error) => error.into(),
+            other => PyValueError::new_err(other.to_string()),
+        }
+    }
+}
+
+#[pymethods]
+impl KVFile {
+    /// Opens the file of a descriptor; an empty one becomes one of this layout.
+    ///
+    /// Raises ValueError with the reason why a file is not used, and OSError.
+    #[new]
+    #[pyo3(signature = (descriptor, digest, num_tensors, block_bytes, capacity, about=""))]
+    fn new(
+        py: Python<'_>,
+        descriptor: RawFd,
+        digest: One<names::Digest, [u8; 32]>,
+        num_tensors: Number<names::NumTensors, u32>,
+        block_bytes: Number<names::BlockBytes, u64>,
+        capacity: Number<names::Capacity, u64>,
+        about: &str,
+    ) -> PyResult<Self> {
+        let layout = Layout {
+            digest: digest.0,
+            num_tensors: num_tensors.0,
+            block_bytes: block_bytes.0,
+            capacity: capacity.0,
+            about: about.to_owned(),
+        };
+        let opened = py.detach(|| KvFile::open(duplicate(descriptor)?, &layout));
+        opened.map(Self).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// The most blocks that fit, the null block counted.
+    #[getter]
+    fn capacity(&self) -> u64 {
+        self.0.layout().capacity
+    }
+
+    /// Where a tensor begins, in bytes; that after the last is the end of the file.
+    fn tensor_at(&self, tensor: Number<names::TensorIndex, u32>) -> PyResult<u64> {
+        let most = self.0.layout().num_tensors;
+        if tensor.0 > most {
+            let reason = format!("must be at most {most}, not {}", tensor.0);
+            return Err(out_of_range("tensor", reason));
+        }
+        Ok(self.0.tensor_at(tensor.0))
+    }
+
+    /// Gives bytes space on the disk, so that writing to them cannot fail. Raises OSError.
+    fn allocate(&self, py: Python<'_>, start: u64, length: u64) -> PyResult<()> {
+        Ok(py.detach(|| self.0.allocate(start, length))?)
+    }
+
+    /// Gives space back; the bytes read as zero. Raises OSError.
+    fn punch(&self, py: Python<'_>, start: u64, length: u64) -> PyResult<()> {
+        Ok(py.detach(|| self.0.punch(start, length))?)
+    }
+
+    /// Blocks with a valid record, and those of them with other bytes than it says, if it `reads` them.
+    #[pyo3(signature = (*, reads))]
+    fn survey(&self, py: Python<'_>, reads: bool) -> (u64, u64) {
+        py.detach(|| self.0.survey(reads))
+    }
+
+    /// What this process did: blocks kept, restored ones that were checked, and those that failed. Any thread.
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (counts, dict) = (self.0.counts(), PyDict::new(py));
+        dict.set_item("kept", counts.kept)?;
+        dict.set_item("checked", counts.checked)?;
+        dict.set_item("failed", counts.failed)?;
+        Ok(dict)
+    }
+}
+
+/// The layout of the file of a descriptor, whoever has it open, as `KVFile` takes it.
+///
+/// Raises ValueError for a file that is none of this version, and OSError.
+#[pyfunction]
+pub fn describe_kv_file(py: Python<'_>, descriptor: RawFd) -> PyResult<Bound<'_, PyDict>> {
+    let layout = duplicate(descriptor).map_err(OpenError::from);
+    let layout = layout.and_then(|file| describe(&file));
+    let layout = layout.map_err(IntoPyErr::into_py_err)?;
+    let dict = PyDict::new(py);
+    dict.set_item("digest", pyo3::types::PyBytes::new(py, &layout.digest))?;
+    dict.set_item("num_tensors", layout.num_tensors)?;
+    dict.set_item("block_bytes", layout.block_bytes)?;
+    dict.set_item("capacity", layout.capacity)?;
+    dict.set_item("about", layout.about)?;
+    Ok(dict)
+}

@@ -17,11 +17,11 @@ from prefixcache.models.gguf.tokenizer import write_tokenizer
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }

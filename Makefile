@@ -32,7 +32,7 @@ PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxproc
 
 .PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -165,6 +165,9 @@ bench-core: setup                  ## the core's operations from Rust and from P
 
 bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (ARGS=--simulate)
 	$(BIN)/python benches/serving/hybrid.py $(ARGS)
+
+bench-restart: setup-dev            ## first token after kill -9 of a server that keeps its cache (ARGS="--tokens 1024")
+	$(BIN)/python benches/serving/restart.py $(ARGS)
 
 bench-elastic: setup-dev           ## what a resize costs, and two servers that share a budget (ARGS="--phases 6")
 	$(BIN)/python benches/core/resize.py

@@ -3,8 +3,8 @@
     python benches/serving/restart.py [--tokens 1024 8000] [--output FILE.json]
 
 The default model. Each round: a cold prompt, the same prompt three times more, a kill, a new
-server, the same prompt. The time until the new server is ready is shown apart from that of its first
-answer. A tmpfs or disk folder can be given by `--folder`.
+server, the same prompt. The time until the new server is ready is a number of its own. A tmpfs or
+disk folder can be given by `--folder`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ macro_rules! whole {
     };
 }
 
-whole!(u16, u32, u64, usize);
+whole!(i32, u16, u32, u64, usize);
 
 fn not_whole(argument: Argument, value: &Bound<'_, PyAny>, most: u64, error: PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(value.py()) {

@@ -45,7 +45,7 @@ impl KVFile {
     #[pyo3(signature = (descriptor, digest, num_tensors, block_bytes, capacity, about=""))]
     fn new(
         py: Python<'_>,
-        descriptor: RawFd,
+        descriptor: Number<names::Descriptor, RawFd>,
         digest: One<names::Digest, [u8; 32]>,
         num_tensors: Number<names::NumTensors, u32>,
         block_bytes: Number<names::BlockBytes, u64>,
@@ -59,7 +59,7 @@ impl KVFile {
             capacity: capacity.0,
             about: about.to_owned(),
         };
-        let opened = py.detach(|| KvFile::open(duplicate(descriptor)?, &layout));
+        let opened = py.detach(|| KvFile::open(duplicate(descriptor.0)?, &layout));
         opened.map(Self).map_err(IntoPyErr::into_py_err)
     }
 
@@ -109,8 +109,11 @@ impl KVFile {
 ///
 /// Raises ValueError for a file that is none of this version, and OSError.
 #[pyfunction]
-pub fn describe_kv_file(py: Python<'_>, descriptor: RawFd) -> PyResult<Bound<'_, PyDict>> {
-    let layout = duplicate(descriptor).map_err(OpenError::from);
+pub fn describe_kv_file(
+    py: Python<'_>,
+    descriptor: Number<names::Descriptor, RawFd>,
+) -> PyResult<Bound<'_, PyDict>> {
+    let layout = duplicate(descriptor.0).map_err(OpenError::from);
     let layout = layout.and_then(|file| describe(&file));
     let layout = layout.map_err(IntoPyErr::into_py_err)?;
     let dict = PyDict::new(py);

@@ -44,6 +44,7 @@ names! {
     Counts = "counts",
     EpochBefore = "epoch",
     Chunk = "chunk",
+    Descriptor = "descriptor",
     Digest = "digest",
     Eps = "eps",
     Extras = "extras",

@@ -26,6 +26,8 @@ from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 from prefixcache.types.token_ids import TokenIds
 
 Logits = npt.NDArray[np.float32]
+# As good as all: no vocabulary has more tokens.
+_MOST_KEPT = 1 << 32
 Found = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
 
 
@@ -71,7 +73,7 @@ def _options(row: SamplingInput, mask: npt.NDArray[np.int32] | None) -> SamplerR
         row.seed % 2**64,
         len(row.tokens),
         min_p=params.min_p,
-        top_k=max(params.top_k, 0),
+        top_k=min(max(params.top_k, 0), _MOST_KEPT),
         top_p=params.top_p,
         logprobs=params.logprobs,
         **(_adjustments(row, mask) if has_adjustments(row) else {}),

@@ -65,13 +65,13 @@ def _machine() -> Mapping[str, Any]:
 def _kernels() -> Mapping[str, str]:
     """What a step computes with on a CPU where no flag says otherwise."""
     from prefixcache._core import Cpu
-    from prefixcache.tools.bench.machine import usable_cores
+    from prefixcache.runner.threads import default_threads
 
     available = Cpu.available_instructions()
     return {
         "instructions": ", ".join(available),
         "chosen": f"{available[-1]} (--cpu-instructions)",
-        "threads": f"{usable_cores()} (--cpu-threads)",
+        "threads": f"{default_threads()} (--cpu-threads)",
     }
 
 

@@ -133,10 +133,9 @@ def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:
     """Settles "auto": int8 where weights are quantized and the CPU's own kernels compute."""
     if config.cpu_activations != "auto":
         return config
-    formats = (
-        {one.format for one in read_index(folder).tensors} if has_index(folder) else set[str]()
-    )
-    is_int8 = bool(formats & set(QUANT_FORMATS)) and not needs_torch(config)
+    tensors = read_index(folder).tensors if has_index(folder) else ()
+    is_quantized = any(one.format in QUANT_FORMATS for one in tensors)
+    is_int8 = is_quantized and not needs_torch(config)
     return replace(config, cpu_activations="int8" if is_int8 else "exact")
 
 

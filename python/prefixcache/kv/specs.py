@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -117,6 +117,16 @@ def kv_layout(model: ModelConfig) -> KVLayout:
         KVGroup(layers, window) for window, all_of in in_order for layers in _deal(all_of, size)
     )
     return KVLayout(groups, model.num_kv_heads, model.head_dim)
+
+
+def layer_places(groups: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+    """For each layer of a model its group, and its number in that group; `groups` are layers."""
+    places = {
+        layer: (index, number)
+        for index, layers in enumerate(groups)
+        for number, layer in enumerate(layers)
+    }
+    return [places[layer] for layer in range(len(places))]
 
 
 def _deal(layers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,7 @@ vocabulary, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,7 +41,7 @@ from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PagedAttention, R
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.specs import KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -223,19 +223,11 @@ def attention_kernels(
         ) from None
 
 
-def layer_places(layout: KVLayout) -> Iterator[tuple[int, int]]:
-    """For each layer of the model its group, and the number of its KV tensor."""
-    places: dict[int, tuple[int, int]] = {}
-    for index, group in enumerate(layout.groups):
-        places |= {layer: (index, number) for number, layer in enumerate(group.layers)}
-    return (places[layer] for layer in range(len(places)))
-
-
 def step_kernels(
     attentions: Sequence[PagedAttention], layout: KVLayout, tensors: Sequence[int]
 ) -> StepKernels:
     """What the layers of a model attend with, over KV tensors at these addresses."""
-    places = list(layer_places(layout))
+    places = layer_places(group.layers for group in layout.groups)
     return StepKernels(
         attentions=list(attentions),
         layer_groups=[group for group, _ in places],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from prefixcache.kv.specs import layer_places
 from prefixcache.runner.cuda.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -32,7 +33,8 @@ class GroupedAttention:
         self.batch_invariant = all(backend.batch_invariant for backend in backends)
         self.decode_matches_prefill = all(backend.decode_matches_prefill for backend in backends)
         self.kv_shape = first.kv_shape
-        self._layers = [(backends[group], number) for group, number in _places(groups)]
+        places = layer_places(group.layers for group in groups)
+        self._layers = [(backends[group], number) for group, number in places]
 
     @property
     def num_groups(self) -> int:
@@ -86,13 +88,3 @@ class GroupedAttention:
 
     def _graph_backends(self) -> list[GraphAttention]:
         return [backend for backend in self.backends if isinstance(backend, GraphAttention)]
-
-
-def _places(groups: Sequence[AttentionGroup]) -> list[tuple[int, int]]:
-    """For each layer of the model its group, and its number in the group."""
-    places = {
-        layer: (index, number)
-        for index, group in enumerate(groups)
-        for number, layer in enumerate(group.layers)
-    }
-    return [places[layer] for layer in range(len(places))]

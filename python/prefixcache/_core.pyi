@@ -666,7 +666,19 @@ class BlockPool:
         """Make the calling thread the one that may write; nothing changes for a shared pool."""
 
 _KernelDType: TypeAlias = Literal["bfloat16", "float32"]
-_BlockFormat: TypeAlias = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+_BlockFormat: TypeAlias = Literal[
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+]
 
 # The kernels take tensors as addresses (`Tensor.data_ptr()`): the caller vouches for their type,
 # their size, and that they outlive the call. Strides count numbers, and numbers of a row are

@@ -297,7 +297,7 @@ from prefixcache.text.grammar.mask_workers import MaskWorkers, Latency
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
 workers, begun = MaskWorkers(), threading.Event()
-workers.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Latency())
+workers.put(lambda: (begun.set(), time.sleep(0.2)), Latency())
 begun.wait()
 assert names()
 """

@@ -269,7 +269,9 @@ class Author:
         if not self._speculates:
             return params
         controls = self._controls
-        words = tuple((t, controls.randrange(3, VOCAB_SIZE)) for t in controls.sample(range(3, 9), 3))
+        words = tuple(
+            (t, controls.randrange(3, VOCAB_SIZE)) for t in controls.sample(range(3, 9), 3)
+        )
         return replace(
             params,
             stop=controls.choice([(), (), ("e",), ("ab", "th")]),

@@ -11,6 +11,8 @@ from prefixcache.scheduler.drafts import Drafter, _Draft
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import RowTimes
 
+MOST_DRAFTS = 7
+
 
 @dataclass
 class PlainText:
@@ -70,7 +72,7 @@ def longest_match(text: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]
     return best
 
 
-def plain_drafter(*, shares: bool = True, most: int = 7) -> Drafter:
+def plain_drafter(*, shares: bool = True, most: int = MOST_DRAFTS) -> Drafter:
     return Drafter(PlainDraftIndex(), RowTimes(), shares=shares, most=most)
 
 
@@ -81,7 +83,12 @@ class HostileDrafter(Drafter):
     """
 
     def __init__(
-        self, seed: int, answers: Mapping[str, Sequence[int]], vocab_size: int, *, most: int = 7
+        self,
+        seed: int,
+        answers: Mapping[str, Sequence[int]],
+        vocab_size: int,
+        *,
+        most: int = MOST_DRAFTS,
     ) -> None:
         super().__init__(PlainDraftIndex(), RowTimes(), shares=True, most=most)
         self._choose = random.Random(seed)

@@ -318,8 +318,8 @@ class SlowWorkers(MaskWorkers):
         super().__init__()
         self.jobs: list[Callable[[], None]] = []
 
-    def put(self, function: Callable[[int], None], token_id: int, pace: object) -> None:
-        self.jobs.append(lambda: function(token_id))
+    def put(self, function: Callable[[], None], latency: object) -> None:
+        self.jobs.append(function)
 
     def work(self) -> None:
         while self.jobs:

@@ -135,9 +135,7 @@ def parse_speculative_config(value: object) -> tuple[Speculation, int | None]:
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
-SpeculativeConfig = Annotated[
-    tuple[Speculation, int | None], ReadBy(parse_speculative_config)
-]
+SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
 

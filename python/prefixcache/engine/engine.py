@@ -151,6 +151,8 @@ class Engine:
         """
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
+        if request.prediction is not None:
+            self._check_in_vocabulary("prediction", request.prediction.tolist())
         ids = _identity_of_ids(request.params)
         if known is None or ids not in known:
             self._check_chosen_ids(request.params)

@@ -78,7 +78,6 @@ class _Chunk:
         return self.state.num_computed_tokens + self.count + len(self.drafts)
 
 
-
 class Scheduler:
     """Plans steps over the requests it was given, and keeps their cache blocks.
 
@@ -475,9 +474,10 @@ class Scheduler:
         What a few blocks are left for is not known yet, so guesses do not take these.
         """
         upto = self._whole_blocks(state.num_tokens + wanted)
-        if upto > state.num_slots and self._cache.num_free_blocks > self._max_num_seqs:
-            if self._cache.ensure_slots([(state.request_id, upto)]):
-                state.num_slots = upto
+        has_room = self._cache.num_free_blocks > self._max_num_seqs
+        wants = upto > state.num_slots and has_room
+        if wants and self._cache.ensure_slots([(state.request_id, upto)]):
+            state.num_slots = upto
         return min(wanted, state.num_slots - state.num_tokens)
 
     def _plan(self, chunks: Sequence[_Chunk]) -> StepPlan:

@@ -216,7 +216,11 @@ class RequestState:
         """How to sample after each of some guesses at what follows the tokens, all known."""
         known = self.tokens.with_drafts(drafts)
         banned = [self._banned_after(len(tokens)) for tokens in known]
-        masks = [None] * len(known) if self.matcher is None else self.matcher.draft_masks(drafts, banned)
+        masks = (
+            [None] * len(known)
+            if self.matcher is None
+            else self.matcher.draft_masks(drafts, banned)
+        )
         return [self._sampling_input(*one) for one in zip(known, banned, masks, strict=True)]
 
     def plan(self, count: int, sampled_row: int, num_drafts: int = 0) -> ScheduledSequence:

@@ -96,10 +96,11 @@ class StepTimeModel:
 
 
 class RowTimes:
-    """How much longer a step takes with more rows: a line through the times of steps without chunks.
+    """How much longer a step takes with more rows, by the times of steps without chunks.
 
-    Where the last steps had equally many rows, a row is taken to cost `_USUAL_SHARE` of what a step
-    costs in any case. That way steps with drafts are tried again where they were too dear once.
+    A line through them, where the last steps count most. Where these had equally many rows, a row
+    is taken to cost `_USUAL_SHARE` of what a step costs in any case: so drafts that were too dear
+    once are tried again.
     """
 
     def __init__(self) -> None:

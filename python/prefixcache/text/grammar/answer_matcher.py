@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from prefixcache.text.grammar.compiler import Matcher
 from prefixcache.text.grammar.mask_workers import Latency, MaskWorkers
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
 from prefixcache.types.step_plan import TokenMask
+
+logger = logging.getLogger(__name__)
 
 _TOO_COMPLEX = "The answer left what its grammar can follow, or a limit of it was reached: "
 
@@ -116,7 +119,9 @@ class AnswerMatcher:
             follow = partial(self._track.follow, followed, known)
             self._grammar.workers.put(follow, self._grammar.latency)
 
-    def draft_masks(self, drafts: Sequence[int], unwanted: Sequence[Sequence[int]]) -> list[TokenMask]:
+    def draft_masks(
+        self, drafts: Sequence[int], unwanted: Sequence[Sequence[int]]
+    ) -> list[TokenMask]:
         """Which tokens may follow each of these guesses, less those `unwanted` there.
 
         A mask stays unknown after a guess that the grammar does not allow.
@@ -124,7 +129,9 @@ class AnswerMatcher:
         found = _DraftWords(self._track)
         self._grammar.workers.put(partial(found.follow, drafts), self._grammar.latency)
         return [
-            _DraftMask(found, index, partial(self._wanted, unwanted=(*of_one, *self._always_unwanted)))
+            _DraftMask(
+                found, index, partial(self._wanted, unwanted=(*of_one, *self._always_unwanted))
+            )
             for index, of_one in enumerate(unwanted)
         ]
 
@@ -267,8 +274,8 @@ class _DraftWords:
             track = self._track.copy()
             for token_id in drafts:
                 self.words.append(track.words_after(token_id))
-        except BaseException:  # noqa: BLE001, S110 - what follows such a guess is not asked for
-            pass
+        except BaseException as error:  # noqa: BLE001 - as above; the answer itself goes on
+            logger.debug("A guess leaves its grammar: %s", error)
         self.is_known.set()
 
 

@@ -111,6 +111,3 @@ class HostileDrafter(Drafter):
         for draft in drafts:
             draft.count = min(draft.count, left)
             left -= draft.count
-
-    def _earn(self, credit: float) -> None:
-        self._credit = 64.0

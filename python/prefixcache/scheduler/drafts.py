@@ -31,10 +31,10 @@ _TRUST = 4.0
 _LINK = 8
 """Tokens of the prompt's end that lead to the text that a client predicts."""
 
-# Rows that may be refused: at most 0.5 % of all where nothing can be guessed.
+# Rows that a kind of guesses may lose: at most 0.5 % of all where they are always wrong.
 _FIRST_CREDIT = 8.0
 _MOST_CREDIT = 64.0
-_CREDIT_OF_ROW = 0.003
+_CREDIT_OF_CHANCE = 0.003
 _CREDIT_OF_ACCEPTED = 4.0
 
 
@@ -66,10 +66,18 @@ class DraftSource(Protocol):
 
 @dataclass(slots=True)
 class _Record:
-    """How many guesses were tried and were right, the last ones counting most."""
+    """How many guesses were tried and were right, the last ones counting most.
+
+    Of a kind of guesses `credit` is how many may be wrong yet: those that are right earn it, and so
+    does each chance, as seldom as a kind that was always wrong is to be tried again.
+    """
 
     tried: float
     right: float
+    credit: float = _FIRST_CREDIT
+
+    def earn(self, credit: float) -> None:
+        self.credit = min(self.credit + credit, _MOST_CREDIT)
 
     def add(self, tried: int, right: int) -> None:
         self.tried = self.tried * _MEMORY + tried
@@ -110,7 +118,6 @@ class Drafter:
         self._texts: dict[str, _Text] = {}
         self._records: dict[tuple[str, int], _Record] = {}
         self._planned: dict[str, _Draft] = {}
-        self._credit = _FIRST_CREDIT
         self._num_drafts = 0
         self._num_drafted = Counter[str](prompt=0, **({"cache": 0} if shares else {}))
         self._num_accepted = self._num_drafted.copy()
@@ -125,7 +132,6 @@ class Drafter:
 
         `take_slots` says for how many of a number of guesses a request has slots.
         """
-        room = min(room, int(self._credit))
         drafts = [draft for state in states if room and (draft := self._draft(state, room))]
         self._share_out(drafts, len(states), room)
         self._planned = {}
@@ -137,7 +143,6 @@ class Drafter:
 
     def observe(self, accepted: Mapping[str, int]) -> None:
         """Learns how many guesses of each request of a step were right."""
-        self._earn(_CREDIT_OF_ROW * len(accepted))
         for request_id, count in accepted.items():
             draft = self._planned.get(request_id)
             if draft is not None:
@@ -149,9 +154,10 @@ class Drafter:
         self._num_drafted[source] += draft.count
         self._num_accepted[source] += num_accepted
         tried = min(num_accepted + 1, draft.count)
-        for record in (self._record(draft.kind), self._texts[draft.state.request_id].record):
-            record.add(tried, num_accepted)
-        self._earn(num_accepted * _CREDIT_OF_ACCEPTED - (draft.count - num_accepted))
+        of_kind = self._record(draft.kind)
+        of_kind.add(tried, num_accepted)
+        of_kind.earn(num_accepted * _CREDIT_OF_ACCEPTED - (draft.count - num_accepted))
+        self._texts[draft.state.request_id].record.add(tried, num_accepted)
 
     def forget(self, state: RequestState) -> None:
         """The answer restarts, or failed to."""
@@ -180,9 +186,6 @@ class Drafter:
             accepted=self._num_accepted.copy(),
         )
 
-    def _earn(self, credit: float) -> None:
-        self._credit = max(0.0, min(self._credit + credit, _MOST_CREDIT))
-
     def _draft(self, state: RequestState, room: int) -> _Draft | None:
         # The step's own token follows the guesses.
         most = min(self._most, room, state.max_num_tokens - state.num_tokens - 1)
@@ -190,10 +193,12 @@ class Drafter:
             return None
         text = self._text(state)
         found, length, source = text.stream.draft(most)
-        tokens = _before_end(found[:most], state.end_token_ids)
+        kind = (source, length.bit_length())
+        of_kind = self._record(kind)
+        of_kind.earn(_CREDIT_OF_CHANCE if found else 0)
+        tokens = _before_end(found[: max(0, int(of_kind.credit))], state.end_token_ids)
         if not tokens:
             return None
-        kind = (source, length.bit_length())
         return _Draft(state, tokens, kind, self._share_right(kind, text.record))
 
     def _share_right(self, kind: tuple[str, int], own: _Record) -> float:

@@ -267,7 +267,7 @@ def decode_plan(num_seqs: int, num_tokens: int) -> StepPlan:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "a_row", "guesses"), [(1, 0.05, 7), (1, 50.0, 0), (32, 1.0, 0)]
+    ("num_seqs", "a_row", "guesses"), [(1, 0.05, 7), (8, 5.0, 0), (32, 1.0, 0)]
 )
 def test_guesses_go_by_what_a_row_costs_in_this_step(num_seqs, a_row, guesses) -> None:
     """In steps that take 1 and `a_row` for each row; the guesses are good ones."""

@@ -23,7 +23,7 @@ _SHORTEST = 1e-6
 """Seconds of the shortest step: a clock may tell none at all."""
 _NEW = 0.05
 """Weight of the last step in the averages of `RowTimes`."""
-_USUAL_SHARE = 0.08
+_USUAL_SHARE = 0.2
 _DOUBT = 0.5
 """Variance of rows from which what was measured counts more than what is usual."""
 

@@ -488,8 +488,10 @@ class SpeculationConfig(Checked):
     speculate_tokens: Annotated[PositiveInt, Le(MAX_DRAFTS)] = flag(
         7, "Most tokens of an answer that are guessed in a step.", "Scheduling"
     )
-    speculate_history: PositiveInt = flag(
-        2**20, "Tokens of recent requests that guesses are taken from.", "Scheduling"
+    speculate_history: Annotated[int, Ge(64), Le(2**24)] = flag(
+        2**20,
+        "Tokens of recent requests that guesses are taken from, about 17 bytes each.",
+        "Scheduling",
     )
     speculative_config: SpeculativeConfig | None = flag(
         None,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prefixcache._core import DraftIndex
 from prefixcache.config.engine_config import (
     Activations,
     CacheConfig,
@@ -206,8 +207,6 @@ def _make_scheduler(
 def _make_drafter(config: SpeculationConfig) -> Drafter | None:
     if config.source == "off":
         return None
-    from prefixcache._core import DraftIndex
-
     return Drafter(
         DraftIndex(config.speculate_history),
         RowTimes(),

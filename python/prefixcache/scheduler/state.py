@@ -101,7 +101,7 @@ class RequestState:
         self.matcher = matcher
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = self._num_unwanted_logprobs()
         self.num_resets = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
@@ -179,7 +179,7 @@ class RequestState:
         self.tokens.forget_answer()
         if self.matcher is not None:
             self.matcher.reset()
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = self._num_unwanted_logprobs()
         self.num_cached_tokens = None
         self.num_written_tokens = 0
         self.restart()
@@ -246,7 +246,9 @@ class RequestState:
     def take(self, scheduled: ScheduledSequence, output: SequenceOutput) -> None:
         """Takes what is known of a computed chunk, and the tokens sampled after it."""
         if output.prompt_logprobs:
-            self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
+            assert scheduled.prompt_logprobs is not None
+            first = scheduled.prompt_logprobs.first
+            self.num_prompt_logprobs = first + len(output.prompt_logprobs)
         token_ids = output.token_ids
         for token_id in token_ids:
             self.tokens.append(token_id)
@@ -262,8 +264,13 @@ class RequestState:
         count = self.request.params.prompt_logprobs
         if count is None or not self.prompt_logprobs_due:
             return None
-        followers = self.tokens.prompt[start + 1 : stop + 1]
-        return PromptLogprobsInput(followers, count) if len(followers) else None
+        first = max(start, self.num_prompt_logprobs)
+        followers = self.tokens.prompt[first + 1 : stop + 1]
+        return PromptLogprobsInput(followers, count, first) if len(followers) else None
+
+    def _num_unwanted_logprobs(self) -> int:
+        """Tokens after the prompt's first one that precede those whose scores are wanted."""
+        return max(self.request.params.logprob_start_len - 1, 0)
 
     def _banned_after(self, num_tokens: int) -> tuple[int, ...]:
         """What may not follow that many tokens: what ends the answer, while it is too short."""

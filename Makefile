@@ -189,6 +189,7 @@ bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on t
 
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
+	$(BIN)/python tests/equality.py --schedules $$(($(SCHEDULES) / 4)) --speculate cache
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 

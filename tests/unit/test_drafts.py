@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from prefixcache.scheduler.step_time import RowTimes, StepTimeModel
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from prefixcache.types.token_ids import TokenBuffer, as_token_ids
+from serving import served_folder
 
 PROMPT = tuple(range(1, 12))
 LONG = 60
@@ -331,19 +332,19 @@ def test_no_guess_joins_a_chunk_of_a_prompt_or_takes_the_last_blocks() -> None:
 # Not one bit.
 
 
-def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Counts:
-    total = Counts()
+def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Iterator[Counts]:
     with tempfile.TemporaryDirectory() as scratch:
         folder, _ = make_pair(Path(scratch), "float32", None, **shape)
         bench = Bench(folder, "float32")
         for seed in schedules:
-            total.add(bench.compare(random_schedule(seed, speculates=True)))
-    return total
+            yield bench.compare(random_schedule(seed, speculates=True))
 
 
 @pytest.mark.parametrize("shape", [WIDE, with_windows(40)])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
-    counts = compare(range(10), shape)
+    counts = Counts()
+    for one in compare(range(10), shape):
+        counts.add(one)
     assert counts.differences == counts.block_differences == 0
     assert counts.drafted > 200
     assert 100 < counts.accepted < counts.drafted - 100
@@ -422,8 +423,8 @@ def _a_mask_of_the_place_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_comparison_notices_what_it_is_for(monkeypatch, break_it: Callable[..., None]) -> None:
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of them
-        for seed in range(40):
-            assert not compare([seed]).differences
+        for counts in compare(range(40)):
+            assert not counts.differences
 
 
 def _publish_the_last_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,3 +513,45 @@ def test_torch_refuses_it_by_name(tiny_checkpoint: Callable[[], Path]) -> None:
     )
     with pytest.raises(ConfigError, match="speculate needs the CPU's own kernels"):
         build(config)
+
+
+async def test_clients_see_the_same_answer_and_what_was_guessed(
+    tiny_checkpoint: Callable[[], Path],
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "What is cached?"}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "logprobs": True,
+    }
+    answers: list[Any] = []
+    for options in ({}, {"speculate": "prompt"}, {"speculate": "cache"}):
+        async with served_folder(tiny_checkpoint(), **options) as (client, _):
+            answers.append((await client.post("/v1/chat/completions", json=body)).json())
+            text = answers[0]["choices"][0]["message"]["content"]
+            prediction = {"type": "content", "content": [{"type": "text", "text": text}]}
+            more = (
+                body if options.get("speculate") == "cache" else {**body, "prediction": prediction}
+            )
+            answers.append((await client.post("/v1/chat/completions", json=more)).json())
+            metrics = (await client.get("/metrics")).text
+    assert all(one["choices"] == answers[0]["choices"] for one in answers)
+    details = [one["usage"].get("completion_tokens_details") for one in answers]
+    assert details[:2] == [None, None]
+    assert details[3]["accepted_prediction_tokens"] > 0, "the predicted answer"
+    assert details[5]["accepted_prediction_tokens"] > 0, "the answer before"
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f"spec_decode_num_{name}_total" in metrics
+    assert 'source="cache"' in metrics
+
+
+@pytest.mark.parametrize(
+    "prediction", ["text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}]
+)
+async def test_a_prediction_of_another_form_is_refused(tiny_checkpoint, prediction: Any) -> None:
+    async with served_folder(tiny_checkpoint()) as (client, _):
+        body = {"messages": [{"role": "user", "content": "x"}], "prediction": prediction}
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "prediction" in response.json()["error"]["message"]

@@ -95,12 +95,12 @@ pub fn rotate<E: Element>(
 }
 
 /// What a layer makes of one row.
-trait RowWork<E>: Sync {
+pub(crate) trait RowWork<E>: Sync {
     /// Writes `out` from `x`, row `row` of both.
     fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]);
 }
 
-fn each_row<E: Element>(
+pub(crate) fn each_row<E: Element>(
     form: Form,
     team: &Team,
     x: Rows<'_, E>,
@@ -142,7 +142,7 @@ impl<E: Element, W: RowWork<E>> Kernel for Chunk<'_, E, W> {
 
 /// Starts of the vectors of `width` numbers, and how many numbers each really has.
 #[inline(always)]
-fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(crate) fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..width)
         .step_by(L::LANES)
         .map(move |at| (at, (width - at).min(L::LANES)))

@@ -185,3 +185,76 @@ impl<E: Element> RowWork<E> for WeightedSum<'_, E> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use prefixcache_cpu::{Form, Rows, RowsMut, Team};
+
+    use super::route::Routes;
+    use super::{Router, Scores, WeightedSum};
+    use crate::linear::PackedLinear;
+    use crate::rowwise::each_row;
+
+    const EXPERTS: usize = 5;
+    const WIDTH: usize = 16;
+
+    fn noise(count: usize) -> Vec<f32> {
+        let number = |i: usize| (i * 7919 % 1013) as f32 / 500.0 - 1.0;
+        (0..count).map(number).collect()
+    }
+
+    /// The sums of rows that go to three experts each, whose results are the rows of a table. With the
+    /// fault a row's experts are added in an order that depends on how many rows there are.
+    fn sums(logits: &[f32], tables: &[f32], has_fault: bool) -> Vec<f32> {
+        let (form, team) = (Form::detect(), Team::new(1).expect("threads"));
+        let linear = PackedLinear::<f32>::new(1, &[EXPERTS], false).expect("memory");
+        let router = Router {
+            linear: &linear,
+            scores: Scores::Softmax,
+            selection_bias: None,
+            top_k: 3,
+            renormalise: Some(0.0),
+            scale: 1.0,
+        };
+        let rows = logits.len() / EXPERTS;
+        let mut routes = Routes::new(&router, &team, Rows::new(logits, EXPERTS)).expect("memory");
+        let mut made = vec![0.0; 3 * rows * WIDTH];
+        for group in routes.groups(1) {
+            for place in group.rows {
+                let from = (routes.tokens[place] * EXPERTS + group.parts.start) * WIDTH;
+                made[place * WIDTH..][..WIDTH].copy_from_slice(&tables[from..][..WIDTH]);
+            }
+        }
+        if has_fault {
+            routes.rotate(rows);
+        }
+        let x = vec![0.0_f32; rows * WIDTH];
+        let mut out = x.clone();
+        let work = WeightedSum {
+            routes: &routes,
+            down: Rows::new(&made, WIDTH),
+            residual: None,
+        };
+        let out_rows = RowsMut::new(&mut out, WIDTH);
+        each_row(form, &team, Rows::new(&x, WIDTH), &out_rows, &work);
+        out
+    }
+
+    fn rows_that_companions_change(has_fault: bool) -> usize {
+        const ROWS: usize = 40;
+        let (logits, tables) = (noise(ROWS * EXPERTS), noise(ROWS * EXPERTS * WIDTH));
+        let together = sums(&logits, &tables, has_fault);
+        let changed = (0..ROWS).filter(|row| {
+            let logits = &logits[row * EXPERTS..][..EXPERTS];
+            let tables = &tables[row * EXPERTS * WIDTH..][..EXPERTS * WIDTH];
+            sums(logits, tables, has_fault) != together[row * WIDTH..][..WIDTH]
+        });
+        changed.count()
+    }
+
+    #[test]
+    fn a_fault_in_the_order_of_experts_would_be_found() {
+        assert_eq!(rows_that_companions_change(false), 0);
+        assert!(rows_that_companions_change(true) > 20);
+    }
+}

@@ -181,6 +181,18 @@ impl Routes {
         groups.filter(|group| !group.rows.is_empty()).collect()
     }
 
+    /// Rotates the order of each row's choices: a fault for a test to find.
+    #[cfg(test)]
+    pub fn rotate(&mut self, count: usize) {
+        let count = count % self.top_k;
+        self.places
+            .chunks_mut(self.top_k)
+            .for_each(|row| row.rotate_left(count));
+        self.weights
+            .chunks_mut(self.top_k)
+            .for_each(|row| row.rotate_left(count));
+    }
+
     /// What became of row `row`.
     pub fn of_row(&self, row: usize) -> Chosen<'_> {
         let range = row * self.top_k..(row + 1) * self.top_k;

@@ -204,6 +204,9 @@ impl Step<'_> {
         };
         match &layer.feed_forward {
             FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
+            FeedForward::Experts(experts) => {
+                self.experts(experts, normed, &mut scratch.feed_forward, sum)
+            }
         }
     }
 

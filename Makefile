@@ -119,7 +119,7 @@ lint-python:
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml prefixcache._core
 
 loom:                              ## the model checker on the shipped lock-free code
-	$(LOOM) cargo test --package prefixcache-core --lib --release -- models
+	$(LOOM) cargo test --package prefixcache-core --package prefixcache-file --lib --release -- models
 
 shuttle:                           ## long random schedules (PREFIXCACHE_SCHEDULES=...)
 	$(SHUTTLE) cargo test --package prefixcache-core --lib --release -- schedules

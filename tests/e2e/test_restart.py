@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from killed_server import kill_servers
+from repeatable import bounded
 from server_process import PREFIXCACHE, ServerProcess, server_process
 
 _PROMPTS = [" ".join(f"word {number} of {name}" for number in range(40)) for name in "abc"]
@@ -180,3 +185,25 @@ def test_a_folder_of_others_is_not_used(folder, tmp_path):
         _ask(server, _PROMPTS[0])
         assert _ask(server, _PROMPTS[0])[1] > 0
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_no_answer_changes_whichever_call_on_the_files_fails(folder, tmp_path):
+    tests, shim = Path(__file__).parents[1], tmp_path / "shim.so"
+    source = tests / "failing_files.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, tests / "failing_files.py", folder, str(bounded(3, 1))],
+        env=os.environ | {"LD_PRELOAD": str(shim), "FAILING_FOLDER": str(tmp_path / "kept")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(map(int, done.stdout.split())) > 50
+
+
+def test_killed_servers_answer_as_cold_ones(folder, tmp_path, tiny_checkpoint, seed):
+    other = tiny_checkpoint(max_position_embeddings=4096, seed=1)
+    kills = kill_servers([folder, other], tmp_path, bounded(2, 10), seed)
+    assert kills.num_asked > 24

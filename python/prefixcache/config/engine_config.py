@@ -104,7 +104,7 @@ def parse_interval(value: object) -> int | Literal["none"]:
 
 
 def parse_tokens(value: object) -> int:
-    """Tokens of 8192, "8192", "8k" (8,000) or "8K" (8,192), as vLLM reads them. Raises `ValueError`."""
+    """Tokens of 8192, "8192", "8k" (8,000) or "8K" (8,192), as in vLLM. Raises `ValueError`."""
     tokens = value
     if isinstance(value, str) and (match := _TOKENS.fullmatch(value.strip())):
         number, unit = match.groups()

@@ -44,8 +44,8 @@ class NotUsableError(Exception):
 class FileLayout:
     """The KV that one file holds: `facts` are all that its bytes depend on besides the hashes.
 
-    The pool may have `max_blocks`, of which each takes `block_bytes` of every tensor. With KV events
-    the file keeps the `block_tokens` tokens of each too.
+    The pool may have `max_blocks`, of which each takes `block_bytes` of every tensor. With KV
+    events the file keeps the `block_tokens` tokens of each too.
     """
 
     facts: Mapping[str, object]
@@ -91,8 +91,9 @@ def program_digest() -> str:
 class KeptFile:
     """A locked file with KV tensors and their records; see `KVFile`.
 
-    Once it is prepared, `maps` has the bytes of each tensor that the pool may have, mapped shared. Tensors are numbered from 0. `num_restored` and `num_dropped` are the blocks of the file that
-    this process found at its start, and those that it could not use.
+    Tensors are numbered from 0. Once it is prepared, `maps` has the bytes of each that the pool may
+    have, mapped shared. `num_restored` and `num_dropped` are the blocks of the file that this
+    process found at its start, and those that it could not use.
     """
 
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:

@@ -5,9 +5,9 @@
 //! all other words but `usage`, and of the block's id, so that a record that is torn or lies elsewhere is none.
 
 #[cfg(loom)]
-use loom::sync::atomic::{AtomicU64, Ordering, fence};
+use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use prefixcache_core::band::Band;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
@@ -121,10 +121,10 @@ impl Record {
 
     /// Withdraws the record. The block's bytes may change once this returns.
     pub(crate) fn withdraw(&self, survives: impl Fn() -> bool) {
-        if self.state() != NONE {
-            put(&self.state, NONE, &survives);
-            // SeqCst: no store to the block's bytes comes before the record is gone.
-            fence(SeqCst);
+        if self.state() != NONE && survives() {
+            // An exchange: that of the checksum thread comes before it or fails. SeqCst: no store to the block's bytes
+            // comes before the record is gone.
+            self.state.swap(NONE, SeqCst);
         }
     }
 
@@ -298,11 +298,14 @@ mod models {
         move || left.replace(left.get().saturating_sub(1)) > 0
     }
 
-    /// Each thread dies at each of its stores: a record that is valid then fits its block.
+    /// Each thread dies at each of its stores, in all interleavings of up to two preemptions: a record that is valid
+    /// then fits its block.
     fn die_at_any_store(wrong: Wrong) {
         for stores in 8..=17 {
             for checks in 1..=2 {
-                loom::model(move || {
+                let mut builder = loom::model::Builder::new();
+                builder.preemption_bound = builder.preemption_bound.or(Some(2));
+                builder.check(move || {
                     let block = Arc::new(Block::new());
                     let other = Arc::clone(&block);
                     let checking = thread::spawn(move || other.check(wrong, &lives_for(checks)));

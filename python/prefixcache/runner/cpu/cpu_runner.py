@@ -187,7 +187,7 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
 
 
 def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> FileLayout | None:
-    """What a file of `kv_cache_dir` is of. Raises `FieldError` where it is larger than it may be."""
+    """What the file of `kv_cache_dir` is of. Raises `FieldError` where that is too small for it."""
     cache, layout, sizes = config.cache, specs.layout, specs.sizes
     if cache.kv_cache_dir is None or not cache.enable_prefix_caching:
         return None

@@ -207,3 +207,37 @@ def test_killed_servers_answer_as_cold_ones(folder, tmp_path, tiny_checkpoint, s
     other = tiny_checkpoint(max_position_embeddings=4096, seed=1)
     kills = kill_servers([folder, other], tmp_path, bounded(2, 10), seed)
     assert kills.num_asked > 24
+
+
+def test_the_folder_never_exceeds_its_size(folder, tmp_path):
+    """Of servers of several layouts, one after the other and two at a time, that resize."""
+    kept = tmp_path / "kept"
+    ceiling = ("--kv-cache-max-memory", "8MiB")
+    too_small = [*PREFIXCACHE, "serve", str(folder), *_FLAGS, *ceiling]
+    too_small += ["--kv-cache-dir", str(kept), "--kv-cache-dir-size", "1"]
+    done = subprocess.run(too_small, capture_output=True, text=True, check=False)
+    found = re.search(r"must be at least (\d+) bytes", done.stderr)
+    assert found, done.stderr
+    assert not kept.exists()
+    limit = int(found[1]) + (1 << 20)
+    flags = (*ceiling, "--kv-cache-dir-size", str(limit))
+    sizes: list[int] = []
+
+    def use(server: ServerProcess) -> None:
+        for number in range(40):
+            _ask(server, f"{number} " + _PROMPTS[number % 3])
+            if number % 10 == 0:
+                body = {"num_blocks": 100 + 8 * number}
+                httpx.post(f"{server.address}/prefix_cache/resize", json=body, timeout=60)
+            sizes.append(sum(file.stat().st_blocks for file in kept.iterdir()) * 512)
+
+    for block_size in ("16", "32", "8"):
+        with _serving(folder, tmp_path, kept, *flags, "--block-size", block_size) as (one, log):
+            assert _restored(log) == 0
+            use(one)
+    with _serving(folder, tmp_path, kept, *flags) as (one, _):
+        with _serving(folder, tmp_path, kept, *flags) as (other, log):
+            assert "take the room" in log.read_text()
+            use(other)
+        use(one)
+    assert limit // 4 < max(sizes) <= limit

@@ -713,8 +713,9 @@ class KVFile:
     """An open file of KV blocks and their records, which the caller has locked.
 
     An empty file becomes one of this layout; another one must have the same `digest` (32 bytes),
-    `num_tensors` and `block_bytes` (of a block in one tensor), and room for `capacity` blocks, the
-    null block counted. Raises ValueError with the reason why a file is not used, and OSError.
+    `num_tensors`, `block_bytes` (of a block in one tensor) and `block_tokens` (for the tokens of a
+    block, which KV events report; None without), and room for `capacity` blocks, the null block
+    counted. Raises ValueError with the reason why a file is not used, and OSError.
     """
 
     def __new__(
@@ -725,6 +726,7 @@ class KVFile:
         block_bytes: int,
         capacity: int,
         about: str = "",
+        block_tokens: int | None = None,
     ) -> KVFile: ...
     @property
     def capacity(self) -> int:

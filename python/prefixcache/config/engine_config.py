@@ -45,6 +45,7 @@ MAX_BLOCK_SIZE = 256
 MAX_DRAFTS = 31
 _MOST_BYTES = 2**62
 _DIGITS = re.compile(r"[0-9]{1,10}")
+_TOKENS = re.compile(r"(\d{1,10}|\d{0,9}\.\d{1,9})([kmg]?)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
@@ -131,9 +132,22 @@ def parse_speculative_config(value: object) -> tuple[Speculation, int | None]:
     return method, count
 
 
+def parse_tokens(value: object) -> int:
+    """Tokens of 8192, "8192", "8k" (8,000) or "8K" (8,192), as in vLLM. Raises `ValueError`."""
+    tokens = value
+    if isinstance(value, str) and (match := _TOKENS.fullmatch(value.strip())):
+        number, unit = match.groups()
+        base = 1000 if unit.islower() else 1024
+        tokens = int(float(number) * base ** " kmg".index(unit.lower() or " "))
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_INT:
+        raise ValueError("must be a number of tokens, as 8192, 8k (8,000) or 8K (8,192)")
+    return tokens
+
+
 # Bytes as an integer, or a share of the free memory as a float.
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
+TokenCount = Annotated[int, ReadBy(parse_tokens)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
@@ -404,8 +418,12 @@ class SchedulerConfig(Checked):
         shown="64 on a CPU, 256 on CUDA",
         common=True,
     )
-    max_num_batched_tokens: PositiveInt | None = flag(
-        None, "Most tokens of a step.", "Scheduling", shown="2048 on a CPU, 8192 on CUDA"
+    max_num_batched_tokens: TokenCount | None = flag(
+        None,
+        "Most tokens of a step.",
+        "Scheduling",
+        shown="2048 on a CPU, 8192 on CUDA",
+        metavar="<tokens>",
     )
     max_step_ms: NonNegativeFloat | None = flag(
         None,
@@ -419,11 +437,12 @@ class SchedulerConfig(Checked):
         "Scheduling",
         shown="no limit",
     )
-    max_model_len: PositiveInt | None = flag(
+    max_model_len: TokenCount | None = flag(
         None,
-        "Most tokens of a sequence.",
+        "Most tokens of a sequence, as 8192, 8k (8,000) or 8K (8,192).",
         "Model",
         shown="the model's context length",
+        metavar="<tokens>",
         common=True,
     )
     global_cache_hit_threshold: Fraction = flag(

@@ -33,7 +33,7 @@ class Turn:
 
 
 class Texts:
-    """The texts in one model's tokens; ids beyond `vocab_size` wrap around, as another model's do."""
+    """The texts in a model's tokens; ids beyond `vocab_size` wrap around, for a smaller model."""
 
     def __init__(self, model: str, vocab_size: int | None = None) -> None:
         self._tokenizer = Tokenizer.from_folder(resolve_model(model))
@@ -104,7 +104,7 @@ class Texts:
 
 
 def changed_files() -> Iterator[tuple[str, str]]:
-    """Commits of this repository that change a few Python files, the latest first, and the files."""
+    """Commits of this repository that change Python files, the latest first, and the files."""
     log = _git("log", "--no-merges", "--diff-filter=M", "--name-only", "--format=commit %H")
     for entry in log.split("commit ")[1:]:
         commit, *paths = entry.split()

@@ -46,10 +46,9 @@ class Texts:
             "noise": self._noise,
         }
 
-    def turns(self, name: str, count: int, longest: int) -> list[Turn]:
-        """The first turns of the text; answers are cut to `longest` tokens."""
-        found = islice(self.by_name[name](), count)
-        return [Turn(turn.prompt, turn.answer[:longest]) for turn in found]
+    def turns(self, name: str, count: int) -> list[Turn]:
+        """The first turns of the text, up to `count`."""
+        return list(islice(self.by_name[name](), count))
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -104,9 +103,12 @@ class Texts:
 
 
 def changed_files() -> Iterator[tuple[str, str]]:
-    """Commits of this repository that change Python files, the latest first, and the files."""
-    log = _git("log", "--no-merges", "--diff-filter=M", "--name-only", "--format=commit %H")
-    for entry in log.split("commit ")[1:]:
+    """Late commits of this repository that change Python files, and the files."""
+    log = _git(
+        "log", "-n400", "--diff-filter=M", "--name-only", "--format=commit %H"
+    )
+    # Oldest first: what is to come was not said before.
+    for entry in log.split("commit ")[:0:-1]:
         commit, *paths = entry.split()
         for path in paths[:3]:
             if path.endswith(".py"):

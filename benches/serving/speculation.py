@@ -6,10 +6,11 @@
     python benches/serving/speculation.py --simulate
 
 With `--force recorded` each row's token is the recorded answer's next one, whatever the logits: so
-guesses are right as often as the record says, and every row is computed and sampled. Groups of turns
-are decoded plainly and with guesses, in alternation, in one engine; a second pass asks for all of
-them again. Steps that compute a prompt are left out of the times. `--simulate` asks the index of
-guesses alone, without a model. Rows of other settings that `--output` has are kept.
+guesses are right as often as the record says, and every row is computed and sampled. Groups of
+turns are decoded plainly and with guesses, in alternation, in one engine. They are spread over the
+text, and the index is given what lies between them; a second pass asks for all of them again. Steps
+that compute a prompt are left out of the times. `--simulate` asks the index of guesses alone,
+without a model. Rows of other settings that `--output` has are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from answered import Texts, Turn
+from prefixcache.scheduler.drafts import Drafter, DraftStream
 from rich.console import Console
 
 import prefixcache.runner.cpu.cpu_runner
@@ -39,7 +41,6 @@ from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
-from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.tools.bench.machine import machine_facts, usable_cores
 from prefixcache.types.request import Request
@@ -50,6 +51,8 @@ HERE = Path(__file__).parent
 MOST_DRAFTS = 7
 HISTORY = 1 << 20
 LONGEST_PROMPT = 3000
+TURNS = 350
+"""Of a text, at most."""
 WAYS = ("plain", "guessed")
 
 
@@ -61,11 +64,11 @@ class Force(str, Enum):
 
 
 class RecordedSampler(Sampler):
-    """Samples, and returns the recorded answer's next token instead. A row's seed names its answer."""
+    """Samples, and returns the recorded answer's next token instead. A row's seed names it."""
 
-    answers: dict[int, Sequence[int]] = {}
+    answers: ClassVar[dict[int, Sequence[int]]] = {}
 
-    def sample(self, logits_RV: Any, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:
+    def sample(self, logits_RV: Any, rows: Sequence[SamplingInput]) -> list[SequenceOutput]:  # noqa: N803
         super().sample(logits_RV, rows)
         return [SequenceOutput(token_id=self._next(row)) for row in rows]
 
@@ -91,7 +94,7 @@ class Measured:
 
 @dataclass
 class Row:
-    """One text in one setting: tokens a second of each group of turns, and what became of guesses."""
+    """One text in one setting: tokens a second of each group, and what became of guesses."""
 
     text: str
     model: str
@@ -127,16 +130,15 @@ class Bench:
         )
         built = build(config, resolve_model(model))
         self.vocab_size = built.model.vocab_size
-        self._engine, self._streams = built.engine, streams
+        self._engine = built.engine
         self._numbers = itertools.count()
 
     def run(self, turns: Sequence[Turn], drafter: Drafter | None, longest: int) -> Measured:
-        """Answers the turns, as many at a time as there are streams."""
-        self._engine._scheduler.drafter = drafter
-        waiting, fresh, found = list(turns[::-1]), set[str](), Measured()
-        while waiting or self._engine.has_unfinished():
-            while waiting and self._engine.queue_length < self._streams:
-                fresh.add(self._add(waiting.pop(), longest))
+        """Answers the turns, all at a time."""
+        self._engine._scheduler.drafter = drafter  # noqa: SLF001
+        found = Measured()
+        fresh = {self._add(turn, longest) for turn in turns}
+        while self._engine.has_unfinished():
             is_decode = not fresh
             begun = time.perf_counter()
             outputs = self._engine.step()
@@ -159,21 +161,55 @@ class Bench:
         return request.request_id
 
 
-def new_drafter() -> Drafter:
-    """As the server makes it with `--speculate cache`."""
-    return Drafter(DraftIndex(HISTORY), RowTimes(), shares=True, most=MOST_DRAFTS)
+class OneScope:
+    """An index in which all requests share one scope, so that it can be given text."""
+
+    def __init__(self) -> None:
+        self._index = DraftIndex(HISTORY)
+
+    def stream(self, scope: bytes, shares: bool) -> DraftStream:  # noqa: ARG002
+        """As `DraftIndex.stream`."""
+        return self._index.stream(b"", shares)
+
+    def say(self, turns: Sequence[Turn]) -> None:
+        """Adds what was said, as if it had been answered."""
+        for turn in turns:
+            stream = self._index.stream(b"", True)
+            stream.append(turn.prompt + turn.answer)
+            stream.close()
 
 
-def measure(bench: Bench, rows: Sequence[Row], groups: Sequence[list[Turn]], longest: int) -> None:
+@dataclass
+class Group:
+    """Turns that are answered at a time, and those of the text before them."""
+
+    before: list[Turn]
+    turns: list[Turn]
+
+
+def grouped(turns: Sequence[Turn], count: int, size: int, longest: int) -> list[Group]:
+    """`count` groups spread over the text, of turns with at least 2 tokens to answer."""
+    turns = [t for t in turns if len(t.prompt) <= LONGEST_PROMPT and len(t.answer) > 1]
+    stride, found = len(turns) // count, list[Group]()
+    for end in range(stride, stride * count + 1, stride):
+        said = turns[end - stride : end - size]
+        cut = [Turn(t.prompt, t.answer[:longest]) for t in turns[max(end - size, 0) : end]]
+        found.append(Group(said, cut))
+    return found
+
+
+def measure(bench: Bench, rows: Sequence[Row], groups: Sequence[Group], longest: int) -> None:
     """Fills in a row for each pass."""
-    drafter = new_drafter()
+    index = OneScope()
+    drafter = Drafter(index, RowTimes(), shares=True, most=MOST_DRAFTS)
     before = drafter.counts()
     for row in rows:
         guessed = Measured()
         for number, group in enumerate(groups):
+            index.say(group.before if row.which_pass == 1 else ())
             speeds: dict[str, float] = {}
             for way in WAYS[:: 1 if number % 2 else -1]:
-                found = bench.run(group, drafter if way == "guessed" else None, longest)
+                found = bench.run(group.turns, drafter if way == "guessed" else None, longest)
                 if found.steps:
                     speeds[way] = found.speed
                     getattr(row, way).append(round(found.speed, 3))
@@ -188,13 +224,13 @@ def measure(bench: Bench, rows: Sequence[Row], groups: Sequence[list[Turn]], lon
         row.tokens_a_step, before = round(guessed.tokens / guessed.steps, 3), after
 
 
-def simulate(texts: Texts, names: Sequence[str], count: int, longest: int) -> Iterator[str]:
+def simulate(texts: Texts, names: Sequence[str], count: int) -> Iterator[str]:
     """What the index alone guesses, and by the length of the match how often the next is right."""
     yield "| text | source | tokens a step | right | append (ns a token) | draft (us) |"
     yield "|---|---|--:|--:|--:|--:|"
     by_length: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
-        turns = texts.turns(name, count, longest)
+        turns = texts.turns(name, count)
         index = DraftIndex(HISTORY)
         for source in ("prompt", "cache", "cache, second pass"):
             found = Simulated()
@@ -251,10 +287,10 @@ class Simulated:
         return f"{pace:.2f} | {right:.2f} | {append * 1e9:.0f} | {draft * 1e6:.1f}"
 
 
-def llama_row(python: str, model: str, groups: Sequence[list[Turn]], longest: int) -> Row:
+def llama_row(python: str, model: str, groups: Sequence[Group], longest: int) -> Row:
     """llama.cpp with and without its prompt lookup, on its own greedy answers."""
     gguf = resolve_model(model) / "model.gguf"
-    prompts = [turn.prompt for group in groups for turn in group]
+    prompts = [turn.prompt for group in groups for turn in group.turns]
     task = {"model": str(gguf), "prompts": prompts, "longest": longest, "most": MOST_DRAFTS}
     task |= {"threads": usable_cores(), "max_tokens": LONGEST_PROMPT + 1000}
     command = [python, str(HERE / "contenders" / "llama_lookup.py")]
@@ -285,7 +321,7 @@ def main(
     names = text or ["chats", "edits", "quotes", "noise"]
     console = Console(width=200, highlight=False)
     if simulate_only:
-        for line in simulate(Texts(DEFAULT_MODEL), names, 40 * groups, 1000):
+        for line in simulate(Texts(DEFAULT_MODEL), names, TURNS):
             console.print(line)
         return
     if force is Force.RECORDED:
@@ -295,12 +331,7 @@ def main(
     label = name or Path(model).stem
     rows: list[Row] = []
     for of_text in names:
-        turns = [
-            turn
-            for turn in texts.turns(of_text, 3 * groups * streams, longest)
-            if len(turn.prompt) <= LONGEST_PROMPT and len(turn.answer) > 1
-        ][: groups * streams]
-        in_groups = [turns[i : i + streams] for i in range(0, len(turns), streams)]
+        in_groups = grouped(texts.turns(of_text, TURNS), groups, streams, longest)
         setting = (of_text, label, activations, streams, force.value)
         made = [Row(*setting, number) for number in range(1, passes + 1)]
         measure(bench, made, in_groups, longest)

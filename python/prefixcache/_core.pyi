@@ -1084,7 +1084,7 @@ class DraftStream:
         """Up to `max_tokens` next tokens (at most 64), the length of the match, whose text it is.
 
         They followed the longest text that ends as this one does, of several the latest one. A
-        match has 3 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
+        match has 2 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
         """
     def close(self) -> None:
         """End it; a second time does nothing. What it shares stays until it is evicted."""

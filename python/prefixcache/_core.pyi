@@ -922,11 +922,14 @@ class DecoderStack:
         caches: list[int],
         rotations: list[tuple[int, int]],
         x: int,
+        *,
+        rotated: int | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
         In place. Layer i computes with `attentions[layer_groups[i]]`, over keys and values at
-        `caches[i]`. Each of `rotations` is (cos, sin): dense float32 of half a head a row.
+        `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
+        row. They turn the first `rotated` numbers of a head, by default all.
         """
 
 @final

@@ -217,10 +217,10 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     sandwich = config.sandwich_norms
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return LayerShape(
-        input_norm=norm("input_layernorm"),
+        input_norm=norm("input_layernorm") if config.input_norms else None,
         mixer=_attention(config, f"{prefix}.self_attn", ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(mlp_norm),
+        mlp_norm=norm(mlp_norm) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
@@ -228,14 +228,13 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
 
 def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+    counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
+    qkv = {f"{prefix}.{one}_proj": count * head_dim for one, count in counts.items()}
+    if (fused := FAMILIES[config.architecture].names.get("qkv")) is not None:
+        qkv = {f"{prefix}.{fused}": sum(qkv.values())}
     hidden = config.hidden_size
     return AttentionShape(
-        qkv=LinearShape(
-            hidden,
-            {f"{prefix}.{one}_proj": count * head_dim for one, count in projections},
-            config.qkv_bias,
-        ),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias),
         qk_norm=NormShape(
             head_dim,
             {f"{prefix}.q_norm": heads, f"{prefix}.k_norm": kv_heads},

@@ -176,7 +176,12 @@ impl DecoderStack {
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
     ///
     /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
-    /// Each of `rotations` is (cos, sin): dense float32 of half a head a row.
+    /// Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a row. They turn the first
+    /// `rotated` numbers of a head, by default all.
+    #[pyo3(
+        signature = (attentions, layer_groups, caches, rotations, x, *, rotated=None),
+        text_signature = "($self, attentions, layer_groups, caches, rotations, x, *, rotated=None)"
+    )]
     fn forward(
         &self,
         py: Python<'_>,
@@ -185,6 +190,7 @@ impl DecoderStack {
         caches: Numbers<names::Caches>,
         rotations: List<names::Rotations, Angles>,
         x: Number<names::X>,
+        rotated: Option<Number<names::Rotated>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -199,8 +205,13 @@ impl DecoderStack {
         let steps = planned.iter().map(|step| PagedAttention::of_step(step));
         let steps = steps.collect::<PyResult<Vec<_>>>()?;
         let rows = steps[0].plan.num_queries();
-        let half = attentions[0].attention.head_dim() / 2;
-        let angles = |address| Matrix::dense_at("rotations", address, rows, half);
+        let head = attentions[0].attention.head_dim();
+        let rotated = rotated.map_or(head, |rotated| rotated.0);
+        if rotated == 0 || rotated > head || rotated % 2 == 1 {
+            let reason = format!("must be even, and from 2 to {head}, not {rotated}");
+            return Err(out_of_range("rotated", reason));
+        }
+        let angles = |address| Matrix::dense_at("rotations", address, rows, rotated / 2);
         let cache =
             |(&group, address): (&usize, usize)| attentions[group].cache(steps[group], address);
         let tensors = Tensors {

@@ -579,6 +579,8 @@ def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModelError(f"{name} {form} are not supported for {family.model_type}.")
         if rope:
             checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
+        elif name == "rope_parameters" and not family.ropes_by_layer:
+            checked[name] = {}  # which says more than nothing: no scaling, whatever the family's
     return checked
 
 

@@ -713,8 +713,9 @@ class KVFile:
     """An open file of KV blocks and their records, which the caller has locked.
 
     An empty file becomes one of this layout; another one must have the same `digest` (32 bytes),
-    `num_tensors` and `block_bytes` (of a block in one tensor), and room for `capacity` blocks, the
-    null block counted. Raises ValueError with the reason why a file is not used, and OSError.
+    `num_tensors`, `block_bytes` (of a block in one tensor) and `block_tokens` (for the tokens of a
+    block, which KV events report; None without), and room for `capacity` blocks, the null block
+    counted. Raises ValueError with the reason why a file is not used, and OSError.
     """
 
     def __new__(
@@ -725,6 +726,7 @@ class KVFile:
         block_bytes: int,
         capacity: int,
         about: str = "",
+        block_tokens: int | None = None,
     ) -> KVFile: ...
     @property
     def capacity(self) -> int:
@@ -1082,7 +1084,7 @@ class DraftStream:
         """Up to `max_tokens` next tokens (at most 64), the length of the match, whose text it is.
 
         They followed the longest text that ends as this one does, of several the latest one. A
-        match has 3 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
+        match has 2 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
         """
     def close(self) -> None:
         """End it; a second time does nothing. What it shares stays until it is evicted."""

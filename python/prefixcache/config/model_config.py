@@ -113,7 +113,7 @@ class ModelConfig(Checked):
 
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
     query and key head is RMS-normalised before rotation; with `whole_qk_norms` all queries of a
-    token are at once, and all keys. With `sinks` each head has a score more, of a key without a value.
+    token are at once, and all keys. With `sinks` each head has one more score, without a value.
     Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry for each
     layer: how many of the last tokens a token sees, itself among them, or None for all; with no
     entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all

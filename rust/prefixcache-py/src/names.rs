@@ -26,6 +26,7 @@ names! {
     Attentions = "attentions",
     Balance = "balance",
     BlockBytes = "block_bytes",
+    BlockTokens = "block_tokens",
     Banned = "banned",
     BadWords = "bad_words",
     Bias = "bias",

@@ -116,6 +116,16 @@ class World:
         mixer = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
         dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
         self.mixer, self.feed_forward = mixer, dense
+        self.experts = _core.ExpertsFeedForward(
+            router=_core.PackedLinear(self.cpu, 4, 2, "float32"),
+            scores=self.choose.choice(["softmax", "sigmoid"]),
+            selection_bias=self.choose.choice([None, at]),
+            top_k=self.choose.choice([1, 2]),
+            gate_up=_core.PackedLinear(self.cpu, 4, 24, "float32", parts=[6] * 4),
+            gate=gate,
+            down=_core.PackedLinear(self.cpu, 6, 8, "float32", parts=[4, 4]),
+        )
+        dense = self.choose.choice([dense, self.experts])
         return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
 
     def instances(self) -> list[Any]:
@@ -134,6 +144,7 @@ class World:
             self.attention,
             self.mixer,
             self.feed_forward,
+            self.experts,
             self.decoder_layer,
             self.stack,
             self.stops,
@@ -249,7 +260,11 @@ class World:
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
             **dict.fromkeys(LINEARS, lambda: self.layer),
             "mixer": lambda: self.mixer,
-            "feed_forward": lambda: self.feed_forward,
+            "feed_forward": lambda: choose.choice([self.feed_forward, self.experts]),
+            "router": lambda: self.layer,
+            "scores": lambda: choose.choice(["softmax", "sigmoid"]),
+            "renormalise": lambda: choose.choice([None, 0.0]),
+            "whole_norms": lambda: choose.choice([False, True]),
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -372,7 +387,15 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"ids", "weight", "x"}
-ADDRESSES |= {"input_norm", "qk_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm"}
+ADDRESSES |= {
+    "input_norm",
+    "qk_norm",
+    "mixer_out_norm",
+    "mlp_norm",
+    "mlp_out_norm",
+    "sinks",
+    "selection_bias",
+}
 LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}

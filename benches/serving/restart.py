@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from compare import Entry, Worker, started
 
 from prefixcache._core import PrefixCache
@@ -100,7 +101,7 @@ def restarted_llama(python: str, tokens: int, folder: Path) -> Times:
 
 
 @contextmanager
-def llama(entry: Entry, tokens: int) -> Iterator[Worker]:
+def llama(entry: Entry, tokens: int) -> Generator[Worker]:
     """A process that has loaded the model."""
     shared = {"threads": usable_cores(), "max_tokens": tokens + LAST, "max_seqs": 1}
     with started(entry, shared, 600) as worker:
@@ -108,13 +109,18 @@ def llama(entry: Entry, tokens: int) -> Iterator[Worker]:
 
 
 def cost(rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Milliseconds of requests of 1,024 new tokens and 64 generated, with and without the folder."""
+    """Milliseconds of requests, of 1,024 new tokens and 64 generated, with and without it.
+
+    "KiB a token" is what the first makes the system write to the disk.
+    """
     times: dict[str, list[float]] = {"with": [], "without": []}
     kept = ["--kv-cache-dir", str(folder / "kv")]
     with (
         server_process([*COMMAND, *kept], folder / "log-with") as one,
         server_process(COMMAND, folder / "log-without") as other,
     ):
+        io = psutil.Process(one.process.pid).io_counters
+        before = io().write_bytes
         for number in range(-1, rounds):
             prompt = [random.Random(number).randrange(1000, 40000) for _ in range(1024)]
             turns = [("with", one), ("without", other)]
@@ -122,7 +128,8 @@ def cost(rounds: int, folder: Path) -> dict[str, list[float]]:
                 found = request_ms(server, prompt, 64)
                 if number >= 0:  # The first one warms up.
                     times[name].append(found)
-    return times
+        written = (io().write_bytes - before) / 1024 / (rounds + 1) / (1024 + 63)
+    return times | {"KiB a token": [written]}
 
 
 def restore_ms(folder: Path) -> Times:
@@ -135,6 +142,7 @@ def restore_ms(folder: Path) -> Times:
         block_tokens=16,
     )
     times: Times = {}
+    restored = 0
     for _ in range(2):
         begun = time.perf_counter()
         file = open_kept_file(folder, layout, NUM_BLOCKS + 1, None)

@@ -89,7 +89,7 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	touch $@
 
 test-rust:
-	cargo test --workspace --exclude prefixcache-py --lib --tests --quiet
+	cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
@@ -165,7 +165,7 @@ bench-peers: setup-dev              ## with transformers in one run; ARGS="--lla
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
 
 bench-core: setup                  ## the core's operations from Rust and from Python
-	cargo bench --package prefixcache-core
+	cargo bench --package prefixcache-oracle
 	$(BIN)/python benches/core/bench_python.py
 
 bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (ARGS=--simulate)
@@ -194,6 +194,7 @@ bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on t
 
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
+	$(BIN)/python tests/equality.py --schedules $$(($(SCHEDULES) / 4)) --speculate cache
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 

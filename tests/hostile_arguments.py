@@ -98,6 +98,8 @@ class World:
         self.chooser = _core.ReplicaChooser(
             overlap_weight=1, request_tokens=1, window_tokens=9, balance=1, affinity=1
         )
+        self.drafts = _core.DraftIndex(128)
+        self.draft_streams = [self.drafts.stream(b"", shares) for shares in (True, True, False)]
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def kept_events(self) -> Any:
@@ -111,7 +113,10 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        return _core.DecoderLayer(**linears, **norms, gate=gate, norm_offset=1.0, rope=0)
+        mixer = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
+        self.mixer, self.feed_forward = mixer, dense
+        return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
 
     def instances(self) -> list[Any]:
         """What methods are called on."""
@@ -127,6 +132,8 @@ class World:
             self.sampler,
             self.sampler_row,
             self.attention,
+            self.mixer,
+            self.feed_forward,
             self.decoder_layer,
             self.stack,
             self.stops,
@@ -137,6 +144,8 @@ class World:
             self.pseudonyms,
             self.index,
             self.chooser,
+            self.drafts,
+            *self.draft_streams,
         ]
 
     def interfere(self) -> None:
@@ -150,6 +159,8 @@ class World:
             lambda: self.cache.commit_prefix_plan(self.sequences[1], 0, 7),
             lambda: self.cache.resize(choose.choice([5, 17, 33])),
             self.cache.clear_cache_index,
+            choose.choice(self.draft_streams).close,
+            lambda: self.draft_streams[0].append([1] * choose.randrange(90)),
             self.fail,
         ]
         act = choose.choice(acts)
@@ -237,6 +248,8 @@ class World:
             "format": lambda: choose.choice(["Q4_0", "Q6_K"]),
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
             **dict.fromkeys(LINEARS, lambda: self.layer),
+            "mixer": lambda: self.mixer,
+            "feed_forward": lambda: self.feed_forward,
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -249,6 +262,8 @@ class World:
             "wide_out": lambda: choose.choice([False, True]),
             "stops": lambda: self.some_list(lambda: choose.choice(["stop", "st", ""])),
             "text": lambda: choose.choice(["a stop", b'{"a": [1, "b", 1e5]}', b"[", "te"]),
+            "scope": lambda: choose.choice([b"", b"scope"]),
+            "shares": lambda: choose.choice([False, True]),
             "path": lambda: choose.choice([TRACE, str(TRACE), PROGRAM]),
             "sizes": lambda: self.some_list(self.number),
             "hints": lambda: self.some_list(lambda: choose.choice([(0, None, 80, None), (4, 2)])),
@@ -357,7 +372,7 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"ids", "weight", "x"}
-ADDRESSES |= {"input_norm", "qk_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"}
+ADDRESSES |= {"input_norm", "qk_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm"}
 LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}
@@ -381,7 +396,7 @@ def methods_of(cls: type) -> dict[str, list[inspect.Parameter]]:
 EXPORTS = {name: getattr(_core, name) for name in _core.__all__}
 CLASSES = {name: export for name, export in EXPORTS.items() if isinstance(export, type)}
 METHODS = {cls: methods_of(cls) for cls in CLASSES.values()}
-MADE_BY_METHODS = {"BlockHashes", "EventSnapshot", "Sequence", "StopStream"}
+MADE_BY_METHODS = {"BlockHashes", "DraftStream", "EventSnapshot", "Sequence", "StopStream"}
 
 
 class Module:

@@ -20,13 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "AttentionMixer",
     "BlockHashes",
     "BlockPool",
     "BlockPseudonyms",
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DenseFeedForward",
+    "DraftIndex",
+    "DraftStream",
     "EventSnapshot",
+    "ExpertsFeedForward",
     "KVFile",
     "PackedLinear",
     "PagedAttention",
@@ -662,7 +667,19 @@ class BlockPool:
         """Make the calling thread the one that may write; nothing changes for a shared pool."""
 
 _KernelDType: TypeAlias = Literal["bfloat16", "float32"]
-_BlockFormat: TypeAlias = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+_BlockFormat: TypeAlias = Literal[
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+]
 
 # The kernels take tensors as addresses (`Tensor.data_ptr()`): the caller vouches for their type,
 # their size, and that they outlive the call. Strides count numbers, and numbers of a row are
@@ -801,30 +818,86 @@ class PackedLinear:
         """
 
 @final
-class DecoderLayer:
-    """A layer of a decoder on the CPU: its weights, and what layers differ in."""
+class AttentionMixer:
+    """Attention of a layer on the CPU: its weights, and the rotations of its queries and keys."""
 
     def __new__(
         cls,
         *,
-        input_norm: int,
         qkv: PackedLinear,
         qk_norm: int | None = None,
+        whole_norms: bool = False,
+        sinks: int | None = None,
         out: PackedLinear,
-        attention_out_norm: int | None = None,
-        mlp_norm: int,
-        gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh"],
-        down: PackedLinear,
-        mlp_out_norm: int | None = None,
-        norm_offset: float,
         rope: int,
         query_rope: int | None = None,
-    ) -> DecoderLayer:
-        """A layer of these linears, and of norms at these addresses.
+    ) -> AttentionMixer:
+        """Attention with these linears, and a norm of queries and keys at this address.
 
-        `norm_offset` is added to the weights of all norms; `rope` is the number of the layer's
-        rotation among those of a step, `query_rope` that of its queries where it is another.
+        It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
+        the address of a float32 a head.
+
+        `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
+        queries where it is another.
+        """
+
+@final
+class DenseFeedForward:
+    """A gated MLP of a layer on the CPU."""
+
+    def __new__(
+        cls,
+        *,
+        gate_up: PackedLinear,
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        down: PackedLinear,
+    ) -> DenseFeedForward:
+        """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
+
+@final
+class ExpertsFeedForward:
+    """A mixture of experts of a layer on the CPU."""
+
+    def __new__(
+        cls,
+        *,
+        router: PackedLinear,
+        scores: Literal["softmax", "sigmoid"],
+        selection_bias: int | None = None,
+        top_k: int,
+        renormalise: float | None = None,
+        scale: float | None = None,
+        gate_up: PackedLinear,
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        down: PackedLinear,
+    ) -> ExpertsFeedForward:
+        """The experts of these linears, as many as the router has outputs.
+
+        `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
+        `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
+        float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
+        divided by their sum plus this, and then multiplied by `scale`.
+        """
+
+@final
+class DecoderLayer:
+    """A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them."""
+
+    def __new__(
+        cls,
+        *,
+        input_norm: int | None = None,
+        mixer: AttentionMixer,
+        mixer_out_norm: int | None = None,
+        mlp_norm: int | None = None,
+        feed_forward: DenseFeedForward | ExpertsFeedForward,
+        mlp_out_norm: int | None = None,
+        norm_offset: float,
+    ) -> DecoderLayer:
+        """A layer of these parts, and of norms at these addresses.
+
+        `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
+        `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms.
         """
 
 @final
@@ -839,7 +912,7 @@ class DecoderStack:
         eps: float,
         layers: list[DecoderLayer],
     ) -> DecoderStack:
-        """A stack of `layers`, of one shape, over a residual stream of `hidden` numbers a token."""
+        """A stack of `layers`, which may differ, over a residual stream of `hidden` numbers."""
     def forward(
         self,
         attentions: list[PagedAttention],
@@ -880,7 +953,7 @@ class RowOps:
         """
     def gated(
         self,
-        gate: Literal["silu", "gelu_tanh"],
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         x: int,
         rows: int,
         width: int,
@@ -973,6 +1046,48 @@ class StopStream:
     @property
     def num_held(self) -> int:
         """Characters at the end of all pieces that may be the beginning of a stop string."""
+
+@final
+class DraftIndex:
+    """The recent text of all requests, from which the next tokens of one are guessed.
+
+    A stream reads its own text, and what other streams of its scope share. Memory is fixed at the
+    start, about 17 bytes a token; text is evicted in pages of 64 tokens, the least recently used
+    first. Texts of a scope that begin alike are held once. Calls of an index and its streams are
+    for one thread at a time, RuntimeError otherwise; the properties are for any.
+    """
+
+    def __new__(cls, max_tokens: int) -> DraftIndex:
+        """It holds up to `max_tokens` tokens, from 64 to 2**24."""
+    def stream(self, scope: bytes, shares: bool) -> DraftStream:
+        """A request without text.
+
+        Only streams of the same `scope` read what this one says, and none without `shares`.
+        """
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are held."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory, the same however many tokens are held."""
+
+@final
+class DraftStream:
+    """The text of one request in a `DraftIndex`. RuntimeError once it is closed."""
+
+    def append(self, tokens: _Tokens) -> None:
+        """Add tokens: the prompt in one call, then what was accepted.
+
+        About 0.2 microseconds a token, less for a prompt that begins as another did.
+        """
+    def draft(self, max_tokens: int) -> tuple[list[int], int, Literal["prompt", "cache"]]:
+        """Up to `max_tokens` next tokens (at most 64), the length of the match, whose text it is.
+
+        They followed the longest text that ends as this one does, of several the latest one. A
+        match has 2 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
+        """
+    def close(self) -> None:
+        """End it; a second time does nothing. What it shares stays until it is evicted."""
 
 @final
 class TraceReader:

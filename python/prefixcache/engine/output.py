@@ -33,7 +33,8 @@ class Answer:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_cached_tokens = self._num_written_tokens = 0
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._num_accepted_drafts = self._num_refused_drafts = 0
+        self._prompt_logprobs = self._unscored()
         self._begun: float | None = None
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
@@ -48,7 +49,8 @@ class Answer:
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
         self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
-        self._prompt_logprobs = [None]
+        self._num_accepted_drafts = self._num_refused_drafts = 0
+        self._prompt_logprobs = self._unscored()
         if not begun:
             return None
         length = len(self.request.prompt_token_ids)
@@ -60,6 +62,11 @@ class Answer:
         """Takes those that follow positions `start`, `start + 1`, ...; known ones are skipped."""
         known = len(self._prompt_logprobs) - 1 - start
         self._prompt_logprobs.extend(logprobs[known:])
+
+    def count_drafts(self, *, accepted: int = 0, refused: int = 0) -> None:
+        """Counts guesses at the answer's tokens, before the tokens are pushed."""
+        self._num_accepted_drafts += accepted
+        self._num_refused_drafts += refused
 
     def push(
         self,
@@ -96,6 +103,8 @@ class Answer:
             num_cached_tokens=num_cached_tokens,
             num_written_tokens=num_written_tokens,
             num_window_missed_tokens=num_window_missed_tokens,
+            num_accepted_drafts=self._num_accepted_drafts,
+            num_refused_drafts=self._num_refused_drafts,
             started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
@@ -112,6 +121,8 @@ class Answer:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_written_tokens=self._num_written_tokens,
+            num_accepted_drafts=self._num_accepted_drafts,
+            num_refused_drafts=self._num_refused_drafts,
             finish_reason=ending.finish_reason,
             error=ending.error,
             error_code=ending.error_code,
@@ -150,6 +161,11 @@ class Answer:
         if ended_by_token or self._detokenizer.stopped_by is not None:
             return "stop"
         return "length" if self._num_tokens >= self._max_tokens else None
+
+    def _unscored(self) -> list[TokenLogprobs | None]:
+        """Nothing for the first token, and for those before the first that is to be scored."""
+        length = len(self.request.prompt_token_ids)
+        return [None] * max(min(self.request.params.logprob_start_len, length), 1)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         if self.request.params.prompt_logprobs is None:

@@ -17,6 +17,7 @@ mod cpu;
 mod decoder;
 mod detach;
 mod digests;
+mod drafts;
 mod errors;
 mod events;
 mod evictions;
@@ -24,6 +25,7 @@ mod exclusive;
 mod hints;
 mod json;
 mod kv_file;
+mod layer;
 mod linear;
 mod names;
 mod prefix_cache;
@@ -56,15 +58,19 @@ mod _core {
     #[pymodule_export]
     use crate::cpu::Cpu;
     #[pymodule_export]
-    use crate::decoder::{DecoderLayer, DecoderStack};
+    use crate::decoder::DecoderStack;
     #[pymodule_export]
     use crate::digests::{derive_digest, hash_file_ranges};
+    #[pymodule_export]
+    use crate::drafts::{DraftIndex, DraftStream};
     #[pymodule_export]
     use crate::events::EventSnapshot;
     #[pymodule_export]
     use crate::json::parse_json;
     #[pymodule_export]
     use crate::kv_file::{KVFile, describe_kv_file};
+    #[pymodule_export]
+    use crate::layer::{AttentionMixer, DecoderLayer, DenseFeedForward, ExpertsFeedForward};
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

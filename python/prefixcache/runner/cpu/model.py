@@ -37,7 +37,16 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PagedAttention, RowOps
+from prefixcache._core import (
+    AttentionMixer,
+    Cpu,
+    DecoderLayer,
+    DecoderStack,
+    DenseFeedForward,
+    ExpertsFeedForward,
+    PagedAttention,
+    RowOps,
+)
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
@@ -46,12 +55,17 @@ from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
+    AttentionShape,
     DecoderShape,
+    DenseShape,
+    ExpertsShape,
     LayerShape,
     LinearShape,
     NormShape,
+    VectorShape,
     linear_slots,
     norm_slots,
+    vector_slot,
 )
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
@@ -156,19 +170,43 @@ class CpuModel:
 
     def _layer(self, shape: LayerShape) -> DecoderLayer:
         return DecoderLayer(
-            input_norm=address(self._norm(shape.input_norm)),
+            input_norm=self._optional_norm(shape.input_norm),
+            mixer=self._attention(shape.mixer),
+            mixer_out_norm=self._optional_norm(shape.mixer_out_norm),
+            mlp_norm=self._optional_norm(shape.mlp_norm),
+            feed_forward=self._feed_forward(shape.feed_forward),
+            mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
+            norm_offset=self.config.norm_offset,
+        )
+
+    def _attention(self, shape: AttentionShape) -> AttentionMixer:
+        return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
             qk_norm=self._optional_norm(shape.qk_norm),
+            whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
+            sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),
             out=self._linear(shape.out).packed,
-            attention_out_norm=self._optional_norm(shape.attention_out_norm),
-            mlp_norm=address(self._norm(shape.mlp_norm)),
+            rope=shape.rope,
+            query_rope=shape.query_rope,
+        )
+
+    def _feed_forward(
+        self, shape: DenseShape | ExpertsShape
+    ) -> DenseFeedForward | ExpertsFeedForward:
+        if isinstance(shape, ExpertsShape):
+            return ExpertsFeedForward(
+                router=self._linear(shape.router).packed,
+                scores="softmax",
+                top_k=shape.top_k,
+                renormalise=0.0 if shape.renormalise else None,
+                gate_up=self._linear(shape.gate_up).packed,
+                gate=shape.activation,
+                down=self._linear(shape.down).packed,
+            )
+        return DenseFeedForward(
             gate_up=self._linear(shape.gate_up).packed,
             gate=shape.activation,
             down=self._linear(shape.down).packed,
-            mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
-            norm_offset=self.config.norm_offset,
-            rope=shape.rope,
-            query_rope=shape.query_rope,
         )
 
     def _optional_norm(self, shape: NormShape | None) -> int | None:
@@ -185,6 +223,13 @@ class CpuModel:
         made = new_array((shape.rows, shape.width), DTYPES[self.dtype_name])
         self._norms.append(made)  # the kernel has only its address
         self.slots.update(norm_slots(shape, partial(_write_rows, made), self.dtype_name))
+        return made
+
+    def _vector(self, shape: VectorShape) -> Array:
+        made = new_array((shape.width,), DTYPES["float32"])
+        self._norms.append(made)  # as above
+        name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
+        self.slots[name] = slot
         return made
 
     def _make_embedding(self, shape: LinearShape) -> CpuEmbedding:

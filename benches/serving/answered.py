@@ -104,9 +104,7 @@ class Texts:
 
 def changed_files() -> Iterator[tuple[str, str]]:
     """Late commits of this repository that change Python files, and the files."""
-    log = _git(
-        "log", "-n400", "--diff-filter=M", "--name-only", "--format=commit %H"
-    )
+    log = _git("log", "-n400", "--diff-filter=M", "--name-only", "--format=commit %H")
     # Oldest first: what is to come was not said before.
     for entry in log.split("commit ")[:0:-1]:
         commit, *paths = entry.split()

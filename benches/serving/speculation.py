@@ -32,7 +32,6 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 from answered import Texts, Turn
-from prefixcache.scheduler.drafts import Drafter, DraftStream
 from rich.console import Console
 
 import prefixcache.runner.cpu.cpu_runner
@@ -41,6 +40,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.scheduler.drafts import Drafter, DraftStream
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.tools.bench.machine import machine_facts, usable_cores
 from prefixcache.types.request import Request

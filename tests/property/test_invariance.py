@@ -41,6 +41,9 @@ SHAPES = {
     "unrotated": ("smollm3-window", WIDE),
     "ministral3": ("ministral3", WIDE),
     "granite": ("granite", WIDE),
+    "qwen3-moe": ("qwen3-moe", WIDE),
+    "olmoe": ("olmoe", WIDE),
+    "gpt-oss": ("gpt-oss", WIDE),
 }
 RUNS = [
     *((dtype, threads, "full") for dtype in DTYPES for threads in (1, 2)),
@@ -53,6 +56,10 @@ RUNS = [
     ("bfloat16", 1, "unrotated"),
     ("bfloat16", 2, "ministral3"),
     ("bfloat16", 2, "granite"),
+    ("float32", 1, "qwen3-moe"),
+    ("bfloat16", 2, "qwen3-moe"),
+    ("bfloat16", 1, "olmoe"),
+    ("bfloat16", 2, "gpt-oss"),
 ]
 LENGTH = 200
 SLOW = settings(
@@ -196,6 +203,7 @@ def assert_same(counts: Counts) -> None:
         ("float32", "window33"),
         ("float32", "all33"),
         ("bfloat16", "gemma3"),
+        ("bfloat16", "qwen3-moe"),
     ],
 )
 def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(

@@ -51,10 +51,17 @@ class GroupedAttention:
         for backend, batch in zip(self.backends, batches, strict=True):
             backend.plan(batch)
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """The attention of a layer of the model; see `AttentionBackend.run`."""
         backend, number = self._layers[layer]
-        return backend.run(number, q_THD, k_TKD, v_TKD)
+        return backend.run(number, q_THD, k_TKD, v_TKD, sinks_H)
 
     @property
     def rotate_and_run(self) -> Callable[[int, Tensor, Tensor, Rotation], Tensor] | None:

@@ -70,6 +70,8 @@ _SCALES = {
     "Q4_K": {0: 30 * 64, 2: 2 * 64},
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
+    "Q2_K": {80: 30 * 2, 82: 2 * 15},
+    "Q3_K": {108: 4 * 32},
     "IQ4_NL": {0: 127},
     "IQ4_XS": {0: 127 * 32},
     "MXFP4": {},
@@ -101,6 +103,7 @@ def write_gguf(
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
     writer = gguf.GGUFWriter(file, architecture)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -261,6 +261,15 @@ def test_what_can_be_guessed_often_enough_is() -> None:
     assert refused < accepted * 1.2
 
 
+def test_a_step_without_guesses_says_nothing_of_those_before() -> None:
+    drafter = Drafter(Guesses(10), RowTimes(), shares=False, most=MOST_DRAFTS)
+    assert drafter.propose([guessed_state("a")], 63, lambda _, wanted: wanted)
+    for _ in range(3):
+        drafter.observe({"a": 1})
+    counts = drafter.counts()
+    assert (counts.drafts, counts.drafted["prompt"]) == (1, MOST_DRAFTS)
+
+
 def decode_plan(num_seqs: int, num_tokens: int) -> StepPlan:
     one = ScheduledSequence(request_id="a", start=8, num_tokens=1, sampling=None)
     last = replace(one, num_tokens=num_tokens - num_seqs + 1)

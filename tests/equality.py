@@ -28,9 +28,15 @@ import torch
 from fake_engine import RandomChunks
 from fake_runner import tokens_of_plan
 from plain_drafts import HostileDrafter, plain_drafter
-from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.engine_config import (
+    Activations,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.engine.build import build
+from prefixcache.engine.build import _make_drafter, build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
@@ -409,9 +415,9 @@ class Bench:
         )
 
     def _drafter(self, schedule: Schedule, expected: Sequence[tuple[Request, Answer]]) -> Drafter:
-        """Every third time what a server has, else guesses of all kinds."""
+        """What a server has at times, or the same with short matches too; else all kinds."""
         if schedule.seed % 3 == 0:
-            return plain_drafter()
+            return server_drafter() if schedule.seed % 2 else plain_drafter()
         answers = {
             request.request_id: [*request.prompt_token_ids, *(token for token, _ in answer.tokens)]
             for request, answer in expected
@@ -443,6 +449,13 @@ class Bench:
 
         engine._runner.submit = watched  # type: ignore[method-assign]
         return engine
+
+
+def server_drafter() -> Drafter:
+    """As `--speculate cache` makes it."""
+    drafter = _make_drafter(SpeculationConfig(speculate="cache"))
+    assert drafter is not None
+    return drafter
 
 
 def make_pair(

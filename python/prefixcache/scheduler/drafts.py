@@ -143,8 +143,9 @@ class Drafter:
 
     def observe(self, accepted: Mapping[str, int]) -> None:
         """Learns how many guesses of each request of a step were right."""
+        planned, self._planned = self._planned, {}
         for request_id, count in accepted.items():
-            draft = self._planned.get(request_id)
+            draft = planned.get(request_id)
             if draft is not None:
                 self._learn(draft, count)
 

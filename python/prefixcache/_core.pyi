@@ -676,6 +676,8 @@ _BlockFormat: TypeAlias = Literal[
     "Q4_K",
     "Q5_K",
     "Q6_K",
+    "Q2_K",
+    "Q3_K",
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",

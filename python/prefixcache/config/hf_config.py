@@ -116,6 +116,8 @@ _DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "num_local_experts": 0,
 }
+# Where a quantization_config says what weights became.
+_QUANTIZED_TO = {"format": "", "fmt": "", "bits": " bits"}
 # Fields without which a kind of rope has no meaning.
 _ROPE_NEEDS = {
     "linear": ("factor",),
@@ -550,8 +552,9 @@ def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:
     quantization = source.get("quantization_config")
     if quantization is not None and not _is_known(family, quantization):
         raise UnsupportedModelError(
-            "quantization_config is not supported. Supported weights: unquantized safetensors "
-            "(float32, float16, bfloat16) and GGUF files."
+            f"Safetensors quantized by {_quantizer(quantization)} (quantization_config) are not "
+            "supported. Take a GGUF file of the model, as --model owner/name-GGUF:Q4_K_M, or the "
+            "unquantized checkpoint, which prefixcache convert --quantize q8_0 makes smaller."
         )
     name, *activations = family.activation
     if (activation := source.get(name)) not in (None, *activations):
@@ -561,6 +564,14 @@ def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:
     for name in family.refused:
         if value := source.get(name):
             raise UnsupportedModelError(f"{name} {value!r} is not supported. Supported: none.")
+
+
+def _quantizer(quantization: object) -> str:
+    """The name of what weights were quantized by, and of their type where it is said."""
+    said = cast("dict[str, object]", quantization) if isinstance(quantization, dict) else {}
+    method = said.get("quant_method") or "an unnamed method"
+    kinds = [f"{said[name]}{unit}" for name, unit in _QUANTIZED_TO.items() if said.get(name)]
+    return " ".join([str(method), *(f"({kind})" for kind in kinds[:1])])
 
 
 def _is_known(family: Family, quantization: object) -> bool:
@@ -579,6 +590,8 @@ def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModelError(f"{name} {form} are not supported for {family.model_type}.")
         if rope:
             checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
+        elif name == "rope_parameters" and not family.ropes_by_layer:
+            checked[name] = {}  # which says more than nothing: no scaling, whatever the family's
     return checked
 
 

@@ -311,14 +311,17 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
 
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
-    """Keys and values of all layers in a sequence's block, in the order of the groups."""
+    """What all layers keep in a sequence's block, in the order of the groups."""
     kv = engine._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
     parts = b""
     for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
         block = int(tables.indices[page])
-        parts += b"".join(one[block].tobytes() for one in rows[: len(group.layers)])
+        for number in range(len(group.layers)):
+            tensor, part = group.part(number)
+            numbers = rows[tensor][block].view(f"V{kv.itemsize}")
+            parts += numbers[part].tobytes()
     return parts
 
 

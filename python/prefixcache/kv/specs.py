@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import FieldError
 
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 """What a group's layers need: all tokens before, or a window of tokens, itself counted."""
@@ -23,12 +24,13 @@ class KVGroup:
 
     Where `conv_width` is given they are short convolutions over the window, of that many channels:
     a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` of them share a
-    block's part of one tensor, each an equal share of it.
+    block's part of one tensor.
     """
 
     layers: tuple[int, ...]
     sliding_window: int | None = None
-    conv_width: int | None = None
+    conv_width: int = 0
+    kept_tokens: int = 0
     layers_per_tensor: int = 1
 
     @property
@@ -41,17 +43,11 @@ class KVGroup:
         """Tensors of which a block of the group uses its part."""
         return -(-len(self.layers) // self.layers_per_tensor)
 
-    def kept_tokens(self, block_size: int) -> int:
-        """Tokens of a block that a convolution of the group keeps: those that later ones need."""
-        return min(max((self.sliding_window or 1) - 1, 1), block_size)
-
-    def conv_numbers(self, block_size: int) -> int:
-        """Numbers that a convolution takes of a block; 0 where layers attend."""
-        return (self.conv_width or 0) * self.kept_tokens(block_size)
-
-    def place(self, number: int) -> tuple[int, int]:
-        """The tensor of the group's layer of that number, and its place among those that share it."""
-        return divmod(number, self.layers_per_tensor)
+    def part(self, number: int) -> tuple[int, slice]:
+        """The tensor of the group's layer of that number, and which of a block's numbers there."""
+        tensor, place = divmod(number, self.layers_per_tensor)
+        size = self.conv_width * self.kept_tokens
+        return tensor, slice(place * size, (place + 1) * size) if size else slice(None)
 
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """The most pages that a step lists of a sequence of up to `num_tokens`.
@@ -92,22 +88,9 @@ class KVLayout:
         """What the layers of each group need."""
         return tuple(group.kind for group in self.groups)
 
-    @property
-    def least_block_size(self) -> int:
-        """Tokens that a block must have for the convolutions that share a tensor to fit into it."""
-        taken = [
-            group.layers_per_tensor * group.conv_numbers(group.sliding_window or 1)
-            for group in self.groups
-        ]
-        return max(1, -(-max(taken) // (2 * self.num_kv_heads * self.head_dim)))
-
-    def numbers_per_tensor_block(self, block_size: int) -> int:
-        """Numbers of a block in each tensor: keys and values, whichever group holds it."""
-        return 2 * block_size * self.num_kv_heads * self.head_dim
-
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all tensors."""
-        return self.num_tensors * self.numbers_per_tensor_block(block_size) * itemsize
+        """Bytes of one block over all tensors: keys and values, whichever group holds it."""
+        return self.num_tensors * 2 * block_size * self.num_kv_heads * self.head_dim * itemsize
 
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> tuple[int, ...]:
         """`KVGroup.most_pages` of each group."""
@@ -139,11 +122,13 @@ class PoolSizes:
         return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
-def kv_layout(model: ModelConfig) -> KVLayout:
+def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -> KVLayout:
     """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
 
-    Full attention comes first, then windows in the order of their first layers. Convolutions are
-    one group more, and take no more tensors than attention does.
+    Full attention comes first, then windows in the order of their first layers, then convolutions,
+    which take no more tensors than attention does: as many share one as fit into its blocks.
+    `most_refused` tokens at the end of a sequence may have to be computed again. Raises
+    `FieldError` where not even one convolution fits.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
@@ -155,14 +140,23 @@ def kv_layout(model: ModelConfig) -> KVLayout:
     groups = tuple(
         KVGroup(layers, window) for window, all_of in in_order for layers in _deal(all_of, size)
     )
-    return KVLayout(groups + _convolutions(model, size), model.num_kv_heads, model.head_dim)
+    if model.conv_layers:
+        kept = min(model.conv_taps - 1 + most_refused, block_size)
+        groups += tuple(_convolutions(model, size, block_size, kept))
+    return KVLayout(groups, model.num_kv_heads, model.head_dim)
 
 
-def _convolutions(model: ModelConfig, num_tensors: int) -> tuple[KVGroup, ...]:
-    if not model.conv_layers:
-        return ()
-    per_tensor = -(-len(model.conv_layers) // num_tensors)
-    return (KVGroup(model.conv_layers, model.conv_taps, model.hidden_size, per_tensor),)
+def _convolutions(
+    model: ModelConfig, num_tensors: int, block_size: int, kept_tokens: int
+) -> Iterator[KVGroup]:
+    numbers = 2 * block_size * model.num_kv_heads * model.head_dim
+    needed = model.hidden_size * kept_tokens
+    if numbers < needed:
+        least = -(-needed * block_size // numbers)
+        raise FieldError("block_size", f"must be at least {least} for this model's convolutions.")
+    for layers in _deal(model.conv_layers, numbers // needed * num_tensors):
+        per_tensor = -(-len(layers) // num_tensors)
+        yield KVGroup(layers, model.conv_taps, model.hidden_size, kept_tokens, per_tensor)
 
 
 def layer_places(groups: Iterable[Sequence[int]]) -> list[tuple[int, int]]:

@@ -2,9 +2,8 @@
 //!
 //! A token's input is B * x. Its output is C times a weighted sum, channel by channel, of its own input
 //! and those of the `taps - 1` tokens before it. Those before the step stand in the cache, of which a
-//! block keeps the inputs of its last tokens alone: position p of a block stands in row
-//! `p % kept_tokens`, so whoever computes on from any position finds all that it needs, and nothing that
-//! a longer convolution would.
+//! block keeps the inputs of its last `kept` tokens alone: number p of a block stands in row `p % kept`.
+//! With `taps - 1 + n` of them the last n tokens of a sequence may be computed again.
 //!
 //! Inputs are rounded to the type of the cache before they are added, wherever they come from, and the
 //! sum goes from the oldest token to the newest in `f32`: a row is the same, bit for bit, whichever tokens
@@ -31,23 +30,11 @@ pub struct ShortConv<'a, E> {
     pub bias: Option<&'a [E]>,
 }
 
-impl<E> ShortConv<'_, E> {
-    /// Tokens of a block of this size whose inputs the cache keeps: the rest of them no later token needs.
-    pub fn kept_tokens(&self, block_size: usize) -> usize {
-        kept_tokens(self.weight.rows(), block_size)
-    }
-}
-
-/// Tokens of a block whose inputs are kept for a convolution of `taps` tokens.
-pub fn kept_tokens(taps: usize, block_size: usize) -> usize {
-    (taps.max(2) - 1).min(block_size)
-}
-
 /// Writes each token's output to `out` [T, channels], then its input to the cache.
 ///
 /// `bcx` is [T, 3 * channels]: B, C and x. B * x takes the place of B. The cache has a row for each page,
-/// of [`ShortConv::kept_tokens`] * channels numbers; `slots` say where the tokens go, as for
-/// [`crate::append`]. The plan's window is the convolution's taps.
+/// of a multiple of `channels` numbers: the inputs that a block keeps, of at least `taps - 1` tokens or of
+/// all. `slots` say where the tokens go, as for [`crate::append`]. The plan's window is that of the taps.
 ///
 /// # Panics
 /// The shapes do not fit each other or the plan, there are too many taps, or the plan's window is shorter.
@@ -61,18 +48,20 @@ pub fn short_conv<E: Element>(
     out: &RowsMut<'_, E>,
 ) {
     let (taps, channels) = conv.weight.shape();
-    let (rows, kept) = (plan.num_queries(), conv.kept_tokens(plan.block_size()));
+    let rows = plan.num_queries();
     let seen = plan.attention().window_left.unwrap_or(usize::MAX);
     assert!((1..=MAX_TAPS).contains(&taps), "taps");
     assert!(seen >= taps - 1, "window of the plan");
     assert_eq!(bcx.shape(), (rows, 3 * channels), "shape of bcx");
     assert_eq!(out.shape(), (rows, channels), "shape of out");
     assert_eq!(slots.len(), rows, "number of slots");
-    assert_eq!(cache.width(), kept * channels, "width of the cache");
     assert!(cache.rows() >= plan.num_pages(), "rows of the cache");
     if channels == 0 {
         return;
     }
+    let kept = cache.width() / channels;
+    assert_eq!(cache.width(), kept * channels, "width of the cache");
+    assert!(kept >= (taps - 1).min(plan.block_size()) && kept > 0, "kept tokens");
     let chunk = (TASK_NUMBERS / channels).max(1);
     let each_chunk = |work: &(dyn Fn(Range<usize>) + Sync)| {
         team.run(rows.div_ceil(chunk), |task| {
@@ -193,7 +182,7 @@ impl<'a, E: Element> Outputs<'a, E> {
     #[inline(always)]
     fn find(&self, row: usize, inputs: &mut [&'a [E]; MAX_TAPS]) -> usize {
         let (taps, channels) = self.conv.weight.shape();
-        let kept = self.conv.kept_tokens(self.plan.block_size());
+        let kept = self.before.width() / channels;
         let (sequence, position, own) = self.plan.row(row);
         let first = (taps - 1).saturating_sub(position);
         for (tap, input) in inputs.iter_mut().enumerate().take(taps).skip(first) {

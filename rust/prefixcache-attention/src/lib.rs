@@ -20,7 +20,7 @@ mod paged;
 mod plan;
 mod state;
 
-pub use conv::{MAX_TAPS, ShortConv, kept_tokens, short_conv};
+pub use conv::{MAX_TAPS, ShortConv, short_conv};
 pub use kernel::attend;
 pub use paged::{KvElement, append};
 pub use plan::{BlockTables, Plan, PlanError};

@@ -41,7 +41,7 @@ from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PagedAttention, R
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVLayout, layer_places
+from prefixcache.kv.specs import KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -54,6 +54,7 @@ from prefixcache.models.parameters import (
     norm_slots,
 )
 from prefixcache.models.weights import Slot
+from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
 
 
@@ -61,7 +62,8 @@ from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, 
 class StepKernels:
     """Attention of a step: a kernel for each KV cache group, planned for the step's rows.
 
-    Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`.
+    Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
+    convolution takes from it where the tokens stand.
     """
 
     attentions: list[PagedAttention]
@@ -223,13 +225,17 @@ def attention_kernels(
         ) from None
 
 
-def step_kernels(
-    attentions: Sequence[PagedAttention], layout: KVLayout, tensors: Sequence[int]
-) -> StepKernels:
-    """What the layers of a model attend with, over KV tensors at these addresses."""
-    places = layer_places(group.layers for group in layout.groups)
+def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKernels:
+    """What the layers of a model attend with, over these KV tensors."""
+    groups = kv.layout.groups
+    places = layer_places(group.layers for group in groups)
+
+    def cache(group: KVGroup, number: int) -> int:
+        tensor, part = group.part(number)
+        return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
+
     return StepKernels(
         attentions=list(attentions),
         layer_groups=[group for group, _ in places],
-        caches=[tensors[number] for _, number in places],
+        caches=[cache(groups[group], number) for group, number in places],
     )

@@ -111,7 +111,10 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        return _core.DecoderLayer(**linears, **norms, gate=gate, norm_offset=1.0, rope=0)
+        mixer = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
+        self.mixer, self.feed_forward = mixer, dense
+        return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
 
     def instances(self) -> list[Any]:
         """What methods are called on."""
@@ -127,6 +130,8 @@ class World:
             self.sampler,
             self.sampler_row,
             self.attention,
+            self.mixer,
+            self.feed_forward,
             self.decoder_layer,
             self.stack,
             self.stops,
@@ -237,6 +242,8 @@ class World:
             "format": lambda: choose.choice(["Q4_0", "Q6_K"]),
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
             **dict.fromkeys(LINEARS, lambda: self.layer),
+            "mixer": lambda: self.mixer,
+            "feed_forward": lambda: self.feed_forward,
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -357,7 +364,7 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"ids", "weight", "x"}
-ADDRESSES |= {"input_norm", "qk_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"}
+ADDRESSES |= {"input_norm", "qk_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm"}
 LINEARS = {"qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}

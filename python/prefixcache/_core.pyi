@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "AttentionMixer",
     "BlockHashes",
     "BlockPool",
     "BlockPseudonyms",
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DenseFeedForward",
     "EventSnapshot",
     "KVFile",
     "PackedLinear",
@@ -799,30 +801,52 @@ class PackedLinear:
         """
 
 @final
-class DecoderLayer:
-    """A layer of a decoder on the CPU: its weights, and what layers differ in."""
+class AttentionMixer:
+    """Attention of a layer on the CPU: its weights, and the rotations of its queries and keys."""
 
     def __new__(
         cls,
         *,
-        input_norm: int,
         qkv: PackedLinear,
         qk_norm: int | None = None,
         out: PackedLinear,
-        attention_out_norm: int | None = None,
-        mlp_norm: int,
-        gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh"],
-        down: PackedLinear,
-        mlp_out_norm: int | None = None,
-        norm_offset: float,
         rope: int,
         query_rope: int | None = None,
-    ) -> DecoderLayer:
-        """A layer of these linears, and of norms at these addresses.
+    ) -> AttentionMixer:
+        """Attention with these linears, and a norm of queries and keys at this address.
 
-        `norm_offset` is added to the weights of all norms; `rope` is the number of the layer's
-        rotation among those of a step, `query_rope` that of its queries where it is another.
+        `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
+        queries where it is another.
+        """
+
+@final
+class DenseFeedForward:
+    """A gated MLP of a layer on the CPU."""
+
+    def __new__(
+        cls, *, gate_up: PackedLinear, gate: Literal["silu", "gelu_tanh"], down: PackedLinear
+    ) -> DenseFeedForward:
+        """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
+
+@final
+class DecoderLayer:
+    """A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them."""
+
+    def __new__(
+        cls,
+        *,
+        input_norm: int | None = None,
+        mixer: AttentionMixer,
+        mixer_out_norm: int | None = None,
+        mlp_norm: int | None = None,
+        feed_forward: DenseFeedForward,
+        mlp_out_norm: int | None = None,
+        norm_offset: float,
+    ) -> DecoderLayer:
+        """A layer of these parts, and of norms at these addresses.
+
+        `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
+        `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms.
         """
 
 @final
@@ -837,7 +861,7 @@ class DecoderStack:
         eps: float,
         layers: list[DecoderLayer],
     ) -> DecoderStack:
-        """A stack of `layers`, of one shape, over a residual stream of `hidden` numbers a token."""
+        """A stack of `layers`, which may differ, over a residual stream of `hidden` numbers."""
     def forward(
         self,
         attentions: list[PagedAttention],

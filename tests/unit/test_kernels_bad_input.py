@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from prefixcache._core import (
+    AttentionMixer,
     Cpu,
     DecoderLayer,
     DecoderStack,
+    DenseFeedForward,
     PackedLinear,
     PagedAttention,
     RowOps,
@@ -176,18 +178,26 @@ _, NUMBERS = zeros(4 * 2 * 2 * 16 * 16)
 
 def decoder_layer(**changed: Any) -> DecoderLayer:
     """A layer over a stream of 4, for 4 heads of 16 and 2 of keys and values."""
-    sound: dict[str, Any] = {
-        "input_norm": NUMBERS,
-        "qkv": linear(4, 128),
-        "out": linear(64, 4),
-        "mlp_norm": NUMBERS,
+    mixer: dict[str, Any] = {"qkv": linear(4, 128), "out": linear(64, 4), "rope": 0}
+    dense: dict[str, Any] = {
         "gate_up": linear(4, 12),
         "gate": "gelu_tanh",
         "down": linear(6, 4),
+    }
+    sound: dict[str, Any] = {
+        "input_norm": NUMBERS,
+        "mixer": AttentionMixer(**_changed(mixer, changed, "qk_norm", "query_rope")),
+        "mlp_norm": NUMBERS,
+        "feed_forward": DenseFeedForward(**_changed(dense, changed)),
         "norm_offset": 1.0,
-        "rope": 0,
     }
     return DecoderLayer(**sound | changed)
+
+
+def _changed(sound: dict[str, Any], changed: dict[str, Any], *more: str) -> dict[str, Any]:
+    """The arguments of a part, with the changes of it, which are taken out of `changed`."""
+    names = [name for name in (*sound, *more) if name in changed]
+    return sound | {name: changed.pop(name) for name in names}
 
 
 def forward(layers: list[DecoderLayer], **changed: Any) -> None:
@@ -209,6 +219,8 @@ def test_a_sound_stack_is_computed() -> None:
     ("changed", "error", "message"),
     [
         ({"qkv": 3}, TypeError, "qkv"),
+        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer"),
+        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh"'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
         ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),
@@ -229,12 +241,6 @@ def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str
         {"gate_up": linear(4, 14)},
         {"down": linear(6, 6)},
         {"qkv": linear(4, 128, "bfloat16")},
-        # These alone are sound, but not with the first layer.
-        {"gate_up": linear(4, 24), "down": linear(12, 4)},
-        {"qkv": linear(4, 160)},
-        {"qk_norm": NUMBERS},
-        {"attention_out_norm": NUMBERS},
-        {"mlp_out_norm": NUMBERS},
     ],
 )
 def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
@@ -242,7 +248,25 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
         forward([decoder_layer(), decoder_layer(**changed)])
 
 
-@pytest.mark.parametrize("name", ["input_norm", "mlp_norm", "qk_norm", "attention_out_norm"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gate_up": linear(4, 24), "down": linear(12, 4)},
+        {"qk_norm": NUMBERS, "input_norm": None, "mlp_norm": None},
+        {"mixer_out_norm": NUMBERS},
+        {"mlp_out_norm": NUMBERS},
+    ],
+)
+def test_layers_may_differ(changed: dict[str, Any]) -> None:
+    forward([decoder_layer(), decoder_layer(**changed)])
+
+
+def test_a_layer_that_has_other_heads_than_its_attention() -> None:
+    with pytest.raises(ValueError, match=r"attentions\[0\] must have the type and the heads"):
+        forward([decoder_layer(), decoder_layer(qkv=linear(4, 160))])
+
+
+@pytest.mark.parametrize("name", ["input_norm", "mlp_norm", "qk_norm", "mixer_out_norm"])
 @pytest.mark.parametrize("address", [0, NUMBERS + 2], ids=["null", "misaligned"])
 def test_a_norm_at_an_address_that_is_none(name: str, address: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be the address of its numbers"):
@@ -261,6 +285,8 @@ OTHER_TYPE = PagedAttention(CPU, "bfloat16", 4, 2, 16, 1.0)
 NO_STEP = PagedAttention(CPU, "float32", 4, 2, 16, 1.0)
 TWO_ROWS = {"qo_indptr": np.array([0, 2], np.int32), "slot_mapping": np.array([0, 1])}
 TWICE = planned()
+TWO_GROUPS: dict[str, Any] = {"layer_groups": [0, 1]}
+OTHERS = r"attentions\[1\] must have"
 
 
 @pytest.mark.parametrize(
@@ -268,9 +294,9 @@ TWICE = planned()
     [
         ({"attentions": []}, ValueError, "attentions must have one for each group"),
         ({"attentions": [planned(), 1]}, TypeError, r"attentions\[1\] must be a PagedAttention"),
-        ({"attentions": [planned(), OTHER_HEADS]}, ValueError, r"attentions\[1\] must have"),
-        ({"attentions": [planned(), LARGER_HEADS]}, ValueError, r"attentions\[1\] must have"),
-        ({"attentions": [planned(), OTHER_TYPE]}, ValueError, r"attentions\[1\] must have"),
+        (TWO_GROUPS | {"attentions": [planned(), OTHER_HEADS]}, ValueError, OTHERS),
+        (TWO_GROUPS | {"attentions": [planned(), LARGER_HEADS]}, ValueError, OTHERS),
+        (TWO_GROUPS | {"attentions": [planned(), OTHER_TYPE]}, ValueError, OTHERS),
         ({"attentions": [planned(), NO_STEP]}, RuntimeError, "no step is planned"),
         ({"attentions": [TWICE, TWICE]}, RuntimeError, "the attention is in use"),
         ({"attentions": [planned(), planned(**TWO_ROWS)]}, ValueError, r"attentions\[1\] .*1 rows"),

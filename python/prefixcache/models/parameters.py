@@ -55,26 +55,69 @@ class NormShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerShape:
-    """Attention, then a gated MLP, each after a norm and with a residual connection.
+class AttentionShape:
+    """Attention over keys and values.
 
-    Where there are out norms, they normalise what attention and MLP add to the residual. `qk_norm`
-    has a row for each query and key head [H + K, D]; `rope` is the number of the keys' rotation
-    among the model's, `query_rope` that of the queries'.
+    `qk_norm` has a row for each query and key head [H + K, D]; `rope` is the number of the keys'
+    rotation among the model's, `query_rope` that of the queries'.
     """
 
-    input_norm: NormShape
     qkv: LinearShape
     qk_norm: NormShape | None
     out: LinearShape
-    attention_out_norm: NormShape | None
-    mlp_norm: NormShape
-    gate_up: LinearShape
-    down: LinearShape
-    mlp_out_norm: NormShape | None
-    activation: Activation
     rope: int
     query_rope: int
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.qkv, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """None where there is none."""
+        return (self.qk_norm,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseShape:
+    """A gated MLP: `gate_up` has the gates, then what they let pass."""
+
+    gate_up: LinearShape
+    down: LinearShape
+    activation: Activation
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """A mixer, then a feed-forward, each with a residual connection.
+
+    Where there are norms, `input_norm` and `mlp_norm` are of what the two read, `mixer_out_norm`
+    and `mlp_out_norm` of what they add to the residual.
+    """
+
+    input_norm: NormShape | None
+    mixer: AttentionShape
+    mixer_out_norm: NormShape | None
+    mlp_norm: NormShape | None
+    feed_forward: DenseShape
+    mlp_out_norm: NormShape | None
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (*self.mixer.linears, *self.feed_forward.linears)
+
+    @property
+    def norms(self) -> Iterator[NormShape]:
+        """Those that there are, in the order in which a token passes them."""
+        mixer = (self.input_norm, *self.mixer.norms, self.mixer_out_norm)
+        return filter(None, (*mixer, self.mlp_norm, self.mlp_out_norm))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,51 +156,62 @@ class DecoderShape:
 
     def _linears(self) -> Iterator[LinearShape]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+            yield from layer.linears
         if "" not in self.head.parts:
             yield self.head
 
     def _norms(self) -> Iterator[NormShape]:
         for layer in self.layers:
-            norms = (layer.input_norm, layer.qk_norm, layer.attention_out_norm)
-            yield from filter(None, (*norms, layer.mlp_norm, layer.mlp_out_norm))
+            yield from layer.norms
         yield self.norm
 
 
 def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
     prefix = f"model.layers.{layer}"
-    attention, names = f"{prefix}.self_attn", FAMILIES[config.architecture].names
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    hidden, size = config.hidden_size, config.intermediate_size
-    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
 
     def norm(name: str) -> NormShape:
-        return NormShape(hidden, {f"{prefix}.{name}": 1})
+        return NormShape(config.hidden_size, {f"{prefix}.{name}": 1})
 
     # "post-attention" is another norm where there are four.
     sandwich = config.sandwich_norms
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return LayerShape(
         input_norm=norm("input_layernorm"),
+        mixer=_attention(config, f"{prefix}.self_attn", ropes),
+        mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
+        mlp_norm=norm(mlp_norm),
+        feed_forward=_dense(config, prefix),
+        mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
+    )
+
+
+def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+    hidden = config.hidden_size
+    return AttentionShape(
         qkv=LinearShape(
             hidden,
-            {f"{attention}.{one}_proj": count * head_dim for one, count in projections},
+            {f"{prefix}.{one}_proj": count * head_dim for one, count in projections},
             config.qkv_bias,
         ),
-        qk_norm=NormShape(head_dim, {f"{attention}.q_norm": heads, f"{attention}.k_norm": kv_heads})
+        qk_norm=NormShape(head_dim, {f"{prefix}.q_norm": heads, f"{prefix}.k_norm": kv_heads})
         if config.qk_norm
         else None,
-        out=LinearShape(heads * head_dim, {f"{attention}.o_proj": hidden}, config.output_bias),
-        attention_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(mlp_norm),
-        gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
-        down=LinearShape(
-            size, {f"{prefix}.{names.get('down', 'mlp.down_proj')}": hidden}, config.mlp_bias
-        ),
-        mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
-        activation=config.activation,
+        out=LinearShape(heads * head_dim, {f"{prefix}.o_proj": hidden}, config.output_bias),
         rope=ropes[0],
         query_rope=ropes[1],
+    )
+
+
+def _dense(config: ModelConfig, prefix: str) -> DenseShape:
+    hidden, size = config.hidden_size, config.intermediate_size
+    names = FAMILIES[config.architecture].names
+    down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
+    return DenseShape(
+        gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
+        down=LinearShape(size, {down: hidden}, config.mlp_bias),
+        activation=config.activation,
     )
 
 

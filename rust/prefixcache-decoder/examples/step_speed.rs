@@ -7,7 +7,9 @@
 
 use prefixcache_attention::{Attention, BlockTables, Plan};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team, WeightMemory};
-use prefixcache_decoder::{DecoderLayer, Group, Rotation, Scratch, Step};
+use prefixcache_decoder::{
+    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Mixer, Rotation, Scratch, Step,
+};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use prefixcache_ops::{Activations, Format, PackedLinear};
 
@@ -171,7 +173,7 @@ fn measure(
         group: HIDDEN,
         eps: 1e-5,
     };
-    let decoder = |linears| decoder_layer(norm, linears);
+    let decoder: Vec<_> = layers.iter().map(|one| decoder_layer(norm, one)).collect();
     let groups = [Group {
         plan: &plan,
         slots: &slots,
@@ -189,8 +191,7 @@ fn measure(
     };
     let page = vec![0.1_f32; total * 2 * KV_HEADS * BLOCK * DIMS];
     let mut caches: Vec<Vec<f32>> = layers.iter().map(|_| page.clone()).collect();
-    let first = decoder(&layers[0]);
-    let mut scratch = Scratch::new(rows, &attention, &first).expect("memory");
+    let mut scratch = Scratch::new(rows, HIDDEN, &decoder).expect("memory");
     let mut logits = vec![0.0_f32; sequences * VOCABULARY];
     let mut times = Vec::new();
     let mut finite = true;
@@ -200,9 +201,9 @@ fn measure(
             .collect();
         let begun = seconds(model.team.threads());
         let mut x = RowsMut::new(&mut x, HIDDEN);
-        for (linears, cache) in layers.iter().zip(&mut caches) {
+        for (layer, cache) in decoder.iter().zip(&mut caches) {
             let mut cache = RowsMut::new(cache, BLOCK * DIMS);
-            step.forward(&decoder(linears), &mut cache, &mut x, &mut scratch)
+            step.forward(layer, &mut cache, &mut x, &mut scratch)
                 .expect("memory");
         }
         let last = x.read().row(rows - 1).repeat(sequences);
@@ -230,18 +231,22 @@ fn measure(
 
 fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLayer<'a, f32> {
     DecoderLayer {
-        input_norm: norm,
-        qkv: &linears.qkv,
-        qk_norm: None,
-        out: &linears.out,
-        attention_out_norm: None,
-        mlp_norm: norm,
-        gate_up: &linears.gate_up,
-        gate: Gate::Silu,
-        down: &linears.down,
+        input_norm: Some(norm),
+        mixer: Mixer::Attention(AttentionMixer {
+            qkv: &linears.qkv,
+            qk_norm: None,
+            out: &linears.out,
+            group: 0,
+            rope: 0,
+            query_rope: 0,
+        }),
+        mixer_out_norm: None,
+        mlp_norm: Some(norm),
+        feed_forward: FeedForward::Dense(Dense {
+            gate_up: &linears.gate_up,
+            gate: Gate::Silu,
+            down: &linears.down,
+        }),
         mlp_out_norm: None,
-        group: 0,
-        rope: 0,
-        query_rope: 0,
     }
 }

@@ -1,7 +1,8 @@
-//! The layers of a decoder of the Llama family, Gemma 3 included, one call a step.
+//! The layers of a decoder, one call a step.
 //!
-//! What layers differ in is data: which norms there are, the gate, the rotation and the group of
-//! layers whose attention and block tables they share.
+//! A layer is a mixer, which takes from other tokens, and a feed-forward, which does not. Each may have
+//! a norm before it and one after it, and adds to the residual stream. What layers differ in is data:
+//! the layers of one stack may have other mixers and feed-forwards.
 //!
 //! It calls the kernels of `prefixcache-ops` and `prefixcache-attention` in the order in which a
 //! model calls them one by one, and rounds where that does: the bits are the same. What it saves is
@@ -10,40 +11,33 @@
 //! Letters of shapes: T tokens in the step, E hidden size, F intermediate size, H query heads, K
 //! key-value heads, D head size.
 
-use prefixcache_attention::{Attention, KvElement, Plan, append, attend};
+mod feed_forward;
+mod mixer;
+
+use prefixcache_attention::{KvElement, Plan};
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate};
+use prefixcache_ops::rowwise::{RmsNorm, rms_norm};
 
-/// A layer: attention, then a gated MLP, each behind a norm and with a residual connection.
+pub use feed_forward::{Dense, FeedForward};
+pub use mixer::Mixer;
+pub use mixer::attention::AttentionMixer;
+
+/// A layer: a mixer, then a feed-forward, each with a residual connection.
 pub struct DecoderLayer<'a, E> {
-    /// Of E numbers.
-    pub input_norm: RmsNorm<'a, E>,
-    /// E to (H + 2 K) * D: queries, keys, values.
-    pub qkv: &'a PackedLinear<E>,
-    /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
-    pub qk_norm: Option<RmsNorm<'a, E>>,
-    /// H * D to E
-    pub out: &'a PackedLinear<E>,
-    /// Of E numbers: the norm of what attention adds to the residual, where there is one.
-    pub attention_out_norm: Option<RmsNorm<'a, E>>,
-    /// Of E numbers.
-    pub mlp_norm: RmsNorm<'a, E>,
-    /// E to 2 F: gates, then what they let pass.
-    pub gate_up: &'a PackedLinear<E>,
-    /// What opens the gates.
-    pub gate: Gate,
-    /// F to E
-    pub down: &'a PackedLinear<E>,
-    /// Of E numbers: the norm of what the MLP adds to the residual, where there is one.
+    /// Of E numbers: the norm of what the mixer reads, where there is one.
+    pub input_norm: Option<RmsNorm<'a, E>>,
+    /// What takes from other tokens.
+    pub mixer: Mixer<'a, E>,
+    /// Of E numbers: the norm of what the mixer adds to the residual, where there is one.
+    pub mixer_out_norm: Option<RmsNorm<'a, E>>,
+    /// Of E numbers: the norm of what the feed-forward reads, where there is one.
+    pub mlp_norm: Option<RmsNorm<'a, E>>,
+    /// What each token computes alone.
+    pub feed_forward: FeedForward<'a, E>,
+    /// Of E numbers: the norm of what the feed-forward adds to the residual, where there is one.
     pub mlp_out_norm: Option<RmsNorm<'a, E>>,
-    /// Which of the step's groups the layer is of.
-    pub group: usize,
-    /// Which of the step's rotations turns its keys.
-    pub rope: usize,
-    /// Which of them turns its queries.
-    pub query_rope: usize,
 }
 
 /// What is the same for all layers of a step.
@@ -74,66 +68,79 @@ pub struct Rotation<'a> {
     pub sin: Rows<'a, f32>,
 }
 
-/// A matrix of one row a token, dense.
+/// Room for a matrix of one row a token, dense, of up to so many columns.
 struct Buffer<E> {
     numbers: Vec<E>,
-    width: usize,
+    rows: usize,
 }
 
 impl<E: KvElement> Buffer<E> {
-    fn new(rows: usize, width: usize) -> Result<Self, OutOfMemory> {
-        let numbers = filled(E::from_f32(0.0), rows, width)?;
-        Ok(Self { numbers, width })
+    /// Room for the widest of these widths.
+    fn new(rows: usize, widths: impl Iterator<Item = usize>) -> Result<Self, OutOfMemory> {
+        let numbers = filled(E::from_f32(0.0), rows, widths.max().unwrap_or(0))?;
+        Ok(Self { numbers, rows })
     }
 
-    fn read(&self) -> Rows<'_, E> {
-        Rows::new(&self.numbers, self.width)
+    fn read(&self, width: usize) -> Rows<'_, E> {
+        Rows::new(&self.numbers[..self.rows * width], width)
     }
 
-    fn write(&mut self) -> RowsMut<'_, E> {
-        RowsMut::new(&mut self.numbers, self.width)
+    fn write(&mut self, width: usize) -> RowsMut<'_, E> {
+        RowsMut::new(&mut self.numbers[..self.rows * width], width)
     }
 }
 
 /// Room for what passes between the kernels of a layer; one layer after the other uses it.
 pub struct Scratch<E> {
     normed: Buffer<E>,
-    qkv: Buffer<E>,
-    qk: Buffer<E>,
-    turned: Buffer<E>,
-    attended: Buffer<E>,
     projected: Buffer<E>,
     residual: Buffer<E>,
-    gate_up: Buffer<E>,
-    opened: Buffer<E>,
+    attention: mixer::attention::Scratch<E>,
+    feed_forward: feed_forward::Scratch<E>,
 }
 
 impl<E: KvElement> Scratch<E> {
-    /// Room for `rows` tokens in layers of these heads, which are shaped as this one.
+    /// Room for `rows` tokens of a stream of `hidden` numbers in any of these layers.
     ///
     /// # Errors
     /// There is no memory for it.
     pub fn new(
         rows: usize,
-        attention: &Attention,
-        layer: &DecoderLayer<'_, E>,
+        hidden: usize,
+        layers: &[DecoderLayer<'_, E>],
     ) -> Result<Self, OutOfMemory> {
-        let buffer = |width| Buffer::new(rows, width);
-        let needed = |needed: bool, width| buffer(if needed { width } else { 0 });
-        let turned = (attention.heads() + attention.kv_heads()) * attention.head_dim();
-        let normed_out = layer.attention_out_norm.is_some() || layer.mlp_out_norm.is_some();
+        let needed = |is_needed: fn(&DecoderLayer<'_, E>) -> bool| {
+            let is_needed = layers.iter().any(is_needed);
+            Buffer::new(rows, is_needed.then_some(hidden).into_iter())
+        };
+        let of_attention = layers.iter().map(|layer| match &layer.mixer {
+            Mixer::Attention(mixer) => mixer,
+        });
         Ok(Self {
-            normed: buffer(layer.qkv.inputs())?,
-            qkv: buffer(layer.qkv.outputs())?,
-            qk: needed(layer.qk_norm.is_some(), turned)?,
-            turned: buffer(turned)?,
-            attended: buffer(layer.out.inputs())?,
-            projected: needed(normed_out, layer.out.outputs())?,
-            residual: buffer(layer.out.outputs())?,
-            gate_up: buffer(layer.gate_up.outputs())?,
-            opened: buffer(layer.down.inputs())?,
+            normed: needed(|layer| layer.input_norm.is_some() || layer.mlp_norm.is_some())?,
+            projected: needed(|layer| {
+                layer.mixer_out_norm.is_some() || layer.mlp_out_norm.is_some()
+            })?,
+            residual: needed(|_| true)?,
+            attention: mixer::attention::Scratch::new(rows, of_attention)?,
+            feed_forward: feed_forward::Scratch::new(
+                rows,
+                layers.iter().map(|layer| &layer.feed_forward),
+            )?,
         })
     }
+}
+
+/// A place in the residual stream, to which a part of a layer adds.
+struct Sum<'a, E> {
+    /// The stream before the part.
+    residual: Rows<'a, E>,
+    /// The norm of what is added, where there is one.
+    norm: Option<RmsNorm<'a, E>>,
+    /// Room for what is added, where it is normalised.
+    projected: &'a mut Buffer<E>,
+    /// The stream after the part.
+    out: &'a RowsMut<'a, E>,
 }
 
 impl Step<'_> {
@@ -154,96 +161,77 @@ impl Step<'_> {
         x: &mut RowsMut<'_, E>,
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
-        self.attend(layer, cache, x.read(), scratch)?;
+        self.mix(layer, cache, x.read(), scratch)?;
         self.feed_forward(layer, scratch, x)
     }
 
-    /// Leaves x with attention added in the scratch's residual.
-    fn attend<E: KvElement>(
+    /// Leaves x with what the mixer adds in the scratch's residual.
+    fn mix<E: KvElement>(
         &self,
         layer: &DecoderLayer<'_, E>,
         cache: &mut RowsMut<'_, E>,
         x: Rows<'_, E>,
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
-        let group = &self.groups[layer.group];
-        let attention = group.plan.attention();
-        let queries = attention.heads() * attention.head_dim();
-        self.norm(layer.input_norm, x, None, &scratch.normed.write());
-        self.linear(layer.qkv, scratch.normed.read(), None, &scratch.qkv.write())?;
-        self.turn(layer, scratch);
-        let turned = scratch.turned.read();
-        let keys = turned.columns(queries..turned.width());
-        let values = scratch.qkv.read();
-        let values = values.columns(turned.width()..values.width());
-        append(cache, group.plan.block_size(), group.slots, keys, values);
-        attend(
-            self.form,
-            self.team,
-            group.plan,
-            cache.read(),
-            turned.columns(0..queries),
-            &scratch.attended.write(),
-        )?;
-        let (norm, attended) = (layer.attention_out_norm, scratch.attended.read());
-        let (projected, residual) = (&mut scratch.projected, scratch.residual.write());
-        self.project(layer.out, norm, attended, x, projected, &residual)
+        let normed = self.normed(layer.input_norm, x, &mut scratch.normed);
+        let sum = Sum {
+            residual: x,
+            norm: layer.mixer_out_norm,
+            projected: &mut scratch.projected,
+            out: &scratch.residual.write(x.width()),
+        };
+        match &layer.mixer {
+            Mixer::Attention(mixer) => {
+                self.attend(mixer, cache, normed, &mut scratch.attention, sum)
+            }
+        }
     }
 
-    /// Writes the scratch's residual with the MLP added to x.
+    /// Writes the scratch's residual with what the feed-forward adds to x.
     fn feed_forward<E: KvElement>(
         &self,
         layer: &DecoderLayer<'_, E>,
         scratch: &mut Scratch<E>,
         x: &RowsMut<'_, E>,
     ) -> Result<(), OutOfMemory> {
-        let (normed, gate_up) = (&mut scratch.normed, &mut scratch.gate_up);
-        let (opened, residual) = (&mut scratch.opened, scratch.residual.read());
-        self.norm(layer.mlp_norm, residual, None, &normed.write());
-        self.linear(layer.gate_up, normed.read(), None, &gate_up.write())?;
-        let gates = gate_up.read();
-        gated(self.form, self.team, layer.gate, gates, &opened.write());
-        let (norm, projected) = (layer.mlp_out_norm, &mut scratch.projected);
-        self.project(layer.down, norm, opened.read(), residual, projected, x)
-    }
-
-    /// Normalises the queries and keys, where the model does, and turns them by their positions.
-    fn turn<E: KvElement>(&self, layer: &DecoderLayer<'_, E>, scratch: &mut Scratch<E>) {
-        let mut qk = scratch.qkv.read().columns(0..scratch.turned.width);
-        if let Some(norm) = layer.qk_norm {
-            self.norm(norm, qk, None, &scratch.qk.write());
-            qk = scratch.qk.read();
-        }
-        let (queries, all) = (layer.out.inputs(), qk.width());
-        let ropes = if layer.query_rope == layer.rope {
-            &[(layer.rope, 0..all)][..]
-        } else {
-            &[(layer.query_rope, 0..queries), (layer.rope, queries..all)]
+        let residual = scratch.residual.read(x.width());
+        let normed = self.normed(layer.mlp_norm, residual, &mut scratch.normed);
+        let sum = Sum {
+            residual,
+            norm: layer.mlp_out_norm,
+            projected: &mut scratch.projected,
+            out: x,
         };
-        for (rope, columns) in ropes {
-            let Rotation { cos, sin } = self.rotations[*rope];
-            let qk = qk.columns(columns.clone());
-            let mut turned = scratch.turned.write();
-            let turned = turned.columns(columns.clone());
-            rotate(self.form, self.team, cos, sin, qk, &turned);
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
         }
     }
 
-    /// Writes the residual plus what the linear makes of x, normalised where there is a norm.
-    fn project<E: KvElement>(
+    /// The rows normalised, or as they are where there is no norm.
+    fn normed<'b, E: KvElement>(
         &self,
-        linear: &PackedLinear<E>,
         norm: Option<RmsNorm<'_, E>>,
-        x: Rows<'_, E>,
-        residual: Rows<'_, E>,
-        projected: &mut Buffer<E>,
-        out: &RowsMut<'_, E>,
+        x: Rows<'b, E>,
+        room: &'b mut Buffer<E>,
+    ) -> Rows<'b, E> {
+        let Some(norm) = norm else { return x };
+        self.norm(norm, x, None, &room.write(x.width()));
+        room.read(x.width())
+    }
+
+    /// Writes the residual plus what `part` computes, normalised where there is a norm. `part` adds the
+    /// residual that it is given.
+    fn add<E: KvElement>(
+        &self,
+        sum: Sum<'_, E>,
+        part: impl FnOnce(Option<Rows<'_, E>>, &RowsMut<'_, E>) -> Result<(), OutOfMemory>,
     ) -> Result<(), OutOfMemory> {
-        let Some(norm) = norm else {
-            return self.linear(linear, x, Some(residual), out);
+        let Some(norm) = sum.norm else {
+            return part(Some(sum.residual), sum.out);
         };
-        self.linear(linear, x, None, &projected.write())?;
-        self.norm(norm, projected.read(), Some(residual), out);
+        let width = sum.out.width();
+        part(None, &sum.projected.write(width))?;
+        self.norm(norm, sum.projected.read(width), Some(sum.residual), sum.out);
         Ok(())
     }
 

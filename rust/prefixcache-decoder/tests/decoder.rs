@@ -9,7 +9,9 @@ use std::ops::Range;
 use noise::noise;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
-use prefixcache_decoder::{DecoderLayer, Group, Rotation, Scratch, Step};
+use prefixcache_decoder::{
+    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Mixer, Rotation, Scratch, Step,
+};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 
@@ -112,7 +114,7 @@ struct Layer<E> {
     qkv: Linear<E>,
     qk_norm: Vec<E>,
     out: Linear<E>,
-    attention_out_norm: Vec<E>,
+    mixer_out_norm: Vec<E>,
     mlp_norm: Vec<E>,
     gate_up: Linear<E>,
     down: Linear<E>,
@@ -131,7 +133,7 @@ impl<E: KvElement> Layer<E> {
             qkv: Linear::random(seed + 2, HIDDEN, (HEADS + 2 * KV_HEADS) * DIMS),
             qk_norm: noise(seed + 3, turned),
             out: Linear::random(seed + 4, HEADS * DIMS, HIDDEN),
-            attention_out_norm: noise(seed + 8, HIDDEN),
+            mixer_out_norm: noise(seed + 8, HIDDEN),
             mlp_norm: noise(seed + 5, HIDDEN),
             gate_up: Linear::random(seed + 6, HIDDEN, 2 * WIDE),
             down: Linear::random(seed + 7, WIDE, HIDDEN),
@@ -151,19 +153,23 @@ impl<E: KvElement> Layer<E> {
         let norm = |weight| family.norm(weight, HIDDEN);
         let out_norm = |weight| (family == Gemma3).then(|| norm(weight));
         DecoderLayer {
-            input_norm: norm(&self.input_norm),
-            qkv: &self.qkv.packed,
-            qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
-            out: &self.out.packed,
-            attention_out_norm: out_norm(&self.attention_out_norm),
-            mlp_norm: norm(&self.mlp_norm),
-            gate_up: &self.gate_up.packed,
-            gate: family.gate(),
-            down: &self.down.packed,
+            input_norm: Some(norm(&self.input_norm)),
+            mixer: Mixer::Attention(AttentionMixer {
+                qkv: &self.qkv.packed,
+                qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
+                out: &self.out.packed,
+                group: self.group,
+                rope: self.rope,
+                query_rope: self.query_rope(),
+            }),
+            mixer_out_norm: out_norm(&self.mixer_out_norm),
+            mlp_norm: Some(norm(&self.mlp_norm)),
+            feed_forward: FeedForward::Dense(Dense {
+                gate_up: &self.gate_up.packed,
+                gate: family.gate(),
+                down: &self.down.packed,
+            }),
             mlp_out_norm: out_norm(&self.mlp_out_norm),
-            group: self.group,
-            rope: self.rope,
-            query_rope: self.query_rope(),
         }
     }
 
@@ -211,7 +217,7 @@ impl<E: KvElement> Layer<E> {
                 .flat_map(|head| attend(&qkv[seen.clone()], head))
                 .collect();
             let attended = self.out.reference(&attended);
-            add(x, &out_normed(attended, &self.attention_out_norm));
+            add(x, &out_normed(attended, &self.mixer_out_norm));
             let gate_up = self.gate_up.reference(&normed(x, &self.mlp_norm, HIDDEN));
             let (gates, ups) = gate_up.split_at(WIDE);
             let opened: Vec<f64> = gates
@@ -365,12 +371,11 @@ fn in_steps<E: KvElement>(
         };
         let rows = &mut x[start * HIDDEN..(start + length) * HIDDEN];
         let mut rows = RowsMut::new(rows, HIDDEN);
-        let first = layers[0].borrowed();
-        let mut scratch = Scratch::new(length, &attentions[0], &first).expect("memory");
+        let layers: Vec<_> = layers.iter().map(Layer::borrowed).collect();
+        let mut scratch = Scratch::new(length, HIDDEN, &layers).expect("memory");
         for (layer, cache) in layers.iter().zip(&mut caches) {
             let mut cache = RowsMut::new(cache, page_width);
-            let layer = layer.borrowed();
-            step.forward(&layer, &mut cache, &mut rows, &mut scratch)
+            step.forward(layer, &mut cache, &mut rows, &mut scratch)
                 .expect("memory");
         }
         start += length;

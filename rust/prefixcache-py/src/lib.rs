@@ -24,6 +24,7 @@ mod exclusive;
 mod hints;
 mod json;
 mod kv_file;
+mod layer;
 mod linear;
 mod names;
 mod prefix_cache;
@@ -56,7 +57,7 @@ mod _core {
     #[pymodule_export]
     use crate::cpu::Cpu;
     #[pymodule_export]
-    use crate::decoder::{DecoderLayer, DecoderStack};
+    use crate::decoder::DecoderStack;
     #[pymodule_export]
     use crate::digests::{derive_digest, hash_file_ranges};
     #[pymodule_export]
@@ -65,6 +66,8 @@ mod _core {
     use crate::json::parse_json;
     #[pymodule_export]
     use crate::kv_file::{KVFile, describe_kv_file};
+    #[pymodule_export]
+    use crate::layer::{AttentionMixer, DecoderLayer, DenseFeedForward};
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

@@ -37,7 +37,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache._core import Cpu, DecoderLayer, DecoderStack, PagedAttention, RowOps
+from prefixcache._core import (
+    AttentionMixer,
+    Cpu,
+    DecoderLayer,
+    DecoderStack,
+    DenseFeedForward,
+    PagedAttention,
+    RowOps,
+)
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
@@ -46,7 +54,9 @@ from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
+    AttentionShape,
     DecoderShape,
+    DenseShape,
     LayerShape,
     LinearShape,
     NormShape,
@@ -158,19 +168,29 @@ class CpuModel:
 
     def _layer(self, shape: LayerShape) -> DecoderLayer:
         return DecoderLayer(
-            input_norm=address(self._norm(shape.input_norm)),
+            input_norm=self._optional_norm(shape.input_norm),
+            mixer=self._attention(shape.mixer),
+            mixer_out_norm=self._optional_norm(shape.mixer_out_norm),
+            mlp_norm=self._optional_norm(shape.mlp_norm),
+            feed_forward=self._dense(shape.feed_forward),
+            mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
+            norm_offset=self.config.norm_offset,
+        )
+
+    def _attention(self, shape: AttentionShape) -> AttentionMixer:
+        return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
             qk_norm=self._optional_norm(shape.qk_norm),
             out=self._linear(shape.out).packed,
-            attention_out_norm=self._optional_norm(shape.attention_out_norm),
-            mlp_norm=address(self._norm(shape.mlp_norm)),
+            rope=shape.rope,
+            query_rope=shape.query_rope,
+        )
+
+    def _dense(self, shape: DenseShape) -> DenseFeedForward:
+        return DenseFeedForward(
             gate_up=self._linear(shape.gate_up).packed,
             gate=shape.activation,
             down=self._linear(shape.down).packed,
-            mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
-            norm_offset=self.config.norm_offset,
-            rope=shape.rope,
-            query_rope=shape.query_rope,
         )
 
     def _optional_norm(self, shape: NormShape | None) -> int | None:

@@ -17,7 +17,9 @@ from prefixcache.models.arrays import Array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
+    AttentionShape,
     DecoderShape,
+    DenseShape,
     LayerShape,
     LinearShape,
     NormShape,
@@ -74,14 +76,11 @@ class Builder:
         return made
 
 
-class DecoderLayer:
-    """Attention and MLP, each after a norm and with a residual connection.
-
-    With `sandwich_norms` what they add to the residual is normalised too.
-    """
+class AttentionMixer:
+    """Attention of layer `layer` over keys and values, without what `out` makes of it."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, shape: LayerShape, builder: Builder
+        self, config: ModelConfig, layer: int, shape: AttentionShape, builder: Builder
     ) -> None:
         self._ops = builder.ops
         self._layer = layer
@@ -89,36 +88,12 @@ class DecoderLayer:
         self._rms_norm = _norm_of(config, builder.ops)
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
-        gates = {
-            "silu": builder.ops.silu_and_mul,
-            "gelu_tanh": builder.ops.gelu_tanh_and_mul,
-        }
-        self._gate = gates[shape.activation]
-        self._input_norm_E = builder.norm(shape.input_norm)
         self._qkv = builder.linear(shape.qkv)
         # One row a head, so that one call normalises the queries and the keys.
-        self._qk_norm = builder.norm(shape.qk_norm) if shape.qk_norm else None
-        self._out = builder.linear(shape.out)
-        self._attention_out_norm_E = _optional(shape.attention_out_norm, builder)
-        self._mlp_norm_E = builder.norm(shape.mlp_norm)
-        self._gate_up = builder.linear(shape.gate_up)
-        self._down = builder.linear(shape.down)
-        self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
+        self._qk_norm = _optional(shape.qk_norm, builder)
+        self.out = builder.linear(shape.out)
 
     def __call__(
-        self,
-        x_TE: Tensor,
-        rotations: Sequence[Rotation],
-        attention: GroupedAttention,
-    ) -> Tensor:
-        """Returns the residual stream after this layer, [T, E]; `rotations` are the model's."""
-        normed_TE = self._rms_norm(x_TE, self._input_norm_E)
-        heads_TI = self._attend(normed_TE, rotations, attention)
-        x_TE = self._added(x_TE, self._out, heads_TI, self._attention_out_norm_E)
-        gated_TF = self._gate(self._gate_up(self._rms_norm(x_TE, self._mlp_norm_E)))
-        return self._added(x_TE, self._down, gated_TF, self._mlp_out_norm_E)
-
-    def _attend(
         self, x_TE: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
     ) -> Tensor:
         """What `out` takes; the rotations hold the cosines and sines of the step's positions."""
@@ -136,6 +111,53 @@ class DecoderLayer:
             q_THD = self._ops.apply_rope(qk[:, :num_q], *of_queries)
             k_TKD = self._ops.apply_rope(qk[:, num_q:], *of_keys)
         return attention.run(self._layer, q_THD, k_TKD, v_TKD).flatten(1)
+
+
+class DenseFeedForward:
+    """A gated MLP, without what `out` makes of it."""
+
+    def __init__(self, shape: DenseShape, builder: Builder) -> None:
+        gates = {
+            "silu": builder.ops.silu_and_mul,
+            "gelu_tanh": builder.ops.gelu_tanh_and_mul,
+        }
+        self._gate = gates[shape.activation]
+        self._gate_up = builder.linear(shape.gate_up)
+        self.out = builder.linear(shape.down)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """What `out` takes: [T, F]."""
+        return self._gate(self._gate_up(x_TE))
+
+
+class DecoderLayer:
+    """A mixer and a feed-forward, each with the norms that it has and a residual connection."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, shape: LayerShape, builder: Builder
+    ) -> None:
+        self._rms_norm = _norm_of(config, builder.ops)
+        self._input_norm_E = _optional(shape.input_norm, builder)
+        self._mixer = AttentionMixer(config, layer, shape.mixer, builder)
+        self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
+        self._mlp_norm_E = _optional(shape.mlp_norm, builder)
+        self._feed_forward = DenseFeedForward(shape.feed_forward, builder)
+        self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
+
+    def __call__(
+        self,
+        x_TE: Tensor,
+        rotations: Sequence[Rotation],
+        attention: GroupedAttention,
+    ) -> Tensor:
+        """Returns the residual stream after this layer, [T, E]; `rotations` are the model's."""
+        heads_TI = self._mixer(self._normed(x_TE, self._input_norm_E), rotations, attention)
+        x_TE = self._added(x_TE, self._mixer.out, heads_TI, self._mixer_out_norm_E)
+        gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
+        return self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
+
+    def _normed(self, x_TE: Tensor, norm_E: Tensor | None) -> Tensor:
+        return x_TE if norm_E is None else self._rms_norm(x_TE, norm_E)
 
     def _added(
         self, x_TE: Tensor, linear: Linear, y_TI: Tensor, out_norm_E: Tensor | None

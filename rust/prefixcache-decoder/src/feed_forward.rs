@@ -1,0 +1,72 @@
+//! What each token computes alone.
+
+use prefixcache_attention::KvElement;
+use prefixcache_cpu::Rows;
+use prefixcache_cpu::memory::OutOfMemory;
+use prefixcache_ops::PackedLinear;
+use prefixcache_ops::rowwise::{Gate, gated};
+
+use crate::{Buffer, Step, Sum};
+
+/// The feed-forward of a layer.
+pub enum FeedForward<'a, E> {
+    /// One gated MLP.
+    Dense(Dense<'a, E>),
+}
+
+/// A gated MLP.
+pub struct Dense<'a, E> {
+    /// E to 2 F: gates, then what they let pass.
+    pub gate_up: &'a PackedLinear<E>,
+    /// What opens the gates.
+    pub gate: Gate,
+    /// F to E
+    pub down: &'a PackedLinear<E>,
+}
+
+/// Room for what passes between its kernels.
+pub struct Scratch<E> {
+    gate_up: Buffer<E>,
+    opened: Buffer<E>,
+}
+
+impl<E: KvElement> Scratch<E> {
+    pub fn new<'a>(
+        rows: usize,
+        all: impl Iterator<Item = &'a FeedForward<'a, E>> + Clone,
+    ) -> Result<Self, OutOfMemory> {
+        let dense = all.map(|one| match one {
+            FeedForward::Dense(dense) => dense,
+        });
+        Ok(Self {
+            gate_up: Buffer::new(rows, dense.clone().map(|dense| dense.gate_up.outputs()))?,
+            opened: Buffer::new(rows, dense.map(|dense| dense.down.inputs()))?,
+        })
+    }
+}
+
+impl Step<'_> {
+    /// Adds the MLP of the normalised stream to the stream.
+    pub(crate) fn dense<E: KvElement>(
+        &self,
+        dense: &Dense<'_, E>,
+        x: Rows<'_, E>,
+        scratch: &mut Scratch<E>,
+        sum: Sum<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        let (wide, inner) = (dense.gate_up.outputs(), dense.down.inputs());
+        self.linear(dense.gate_up, x, None, &scratch.gate_up.write(wide))?;
+        let gates = scratch.gate_up.read(wide);
+        gated(
+            self.form,
+            self.team,
+            dense.gate,
+            gates,
+            &scratch.opened.write(inner),
+        );
+        let opened = scratch.opened.read(inner);
+        self.add(sum, |residual, out| {
+            self.linear(dense.down, opened, residual, out)
+        })
+    }
+}

@@ -1,0 +1,113 @@
+//! Attention over keys and values that lie in a cache.
+
+use prefixcache_attention::{KvElement, append, attend};
+use prefixcache_cpu::memory::OutOfMemory;
+use prefixcache_cpu::{Rows, RowsMut};
+use prefixcache_ops::PackedLinear;
+use prefixcache_ops::rowwise::{RmsNorm, rotate};
+
+use crate::{Buffer, Rotation, Step, Sum};
+
+/// Queries, keys and values, attention, and what becomes of it.
+pub struct AttentionMixer<'a, E> {
+    /// E to (H + 2 K) * D: queries, keys, values.
+    pub qkv: &'a PackedLinear<E>,
+    /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
+    pub qk_norm: Option<RmsNorm<'a, E>>,
+    /// H * D to E
+    pub out: &'a PackedLinear<E>,
+    /// Which of the step's groups the layer is of.
+    pub group: usize,
+    /// Which of the step's rotations turns its keys.
+    pub rope: usize,
+    /// Which of them turns its queries.
+    pub query_rope: usize,
+}
+
+impl<E: KvElement> AttentionMixer<'_, E> {
+    /// Numbers of a token's queries and keys: (H + K) * D.
+    fn turned(&self) -> usize {
+        usize::midpoint(self.out.inputs(), self.qkv.outputs())
+    }
+}
+
+/// Room for what passes between its kernels.
+pub struct Scratch<E> {
+    qkv: Buffer<E>,
+    qk: Buffer<E>,
+    turned: Buffer<E>,
+    attended: Buffer<E>,
+}
+
+impl<E: KvElement> Scratch<E> {
+    pub fn new<'a>(
+        rows: usize,
+        mixers: impl Iterator<Item = &'a AttentionMixer<'a, E>> + Clone,
+    ) -> Result<Self, OutOfMemory> {
+        let of = |width: fn(&AttentionMixer<'_, E>) -> usize| {
+            Buffer::new(rows, mixers.clone().map(width))
+        };
+        Ok(Self {
+            qkv: of(|mixer| mixer.qkv.outputs())?,
+            qk: of(|mixer| mixer.qk_norm.map_or(0, |_| mixer.turned()))?,
+            turned: of(|mixer| mixer.turned())?,
+            attended: of(|mixer| mixer.out.inputs())?,
+        })
+    }
+}
+
+impl Step<'_> {
+    /// Adds attention of the normalised stream to the stream.
+    pub(crate) fn attend<E: KvElement>(
+        &self,
+        mixer: &AttentionMixer<'_, E>,
+        cache: &mut RowsMut<'_, E>,
+        x: Rows<'_, E>,
+        scratch: &mut Scratch<E>,
+        sum: Sum<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        let group = &self.groups[mixer.group];
+        let queries = mixer.out.inputs();
+        let (width, turned) = (mixer.qkv.outputs(), mixer.turned());
+        self.linear(mixer.qkv, x, None, &scratch.qkv.write(width))?;
+        self.turn(mixer, scratch);
+        let values = scratch.qkv.read(width).columns(turned..width);
+        let turned = scratch.turned.read(turned);
+        let keys = turned.columns(queries..turned.width());
+        append(cache, group.plan.block_size(), group.slots, keys, values);
+        attend(
+            self.form,
+            self.team,
+            group.plan,
+            cache.read(),
+            turned.columns(0..queries),
+            &scratch.attended.write(queries),
+        )?;
+        let attended = scratch.attended.read(queries);
+        self.add(sum, |residual, out| {
+            self.linear(mixer.out, attended, residual, out)
+        })
+    }
+
+    /// Normalises the queries and keys, where the model does, and turns them by their positions.
+    fn turn<E: KvElement>(&self, mixer: &AttentionMixer<'_, E>, scratch: &mut Scratch<E>) {
+        let (queries, all) = (mixer.out.inputs(), mixer.turned());
+        let mut qk = scratch.qkv.read(mixer.qkv.outputs()).columns(0..all);
+        if let Some(norm) = mixer.qk_norm {
+            self.norm(norm, qk, None, &scratch.qk.write(all));
+            qk = scratch.qk.read(all);
+        }
+        let ropes = if mixer.query_rope == mixer.rope {
+            &[(mixer.rope, 0..all)][..]
+        } else {
+            &[(mixer.query_rope, 0..queries), (mixer.rope, queries..all)]
+        };
+        for (rope, columns) in ropes {
+            let Rotation { cos, sin } = self.rotations[*rope];
+            let qk = qk.columns(columns.clone());
+            let mut turned = scratch.turned.write(all);
+            let turned = turned.columns(columns.clone());
+            rotate(self.form, self.team, cos, sin, qk, &turned);
+        }
+    }
+}

@@ -143,8 +143,9 @@ class Family:
     convolutions; all but `full_attn_idxs` are where the file names no types. `spellings` are other
     names of fields, which go before. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
-    `ModelConfig` of a whole config. `names` are those of modules of a layer that are called
-    otherwise than Llama's: "down", and "gate_up" where both are one tensor.
+    `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
+    Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up" and "down",
+    "gate_up" where both are one tensor, and "norm" of the model.
     """
 
     model_type: str

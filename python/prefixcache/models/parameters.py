@@ -80,6 +80,37 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvShape:
+    """A convolution over the last `taps` tokens, each of E channels alone, between two linears.
+
+    `in_proj` makes a token's gates B and C, and x. The tensors of the convolution go by `name`.
+    """
+
+    in_proj: LinearShape
+    name: str
+    taps: int
+    bias: bool
+    out: LinearShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.in_proj, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """It has none of its own."""
+        return ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of the convolution."""
+        channels = self.out.inputs
+        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
+        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
     """A gated MLP: `gate_up` has the gates, then what they let pass."""
 
@@ -102,7 +133,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape
+    mixer: AttentionShape | ConvShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape
@@ -139,7 +170,7 @@ class DecoderShape:
         return cls(
             layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
             rotations=rotations,
-            norm=NormShape(config.hidden_size, {"model.norm": 1}),
+            norm=NormShape(config.hidden_size, {f"model.{_names(config).get('norm', 'norm')}": 1}),
             head=LinearShape(config.hidden_size, {name: config.vocab_size}),
         )
 
@@ -152,6 +183,9 @@ class DecoderShape:
                 if linear.bias:
                     found[f"{name}.bias"] = (rows,)
         found |= {f"{name}.weight": (norm.width,) for norm in self._norms() for name in norm.parts}
+        for layer in self.layers:
+            if isinstance(layer.mixer, ConvShape):
+                found |= layer.mixer.shapes
         return found
 
     def _linears(self) -> Iterator[LinearShape]:
@@ -173,40 +207,57 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         return NormShape(config.hidden_size, {f"{prefix}.{name}": 1})
 
     # "post-attention" is another norm where there are four.
-    sandwich = config.sandwich_norms
+    sandwich, names = config.sandwich_norms, _names(config)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    is_conv = layer in config.conv_layers
     return LayerShape(
-        input_norm=norm("input_layernorm"),
-        mixer=_attention(config, f"{prefix}.self_attn", ropes),
+        input_norm=norm(names.get("input_norm", "input_layernorm")),
+        mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(mlp_norm),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm)),
         feed_forward=_dense(config, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
 
 
+def _names(config: ModelConfig) -> Mapping[str, str]:
+    return FAMILIES[config.architecture].names
+
+
 def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
-    hidden = config.hidden_size
+    hidden, names = config.hidden_size, _names(config)
+    q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
+    k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
+    out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
         qkv=LinearShape(
             hidden,
-            {f"{prefix}.{one}_proj": count * head_dim for one, count in projections},
+            {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in projections},
             config.qkv_bias,
         ),
-        qk_norm=NormShape(head_dim, {f"{prefix}.q_norm": heads, f"{prefix}.k_norm": kv_heads})
-        if config.qk_norm
-        else None,
-        out=LinearShape(heads * head_dim, {f"{prefix}.o_proj": hidden}, config.output_bias),
+        qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}) if config.qk_norm else None,
+        out=LinearShape(heads * head_dim, {out: hidden}, config.output_bias),
         rope=ropes[0],
         query_rope=ropes[1],
     )
 
 
+def _conv(config: ModelConfig, prefix: str) -> ConvShape:
+    hidden, bias = config.hidden_size, config.conv_bias
+    return ConvShape(
+        in_proj=LinearShape(hidden, {f"{prefix}.conv.in_proj": 3 * hidden}, bias),
+        name=f"{prefix}.conv.conv",
+        taps=config.conv_taps,
+        bias=bias,
+        out=LinearShape(hidden, {f"{prefix}.conv.out_proj": hidden}, bias),
+    )
+
+
 def _dense(config: ModelConfig, prefix: str) -> DenseShape:
     hidden, size = config.hidden_size, config.intermediate_size
-    names = FAMILIES[config.architecture].names
+    names = _names(config)
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
         gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
@@ -219,7 +270,8 @@ def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]
     """One tensor where it has a name, else two."""
     if "gate_up" in names:
         return {f"{prefix}.{names['gate_up']}": 2 * size}
-    return {f"{prefix}.mlp.gate_proj": size, f"{prefix}.mlp.up_proj": size}
+    parts = names.get("gate", "mlp.gate_proj"), names.get("up", "mlp.up_proj")
+    return {f"{prefix}.{part}": size for part in parts}
 
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
@@ -282,6 +334,18 @@ def norm_slots(
         write = partial(_copy_numbers, partial(write_rows, slice(start, start + rows)))
         yield f"{name}.weight", Slot((shape.width,), write, lambda: dtype_name)
         start += rows
+
+
+def conv_slots(
+    shape: ConvShape,
+    write_weight: Callable[[Array], None],
+    write_bias: Callable[[Array], None],
+    dtype_name: str,
+) -> Iterator[tuple[str, Slot]]:
+    """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
+    for name, size in shape.shapes.items():
+        write = write_bias if name.endswith(".bias") else write_weight
+        yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

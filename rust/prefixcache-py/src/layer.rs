@@ -1,8 +1,8 @@
-//! The Python classes `AttentionMixer`, `DenseFeedForward` and `DecoderLayer`.
+//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward` and `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
-use prefixcache_attention::Attention;
+use prefixcache_attention::{Attention, MAX_TAPS, ShortConv};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Number, One, OneOf, Real, Value, wrong_type};
 use crate::cpu::{DType, Matrix};
+use crate::errors::out_of_range;
 use crate::linear::{Layer, LayerElement, PackedLinear};
 use crate::names;
 
@@ -69,6 +70,88 @@ impl AttentionMixer {
     }
 }
 
+/// A short convolution of a layer on the CPU: its weights.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct ShortConvMixer {
+    in_proj: Py<PackedLinear>,
+    taps: usize,
+    weight: usize,
+    bias: Option<usize>,
+    out: Py<PackedLinear>,
+}
+
+#[pymethods]
+impl ShortConvMixer {
+    /// A convolution over the last `taps` tokens, channel by channel, between these linears.
+    ///
+    /// `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
+    /// first, at `bias` [channels].
+    #[new]
+    #[pyo3(signature = (*, in_proj, taps, weight, bias=None, out))]
+    fn new(
+        in_proj: Py<PackedLinear>,
+        taps: Number<names::Taps>,
+        weight: Number<names::Weight>,
+        bias: Option<Number<names::Bias>>,
+        out: Py<PackedLinear>,
+    ) -> PyResult<Self> {
+        if !(1..=MAX_TAPS).contains(&taps.0) {
+            let reason = format!("must be from 1 to {MAX_TAPS}, not {}", taps.0);
+            return Err(out_of_range("taps", reason));
+        }
+        Ok(Self {
+            in_proj,
+            taps: taps.0,
+            weight: weight.0,
+            bias: bias.map(|bias| bias.0),
+            out,
+        })
+    }
+}
+
+impl ShortConvMixer {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        [self.in_proj.get(), self.out.get()]
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = self.linears();
+        let [in_proj, out] = linears;
+        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+        let stream = [in_proj.inputs, out.inputs, out.outputs];
+        of_type && stream == [hidden; 3] && in_proj.outputs == 3 * hidden
+    }
+
+    /// Whether the plans of this attention list the pages that it needs.
+    fn is_seen_by(&self, attention: &Attention) -> bool {
+        attention.window_left.is_none_or(|left| left >= self.taps - 1)
+    }
+
+    /// # Safety
+    /// The weight and the bias are addresses of numbers of type E.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        hidden: usize,
+        group: usize,
+        linears: &'a Linears<'_>,
+    ) -> PyResult<decoder::ShortConvMixer<'a, E>> {
+        let rows = |name, address, count| {
+            // SAFETY: the caller's promise.
+            unsafe { Matrix::dense_at(name, address, count, hidden).rows::<E>() }
+        };
+        let bias = self.bias.map(|address| rows("bias", address, 1));
+        Ok(decoder::ShortConvMixer {
+            in_proj: linears.mixer(0),
+            conv: ShortConv {
+                weight: rows("weight", self.weight, self.taps)?,
+                bias: bias.transpose()?.map(|rows| rows.row(0)),
+            },
+            out: linears.mixer(1),
+            group,
+        })
+    }
+}
+
 /// A gated MLP of a layer on the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct DenseFeedForward {
@@ -109,6 +192,16 @@ impl DenseFeedForward {
 /// The mixer of a layer.
 enum Mixer {
     Attention(Py<AttentionMixer>),
+    ShortConv(Py<ShortConvMixer>),
+}
+
+impl Mixer {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        match self {
+            Self::Attention(mixer) => mixer.get().linears(),
+            Self::ShortConv(mixer) => mixer.get().linears(),
+        }
+    }
 }
 
 impl Value for Mixer {
@@ -116,7 +209,10 @@ impl Value for Mixer {
         if let Ok(mixer) = value.cast() {
             return Ok(Self::Attention(mixer.clone().unbind()));
         }
-        Err(wrong_type(argument, "an AttentionMixer", value))
+        if let Ok(mixer) = value.cast() {
+            return Ok(Self::ShortConv(mixer.clone().unbind()));
+        }
+        Err(wrong_type(argument, "an AttentionMixer or a ShortConvMixer", value))
     }
 }
 
@@ -189,27 +285,42 @@ impl DecoderLayer {
 impl DecoderLayer {
     /// Whether the linears fit each other and a stream of `hidden` numbers of this type.
     pub fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let Mixer::Attention(mixer) = &self.mixer;
+        let mixer_fits = match &self.mixer {
+            Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
+            Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
+        };
         let FeedForward::Dense(dense) = &self.feed_forward;
-        mixer.get().fits(hidden, dtype) && dense.get().fits(hidden, dtype)
+        mixer_fits && dense.get().fits(hidden, dtype)
     }
 
     /// Whether the layer can compute with this attention.
     pub fn has_heads_of(&self, attention: &Attention) -> bool {
-        let Mixer::Attention(mixer) = &self.mixer;
-        mixer.get().has_heads_of(attention)
+        match &self.mixer {
+            Mixer::Attention(mixer) => mixer.get().has_heads_of(attention),
+            Mixer::ShortConv(mixer) => mixer.get().is_seen_by(attention),
+        }
     }
 
-    /// The highest number of a rotation that the layer takes.
-    pub fn highest_rope(&self) -> usize {
-        let Mixer::Attention(mixer) = &self.mixer;
-        mixer.get().rope.max(mixer.get().query_rope)
+    /// The highest number of a rotation that the layer takes, if it takes any.
+    pub fn highest_rope(&self) -> Option<usize> {
+        match &self.mixer {
+            Mixer::Attention(mixer) => Some(mixer.get().rope.max(mixer.get().query_rope)),
+            Mixer::ShortConv(_) => None,
+        }
+    }
+
+    /// Tokens whose inputs a block must keep, where the layer is a convolution.
+    pub fn least_kept(&self, block_size: usize) -> Option<usize> {
+        match &self.mixer {
+            Mixer::Attention(_) => None,
+            Mixer::ShortConv(mixer) => Some((mixer.get().taps - 1).clamp(1, block_size)),
+        }
     }
 
     /// The layer as the decoder computes it, of group `group` of the step with this attention.
     ///
     /// # Safety
-    /// The norms are addresses of numbers of type E.
+    /// The norms, and the weights of a convolution, are addresses of numbers of type E.
     pub unsafe fn read<'a, E: LayerElement>(
         &self,
         eps: f32,
@@ -231,21 +342,26 @@ impl DecoderLayer {
             address.map(read).transpose()
         };
         let of_stream = |name, address| norm(name, address, hidden, hidden);
-        let Mixer::Attention(mixer) = &self.mixer;
-        let mixer = mixer.get();
         let FeedForward::Dense(dense) = &self.feed_forward;
         let dims = attention.head_dim();
         let turned = (attention.heads() + attention.kv_heads()) * dims;
-        Ok(decoder::DecoderLayer {
-            input_norm: of_stream("input_norm", self.norms.input)?,
-            mixer: decoder::Mixer::Attention(decoder::AttentionMixer {
+        let mixer = match &self.mixer {
+            Mixer::Attention(mixer) => decoder::Mixer::Attention(decoder::AttentionMixer {
                 qkv: linears.mixer(0),
-                qk_norm: norm("qk_norm", mixer.qk_norm, turned, dims)?,
+                qk_norm: norm("qk_norm", mixer.get().qk_norm, turned, dims)?,
                 out: linears.mixer(1),
                 group,
-                rope: mixer.rope,
-                query_rope: mixer.query_rope,
+                rope: mixer.get().rope,
+                query_rope: mixer.get().query_rope,
             }),
+            Mixer::ShortConv(mixer) => {
+                // SAFETY: the caller's promise.
+                decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
+            }
+        };
+        Ok(decoder::DecoderLayer {
+            input_norm: of_stream("input_norm", self.norms.input)?,
+            mixer,
             mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
             mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
             feed_forward: decoder::FeedForward::Dense(decoder::Dense {
@@ -269,14 +385,13 @@ pub struct Linears<'a> {
 
 impl<'a> Linears<'a> {
     pub fn of(layer: &'a Py<DecoderLayer>) -> PyResult<Self> {
-        let Mixer::Attention(mixer) = &layer.get().mixer;
         let FeedForward::Dense(dense) = &layer.get().feed_forward;
         let read = |linears: [&'a PackedLinear; 2]| {
             let guards = linears.into_iter().map(PackedLinear::read);
             guards.collect::<PyResult<Vec<_>>>()
         };
         Ok(Self {
-            mixer: read(mixer.get().linears())?,
+            mixer: read(layer.get().mixer.linears())?,
             feed_forward: read(dense.get().linears())?,
         })
     }

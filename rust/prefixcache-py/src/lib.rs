@@ -67,7 +67,7 @@ mod _core {
     #[pymodule_export]
     use crate::kv_file::{KVFile, describe_kv_file};
     #[pymodule_export]
-    use crate::layer::{AttentionMixer, DecoderLayer, DenseFeedForward};
+    use crate::layer::{AttentionMixer, DecoderLayer, DenseFeedForward, ShortConvMixer};
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

@@ -45,6 +45,7 @@ from prefixcache._core import (
     DenseFeedForward,
     PagedAttention,
     RowOps,
+    ShortConvMixer,
 )
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
@@ -55,11 +56,13 @@ from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
     AttentionShape,
+    ConvShape,
     DecoderShape,
     DenseShape,
     LayerShape,
     LinearShape,
     NormShape,
+    conv_slots,
     linear_slots,
     norm_slots,
 )
@@ -73,12 +76,14 @@ class StepKernels:
     """Attention of a step: a kernel for each KV cache group, planned for the step's rows.
 
     Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
-    convolution takes from it where the tokens stand.
+    convolution takes from it where the tokens stand, and a block has the inputs of its last
+    `kept_tokens` tokens.
     """
 
     attentions: list[PagedAttention]
     layer_groups: list[int]
     caches: list[int]
+    kept_tokens: int = 0
 
 
 class CpuModel:
@@ -141,6 +146,7 @@ class CpuModel:
             kernels.caches,
             [(address(cos), address(sin)) for cos, sin in rotations],
             address(x_TE),
+            kernels.kept_tokens,
         )
         return x_TE
 
@@ -169,12 +175,31 @@ class CpuModel:
     def _layer(self, shape: LayerShape) -> DecoderLayer:
         return DecoderLayer(
             input_norm=self._optional_norm(shape.input_norm),
-            mixer=self._attention(shape.mixer),
+            mixer=self._mixer(shape.mixer),
             mixer_out_norm=self._optional_norm(shape.mixer_out_norm),
             mlp_norm=self._optional_norm(shape.mlp_norm),
             feed_forward=self._dense(shape.feed_forward),
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
+        )
+
+    def _mixer(self, shape: AttentionShape | ConvShape) -> AttentionMixer | ShortConvMixer:
+        return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
+
+    def _conv(self, shape: ConvShape) -> ShortConvMixer:
+        dtype, channels = DTYPES[self.dtype_name], shape.out.inputs
+        weight_LE = new_array((shape.taps, channels), dtype)
+        bias_E = new_array((channels,), dtype)
+        self._norms += [weight_LE, bias_E]
+        weight_E1L = weight_LE.T[:, np.newaxis]
+        writes = partial(_write, weight_E1L), partial(_write, bias_E)
+        self.slots.update(conv_slots(shape, *writes, self.dtype_name))
+        return ShortConvMixer(
+            in_proj=self._linear(shape.in_proj).packed,
+            taps=shape.taps,
+            weight=address(weight_LE),
+            bias=address(bias_E) if shape.bias else None,
+            out=self._linear(shape.out).packed,
         )
 
     def _attention(self, shape: AttentionShape) -> AttentionMixer:
@@ -218,6 +243,10 @@ class CpuModel:
         return made
 
 
+def _write(target: Array, numbers: Array) -> None:
+    target[...] = numbers
+
+
 def _write_rows(norm: Array, rows: slice, numbers: Array) -> None:
     norm[rows] = numbers
 
@@ -258,4 +287,5 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
         attentions=list(attentions),
         layer_groups=[group for group, _ in places],
         caches=[cache(groups[group], number) for group, number in places],
+        kept_tokens=max(group.kept_tokens for group in groups),
     )

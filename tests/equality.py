@@ -70,6 +70,9 @@ def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
     }
 
 
+# Blocks of 16 tokens hold the convolutions of two layers in a tensor, those of 8 one.
+LFM2 = {name: size for name, size in WIDE.items() if name != "head_dim"}
+
 BLOCK = 16
 MAX_ANSWER = 64
 GRAMMARS = (
@@ -412,10 +415,14 @@ class Bench:
 
 
 def make_pair(
-    scratch: Path, dtype: str, quant_format: str | None, **shape: Any
+    scratch: Path,
+    dtype: str,
+    quant_format: str | None,
+    architecture: str = "qwen3",
+    **shape: Any,
 ) -> tuple[Path, Path | None]:
     """A tiny model's folder, in blocks of a format if one is given, and its weights dequantized."""
-    dense = make_checkpoint(scratch / "dense", "qwen3", dtype=getattr(torch, dtype), **shape)
+    dense = make_checkpoint(scratch / "dense", architecture, dtype=getattr(torch, dtype), **shape)
     if quant_format is None:
         return dense, None
     blocks, dequantized = scratch / "blocks", scratch / "dequantized"
@@ -434,7 +441,7 @@ def make_engine(
     activations: Activations = "exact",
     threads: int = 1,
 ) -> Engine:
-    num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
+    num_groups = len(kv_layout(ModelConfig.from_hf(folder), schedule.block_size).groups)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -513,13 +520,18 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
+    parser.add_argument("--architecture", choices=["qwen3", "lfm2"], default="qwen3")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()
     total = Counts()
     shape = with_windows(arguments.window) if arguments.window else WIDE
+    if arguments.architecture == "lfm2":
+        shape = LFM2
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
-            folder, dequantized = make_pair(Path(scratch), dtype, quant_format, **shape)
+            folder, dequantized = make_pair(
+                Path(scratch), dtype, quant_format, arguments.architecture, **shape
+            )
             for threads in (1, 2):
                 bench = Bench(
                     folder,

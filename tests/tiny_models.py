@@ -181,7 +181,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "lfm2": Architecture(Lfm2Config, _LFM2),
     "lfm2-bias": Architecture(
-        Lfm2Config, _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        Lfm2Config,
+        _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
 }
 # Those with layers that see a window alone.

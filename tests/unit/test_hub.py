@@ -132,7 +132,7 @@ def test_a_hub_that_is_out_of_reach_is_one_line_that_says_what_else_works(monkey
     "architecture",
     [
         *("smollm2", "llama", "llama-bias", "qwen2", "qwen2-yarn", "qwen3"),
-        *("seed-oss", "ministral3", "smollm3", "granite"),
+        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:

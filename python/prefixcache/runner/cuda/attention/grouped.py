@@ -30,9 +30,7 @@ class GroupedAttention:
     model. The first group attends.
     """
 
-    def __init__(
-        self, groups: Sequence[AttentionGroup], backends: Sequence[GroupBackend]
-    ) -> None:
+    def __init__(self, groups: Sequence[AttentionGroup], backends: Sequence[GroupBackend]) -> None:
         first = backends[0]
         assert not isinstance(first, ShortConvCache)
         self.groups = tuple(groups)

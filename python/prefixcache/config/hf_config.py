@@ -144,8 +144,8 @@ class Family:
     names of fields, which go before. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
-    Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up" and "down",
-    "gate_up" where both are one tensor, and "norm" of the model.
+    Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
+    and "gate_up" where both are one tensor; of the model "norm".
     """
 
     model_type: str

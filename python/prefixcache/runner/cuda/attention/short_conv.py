@@ -89,7 +89,7 @@ class ShortConvCache:
     def convolve(
         self, number: int, bx_TE: Tensor, weight_LE: Tensor, bias_E: Tensor | None
     ) -> Tensor:
-        """The sums of the group's layer of that number, float32 [T, E]; keeps what is to be kept."""
+        """The sums of the group's layer of that number, float32 [T, E]; keeps inputs for later."""
         inputs_PRE = self._inputs[number]
         out_TE = torch.empty_like(bx_TE, dtype=torch.float32)
         weight = weight_LE.float().T.unsqueeze(1).contiguous()

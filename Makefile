@@ -88,7 +88,7 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	touch $@
 
 test-rust:
-	cargo test --workspace --exclude prefixcache-py --lib --tests --quiet
+	cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
@@ -160,7 +160,7 @@ bench-peers: setup-dev              ## with transformers in one run; ARGS="--lla
 	$(BIN)/python benches/serving/compare.py --output benches/record/compare.json $(ARGS)
 
 bench-core: setup                  ## the core's operations from Rust and from Python
-	cargo bench --package prefixcache-core
+	cargo bench --package prefixcache-oracle
 	$(BIN)/python benches/core/bench_python.py
 
 bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (ARGS=--simulate)

@@ -255,6 +255,7 @@ class Author:
             min_tokens=choose.choice([0, 1]),
             logprobs=3,
             prompt_logprobs=choose.choice([None, None, None, None, 2]),
+            logprob_start_len=choose.choice([0, choose.randrange(40)]),
             stop_token_ids=tuple(self._tokens(choose.choice([0, 0, 3]))),
             ignore_eos=choose.random() < 0.7,
             structured_output=choose.choice([None, None, None, *GRAMMARS]),

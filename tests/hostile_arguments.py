@@ -98,6 +98,8 @@ class World:
         self.chooser = _core.ReplicaChooser(
             overlap_weight=1, request_tokens=1, window_tokens=9, balance=1, affinity=1
         )
+        self.drafts = _core.DraftIndex(128)
+        self.draft_streams = [self.drafts.stream(b"", shares) for shares in (True, True, False)]
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def kept_events(self) -> Any:
@@ -142,6 +144,8 @@ class World:
             self.pseudonyms,
             self.index,
             self.chooser,
+            self.drafts,
+            *self.draft_streams,
         ]
 
     def interfere(self) -> None:
@@ -155,6 +159,8 @@ class World:
             lambda: self.cache.commit_prefix_plan(self.sequences[1], 0, 7),
             lambda: self.cache.resize(choose.choice([5, 17, 33])),
             self.cache.clear_cache_index,
+            choose.choice(self.draft_streams).close,
+            lambda: self.draft_streams[0].append([1] * choose.randrange(90)),
             self.fail,
         ]
         act = choose.choice(acts)
@@ -256,6 +262,8 @@ class World:
             "wide_out": lambda: choose.choice([False, True]),
             "stops": lambda: self.some_list(lambda: choose.choice(["stop", "st", ""])),
             "text": lambda: choose.choice(["a stop", b'{"a": [1, "b", 1e5]}', b"[", "te"]),
+            "scope": lambda: choose.choice([b"", b"scope"]),
+            "shares": lambda: choose.choice([False, True]),
             "path": lambda: choose.choice([TRACE, str(TRACE), PROGRAM]),
             "sizes": lambda: self.some_list(self.number),
             "hints": lambda: self.some_list(lambda: choose.choice([(0, None, 80, None), (4, 2)])),
@@ -388,7 +396,7 @@ def methods_of(cls: type) -> dict[str, list[inspect.Parameter]]:
 EXPORTS = {name: getattr(_core, name) for name in _core.__all__}
 CLASSES = {name: export for name, export in EXPORTS.items() if isinstance(export, type)}
 METHODS = {cls: methods_of(cls) for cls in CLASSES.values()}
-MADE_BY_METHODS = {"BlockHashes", "EventSnapshot", "Sequence", "StopStream"}
+MADE_BY_METHODS = {"BlockHashes", "DraftStream", "EventSnapshot", "Sequence", "StopStream"}
 
 
 class Module:

@@ -78,7 +78,7 @@ class PlainRunner:
         return (
             tuple(
                 TokenLogprobs(token, -float(next_token(self._seen(self._kv, row, end))), 1)
-                for end, token in enumerate(wanted.followers.tolist(), sequence.start + 1)
+                for end, token in enumerate(wanted.followers.tolist(), wanted.first + 1)
             )
             if wanted
             else ()

@@ -77,6 +77,9 @@ _SCALES = {
     "Q4_K": {0: 30 * 64, 2: 2 * 64},
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
+    "IQ4_NL": {0: 127},
+    "IQ4_XS": {0: 127 * 32},
+    "MXFP4": {},
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
@@ -250,6 +253,8 @@ def random_blocks(quant_format: str, outputs: int, inputs: int, *, seed: int) ->
     for place, largest in _SCALES[quant_format].items():
         scales = rng.uniform(-1, 1, (outputs, inputs // numbers, 1)) / largest
         data[:, :, place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    if quant_format == "MXFP4":
+        data[:, :, 0] = rng.integers(110, 125, data.shape[:2])
     return data.reshape(outputs, -1)
 
 

@@ -20,9 +20,13 @@ import numpy as np
 import torch
 
 from prefixcache._core import Cpu, PackedLinear
+from prefixcache.models.quantized import QUANT_FORMATS
 
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}
+FORMATS = QUANT_FORMATS
+HALVES = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)) | {
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 COLD_BYTES = 128 << 20
 
 
@@ -34,6 +38,8 @@ def random_blocks(name: str, outputs: int, inputs: int) -> np.ndarray:
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
     for at in HALVES.get(name, (0, 2)):
         blocks[:, :, at : at + 2] = scale
+    if name == "MXFP4":
+        blocks[:, :, 0] = 120
     return blocks.reshape(outputs, -1)
 
 

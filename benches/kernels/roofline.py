@@ -19,8 +19,10 @@ from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from prefixcache.models.quantized import QUANT_FORMATS
+
 ROOT = Path(__file__).parents[2]
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = QUANT_FORMATS
 INPUTS, PANEL = 768, 64
 # Two shifts, lookups and products, and their rounding to a word.
 DEQUANTIZING = "dequantizing,,,,,,"

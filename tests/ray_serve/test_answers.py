@@ -171,7 +171,7 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
 
 async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> None:
     # So long that each replica has streams in flight at any time.
-    bodies = bodies_of(6, max_tokens=1800, ignore_eos=True)
+    bodies = bodies_of(6, max_tokens=900, ignore_eos=True)
     cluster.post("/reset_prefix_cache")  # else a replica that is new here may get none of them
     expected = [said(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies, stream=True) as traffic:

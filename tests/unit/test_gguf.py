@@ -64,8 +64,8 @@ def field(file: Path, name: str, which: str) -> int:
 @pytest.mark.parametrize(
     ("which", "layout", "value", "message"),
     [
-        ("type", "<I", 23, f"tensor {K_PROJ} is IQ4_XS. Supported: F32, F16, BF16, Q4_0"),
-        ("type", "<I", 10, f"tensor {K_PROJ} is Q2_K. Supported: .*Q4_K, Q5_K, Q6_K"),
+        ("type", "<I", 21, f"tensor {K_PROJ} is IQ3_S. Supported: F32, F16, BF16, Q4_0"),
+        ("type", "<I", 35, f"tensor {K_PROJ} is TQ2_0. Supported: .*IQ4_NL, IQ4_XS, MXFP4"),
         ("type", "<I", 999, f"tensor {K_PROJ} is of the unknown type 999. Supported"),
         ("type", "<I", 12, f"tensor {K_PROJ} has rows of 64 numbers, no multiple of Q4_K's 256"),
         ("type", "<I", 0, f"tensors {K_PROJ} and .* overlap"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import numpy as np
@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from prefixcache._core import Cpu, PackedLinear
+from prefixcache.models.arrays import FLOAT32
+from prefixcache.models.quantized import QuantFormat, QuantizedTensor
 
 CPU = Cpu(2)
-FORMATS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-HALVES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}
+FORMATS = [*get_args(QuantFormat)]
+ONE_SCALE = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
+HALVES = {**{name: [0] for name in ONE_SCALE}, "Q6_K": [208], "MXFP4": list[int]()}
 INPUTS, OUTPUTS = 512, 96
 
 
@@ -23,7 +26,7 @@ def sizes(name: str) -> tuple[int, int]:
 
 
 def random_blocks(name: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> np.ndarray[Any, Any]:
-    """Rows of valid blocks; every finite float16 may be a scale."""
+    """Rows of valid blocks; every finite scale may be one, and the smallest exponents are."""
     rng = np.random.default_rng(FORMATS.index(name))
     numbers, size = sizes(name)
     blocks = rng.integers(0, 256, (outputs, inputs // numbers, size), np.uint8)
@@ -32,6 +35,8 @@ def random_blocks(name: str, outputs: int = OUTPUTS, inputs: int = INPUTS) -> np
         finite = finite[np.isfinite(finite.view(np.float16))]
         scales = rng.choice(finite, blocks.shape[:2])
         blocks[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, :, 0] = np.arange(outputs * inputs // numbers).reshape(outputs, -1) % 253
     return blocks.reshape(outputs, -1)
 
 
@@ -69,13 +74,20 @@ def test_a_scale_that_is_no_number_is_refused_and_the_weight_stays(
     layer = PackedLinear(CPU, INPUTS, OUTPUTS, "float32", activations=activations)
     layer.copy_blocks(0, blocks.ctypes.data, OUTPUTS, name)
     before = bits_of(layer)
-    for at in HALVES.get(name, [0, 2]):
-        for bits in (0x7E00, 0x7C00, 0xFC00):  # NaN and both infinities
-            bad = np.roll(blocks, 1, axis=0)
-            last = bad.shape[1] - sizes(name)[1] + at
-            bad[71, last : last + 2] = np.array([bits], np.uint16).view(np.uint8)
-            with pytest.raises(ValueError, match=r"^blocks: row 71 has a scale that is no number$"):
-                layer.copy_blocks(0, bad.ctypes.data, OUTPUTS, name)
+    # NaN and both infinities; exponents of NaN and of what float32 cannot hold.
+    bad_scales = [
+        (at, b"\0" + bytes([high]))
+        for at in HALVES.get(name, [0, 2])
+        for high in (0x7E, 0x7C, 0xFC)
+    ]
+    for at, scale in bad_scales or [(0, bytes([exponent])) for exponent in (253, 254, 255)]:
+        bad = np.roll(blocks, 1, axis=0)
+        last = bad.shape[1] - sizes(name)[1] + at
+        bad[71, last : last + len(scale)] = [*scale]
+        with pytest.raises(ValueError, match=r"^blocks: row 71 has a scale that is no number$"):
+            layer.copy_blocks(0, bad.ctypes.data, OUTPUTS, name)
+        with pytest.raises(ValueError, match="row 71 has a scale that is not a number"):
+            QuantizedTensor(name, (OUTPUTS, INPUTS), bad).dequantized(FLOAT32)
     assert torch.equal(bits_of(layer), before)
 
 
@@ -89,8 +101,8 @@ def test_what_blocks_and_rows_do_not_fit_is_refused() -> None:
     for start, rows in ((0, 96), (0, 39), (1, 39), (40, 57), (96, 0), (40, 2**60)):
         with pytest.raises(ValueError, match=r"^start and rows must be those of a whole part$"):
             layer.copy_blocks(start, at, rows, "Q4_K")
-    unknown: Any = "IQ4_XS"
-    with pytest.raises(ValueError, match=r"^format must be .*Q4_0.*Q6_K.* not .*IQ4_XS"):
+    unknown: Any = "IQ3_S"
+    with pytest.raises(ValueError, match=r"^format must be .*Q4_0.*MXFP4.* not .*IQ3_S"):
         layer.copy_blocks(0, at, 40, unknown)
     assert layer.num_bytes == 0
     rows = torch.full((2, INPUTS), 7, dtype=torch.float32)

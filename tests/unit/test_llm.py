@@ -146,6 +146,19 @@ def test_logprobs_are_dicts_by_token(llm: LLM) -> None:
     assert generate(llm, [5], GREEDY)[0].outputs[0].logprobs is None
 
 
+def test_scores_of_an_answer_are_those_it_was_generated_with(llm: LLM) -> None:
+    prompt = [5, 6, 7, 8] * 9
+    drawn = SamplingParams(seed=3, max_tokens=20, logprobs=0, ignore_eos=True)
+    answer = generate(llm, prompt, drawn)[0].outputs[0]
+    tokens = [*prompt, *answer.token_ids]
+    asked = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start_len=len(prompt))
+    (scored,) = generate(llm, tokens, asked)
+    assert scored.num_cached_tokens == 32  # the last token of the prompt gives the first score
+    assert scored.prompt_logprobs == [None] * len(prompt) + answer.logprobs
+    beyond = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start_len=1 << 40)
+    assert generate(llm, tokens, beyond)[0].prompt_logprobs == [None] * len(tokens)
+
+
 def test_chats_call_tools(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -107,7 +107,7 @@ def test_a_scale_that_is_not_a_number_is_reported_with_its_row(scale: float) -> 
 @pytest.mark.parametrize(
     ("quant_format", "shape", "message"),
     [
-        ("Q2_K", (4, 256), "format must be one of Q4_0"),
+        ("IQ3_S", (4, 256), "format must be one of Q4_0"),
         ("Q4_K", (4, 128), "inputs must be a multiple of 256 for Q4_K"),
         ("Q4_0", (5, 256), r"blocks must be uint8 \[5, 144\], not uint8 \[4, 144\]"),
     ],

@@ -291,6 +291,24 @@ def test_prompt_logprobs_compute_the_whole_prompt_although_it_is_cached() -> Non
     assert sequence.prompt_logprobs.followers.tolist() == prompt_of(18)[1:]
 
 
+def test_prompt_logprobs_leave_what_comes_before_their_start_to_the_cache() -> None:
+    bench = Bench()
+    bench.add("a", prompt_of(18))
+    bench.run()
+    asked = {"prompt_logprobs": 0, "logprob_start_len": 13}
+    bench.add("b", prompt_of(18), params=asked)
+    (sequence,) = bench.step().sequences
+    # The score of token 13 is computed out of token 12, the first one of a block.
+    assert (sequence.start, sequence.num_tokens) == (12, 6)
+    assert sequence.prompt_logprobs.first == 12
+    assert sequence.prompt_logprobs.followers.tolist() == prompt_of(18)[13:]
+    bench.run()
+    bench.add("c", prompt_of(18, 2), params=asked)
+    (sequence,) = bench.step().sequences
+    assert (sequence.start, sequence.num_tokens) == (0, 18)
+    assert sequence.prompt_logprobs.followers.tolist() == prompt_of(18, 2)[13:]
+
+
 def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs() -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.add("a", prompt_of(20), params={"prompt_logprobs": 0})

@@ -403,7 +403,9 @@ class Engine:
         answer = self._answers[scheduled.request_id]
         try:
             if result.prompt_logprobs:
-                answer.add_prompt_logprobs(scheduled.start, result.prompt_logprobs)
+                assert scheduled.prompt_logprobs is not None
+                first = scheduled.prompt_logprobs.first
+                answer.add_prompt_logprobs(first, result.prompt_logprobs)
             if result.token_id is None and result.error is None:
                 return None
             cached = self._scheduler.num_cached_tokens(scheduled.request_id)

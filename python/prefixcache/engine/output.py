@@ -33,7 +33,7 @@ class Answer:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_cached_tokens = self._num_written_tokens = 0
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._prompt_logprobs = self._unscored()
         self._begun: float | None = None
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
@@ -48,7 +48,7 @@ class Answer:
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
         self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
-        self._prompt_logprobs = [None]
+        self._prompt_logprobs = self._unscored()
         if not begun:
             return None
         length = len(self.request.prompt_token_ids)
@@ -150,6 +150,11 @@ class Answer:
         if ended_by_token or self._detokenizer.stopped_by is not None:
             return "stop"
         return "length" if self._num_tokens >= self._max_tokens else None
+
+    def _unscored(self) -> list[TokenLogprobs | None]:
+        """Nothing for the first token, and for those before the first that is to be scored."""
+        length = len(self.request.prompt_token_ids)
+        return [None] * max(min(self.request.params.logprob_start_len, length), 1)
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         if self.request.params.prompt_logprobs is None:

@@ -11,7 +11,19 @@ import numpy.typing as npt
 
 from prefixcache.models.arrays import Array, new_array
 
-QuantFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+QuantFormat = Literal[
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+]
 """The quantized formats that linear layers compute with, by GGUF's names."""
 QUANT_FORMATS: tuple[QuantFormat, ...] = get_args(QuantFormat)
 
@@ -26,7 +38,12 @@ _BLOCK_SIZES = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
+# The largest exponent of MXFP4 whose largest number float32 holds; the kernels refuse others too.
+_MOST_E8M0 = 252
 
 
 def quant_block_size(quant_format: str) -> tuple[int, int]:
@@ -87,6 +104,8 @@ class QuantizedTensor:
             with np.errstate(invalid="ignore", over="ignore"):  # reported below, with the row
                 rows = dequantize(blocks, kind)
             finite = np.isfinite(rows).all(axis=1)
+            if self.format == "MXFP4":
+                finite &= (blocks[:, :: quant_block_size("MXFP4")[1]] <= _MOST_E8M0).all(axis=1)
             if not finite.all():
                 row = start + int(finite.argmin())
                 raise ValueError(f"blocks: row {row} has a scale that is not a number")

@@ -60,7 +60,7 @@ class Admission:
         # Blocks beyond the most it may take are computed in any case.
         if matched < most and self._must_wait(state, matched):
             return Verdict.WAITS_FOR_BLOCKS
-        # A prompt whose log probabilities are asked for is computed, whatever matches.
+        # A prompt is computed from where its log probabilities are asked for, whatever matches.
         usable = min(matched, most) if state.prompt_logprobs_due else matched
         if self._is_below_threshold(state, usable):
             if state.num_cached_tokens is None:
@@ -108,7 +108,7 @@ class Admission:
         return self.enabled and state.request.cache.read
 
     def _must_wait(self, state: RequestState, matched: int) -> bool:
-        if self._in_flight is None or not state.request.cache.read or state.prompt_logprobs_due:
+        if self._in_flight is None or not state.request.cache.read:
             return False
         return self._in_flight.must_wait(state, matched)
 

@@ -99,7 +99,7 @@ class RequestState:
         self.matcher = matcher
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = self._num_unwanted_logprobs()
         self.num_resets = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
@@ -170,7 +170,7 @@ class RequestState:
         self.tokens.forget_answer()
         if self.matcher is not None:
             self.matcher.reset()
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = self._num_unwanted_logprobs()
         self.num_cached_tokens = None
         self.num_written_tokens = 0
         self.restart()
@@ -225,7 +225,9 @@ class RequestState:
     def take(self, scheduled: ScheduledSequence, output: SequenceOutput) -> None:
         """Takes what is known of a computed chunk, and the token sampled after it."""
         if output.prompt_logprobs:
-            self.num_prompt_logprobs = scheduled.start + len(output.prompt_logprobs)
+            assert scheduled.prompt_logprobs is not None
+            first = scheduled.prompt_logprobs.first
+            self.num_prompt_logprobs = first + len(output.prompt_logprobs)
         if output.token_id is not None:
             self.tokens.append(output.token_id)
             if self.matcher is not None:
@@ -238,8 +240,13 @@ class RequestState:
         count = self.request.params.prompt_logprobs
         if count is None or not self.prompt_logprobs_due:
             return None
-        followers = self.tokens.prompt[start + 1 : stop + 1]
-        return PromptLogprobsInput(followers, count) if len(followers) else None
+        first = max(start, self.num_prompt_logprobs)
+        followers = self.tokens.prompt[first + 1 : stop + 1]
+        return PromptLogprobsInput(followers, count, first) if len(followers) else None
+
+    def _num_unwanted_logprobs(self) -> int:
+        """Tokens after the prompt's first one that precede those whose scores are wanted."""
+        return max(self.request.params.logprob_start_len - 1, 0)
 
     def _sampling_input(self) -> SamplingInput:
         may_end = self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens

@@ -22,8 +22,8 @@ class SamplingParams:
 
     Raises `InvalidRequestError`, naming the field, for a value out of range.
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
-    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. The answer's
-    text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the prompt's,
+    those of the first `logprob_start_len` tokens are left out, and may be hits. The answer's text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which
@@ -47,6 +47,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
@@ -64,6 +65,7 @@ class SamplingParams:
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _in_range("min_tokens", self.min_tokens, 0, None)
+        _in_range("logprob_start_len", self.logprob_start_len, 0, None)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _in_range(name, count, 0, MAX_LOGPROBS)

@@ -49,11 +49,13 @@ class SamplingInput:
 class PromptLogprobsInput:
     """Asks for log probabilities of the tokens that *follow* a chunk's positions in the prompt.
 
-    There is no such token at the prompt's end. `count` likeliest tokens come with each.
+    There is no such token at the prompt's end. The first is that of position `first` of the
+    sequence. `count` likeliest tokens come with each.
     """
 
     followers: TokenIds
     count: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-//! float16: the type of a block's scales in GGUF files.
+//! float16 and E8M0: the types of a block's scales in GGUF files.
 
 /// The number with these bits of a float16; exact.
 #[inline(always)]
@@ -22,9 +22,26 @@ pub fn f16_is_finite(bits: u16) -> bool {
     bits & 0x7c00 != 0x7c00
 }
 
+/// Half of the power of two with this exponent in E8M0, as GGUF counts the scales of MXFP4: 2^(bits - 128);
+/// exact.
+pub fn e8m0_to_f32(bits: u8) -> f32 {
+    let twice = f32::from_bits((u32::from(bits) << 23).max(0x0040_0000));
+    twice * 0.5
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{f16_is_finite, f16_to_f32};
+    use super::{e8m0_to_f32, f16_is_finite, f16_to_f32};
+
+    #[test]
+    fn every_exponent_is_half_of_its_power_of_two() {
+        for bits in 0..=254 {
+            assert_eq!(
+                f64::from(e8m0_to_f32(bits)),
+                2f64.powi(i32::from(bits) - 128)
+            );
+        }
+    }
 
     #[test]
     fn every_number_is_sign_times_fraction_times_a_power_of_two() {

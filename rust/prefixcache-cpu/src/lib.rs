@@ -27,7 +27,7 @@ pub use bf16::Bf16;
 pub use bytes::{ByteForm, ByteKernel, ByteLanes};
 pub use element::Element;
 pub use form::{Form, Kernel};
-pub use lanes::Lanes;
+pub use lanes::{CodeTable, Lanes};
 pub use memory::OutOfMemory;
 pub use rows::{Rows, RowsMut};
 pub use team::Team;

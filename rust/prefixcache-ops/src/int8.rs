@@ -5,7 +5,8 @@
 //! - A row of activations is quantized by blocks of 32 numbers (`activations`): a scale in `f32`,
 //!   `s = max |x| / 127`, and codes `q = round(x * (127 / max |x|))`, ties to even, from -127 to 127.
 //! - A weight is `scale * (code - offset) + minimum`, with what GGUF keeps for its block; a scale or a
-//!   minimum that is a product of two numbers in the file is exact in `f32`.
+//!   minimum that is a product of two numbers in the file is exact in `f32`. In a format with a table
+//!   the number that the table has for the code takes the place of `code - offset`.
 //! - A block of 32 adds to an output: `acc = fma(p, s, acc)`, where `p` is the exact sum of
 //!   `scale * (code - offset) * q` rounded once to `f32`; then, in a format with minimums,
 //!   `acc = fma(minimum, round(s * sum of q), acc)`. Blocks follow each other in their order.

@@ -11,6 +11,16 @@ use prefixcache_ops::{BlocksError, Format, PackedLinear};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
+/// Where the float16 numbers of a block are.
+fn halves(format: Format) -> &'static [usize] {
+    match format {
+        Format::Q6K => &[208],
+        Format::Q4_0 | Format::Q5_0 | Format::Q8_0 | Format::IQ4NL | Format::IQ4XS => &[0],
+        Format::MXFP4 => &[],
+        _ => &[0, 2],
+    }
+}
+
 /// Random rows of blocks. One scale in four is an extreme: zeros of both signs, the smallest and the
 /// largest numbers.
 fn random_rows(seed: u64, format: Format, inputs: usize, rows: usize) -> Vec<u8> {
@@ -19,12 +29,13 @@ fn random_rows(seed: u64, format: Format, inputs: usize, rows: usize) -> Vec<u8>
     let byte = |i: usize| ((random[i] + 1.0) * 127.99) as u8;
     let mut bytes: Vec<u8> = (0..count).map(byte).collect();
     for (i, block) in bytes.chunks_exact_mut(format.bytes()).enumerate() {
-        let halves: &[usize] = match format {
-            Format::Q6K => &[208],
-            Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => &[0],
-            _ => &[0, 2],
-        };
-        for &at in halves {
+        if format == Format::MXFP4 {
+            // Sums of 252 may be no numbers.
+            let choice = byte(count + 3 * i) as usize;
+            let exponents = [0, 1, 2, 252].into_iter().chain(100..126);
+            block[0] = exponents.cycle().nth(choice).expect("endless");
+        }
+        for &at in halves(format) {
             let choice = byte(count + 3 * i + at % 3) as usize;
             let extremes = [
                 0x0000, 0x8000, 0x0001, 0x8001, 0x7bff, 0xfbff, 0x0400, 0x3c00,
@@ -313,28 +324,22 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
             )
             .expect("a part");
         let before = layer.num_bytes();
-        for at in [208, 0, 2] {
-            let is_half = match format {
-                Format::Q6K => at == 208,
-                Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => at == 0,
-                _ => at < 208,
-            };
-            for bits in [0x7c00_u16, 0xfc00, 0x7e01] {
-                let mut bad = random_rows(2, format, 256, 30);
-                let block = 17 * format.row_bytes(256) + format.row_bytes(256) - format.bytes();
-                if is_half {
-                    bad[block + at..][..2].copy_from_slice(&bits.to_le_bytes());
-                    let refused = layer.copy_blocks(
-                        &memory,
-                        Form::detect(),
-                        &team,
-                        20,
-                        format,
-                        rows_of(format, &bad),
-                    );
-                    assert_eq!(refused, Err(BlocksError::Scale(17)), "{format}");
-                }
-            }
+        let no_numbers = [0x7c00_u16, 0xfc00, 0x7e01].map(u16::to_le_bytes);
+        let of_halves = halves(format).iter();
+        let mut bad_bytes: Vec<(usize, Vec<u8>)> = of_halves
+            .flat_map(|&at| no_numbers.map(|bits| (at, bits.to_vec())))
+            .collect();
+        if format == Format::MXFP4 {
+            bad_bytes.extend([253, 254, 255].map(|exponent| (0, vec![exponent])));
+        }
+        assert!(!bad_bytes.is_empty(), "{format}");
+        for (at, bits) in bad_bytes {
+            let mut bad = random_rows(2, format, 256, 30);
+            let block = 17 * format.row_bytes(256) + format.row_bytes(256) - format.bytes();
+            bad[block + at..][..bits.len()].copy_from_slice(&bits);
+            let (form, bad) = (Form::detect(), rows_of(format, &bad));
+            let refused = layer.copy_blocks(&memory, form, &team, 20, format, bad);
+            assert_eq!(refused, Err(BlocksError::Scale(17)), "{format}");
         }
         for (first, count) in [(0, 30), (20, 20), (21, 29), (0, 50), (50, 0)] {
             assert_eq!(

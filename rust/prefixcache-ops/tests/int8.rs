@@ -37,9 +37,13 @@ fn random_blocks(format: Format, seed: u64, count: usize) -> Vec<u8> {
     let halves: &[usize] = match format {
         Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
         Format::Q6K => &[208],
+        Format::MXFP4 => &[],
         _ => &[0],
     };
     for block in bytes.chunks_exact_mut(format.bytes()) {
+        if format == Format::MXFP4 {
+            block[0] = block[0].min(252);
+        }
         for &at in halves {
             let is_finite = block[at + 1] & 0x7c != 0x7c;
             block[at + 1] &= if is_finite { 0xff } else { 0xbf };
@@ -78,7 +82,11 @@ fn sum(weights: &[Block], x: &[Quantized]) -> f32 {
             factor * f64::from(weight.codes[first + k]) * f64::from(codes[k])
         };
         let products: f64 = (0..32).map(product).sum();
-        acc = ((half(weight.scales.d) * products) as f32).mul_add(*scale, acc);
+        let scale_of_block = match weight.format {
+            Format::MXFP4 => 2f64.powi(i32::from(weight.scales.d) - 128),
+            _ => half(weight.scales.d),
+        };
+        acc = ((scale_of_block * products) as f32).mul_add(*scale, acc);
         if let Some(minimum) = weight.offset(first) {
             acc = minimum.mul_add(*scaled_sum, acc);
         }

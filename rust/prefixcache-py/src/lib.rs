@@ -17,6 +17,7 @@ mod cpu;
 mod decoder;
 mod detach;
 mod digests;
+mod drafts;
 mod errors;
 mod events;
 mod evictions;
@@ -60,6 +61,8 @@ mod _core {
     use crate::decoder::DecoderStack;
     #[pymodule_export]
     use crate::digests::{derive_digest, hash_file_ranges};
+    #[pymodule_export]
+    use crate::drafts::{DraftIndex, DraftStream};
     #[pymodule_export]
     use crate::events::EventSnapshot;
     #[pymodule_export]

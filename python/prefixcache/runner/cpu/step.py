@@ -62,7 +62,9 @@ class StepComputer:
         outputs = self._sampled(plan, model, x_TE[indptr[1:] - 1])
         for s, sequence in enumerate(plan.sequences):
             if sequence.prompt_logprobs is not None and outputs[s].error is None:
-                known = self._logprobs(model, x_TE[indptr[s] :], sequence.prompt_logprobs)
+                asked = sequence.prompt_logprobs
+                first = indptr[s] + asked.first - sequence.start
+                known = self._logprobs(model, x_TE[first:], asked)
                 outputs[s] = dataclasses.replace(outputs[s], prompt_logprobs=known)
         return StepResult(outputs)
 

@@ -122,8 +122,10 @@ class ModelRunner:
         found: dict[int, list[PackedLogprobs]] = {}
         first = 0
         for index, sequence in enumerate(plan.sequences):
-            if sequence.prompt_logprobs is not None:
-                found[index] = self._logprobs_of(sequence.prompt_logprobs, hidden_TE[first:])
+            asked = sequence.prompt_logprobs
+            if asked is not None:
+                rows_RE = hidden_TE[first + asked.first - sequence.start :]
+                found[index] = self._logprobs_of(asked, rows_RE)
             first += sequence.num_tokens
         return found
 

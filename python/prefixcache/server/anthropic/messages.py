@@ -36,6 +36,7 @@ from prefixcache.text.chat.parts import one_object
 _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
     "max_tokens",
     "n",
+    "logprob_start_len",
     "prompt_logprobs",
     "return_token_ids",
     "stop",

@@ -112,6 +112,7 @@ class SamplingFields(RequestFields, GuidedFields):
     structured_outputs: StructuredOutputsFields | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None

@@ -60,6 +60,16 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     }
 
     #[inline(always)]
+    unsafe fn load_e8m0(self, from: *const u8) -> __m256 {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe {
+            let exponents = _mm256_slli_epi32::<23>(self.load_u8(from));
+            let twice = _mm256_max_epi32(exponents, _mm256_set1_epi32(0x0040_0000));
+            _mm256_mul_ps(_mm256_castsi256_ps(twice), _mm256_set1_ps(0.5))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(self, from: *const f32) -> __m256 {
         // SAFETY: the caller vouches for 8 readable numbers.
         unsafe { _mm256_loadu_ps(from) }
@@ -69,6 +79,15 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     unsafe fn store(self, to: *mut f32, v: __m256) {
         // SAFETY: the caller vouches for 8 writable numbers.
         unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], bytes: __m256i) -> __m256i {
+        // SAFETY: `self` proves that the processor has the instructions; the table has 16 bytes.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes)
+        }
     }
 
     #[inline(always)]

@@ -55,6 +55,16 @@ impl ByteLanes for Avx512Vnni {
     }
 
     #[inline(always)]
+    unsafe fn load_e8m0(self, from: *const u8) -> __m512 {
+        // SAFETY: the caller vouches for 16 readable bytes.
+        unsafe {
+            let exponents = _mm512_slli_epi32::<23>(self.load_u8(from));
+            let twice = _mm512_max_epi32(exponents, _mm512_set1_epi32(0x0040_0000));
+            _mm512_mul_ps(_mm512_castsi512_ps(twice), _mm512_set1_ps(0.5))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(self, from: *const f32) -> __m512 {
         // SAFETY: the caller vouches for 16 readable numbers.
         unsafe { _mm512_loadu_ps(from) }
@@ -64,6 +74,15 @@ impl ByteLanes for Avx512Vnni {
     unsafe fn store(self, to: *mut f32, v: __m512) {
         // SAFETY: the caller vouches for 16 writable numbers.
         unsafe { _mm512_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], bytes: __m512i) -> __m512i {
+        // SAFETY: `self` proves that the processor has the instructions; the table has 16 bytes.
+        unsafe {
+            let table = _mm_loadu_si128(table.as_ptr().cast());
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes)
+        }
     }
 
     #[inline(always)]

@@ -79,6 +79,12 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// `LANES * 2` bytes are readable.
     unsafe fn load_f16(self, from: *const u8) -> Self::F;
 
+    /// Loads `LANES` exponents, none of them 255, as [`crate::f16::e8m0_to_f32`] does.
+    ///
+    /// # Safety
+    /// `LANES` bytes are readable.
+    unsafe fn load_e8m0(self, from: *const u8) -> Self::F;
+
     /// Loads `LANES` numbers from any address.
     ///
     /// # Safety
@@ -113,6 +119,8 @@ pub trait ByteLanes: Copy + Send + Sync {
     fn and(self, a: Self::I, b: Self::I) -> Self::I;
     /// a | b
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// For each byte, at most 15, what the table has for it.
+    fn lookup(self, table: &[u8; 16], bytes: Self::I) -> Self::I;
     /// Each lane's 32 bits moved up by `N`.
     fn shift_up<const N: u32>(self, a: Self::I) -> Self::I;
     /// Each lane's 32 bits moved down by `N`, zeros first.

@@ -1,7 +1,7 @@
 //! Plain Rust that every processor runs.
 
 use super::ByteLanes;
-use crate::f16::f16_to_f32;
+use crate::f16::{e8m0_to_f32, f16_to_f32};
 
 /// Eight lanes in plain Rust.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,6 +59,12 @@ impl ByteLanes for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_e8m0(self, from: *const u8) -> F {
+        // SAFETY: the caller vouches for 8 readable bytes.
+        unsafe { from.cast::<[u8; 8]>().read_unaligned() }.map(e8m0_to_f32)
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(self, from: *const f32) -> F {
         // SAFETY: the caller vouches for 8 readable numbers.
         unsafe { from.cast::<F>().read_unaligned() }
@@ -93,6 +99,11 @@ impl ByteLanes for Portable {
     #[inline(always)]
     fn or(self, a: I, b: I) -> I {
         each(|i| a[i] | b[i])
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], bytes: I) -> I {
+        bytes.map(|word| i32::from_le_bytes(word.to_le_bytes().map(|i| table[usize::from(i & 15)])))
     }
 
     #[inline(always)]

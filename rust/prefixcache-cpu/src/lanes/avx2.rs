@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
+use super::{CodeTable, Lanes};
 use crate::bf16::Bf16;
 
 /// Proof that the processor has AVX2, FMA and F16C.
@@ -135,6 +135,22 @@ impl Lanes for Avx2 {
                 true => _mm256_srav_epi32(top, right),
                 false => _mm256_srlv_epi32(top, right),
             })
+        }
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &CodeTable, words: __m256, at: u32) -> __m256 {
+        // SAFETY: `self` proves AVX2; the table has 16 codes.
+        unsafe {
+            // Four codes of a word at once: those that follow are in the same register.
+            let moved = _mm256_set1_epi32((at % 8) as i32);
+            let words = _mm256_srlv_epi32(_mm256_castps_si256(words), moved);
+            let nibbles = _mm256_and_si256(words, _mm256_set1_epi8(15));
+            let codes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.codes.as_ptr().cast()));
+            let codes = _mm256_shuffle_epi8(codes, nibbles);
+            let left = _mm256_set1_epi32((24 - at / 8 * 8) as i32);
+            let top = _mm256_sllv_epi32(codes, left);
+            _mm256_cvtepi32_ps(_mm256_srav_epi32(top, _mm256_set1_epi32(24)))
         }
     }
 

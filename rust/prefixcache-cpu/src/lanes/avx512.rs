@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
+use super::{CodeTable, Lanes};
 use crate::bf16::Bf16;
 
 /// Proof that the processor has AVX-512 (F, BW, DQ, VL).
@@ -94,6 +94,16 @@ macro_rules! common {
         fn field<const BITS: u32, const SIGNED: bool>(self, words: __m512, at: u32) -> __m512 {
             // SAFETY: `self` proves that the processor has AVX-512.
             unsafe { field::<BITS, SIGNED>(_mm512_castps_si512(words), at) }
+        }
+
+        #[inline(always)]
+        fn lookup(self, table: &CodeTable, words: __m512, at: u32) -> __m512 {
+            // SAFETY: `self` proves that the processor has AVX-512; the table has 16 numbers.
+            unsafe {
+                let at = _mm512_set1_epi32(at as i32);
+                let codes = _mm512_srlv_epi32(_mm512_castps_si512(words), at);
+                _mm512_permutexvar_ps(codes, _mm512_load_ps(table.numbers.as_ptr()))
+            }
         }
 
         #[inline(always)]

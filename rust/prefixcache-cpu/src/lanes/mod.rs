@@ -20,6 +20,27 @@ pub mod portable;
 
 use crate::bf16::Bf16;
 
+/// What codes of four bits stand for.
+#[repr(C, align(64))]
+pub struct CodeTable {
+    numbers: [f32; 16],
+    /// The same as integers.
+    pub codes: [i8; 16],
+}
+
+impl CodeTable {
+    /// The table of these integers.
+    pub const fn new(codes: [i8; 16]) -> Self {
+        let mut numbers = [0.0; 16];
+        let mut i = 0;
+        while i < 16 {
+            numbers[i] = codes[i] as f32;
+            i += 1;
+        }
+        Self { numbers, codes }
+    }
+}
+
 /// The operations on one vector of a form.
 ///
 /// A value of an implementing type is the proof that the processor has its instructions, so that
@@ -101,6 +122,20 @@ pub trait Lanes: Copy + Send + Sync {
     /// `from` is readable for `LANES` bytes.
     unsafe fn load_i8(self, from: *const i8) -> Self::V;
 
+    /// Loads `LANES` exponents, none of them 255, as [`crate::f16::e8m0_to_f32`] does.
+    ///
+    /// # Safety
+    /// `from` is readable for `LANES` bytes.
+    #[inline(always)]
+    unsafe fn load_e8m0(self, from: *const u8) -> Self::V {
+        // With 1.5 * 2^23 an integer is in the lowest bits.
+        let exponent = self.splat(12_582_912.0 - 127.0);
+        // SAFETY: the caller's promise is the same.
+        let exponent = self.add(unsafe { self.load_u8(from) }, exponent);
+        let twice = self.max(self.pow2(exponent), self.splat_word(0x0040_0000));
+        self.mul(twice, self.splat(0.5))
+    }
+
     /// The same vector, in a register here: between two of these a compiler that runs out of registers
     /// keeps others in memory. A chain of additions must not pass through memory at each step.
     #[inline(always)]
@@ -122,6 +157,9 @@ pub trait Lanes: Copy + Send + Sync {
 
     /// The numbers that `BITS` (4, 5, 6 or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
+
+    /// What the table has for four bits of each word, from bit `at` on, a multiple of four.
+    fn lookup(self, table: &CodeTable, words: Self::V, at: u32) -> Self::V;
 
     /// Words of which the low bits are those of `low` from bit `at` (1 to 31) on, and the others of `high`.
     fn join(self, low: Self::V, high: Self::V, at: u32) -> Self::V;

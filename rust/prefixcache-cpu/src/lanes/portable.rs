@@ -1,6 +1,6 @@
 //! Plain Rust that every processor runs; the compiler makes what vectors it can of it.
 
-use super::Lanes;
+use super::{CodeTable, Lanes};
 use crate::bf16::Bf16;
 use crate::f16::f16_to_f32;
 
@@ -94,6 +94,11 @@ impl Lanes for Portable {
                 false => (top >> (32 - BITS)) as f32,
             }
         })
+    }
+
+    #[inline(always)]
+    fn lookup(self, table: &CodeTable, words: V, at: u32) -> V {
+        words.map(|word| table.numbers[(word.to_bits() >> at & 15) as usize])
     }
 
     #[inline(always)]

@@ -6,9 +6,9 @@ use prefixcache_cpu::{ByteForm, ByteKernel, ByteLanes};
 
 use super::Int8Weight;
 use super::activations::{ActivationBlock, QuantizedRows};
-use super::tiles::{Factors, Layout, TILE, TILES};
+use super::tiles::{Layout, TILE, TILES};
 use crate::panel::{PANEL, Sums};
-use crate::quant::blocks::Format;
+use crate::quant::blocks::{Format, Scales};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -78,7 +78,7 @@ macro_rules! formats {
                     codes: &[L::I; N],
                     x: *const i32,
                 ) -> L::I {
-                    const BITS: usize = Layout::of(Format::$name).bits;
+                    const BITS: usize = Layout::of(Format::$name).dot_bits;
                     // SAFETY: the caller's promise is the same.
                     unsafe { lanes.dots::<BITS, N>(codes, x) }
                 }
@@ -98,7 +98,9 @@ macro_rules! formats {
     };
 }
 
-formats!(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K);
+formats!(
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, IQ4NL, IQ4XS, MXFP4
+);
 
 /// One panel times a few rows.
 struct PanelTask<'a> {
@@ -170,7 +172,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         // Rows that there are not are the last one, computed for nothing.
         let last = first + sums.len() - 1;
         let rows = std::array::from_fn(|r| x.row(last.min(first + r)).as_ptr());
-        let halves = matches!(const { P::LAYOUT.factors }, Factors::Halves);
+        let halves = const { P::LAYOUT.halves() };
         // SAFETY: a row of x has the blocks of the panel's depth.
         unsafe {
             if L::LANES < TILE {
@@ -315,7 +317,7 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
                 (codes[g], codes[4 + g]) = four_steps::<P, L>(lanes, from, g, &mut high);
             }
             let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
-            if let Factors::Halves = layout.factors {
+            if layout.halves() {
                 let from = unit.add(at + layout.codes() + lane);
                 factors = [lanes.load_i8(from), lanes.load_i8(from.add(TILE))];
             }
@@ -338,10 +340,14 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
         let layout = const { P::LAYOUT };
         let words = x.codes.as_ptr().cast::<i32>();
         // Those of eight bits are without it.
-        let offset = if layout.bits == 8 { 0 } else { layout.offset };
+        let offset = if layout.dot_bits == 8 {
+            0
+        } else {
+            layout.offset
+        };
         // SAFETY: a block of x has eight words, and the caller vouches for the sums.
         unsafe {
-            let sum = if let Factors::Halves = layout.factors {
+            let sum = if layout.halves() {
                 let minus = [x.minus_first_half, x.minus_sum - x.minus_first_half];
                 let mut both = lanes.splat(0);
                 for (i, codes) in self.codes.as_chunks::<4>().0.iter().enumerate() {
@@ -359,7 +365,7 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
             };
             let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
             let mut acc = lanes.mul_add(p, lanes.splat_f32(x.scale), lanes.load_f32(to));
-            if layout.minimums {
+            if layout.minimums() {
                 acc = lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc);
             }
             lanes.store(to, acc);
@@ -381,12 +387,19 @@ unsafe fn scales<P: Packed, L: ByteLanes>(
     let layout = const { P::LAYOUT };
     // SAFETY: the caller vouches for the unit, whose parts these are.
     unsafe {
-        let mut scale = lanes.load_f16(unit.add(2 * lane));
+        let mut scale = match layout.scales {
+            Scales::PowerOfTwo => lanes.load_e8m0(unit.add(lane)),
+            _ => lanes.load_f16(unit.add(2 * lane)),
+        };
         let mut minimum = lanes.splat_f32(0.0);
-        if layout.minimums {
+        if layout.minimums() {
             minimum = lanes.load_f16(unit.add(2 * (TILE + lane)));
         }
-        if layout.factors == Factors::ScaleAndMinimum {
+        if layout.scales == Scales::Group {
+            let factors = unit.add(at + layout.codes() + lane);
+            scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_i8(factors)));
+        }
+        if layout.scales == Scales::GroupMinimum {
             let factors = unit.add(at + layout.codes() + lane);
             scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_u8(factors)));
             let factor = lanes.sub(lanes.splat(0), lanes.load_u8(factors.add(TILE)));
@@ -430,7 +443,7 @@ unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
                 let x = &*x[r];
                 let p = lanes.mul_f32(lanes.to_f32(sums[r][j]), scale);
                 acc[r][j] = lanes.mul_add(p, lanes.splat_f32(x.scale), acc[r][j]);
-                if layout.minimums {
+                if layout.minimums() {
                     acc[r][j] = lanes.mul_add(minimum, lanes.splat_f32(x.sum), acc[r][j]);
                 }
             }
@@ -451,7 +464,7 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
     at: usize,
 ) -> [[L::I; W]; H] {
     let layout = const { P::LAYOUT };
-    let halves = matches!(const { P::LAYOUT.factors }, Factors::Halves);
+    let halves = const { P::LAYOUT.halves() };
     let offset = |sum: i32| lanes.splat(sum.wrapping_mul(layout.offset));
     let mut first = [[lanes.splat(0); W]; H];
     let mut second = first;
@@ -505,7 +518,7 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
 
 #[inline(always)]
 fn dot<P: Packed, L: ByteLanes>(lanes: L, acc: L::I, codes: L::I, x: L::I) -> L::I {
-    if const { P::LAYOUT.bits } == 8 {
+    if const { P::LAYOUT.dot_bits } == 8 {
         lanes.dot_bytes(acc, codes, x)
     } else {
         lanes.dot_codes(acc, codes, x)
@@ -533,6 +546,9 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
         let nibbles = lanes.splat(0x0f0f_0f0f);
         let low = lanes.and(packed, nibbles);
         let upper = lanes.and(lanes.shift_down::<4>(packed), nibbles);
+        if let Some(table) = const { &P::LAYOUT.table } {
+            return (lanes.lookup(table, low), lanes.lookup(table, upper));
+        }
         if bits == 4 {
             return (low, upper);
         }

@@ -1,16 +1,17 @@
 //! Weights in blocks, laid out for dot products of bytes.
 //!
-//! A *unit* is one block of the file for each of 16 outputs: 32 steps of the depth, or 256 with the K
-//! formats. A panel of four units side by side follows the depth, so that it is read in the order in
+//! A *unit* is one block of the file for each of 16 outputs: 32 steps of the depth, or 256 with
+//! the formats of such blocks. A panel of four units side by side follows the depth, so that it is read in the order in
 //! which it lies in memory; the last panel may be narrower. A unit holds for its outputs, side by side:
 //!
-//! - the scales and, where the format has them, the minimums, as the file has them (half precision);
+//! - the scales and, where the format has them, the minimums, as the file has them (half precision, or
+//!   an exponent);
 //! - for each 32 steps the lowest four bits of codes: byte `64 g + 4 c + t` has that of output c at
 //!   step `4 g + t` below that at step `16 + 4 g + t`, so that 64 bytes are 16 lanes of four steps
 //!   each, twice;
 //! - the fifth bits: byte `4 c + t` has in its bit g that of step `4 g + t`, in its bit `4 + g` that
 //!   of step `16 + 4 g + t`; or the fifth and sixth in pairs, 64 bytes for each two g;
-//! - what the K formats multiply scales and minimums with, a byte each.
+//! - what the formats of 256 numbers multiply scales and minimums with, a byte each.
 //!
 //! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128.
 
@@ -20,7 +21,7 @@ use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WeightMemory};
 use super::activations::BLOCK;
 use crate::bytes::{bytes_mut, bytes_of};
 use crate::panel::PANEL;
-use crate::quant::blocks::{Block, BlockScales, Format, GroupCodes, MAX_BLOCK};
+use crate::quant::blocks::{Block, BlockScales, Format, GroupCodes, MAX_BLOCK, Scales};
 
 /// Outputs of a unit.
 pub const TILE: usize = 16;
@@ -33,61 +34,56 @@ pub const TILES: usize = PANEL / TILE;
 pub struct Layout {
     /// Blocks of 32 steps in a unit.
     pub blocks: usize,
-    /// Bits of a code: 4, 5, 6 or 8.
+    /// Bits of a code as it is stored: 4, 5, 6 or 8.
     pub bits: usize,
-    /// Subtracted from a code: a power of two, or 0.
+    /// What codes are replaced with before they are multiplied, if they are: their numbers plus the offset.
+    pub table: Option<[u8; 16]>,
+    /// Bits of a code as it is multiplied.
+    pub dot_bits: usize,
+    /// Subtracted from what is multiplied.
     pub offset: i32,
-    /// Whether numbers have minimums.
-    pub minimums: bool,
-    /// What is stored for each 32 steps.
-    pub factors: Factors,
-}
-
-/// What scales and minimums are multiplied with.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Factors {
-    /// Nothing.
-    None,
-    /// A factor of the scale and one of the minimum, unsigned.
-    ScaleAndMinimum,
-    /// A factor of the scale for each 16 steps, signed.
-    Halves,
+    /// What is stored of scales.
+    pub scales: Scales,
 }
 
 impl Layout {
-    const fn new(blocks: usize, bits: usize, offset: i32) -> Self {
-        let minimums = offset == 0;
-        let factors = match (blocks, minimums) {
-            (1, _) => Factors::None,
-            (_, true) => Factors::ScaleAndMinimum,
-            (_, false) => Factors::Halves,
+    /// That of a format.
+    pub const fn of(format: Format) -> Self {
+        let (table, dot_bits, offset) = match (format, format.table()) {
+            (_, Some(table)) => {
+                let (bits, offset) = dot_of(&table.codes);
+                (Some(above(&table.codes, offset)), bits, offset)
+            }
+            (Format::Q8_0, _) => (None, 8, 128),
+            _ => (None, format.bits() as usize, format.zero() as i32),
         };
         Self {
-            blocks,
-            bits,
+            blocks: format.block() / BLOCK,
+            bits: format.bits() as usize,
+            table,
+            dot_bits,
             offset,
-            minimums,
-            factors,
+            scales: format.scales(),
         }
     }
 
-    /// That of a format.
-    pub const fn of(format: Format) -> Self {
-        match format {
-            Format::Q4_0 => Self::new(1, 4, 8),
-            Format::Q4_1 => Self::new(1, 4, 0),
-            Format::Q5_0 => Self::new(1, 5, 16),
-            Format::Q5_1 => Self::new(1, 5, 0),
-            Format::Q8_0 => Self::new(1, 8, 128),
-            Format::Q4K => Self::new(8, 4, 0),
-            Format::Q5K => Self::new(8, 5, 0),
-            Format::Q6K => Self::new(8, 6, 32),
-        }
+    /// Whether numbers have minimums.
+    pub const fn minimums(self) -> bool {
+        matches!(self.scales, Scales::Minimum | Scales::GroupMinimum)
+    }
+
+    /// Whether the halves of 32 steps have factors of their own.
+    pub const fn halves(self) -> bool {
+        matches!(self.scales, Scales::Sixteens)
     }
 
     /// Bytes before the blocks of a unit: scales and minimums.
     pub const fn header(self) -> usize {
-        if self.minimums { 4 * TILE } else { 2 * TILE }
+        match self.scales {
+            Scales::PowerOfTwo => TILE,
+            Scales::Minimum | Scales::GroupMinimum => 4 * TILE,
+            _ => 2 * TILE,
+        }
     }
 
     /// Bytes of the codes of 32 steps.
@@ -97,16 +93,47 @@ impl Layout {
 
     /// Bytes of 32 steps: codes and factors.
     pub const fn block(self) -> usize {
-        match self.factors {
-            Factors::None => self.codes(),
-            _ => self.codes() + 2 * TILE,
-        }
+        self.codes()
+            + match self.scales {
+                Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
+                Scales::Group => TILE,
+                Scales::GroupMinimum | Scales::Sixteens => 2 * TILE,
+            }
     }
 
     /// Bytes of a unit.
     pub const fn unit(self) -> usize {
         self.header() + self.blocks * self.block()
     }
+}
+
+/// Bits that the numbers of a table take, and what makes all of them positive: [`ByteLanes::dots`] counts
+/// codes of eight bits less 128.
+///
+/// [`ByteLanes::dots`]: prefixcache_cpu::ByteLanes::dots
+const fn dot_of(codes: &[i8; 16]) -> (usize, i32) {
+    let (mut least, mut most, mut i) = (0, 0, 0);
+    while i < codes.len() {
+        let code = codes[i] as i32;
+        least = if code < least { code } else { least };
+        most = if code > most { code } else { most };
+        i += 1;
+    }
+    if most - least < 32 {
+        (5, -least)
+    } else {
+        (8, 128)
+    }
+}
+
+/// The numbers of a table plus an offset.
+const fn above(codes: &[i8; 16], offset: i32) -> [u8; 16] {
+    let (mut above, mut i) = ([0; 16], 0);
+    while i < above.len() {
+        above[i] = (codes[i] as i32 + offset) as u8;
+        i += 1;
+    }
+    above
 }
 
 /// A weight of one format in tiles.
@@ -236,21 +263,28 @@ impl Int8Weight {
 /// Writes a block of output `column`.
 fn write_block(format: Format, unit: &mut [u8], column: usize, block: &[u8]) {
     let (layout, scales) = (Layout::of(format), BlockScales::read(format, block));
-    unit[2 * column..][..2].copy_from_slice(&scales.d.to_le_bytes());
-    if layout.minimums {
+    match layout.scales {
+        Scales::PowerOfTwo => unit[column] = scales.d as u8,
+        _ => unit[2 * column..][..2].copy_from_slice(&scales.d.to_le_bytes()),
+    }
+    if layout.minimums() {
         unit[2 * (TILE + column)..][..2].copy_from_slice(&scales.m.to_le_bytes());
     }
     let groups = unit[layout.header()..].chunks_exact_mut(layout.block());
     for (group, to) in groups.enumerate() {
         let (packed, factors) = to.split_at_mut(layout.codes());
         write_codes(layout.bits, packed, column, format.codes(block, group));
-        let pair = match layout.factors {
-            Factors::None => continue,
-            Factors::ScaleAndMinimum => [
+        let pair = match layout.scales {
+            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => continue,
+            Scales::Group => {
+                factors[column] = scales.factors[group].cast_unsigned();
+                continue;
+            }
+            Scales::GroupMinimum => [
                 scales.factors[group].cast_unsigned(),
                 scales.minimums[group],
             ],
-            Factors::Halves => {
+            Scales::Sixteens => {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
         };
@@ -283,11 +317,14 @@ fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
 fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
     let layout = Layout::of(format);
     let half = |at: usize| u16::from_le_bytes([unit[at], unit[at + 1]]);
-    let minimum = layout.minimums.then(|| half(2 * (TILE + column)));
+    let minimum = layout.minimums().then(|| half(2 * (TILE + column)));
     let mut block = Block {
         format,
         scales: BlockScales {
-            d: half(2 * column),
+            d: match layout.scales {
+                Scales::PowerOfTwo => unit[column].into(),
+                _ => half(2 * column),
+            },
             m: minimum.unwrap_or(0),
             factors: [1; 16],
             minimums: [0; 8],
@@ -299,16 +336,20 @@ fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
         let (packed, factors) = from.split_at(layout.codes());
         for (step, code) in block.codes[BLOCK * b..][..BLOCK].iter_mut().enumerate() {
             let unsigned = read_code(layout.bits, packed, column, step);
+            let unsigned = layout
+                .table
+                .map_or(unsigned, |table| table[usize::from(unsigned)]);
             *code = unsigned.wrapping_sub(layout.offset as u8).cast_signed();
         }
         let pair = || [factors[column], factors[TILE + column]];
-        match layout.factors {
-            Factors::None => {}
-            Factors::ScaleAndMinimum => {
+        match layout.scales {
+            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => {}
+            Scales::Group => block.scales.factors[b] = factors[column].cast_signed(),
+            Scales::GroupMinimum => {
                 block.scales.factors[b] = pair()[0].cast_signed();
                 block.scales.minimums[b] = pair()[1];
             }
-            Factors::Halves => {
+            Scales::Sixteens => {
                 block.scales.factors[2 * b..][..2].copy_from_slice(&pair().map(u8::cast_signed));
             }
         }

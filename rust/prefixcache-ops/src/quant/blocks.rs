@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use prefixcache_cpu::f16::{f16_is_finite, f16_to_f32};
+use prefixcache_cpu::CodeTable;
+use prefixcache_cpu::f16::{e8m0_to_f32, f16_is_finite, f16_to_f32};
 
 /// The most numbers in a block.
 pub const MAX_BLOCK: usize = 256;
@@ -32,11 +33,67 @@ pub enum Format {
     Q5K,
     /// 6 bits; scales of groups of 16, of 8 bits each.
     Q6K,
+    /// 4 bits, which name one of 16 numbers, and a scale.
+    IQ4NL,
+    /// 4 bits, which name one of 16 numbers; scales of groups of 32, of 6 bits each.
+    IQ4XS,
+    /// 4 bits, which name one of 16 numbers, and a scale that is a power of two.
+    MXFP4,
 }
+
+/// What the codes of a format count.
+#[derive(Clone, Copy)]
+enum Codes {
+    /// They are the numbers.
+    Unsigned,
+    /// They are the numbers plus a power of two.
+    Above(u8),
+    /// The numbers in two's complement.
+    Signed,
+    /// They name numbers of a table.
+    Of(&'static CodeTable),
+}
+
+/// Which scales a format has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scales {
+    /// A scale for each block, a float16.
+    Plain,
+    /// A scale for each block, the exponent of a power of two.
+    PowerOfTwo,
+    /// A scale and a minimum for each block.
+    Minimum,
+    /// A scale for each block, times that of each group of 32.
+    Group,
+    /// A scale and a minimum for each block, times those of each group of 32.
+    GroupMinimum,
+    /// A scale for each block, times that of each group of 16.
+    Sixteens,
+}
+
+/// What a format is.
+struct Row {
+    name: &'static str,
+    /// Numbers and bytes of a block.
+    size: (usize, usize),
+    /// Bits of a code.
+    bits: u32,
+    codes: Codes,
+    scales: Scales,
+    /// Where the scale of a block is; its minimum follows.
+    scale_at: usize,
+}
+
+/// IQ4's numbers, which lie closer around zero.
+static IQ4: CodeTable = CodeTable::new([
+    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+]);
+/// The numbers of E2M1, twice; half of the scale is multiplied by them.
+static E2M1: CodeTable = CodeTable::new([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
 
 impl Format {
     /// All formats.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 11] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
@@ -45,42 +102,50 @@ impl Format {
         Self::Q4K,
         Self::Q5K,
         Self::Q6K,
+        Self::IQ4NL,
+        Self::IQ4XS,
+        Self::MXFP4,
     ];
+
+    const fn row(self) -> Row {
+        use Codes::{Above, Of, Signed, Unsigned};
+        use Scales::{Group, GroupMinimum, Minimum, Plain, PowerOfTwo, Sixteens};
+        let (name, size, bits, codes, scales, scale_at) = match self {
+            Self::Q4_0 => ("Q4_0", (32, 18), 4, Above(8), Plain, 0),
+            Self::Q4_1 => ("Q4_1", (32, 20), 4, Unsigned, Minimum, 0),
+            Self::Q5_0 => ("Q5_0", (32, 22), 5, Above(16), Plain, 0),
+            Self::Q5_1 => ("Q5_1", (32, 24), 5, Unsigned, Minimum, 0),
+            Self::Q8_0 => ("Q8_0", (32, 34), 8, Signed, Plain, 0),
+            Self::Q4K => ("Q4_K", (256, 144), 4, Unsigned, GroupMinimum, 0),
+            Self::Q5K => ("Q5_K", (256, 176), 5, Unsigned, GroupMinimum, 0),
+            Self::Q6K => ("Q6_K", (256, 210), 6, Above(32), Sixteens, 208),
+            Self::IQ4NL => ("IQ4_NL", (32, 18), 4, Of(&IQ4), Plain, 0),
+            Self::IQ4XS => ("IQ4_XS", (256, 136), 4, Of(&IQ4), Group, 0),
+            Self::MXFP4 => ("MXFP4", (32, 17), 4, Of(&E2M1), PowerOfTwo, 0),
+        };
+        Row {
+            name,
+            size,
+            bits,
+            codes,
+            scales,
+            scale_at,
+        }
+    }
 
     /// Its name in GGUF.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Q4_0 => "Q4_0",
-            Self::Q4_1 => "Q4_1",
-            Self::Q5_0 => "Q5_0",
-            Self::Q5_1 => "Q5_1",
-            Self::Q8_0 => "Q8_0",
-            Self::Q4K => "Q4_K",
-            Self::Q5K => "Q5_K",
-            Self::Q6K => "Q6_K",
-        }
+        self.row().name
     }
 
     /// Numbers of a block.
     pub const fn block(self) -> usize {
-        match self {
-            Self::Q4K | Self::Q5K | Self::Q6K => 256,
-            _ => 32,
-        }
+        self.row().size.0
     }
 
     /// Bytes of a block.
     pub const fn bytes(self) -> usize {
-        match self {
-            Self::Q4_0 => 18,
-            Self::Q4_1 => 20,
-            Self::Q5_0 => 22,
-            Self::Q5_1 => 24,
-            Self::Q8_0 => 34,
-            Self::Q4K => 144,
-            Self::Q5K => 176,
-            Self::Q6K => 210,
-        }
+        self.row().size.1
     }
 
     /// Bytes of a row of `inputs` numbers, which are whole blocks.
@@ -88,13 +153,34 @@ impl Format {
         inputs / self.block() * self.bytes()
     }
 
+    /// Bits of a code.
+    pub(crate) const fn bits(self) -> u32 {
+        self.row().bits
+    }
+
+    /// Which scales it has.
+    pub(crate) const fn scales(self) -> Scales {
+        self.row().scales
+    }
+
     /// What is subtracted from a code as the file has it; a power of two.
     pub const fn zero(self) -> u8 {
-        match self {
-            Self::Q4_0 => 8,
-            Self::Q5_0 => 16,
-            Self::Q6K => 32,
+        match self.row().codes {
+            Codes::Above(zero) => zero,
             _ => 0,
+        }
+    }
+
+    /// Whether codes less [`Self::zero`] are numbers of both signs.
+    pub(crate) const fn is_signed(self) -> bool {
+        matches!(self.row().codes, Codes::Above(_) | Codes::Signed)
+    }
+
+    /// The numbers that codes name, where they do.
+    pub(crate) const fn table(self) -> Option<&'static CodeTable> {
+        match self.row().codes {
+            Codes::Of(table) => Some(table),
+            _ => None,
         }
     }
 
@@ -107,7 +193,9 @@ impl Format {
         let block = &block[..self.bytes()];
         let (pair, second) = (group / 2, group % 2);
         match self {
-            Self::Q4_0 => nibbles(block, 2),
+            Self::Q4_0 | Self::IQ4NL => nibbles(block, 2),
+            Self::MXFP4 => nibbles(block, 1),
+            Self::IQ4XS => nibbles(block, 8 + 16 * group),
             Self::Q4_1 => nibbles(block, 4),
             Self::Q5_0 => with_fifth_bits(nibbles(block, 6), block, 2),
             Self::Q5_1 => with_fifth_bits(nibbles(block, 8), block, 4),
@@ -128,22 +216,35 @@ impl Format {
         }
     }
 
-    /// Where the float16 numbers of a block start: its scale, and its minimum where it has one.
-    const fn halves(self) -> (usize, Option<usize>) {
-        match self {
-            Self::Q4_0 | Self::Q5_0 | Self::Q8_0 => (0, None),
-            Self::Q4_1 | Self::Q5_1 | Self::Q4K | Self::Q5K => (0, Some(2)),
-            Self::Q6K => (208, None),
-        }
+    /// Where scale and minimum of a block are.
+    const fn scales_at(self) -> (usize, Option<usize>) {
+        let Row {
+            scales, scale_at, ..
+        } = self.row();
+        let has_minimum = matches!(scales, Scales::Minimum | Scales::GroupMinimum);
+        (
+            scale_at,
+            if has_minimum {
+                Some(scale_at + 2)
+            } else {
+                None
+            },
+        )
     }
 
-    /// Whether scale and minimum of the block that starts here are numbers.
+    /// Whether scale and minimum of the block that starts here are numbers, and the block's numbers too.
     pub fn is_finite(self, block: &[u8]) -> bool {
-        let (scale, minimum) = self.halves();
-        let finite = |at| f16_is_finite(half_at(block, at));
+        let (scale, minimum) = self.scales_at();
+        let finite = |at| match self.scales() {
+            Scales::PowerOfTwo => block[at] <= MOST_E8M0,
+            _ => f16_is_finite(half_at(block, at)),
+        };
         finite(scale) && minimum.is_none_or(finite)
     }
 }
+
+/// The largest exponent of MXFP4 whose largest number is a number in `f32`; 255 is NaN.
+const MOST_E8M0: u8 = 252;
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -154,11 +255,12 @@ impl fmt::Display for Format {
 /// The scales of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockScales {
-    /// Bits of the float16 scale of the block.
+    /// Bits of the scale of the block: a float16, or the exponent of a power of two.
     pub d: u16,
     /// Bits of the float16 minimum: added in Q4_1 and Q5_1, subtracted in Q4_K and Q5_K.
     pub m: u16,
-    /// In Q4_K and Q5_K what `d` is multiplied by for each group of 32, in Q6_K for each group of 16.
+    /// What `d` is multiplied by, in Q4_K, Q5_K and IQ4_XS for each group of 32, in Q6_K for each group of
+    /// 16.
     pub factors: [i8; 16],
     /// In Q4_K and Q5_K what `m` is multiplied by for each group of 32.
     pub minimums: [u8; 8],
@@ -171,9 +273,12 @@ impl BlockScales {
     /// There are fewer bytes than a block has.
     #[inline(always)]
     pub fn read(format: Format, bytes: &[u8]) -> Self {
-        let (scale, minimum) = format.halves();
+        let (scale, minimum) = format.scales_at();
         let mut scales = Self {
-            d: half_at(bytes, scale),
+            d: match format.scales() {
+                Scales::PowerOfTwo => bytes[scale].into(),
+                _ => half_at(bytes, scale),
+            },
             m: minimum.map_or(0, |at| half_at(bytes, at)),
             factors: [1; 16],
             minimums: [0; 8],
@@ -181,9 +286,25 @@ impl BlockScales {
         match format {
             Format::Q4K | Format::Q5K => scales.read_groups(&bytes[4..16]),
             Format::Q6K => scales.factors = std::array::from_fn(|i| bytes[192 + i].cast_signed()),
+            Format::IQ4XS => {
+                let upper = half_at(bytes, 2);
+                for (group, factor) in scales.factors[..8].iter_mut().enumerate() {
+                    let low = bytes[4 + group / 2] >> (group % 2 * 4) & 15;
+                    let upper = (upper >> (2 * group) & 3) as u8;
+                    *factor = (low | upper << 4).cast_signed() - 32;
+                }
+            }
             _ => {}
         }
         scales
+    }
+
+    /// What `d` stands for.
+    pub fn scale(&self, format: Format) -> f32 {
+        match format.scales() {
+            Scales::PowerOfTwo => e8m0_to_f32(self.d as u8),
+            _ => f16_to_f32(self.d),
+        }
     }
 
     /// Reads factors and minimums of 6 bits each.
@@ -207,7 +328,7 @@ pub struct Block {
     pub format: Format,
     /// Its scales.
     pub scales: BlockScales,
-    /// What is multiplied by the scale, number by number; signed in Q4_0, Q5_0, Q8_0 and Q6_K.
+    /// What is multiplied by the scale, number by number.
     pub codes: [i8; MAX_BLOCK],
 }
 
@@ -232,23 +353,29 @@ impl Block {
         for (group, to) in groups.take(self.format.block() / GROUP).enumerate() {
             let codes = self.format.codes(bytes, group).map(u64::to_le_bytes);
             for (to, code) in to.iter_mut().zip(codes.as_flattened()) {
-                *to = code.wrapping_sub(zero).cast_signed();
+                *to = match self.format.table() {
+                    Some(table) => table.codes[usize::from(*code)],
+                    None => code.wrapping_sub(zero).cast_signed(),
+                };
             }
         }
     }
 
     /// What number `i`'s code is multiplied by; exact.
     pub fn scale(&self, i: usize) -> f32 {
-        let group = if self.format == Format::Q6K { 16 } else { 32 };
-        f16_to_f32(self.scales.d) * f32::from(self.scales.factors[i / group])
+        let group = match self.format.scales() {
+            Scales::Sixteens => 16,
+            _ => GROUP,
+        };
+        self.scales.scale(self.format) * f32::from(self.scales.factors[i / group])
     }
 
     /// What is added to number `i`'s code times its scale; exact. `None` is nothing, not even a zero.
     pub fn offset(&self, i: usize) -> Option<f32> {
         let BlockScales { m, minimums, .. } = &self.scales;
-        match self.format {
-            Format::Q4_1 | Format::Q5_1 => Some(f16_to_f32(*m)),
-            Format::Q4K | Format::Q5K => Some(-(f16_to_f32(*m) * f32::from(minimums[i / GROUP]))),
+        match self.format.scales() {
+            Scales::Minimum => Some(f16_to_f32(*m)),
+            Scales::GroupMinimum => Some(-(f16_to_f32(*m) * f32::from(minimums[i / GROUP]))),
             _ => None,
         }
     }

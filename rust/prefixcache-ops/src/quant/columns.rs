@@ -15,9 +15,9 @@ use std::ops::Range;
 
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
 
-use super::blocks::{BlockScales, GROUP};
+use super::blocks::{BlockScales, GROUP, Scales};
 use super::packed::{
-    AHEAD, CodeAt, Layout, Line, Product, Scales, codes_at, for_pairs, pack_scales,
+    AHEAD, CodeAt, Layout, Line, Product, codes_at, for_pairs, pack_scales, table,
 };
 use crate::panel::{PANEL, Sums};
 
@@ -122,10 +122,17 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
                     lanes.load_f16(halves.add(column))
                 };
                 let byte = |start: usize| strip.add(at + start * STRIP + column);
-                let d = half(0);
+                let d = match F::SCALES {
+                    Scales::PowerOfTwo => lanes.load_e8m0(strip.add(header + column)),
+                    _ => half(0),
+                };
                 for sixteen in 0..2 {
                     let (scale, offset) = match F::SCALES {
-                        Scales::Plain => (d, lanes.mul(d, zero)),
+                        Scales::Plain | Scales::PowerOfTwo => (d, lanes.mul(d, zero)),
+                        Scales::Group => {
+                            let scale = lanes.mul(d, lanes.load_i8(byte(0).cast()));
+                            (scale, lanes.mul(scale, zero))
+                        }
                         Scales::Minimum => (d, half(2)),
                         Scales::GroupMinimum => (
                             lanes.mul(d, lanes.load_u8(byte(0))),
@@ -205,6 +212,7 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             from = 0;
         }
         let code = match F::BITS {
+            4 if F::TABLE.is_some() => lanes.lookup(table::<F>(), words, from),
             4 => lanes.field::<4, false>(words, from),
             5 => lanes.field::<5, false>(words, from),
             6 => lanes.field::<6, false>(words, from),

@@ -11,13 +11,13 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use prefixcache_cpu::f16::f16_to_f32;
+use prefixcache_cpu::f16::{e8m0_to_f32, f16_to_f32};
 use prefixcache_cpu::{
-    AlignedWords, Bf16, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team,
+    AlignedWords, Bf16, CodeTable, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team,
     WeightMemory,
 };
 
-use super::blocks::{BlockScales, Format, GROUP};
+use super::blocks::{BlockScales, Format, GROUP, Scales};
 use super::columns::{self, STRIP};
 use crate::bytes::bytes_mut;
 use crate::panel::{PANEL, Sums, TaskRows};
@@ -47,28 +47,17 @@ enum Order {
     Strips,
 }
 
-/// Which scales a format has.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Scales {
-    /// A scale for each block.
-    Plain,
-    /// A scale and a minimum for each block.
-    Minimum,
-    /// A scale and a minimum for each block, times those of each group of 32.
-    GroupMinimum,
-    /// A scale for each block, times that of each group of 16.
-    Sixteens,
-}
-
 /// How the blocks of a format are laid out, known to the compiler.
 pub(super) trait Layout: Send + Sync {
     const FORMAT: Format;
-    /// Bits of a code.
-    const BITS: u32;
-    /// Whether codes are in two's complement.
-    const SIGNED: bool;
-    const SCALES: Scales;
 
+    /// Bits of a code.
+    const BITS: u32 = Self::FORMAT.bits();
+    /// Whether codes are in two's complement.
+    const SIGNED: bool = Self::FORMAT.is_signed();
+    /// What codes stand for, if they are no numbers themselves.
+    const TABLE: Option<&'static CodeTable> = Self::FORMAT.table();
+    const SCALES: Scales = Self::FORMAT.scales();
     /// What was added to signed codes where they are stored unsigned.
     const ZERO: u8 = if Self::SIGNED {
         1 << (Self::BITS - 1)
@@ -77,17 +66,19 @@ pub(super) trait Layout: Send + Sync {
     };
     /// The most rows whose products with this format's blocks are taken from registers.
     const MAX_FEW: usize = match Self::SCALES {
-        Scales::Plain => MAX_FEW,
+        Scales::Plain | Scales::PowerOfTwo | Scales::Group => MAX_FEW,
         _ => MAX_FEW_WITH_MORE_SCALES,
     };
-    /// Bytes of a column's own scales in a block, float16.
+    /// Bytes of a column's own scales in a block.
     const HEADER: usize = match Self::SCALES {
-        Scales::Plain | Scales::Sixteens => 2,
+        Scales::PowerOfTwo => 1,
+        Scales::Plain | Scales::Group | Scales::Sixteens => 2,
         Scales::Minimum | Scales::GroupMinimum => 4,
     };
     /// Bytes of a column's scales in a group.
     const GROUP_HEADER: usize = match Self::SCALES {
-        Scales::Plain | Scales::Minimum => 0,
+        Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
+        Scales::Group => 1,
         Scales::GroupMinimum | Scales::Sixteens => 2,
     };
     /// Bytes of a column in a group.
@@ -107,33 +98,22 @@ pub(super) trait Layout: Send + Sync {
 }
 
 macro_rules! layouts {
-    ($($format:ident: $bits:literal, $signed:literal, $scales:ident;)*) => {$(
+    ($($format:ident)*) => {$(
         pub(super) struct $format;
 
         impl Layout for $format {
             const FORMAT: Format = Format::$format;
-            const BITS: u32 = $bits;
-            const SIGNED: bool = $signed;
-            const SCALES: Scales = Scales::$scales;
         }
     )*};
 }
 
-layouts! {
-    Q4_0: 4, true, Plain;
-    Q4_1: 4, false, Minimum;
-    Q5_0: 5, true, Plain;
-    Q5_1: 5, false, Minimum;
-    Q8_0: 8, true, Plain;
-    Q4K: 4, false, GroupMinimum;
-    Q5K: 5, false, GroupMinimum;
-    Q6K: 6, true, Sixteens;
-}
+layouts! { Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K IQ4NL IQ4XS MXFP4 }
 
 /// Evaluates an expression with `$layout` as the layout of a format.
 macro_rules! with_layout {
     ($format:expr, $layout:ident => $body:expr) => {
-        with_layout!($format, $layout, $body, Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K)
+        with_layout!($format, $layout, $body,
+            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K IQ4NL IQ4XS MXFP4)
     };
     ($format:expr, $layout:ident, $body:expr, $($name:ident)*) => {
         match $format {
@@ -378,9 +358,15 @@ pub(super) fn pack_scales<F: Layout>(
     let mut put = |at: usize, half: u16| {
         to[at + 2 * column..][..2].copy_from_slice(&half.to_le_bytes());
     };
-    put(0, scales.d);
     match F::SCALES {
-        Scales::Plain | Scales::Sixteens => {}
+        Scales::PowerOfTwo => {
+            to[column] = scales.d as u8;
+            return;
+        }
+        _ => put(0, scales.d),
+    }
+    match F::SCALES {
+        Scales::Plain | Scales::PowerOfTwo | Scales::Group | Scales::Sixteens => {}
         Scales::Minimum => put(2 * width, scales.m),
         // With the other sign, it is added.
         Scales::GroupMinimum => put(2 * width, scales.m ^ 0x8000),
@@ -388,7 +374,11 @@ pub(super) fn pack_scales<F: Layout>(
     for group in 0..F::GROUPS {
         let at = F::group_at(width, group).1 + column;
         let pair = match F::SCALES {
-            Scales::Plain | Scales::Minimum => return,
+            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => return,
+            Scales::Group => {
+                to[at] = scales.factors[group].cast_unsigned();
+                continue;
+            }
             Scales::GroupMinimum => [
                 scales.factors[group].cast_unsigned(),
                 scales.minimums[group],
@@ -491,9 +481,13 @@ fn read_column<E: Element, F: Layout>(
         let (header, at) = F::group_at(width, group);
         let half = |start| f16_to_f32(bytes(header + start + 2 * column, 2) as u16);
         let byte = |start| bytes(at + start + column, 1) as u8;
-        let d = half(0);
+        let d = match F::SCALES {
+            Scales::PowerOfTwo => e8m0_to_f32(bytes(header + column, 1) as u8),
+            _ => half(0),
+        };
         let (scales, offset) = match F::SCALES {
-            Scales::Plain => ([d, d], None),
+            Scales::Plain | Scales::PowerOfTwo => ([d, d], None),
+            Scales::Group => ([d * f32::from(byte(0).cast_signed()); 2], None),
             Scales::Minimum => ([d, d], Some(half(2 * width))),
             Scales::GroupMinimum => {
                 let offset = half(2 * width) * f32::from(byte(width));
@@ -510,6 +504,12 @@ fn read_column<E: Element, F: Layout>(
             *out = E::from_f32(offset.map_or(product, |offset| product + offset));
         }
     }
+}
+
+/// The table that the format's codes are looked up in.
+#[inline(always)]
+pub(super) fn table<F: Layout>() -> &'static CodeTable {
+    F::TABLE.expect("a format with a table")
 }
 
 /// Where a code starts, among those of a group.
@@ -529,6 +529,9 @@ fn code<F: Layout>(codes: &[u32], at: CodeAt) -> f32 {
         bits |= u64::from(codes[at.word + at.line]) << 32;
     }
     let top = ((bits >> at.bit) as u32) << (32 - F::BITS) ^ at.inverted << 31;
+    if let Some(table) = F::TABLE {
+        return table.codes[(top >> 28) as usize].into();
+    }
     match F::SIGNED {
         true => (top.cast_signed() >> (32 - F::BITS)) as f32,
         false => (top >> (32 - F::BITS)) as f32,
@@ -647,9 +650,16 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             let half = |start: usize| lanes.load_f16(header.add(start).cast::<u16>().add(column));
             let byte = |start: usize| group.add(start + column);
             let twice = |v| <[L::V; 2]>::from(lanes.twice(v));
-            let d = half(0);
+            let d = match F::SCALES {
+                Scales::PowerOfTwo => lanes.load_e8m0(header.add(column)),
+                _ => half(0),
+            };
             let (scales, offsets) = match F::SCALES {
-                Scales::Plain => ([twice(d); 2], None),
+                Scales::Plain | Scales::PowerOfTwo => ([twice(d); 2], None),
+                Scales::Group => {
+                    let scale = lanes.mul(d, lanes.load_i8(byte(0).cast()));
+                    ([twice(scale); 2], None)
+                }
                 Scales::Minimum => ([twice(d); 2], Some(twice(half(2 * PANEL)))),
                 Scales::GroupMinimum => {
                     let scale = lanes.mul(d, lanes.load_u8(byte(0)));
@@ -739,6 +749,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             from = 0;
         }
         let code = match (F::BITS, F::SIGNED) {
+            (4, _) if F::TABLE.is_some() => self.lanes.lookup(table::<F>(), words, from),
             (4, true) => self.lanes.field::<4, true>(words, from),
             (4, false) => self.lanes.field::<4, false>(words, from),
             (5, true) => self.lanes.field::<5, true>(words, from),

@@ -3,7 +3,7 @@
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
 
-#[path = "../tests/common/random.rs"]
+#[path = "../../prefixcache-core/tests/common/random.rs"]
 mod random;
 
 use std::hint::black_box;

@@ -74,7 +74,7 @@ def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(folder: Path)
 def test_requests_resume_where_prompts_part(
     folder: Path, num_blocks: int, expected: list[int]
 ) -> None:
-    """From the second on while there is room for all, from the third on where there is little room."""
+    """From the second on while there is room for all, from the third on where there is little."""
     engine, cold = built(folder, num_blocks), built(folder, enable_prefix_caching=False)
     prefix, hits = tokens(100), list[int]()
     answer(engine, prefix + tokens(40))

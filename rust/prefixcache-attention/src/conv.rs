@@ -61,7 +61,10 @@ pub fn short_conv<E: Element>(
     }
     let kept = cache.width() / channels;
     assert_eq!(cache.width(), kept * channels, "width of the cache");
-    assert!(kept >= (taps - 1).min(plan.block_size()) && kept > 0, "kept tokens");
+    assert!(
+        kept >= (taps - 1).min(plan.block_size()) && kept > 0,
+        "kept tokens"
+    );
     let chunk = (TASK_NUMBERS / channels).max(1);
     let each_chunk = |work: &(dyn Fn(Range<usize>) + Sync)| {
         team.run(rows.div_ceil(chunk), |task| {

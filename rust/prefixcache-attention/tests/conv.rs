@@ -109,7 +109,10 @@ impl<E: KvElement> Layer<E> {
     /// One number in `f64`, of inputs rounded as the kernel rounds them.
     fn reference(&self, bcx: &[E], position: usize, channel: usize) -> f64 {
         let at = |row: usize, part: usize| bcx[(row * 3 + part) * CHANNELS + channel].to_f32();
-        let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel].to_f32());
+        let bias = self
+            .bias
+            .as_ref()
+            .map_or(0.0, |bias| bias[channel].to_f32());
         let sum: f64 = (0..self.taps.min(position + 1))
             .map(|back| {
                 let input = E::from_f32(at(position - back, 0) * at(position - back, 2)).to_f32();
@@ -142,7 +145,10 @@ fn check<E: KvElement + PartialEq>(
             let (position, channel) = (index / CHANNELS, index % CHANNELS);
             let exact = layer().reference(&sequences[number], position, channel);
             let error = (f64::from(got.to_f32()) - exact).abs();
-            assert!(error <= tolerance * exact.abs().max(1.0), "{position}: {error}");
+            assert!(
+                error <= tolerance * exact.abs().max(1.0),
+                "{position}: {error}"
+            );
         }
     }
     let team = Team::new(threads).expect("threads");

@@ -120,11 +120,7 @@ pub struct Matrix {
 
 impl Matrix {
     /// `rows` rows of `width` numbers, one every `stride` numbers.
-    pub fn strided<N: Name>(
-        address: Number<N>,
-        shape: (usize, usize),
-        stride: usize,
-    ) -> Self {
+    pub fn strided<N: Name>(address: Number<N>, shape: (usize, usize), stride: usize) -> Self {
         Self::strided_at(N::NAME, address.0, shape, stride)
     }
 

@@ -135,7 +135,10 @@ impl DecoderStack {
     }
 
     fn check_rotations(&self, rotations: usize) -> PyResult<()> {
-        let ropes = self.layers.iter().filter_map(|layer| layer.get().highest_rope());
+        let ropes = self
+            .layers
+            .iter()
+            .filter_map(|layer| layer.get().highest_rope());
         match ropes.max() {
             Some(rope) if rope >= rotations => {
                 let reason = format!("must have one for rope {rope} of a layer, not {rotations}");

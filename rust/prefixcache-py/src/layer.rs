@@ -124,7 +124,9 @@ impl ShortConvMixer {
 
     /// Whether the plans of this attention list the pages that it needs.
     fn is_seen_by(&self, attention: &Attention) -> bool {
-        attention.window_left.is_none_or(|left| left >= self.taps - 1)
+        attention
+            .window_left
+            .is_none_or(|left| left >= self.taps - 1)
     }
 
     /// # Safety
@@ -212,7 +214,11 @@ impl Value for Mixer {
         if let Ok(mixer) = value.cast() {
             return Ok(Self::ShortConv(mixer.clone().unbind()));
         }
-        Err(wrong_type(argument, "an AttentionMixer or a ShortConvMixer", value))
+        Err(wrong_type(
+            argument,
+            "an AttentionMixer or a ShortConvMixer",
+            value,
+        ))
     }
 }
 

@@ -13,13 +13,14 @@ SCHEDULES      ?= 200
 MINUTES        ?= 1
 WORKERS        ?= auto
 LONG_CASES     ?= 1000
+KILLS          ?= 100
 RERUNS         ?= 0
 COVERAGE       ?=
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 HOST     = $(shell rustc -vV | sed -n 's/host: //p')
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
 
-FUZZ_TARGETS := pool_ops cache_ops prefix_hashes
+FUZZ_TARGETS := pool_ops cache_ops prefix_hashes kv_table
 FUZZ_BIN      = fuzz/target/$(HOST)/release
 FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
@@ -32,7 +33,7 @@ PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxproc
 
 .PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -72,7 +73,7 @@ test-long: setup-dev model         ## the same tests in their long forms
 nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
 	$(MAKE) --no-print-directory stress sanitize STRESS_SECONDS=600
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
-	$(MAKE) --no-print-directory equality
+	$(MAKE) --no-print-directory equality kills
 	$(MAKE) --no-print-directory soak MINUTES=60
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
@@ -119,7 +120,7 @@ lint-python:
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml prefixcache._core
 
 loom:                              ## the model checker on the shipped lock-free code
-	$(LOOM) cargo test --package prefixcache-core --lib --release -- models
+	$(LOOM) cargo test --package prefixcache-core --package prefixcache-file --lib --release -- models
 
 shuttle:                           ## long random schedules (PREFIXCACHE_SCHEDULES=...)
 	$(SHUTTLE) cargo test --package prefixcache-core --lib --release -- schedules
@@ -146,6 +147,10 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 	for target in $(FUZZ_TARGETS); do rm -rf fuzz/target/merged && mkdir -p fuzz/target/merged fuzz/target/found/$$target && \
 	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
 	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
+
+kills: setup-dev                   ## kill -9: 100 servers and 10,000 small processes over a kept cache (KILLS=...)
+	$(BIN)/python tests/killed_server.py $(KILLS)
+	$(BIN)/python tests/killed_cache.py $$(mktemp -d) $(KILLS)00
 
 soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report benches/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
@@ -189,6 +194,7 @@ bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on t
 
 equality: setup-dev model          ## no bit of an answer changes (SCHEDULES=..., ARGS="--dialogues 4")
 	$(BIN)/python tests/equality.py --schedules $(SCHEDULES)
+	$(BIN)/python tests/equality.py --schedules $$(($(SCHEDULES) / 4)) --speculate cache
 	$(BIN)/python tests/equality_http.py $(ARGS)
 	$(BIN)/python tests/equality_http.py --cpu-activations int8 $(ARGS)
 

@@ -27,14 +27,22 @@ import torch
 
 from fake_engine import RandomChunks
 from fake_runner import tokens_of_plan
-from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig, SchedulerConfig
+from plain_drafts import HostileDrafter, plain_drafter
+from prefixcache.config.engine_config import (
+    Activations,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.specs import KVGroup, kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cuda.kv_tensors import KVTensors
+from prefixcache.scheduler.drafts import Drafter
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.text.grammar.vocabulary import Words
 from prefixcache.types.request import (
@@ -112,6 +120,8 @@ class Counts:
     interruptions: int = 0
     guided: int = 0
     late_masks: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def add(self, other: Counts) -> None:
         for each in fields(self):
@@ -166,9 +176,10 @@ class Schedule:
     share_in_flight: bool = True
     merge_duplicate_blocks: bool = True
     interruptions: tuple[tuple[int, Interruption], ...] = ()
+    speculates: bool = False
 
 
-def random_schedule(seed: int) -> Schedule:
+def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
     """Half of them crowded: a burst of requests, and a pool that their answers outgrow."""
     choose = random.Random(seed)
     crowded = choose.random() < 0.5
@@ -189,6 +200,7 @@ def random_schedule(seed: int) -> Schedule:
             (choose.randrange(1, 60), choose.choice(INTERRUPTIONS))
             for _ in range(choose.choice([0, 0, 1, 3]))
         ),
+        speculates=speculates,
     )
 
 
@@ -199,6 +211,7 @@ class Author:
         self._choose = random.Random(schedule.seed)
         self._controls = random.Random(schedule.seed)  # the other choices do not depend on these
         self._name = str(schedule.seed)
+        self._speculates = schedule.speculates
         self._max_prompt = schedule.max_prompt
         self._stem = self._tokens(160)
         self._requests: list[Request] = []
@@ -213,7 +226,7 @@ class Author:
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
-            params=self._params(),
+            params=self._with_ends(self._params()),
             cache=self._cache_options(len(prompt)),
             priority=self._choose.choice([0, 0, 0, -1, 1]),
         )
@@ -259,6 +272,21 @@ class Author:
             stop_token_ids=tuple(self._tokens(choose.choice([0, 0, 3]))),
             ignore_eos=choose.random() < 0.7,
             structured_output=choose.choice([None, None, None, *GRAMMARS]),
+        )
+
+    def _with_ends(self, params: SamplingParams) -> SamplingParams:
+        """With drafts: more that depends on the tokens before, or ends an answer within a step."""
+        if not self._speculates:
+            return params
+        controls = self._controls
+        words = tuple(
+            (t, controls.randrange(3, VOCAB_SIZE)) for t in controls.sample(range(3, 9), 3)
+        )
+        return replace(
+            params,
+            stop=controls.choice([(), (), ("e",), ("ab", "th")]),
+            min_tokens=min(controls.choice([0, 1, 9]), params.max_tokens or 0),
+            bad_words_token_ids=controls.choice([(), words]),
         )
 
     def _cache_options(self, length: int) -> CacheOptions:
@@ -324,9 +352,19 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
         block = int(tables.indices[page])
         for number in range(len(group.layers)):
             tensor, part = group.part(number)
-            numbers = rows[tensor][block].view(f"V{kv.itemsize}")
-            parts += numbers[part].tobytes()
+            numbers = rows[tensor][block].view(f"V{kv.itemsize}")[part]
+            if group.conv_width:
+                numbers = _needed_inputs(numbers, group, engine._cache.block_size)
+            parts += numbers.tobytes()
     return parts
+
+
+def _needed_inputs(numbers: npt.NDArray[Any], group: KVGroup, size: int) -> npt.NDArray[Any]:
+    """Those of a convolution that later blocks need; engines that guess keep more of them."""
+    assert group.sliding_window is not None
+    needed = range(max(0, size - group.sliding_window + 1), size)
+    places = [place % group.kept_tokens for place in needed]
+    return numbers.reshape(group.kept_tokens, group.conv_width)[places]
 
 
 def _rows_of(kv: KVTensors) -> list[npt.NDArray[np.uint8]]:
@@ -368,6 +406,8 @@ class Bench:
         expected = self._lone_answers(schedule)
         self._chunks = 0
         engine = self._engine(schedule, self._folder)
+        if schedule.speculates:
+            engine._scheduler.drafter = self._drafter(schedule, expected)
         with late_masks(schedule.seed) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
@@ -386,7 +426,19 @@ class Bench:
             interruptions=len(schedule.interruptions),
             guided=sum(request.params.structured_output is not None for request, _ in expected),
             late_masks=late.call_count,
+            drafted=sum(gauges.drafts.drafted.values()) if gauges.drafts else 0,
+            accepted=sum(gauges.drafts.accepted.values()) if gauges.drafts else 0,
         )
+
+    def _drafter(self, schedule: Schedule, expected: Sequence[tuple[Request, Answer]]) -> Drafter:
+        """Every third time what a server has, else guesses of all kinds."""
+        if schedule.seed % 3 == 0:
+            return plain_drafter()
+        answers = {
+            request.request_id: [*request.prompt_token_ids, *(token for token, _ in answer.tokens)]
+            for request, answer in expected
+        }
+        return HostileDrafter(schedule.seed, answers, VOCAB_SIZE)
 
     def _lone_answers(self, schedule: Schedule) -> list[tuple[Request, Answer]]:
         author, answered = Author(schedule), list[tuple[Request, Answer]]()
@@ -464,6 +516,7 @@ def make_engine(
             max_model_len=schedule.max_prompt + MAX_ANSWER,
             share_in_flight=schedule.share_in_flight,
         ),
+        speculation=SpeculationConfig(speculate="cache" if schedule.speculates else "off"),
     )
     with mock.patch("prefixcache.engine.build.StepTimeModel", RandomChunks):
         return build(config, folder).engine
@@ -522,6 +575,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
     parser.add_argument("--architecture", choices=["qwen3", "lfm2"], default="qwen3")
+    parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()
     total = Counts()
@@ -545,7 +599,8 @@ def main() -> None:
                 counts = Counts()
                 count = arguments.schedules // (1 if quant_format is None else 4)
                 for seed in range(arguments.seed, arguments.seed + max(1, count)):
-                    counts.add(bench.compare(random_schedule(seed)))
+                    schedule = random_schedule(seed, speculates=arguments.speculate != "off")
+                    counts.add(bench.compare(schedule))
                 weights = f"{quant_format or 'dense'}, {activations}"
                 print(f"{dtype}, {weights}, {threads} threads: {counts}", flush=True)
                 total.add(counts)

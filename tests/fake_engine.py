@@ -15,6 +15,7 @@ from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine, EngineParts
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
+from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import Load
 from prefixcache.types.request import Request
@@ -75,6 +76,7 @@ def make_engine(
     max_cached_blocks: int | None = None,
     pool_options: Mapping[str, Any] | None = None,
     runner: FakeRunner | None = None,
+    drafter: Drafter | None = None,
     make_cache: Callable[..., CacheManager] = CacheManager,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
@@ -114,6 +116,7 @@ def make_engine(
             enable_prefix_caching=enable_prefix_caching,
             step_times=step_times,
             max_step_ms=max_step_ms,
+            drafter=drafter,
             clock=clock,
         ),
         "clock": clock,

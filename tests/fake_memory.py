@@ -21,7 +21,12 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.types.request import TokenLogprobs
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.step_plan import (
+    SamplingInput,
+    ScheduledSequence,
+    SequenceOutput,
+    StepPlan,
+)
 
 NAMES = ("a", "b")
 
@@ -74,12 +79,13 @@ class VersionedRunner(FakeRunner):
         self._kv[:] = -1
         self._writers[:] = -1
 
-    def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
-        output = super()._output(row, sequence)
+    def _output(
+        self, row: int, sequence: ScheduledSequence, sampling: SamplingInput | None, end: int
+    ) -> SequenceOutput:
+        output = super()._output(row, sequence, sampling, end)
         if output.token_id is None:
             return output
         assert self.weights is not None
-        end = sequence.start + sequence.num_tokens
         history, writers = (self._seen(kv, row, end) for kv in (self._kv, self._writers))
         token = versioned_token(history, writers, self.weights)
         return dataclasses.replace(output, token_id=token)

@@ -90,7 +90,7 @@ class FakeRunner(PlainRunner):
         for row, (sequence, tokens) in enumerate(tokens_of_plan(plan)):
             self._check_tables(row, sequence, tokens)
             self.on_row(row, sequence)
-        return [self._output(row, sequence) for row, sequence in enumerate(plan.sequences)]
+        return self._outputs(plan)
 
     def _write(self, kv: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
         """Puts the values of the step's tokens into the slots that each group has for them."""

@@ -15,8 +15,15 @@ import numpy.typing as npt
 
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.runner.base import check_supported
+from prefixcache.runner.sampled_rows import with_accepted
 from prefixcache.types.request import TokenLogprobs
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan, StepResult
+from prefixcache.types.step_plan import (
+    SamplingInput,
+    ScheduledSequence,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB_SIZE = 97
 
@@ -42,7 +49,7 @@ class PlainRunner:
         self.broken_tokens: set[int] = set()
 
     def submit(self, plan: StepPlan) -> KnownStep:
-        check_supported(plan)
+        check_supported(plan, ("drafts",))
         return KnownStep(StepResult(self.execute(plan)))
 
     def results(self, step: KnownStep) -> StepResult:
@@ -53,7 +60,22 @@ class PlainRunner:
     def execute(self, plan: StepPlan) -> list[SequenceOutput]:
         slots = self.block_tables[0].slot_mapping[: plan.num_tokens]
         self._kv.reshape(-1)[slots] = plan.token_ids
-        return [self._output(row, sequence) for row, sequence in enumerate(plan.sequences)]
+        return self._outputs(plan)
+
+    def _outputs(self, plan: StepPlan) -> list[SequenceOutput]:
+        """With drafts a row has an output after its own token and one after each of them."""
+        drafts = dict(plan.drafts)
+        outputs: list[SequenceOutput] = []
+        for row, sequence in enumerate(plan.sequences):
+            after, end = drafts.get(row, ()), sequence.start + sequence.num_tokens
+            known = [
+                self._output(row, sequence, sampling, end - back)
+                for back, sampling in zip(
+                    range(len(after), -1, -1), (sequence.sampling, *after), strict=True
+                )
+            ]
+            outputs.append(with_accepted(known[0], after, known[1:]))
+        return outputs
 
     def _seen(self, kv: npt.NDArray[np.int64], row: int, end: int) -> list[int]:
         """What the model sees at all that computes the position before `end`."""
@@ -61,15 +83,17 @@ class PlainRunner:
         pages = table.indices[table.indptr[row] : table.indptr[row + 1]]
         return kv[pages].reshape(-1)[:end].tolist()
 
-    def _output(self, row: int, sequence: ScheduledSequence) -> SequenceOutput:
-        history = self._seen(self._kv, row, sequence.start + sequence.num_tokens)
-        if sequence.sampling is None:
+    def _output(
+        self, row: int, sequence: ScheduledSequence, sampling: SamplingInput | None, end: int
+    ) -> SequenceOutput:
+        history = self._seen(self._kv, row, end)
+        if sampling is None:
             token = None
         elif self.broken_tokens & set(history):
             return SequenceOutput(error="broken")
         else:
             token = next_token(history)
-            while token in sequence.sampling.banned_token_ids:
+            while token in sampling.banned_token_ids:
                 token = (token + 1) % VOCAB_SIZE
         return SequenceOutput(token_id=token, prompt_logprobs=self._prompt_logprobs(row, sequence))
 

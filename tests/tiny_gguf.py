@@ -25,6 +25,7 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 GEMMA_SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 GEMMA_CHAT_TEMPLATE = (
@@ -107,21 +108,19 @@ def write_gguf(
     """
     config = model.config
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
+    architecture = architecture.replace("_moe", "moe")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    if architecture == "lfm2":
-        _add_lfm2(writer, model)
-    else:
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_sizes(writer, model)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    if getattr(config, "num_experts", 0):
+        _add_experts_shape(writer, config)
     if architecture == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -151,14 +150,26 @@ def write_gguf(
     return file
 
 
-def _add_lfm2(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
+    if config.model_type != "lfm2":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        return
     (up,) = {one.out_features for name, one in model.named_modules() if name.endswith("w1")}
     writer.add_feed_forward_length(up)
     heads = config.num_key_value_heads
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config.layer_types])
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, float]) -> None:
@@ -214,6 +225,9 @@ def _add_tensor(
     matrix_format: str,
     seed: int,
 ) -> None:
+    if ".experts." in name:
+        _add_experts(writer, name, parameter, matrix_format, seed)
+        return
     module, kind = name.rsplit(".", 1)
     is_gemma = config.model_type == "gemma3_text"
     if module in _TOP_LEVEL:
@@ -235,6 +249,28 @@ def _add_tensor(
     if config.model_type in _PAIRED and part in heads:
         stored = _permuted(stored, heads[part])
     writer.add_tensor(f"{target}.{kind}", stored, raw_dtype=stored_format)
+
+
+def _add_experts(
+    writer: gguf.GGUFWriter,
+    name: str,
+    parameter: torch.nn.Parameter,
+    matrix_format: str,
+    seed: int,
+) -> None:
+    """A tensor of all experts of a layer: gates and what they let pass are two in the file."""
+    _, _, layer, _, _, kind = name.split(".")
+    stored_format = gguf.GGMLQuantizationType[matrix_format]
+    parts = {"down": parameter.detach().numpy()}
+    if kind == "gate_up_proj":
+        parts = dict(zip(("gate", "up"), np.split(parts["down"], 2, axis=1), strict=True))
+    read = []
+    for part, values in parts.items():
+        flat = _stored(values.reshape(-1, values.shape[-1]), stored_format, seed)
+        stored = flat.reshape(*values.shape[:-1], -1)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=stored_format)
+        read.append(gguf.dequantize(flat, stored_format).reshape(values.shape))
+    parameter.data = torch.from_numpy(np.concatenate(read, axis=1))
 
 
 def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -27,11 +28,13 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -153,6 +156,24 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+# The middle one of three layers is dense.
+_QWEN3_MOE = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_GPT_OSS = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 24,
+    "rope_parameters": _YARN_ROPE | {"truncate": False},
+}
 _MISTRAL = {"sliding_window": None, "head_dim": 32}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -172,6 +193,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(Qwen2Config, {}),
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
     "granite4": Architecture(
@@ -199,6 +222,7 @@ WINDOWED: dict[str, Architecture] = {
             "sliding_window": 24,
         },
     ),
+    "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }
@@ -299,6 +323,8 @@ def _stir(model: PreTrainedModel) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
+            elif name.endswith("sinks"):
+                parameter.normal_(std=2.0)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
             else:

@@ -20,7 +20,7 @@ from prefixcache.tools.bench.machine import machine_facts
 COMMANDS = {
     "policies": "cargo bench --package prefixcache-replay --bench eviction -- --as-json",
     "fleet": "cargo bench --package prefixcache-replay --bench replicas -- --as-json",
-    "evictions": ("cargo bench --package prefixcache-oracle --bench latency -- --evictions-as-json"),
+    "evictions": "cargo bench --package prefixcache-oracle --bench latency -- --evictions-as-json",
 }
 
 

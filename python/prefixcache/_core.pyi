@@ -31,6 +31,7 @@ __all__ = [
     "DraftIndex",
     "DraftStream",
     "EventSnapshot",
+    "ExpertsFeedForward",
     "KVFile",
     "PackedLinear",
     "PagedAttention",
@@ -713,8 +714,9 @@ class KVFile:
     """An open file of KV blocks and their records, which the caller has locked.
 
     An empty file becomes one of this layout; another one must have the same `digest` (32 bytes),
-    `num_tensors` and `block_bytes` (of a block in one tensor), and room for `capacity` blocks, the
-    null block counted. Raises ValueError with the reason why a file is not used, and OSError.
+    `num_tensors`, `block_bytes` (of a block in one tensor) and `block_tokens` (for the tokens of a
+    block, which KV events report; None without), and room for `capacity` blocks, the null block
+    counted. Raises ValueError with the reason why a file is not used, and OSError.
     """
 
     def __new__(
@@ -725,6 +727,7 @@ class KVFile:
         block_bytes: int,
         capacity: int,
         about: str = "",
+        block_tokens: int | None = None,
     ) -> KVFile: ...
     @property
     def capacity(self) -> int:
@@ -824,11 +827,16 @@ class AttentionMixer:
         *,
         qkv: PackedLinear,
         qk_norm: int | None = None,
+        whole_norms: bool = False,
+        sinks: int | None = None,
         out: PackedLinear,
         rope: int,
         query_rope: int | None = None,
     ) -> AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
+
+        It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
+        the address of a float32 a head.
 
         `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
         queries where it is another.
@@ -858,9 +866,38 @@ class DenseFeedForward:
     """A gated MLP of a layer on the CPU."""
 
     def __new__(
-        cls, *, gate_up: PackedLinear, gate: Literal["silu", "gelu_tanh"], down: PackedLinear
+        cls,
+        *,
+        gate_up: PackedLinear,
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        down: PackedLinear,
     ) -> DenseFeedForward:
         """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
+
+@final
+class ExpertsFeedForward:
+    """A mixture of experts of a layer on the CPU."""
+
+    def __new__(
+        cls,
+        *,
+        router: PackedLinear,
+        scores: Literal["softmax", "sigmoid"],
+        selection_bias: int | None = None,
+        top_k: int,
+        renormalise: float | None = None,
+        scale: float | None = None,
+        gate_up: PackedLinear,
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        down: PackedLinear,
+    ) -> ExpertsFeedForward:
+        """The experts of these linears, as many as the router has outputs.
+
+        `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
+        `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
+        float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
+        divided by their sum plus this, and then multiplied by `scale`.
+        """
 
 @final
 class DecoderLayer:
@@ -873,7 +910,7 @@ class DecoderLayer:
         mixer: AttentionMixer | ShortConvMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
-        feed_forward: DenseFeedForward,
+        feed_forward: DenseFeedForward | ExpertsFeedForward,
         mlp_out_norm: int | None = None,
         norm_offset: float,
     ) -> DecoderLayer:
@@ -939,7 +976,7 @@ class RowOps:
         """
     def gated(
         self,
-        gate: Literal["silu", "gelu_tanh"],
+        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         x: int,
         rows: int,
         width: int,
@@ -1070,7 +1107,7 @@ class DraftStream:
         """Up to `max_tokens` next tokens (at most 64), the length of the match, whose text it is.
 
         They followed the longest text that ends as this one does, of several the latest one. A
-        match has 3 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
+        match has 2 to 256 tokens; ([], 0, "prompt") without one. "cache" is another stream's.
         """
     def close(self) -> None:
         """End it; a second time does nothing. What it shares stays until it is evicted."""

@@ -65,6 +65,15 @@ class FileCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """Guessed tokens by where they came from, and how often a request had any in a step."""
+
+    drafts: int
+    drafted: Mapping[str, int]
+    accepted: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
@@ -90,6 +99,7 @@ class Gauges:
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     pool: PoolGauges | None = None
     file: FileCounts | None = None
+    drafts: DraftCounts | None = None
     weights_bytes: int | None = None
 
 
@@ -208,6 +218,8 @@ class Metrics(Collector):
             yield from _pool_families(gauges.pool)
         if gauges.file is not None:
             yield from _file_families(gauges.file)
+        if gauges.drafts is not None:
+            yield from _draft_families(gauges.drafts)
         yield from self._counter_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
         yield from self.of_blocks()
@@ -360,3 +372,15 @@ def _file_families(file: FileCounts) -> Iterator[Metric]:
     )
     for name, documentation, value in counters:
         yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+def _draft_families(counts: DraftCounts) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        PREFIX + "spec_decode_num_drafts", "Times that tokens were guessed.", value=counts.drafts
+    )
+    yield _labelled_counter(
+        "spec_decode_num_draft_tokens", "Tokens that were guessed.", "source", counts.drafted
+    )
+    yield _labelled_counter(
+        "spec_decode_num_accepted_tokens", "Guesses that were right.", "source", counts.accepted
+    )

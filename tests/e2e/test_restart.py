@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from killed_server import kill_servers
+from repeatable import bounded
 from server_process import PREFIXCACHE, ServerProcess, server_process
 
 _PROMPTS = [" ".join(f"word {number} of {name}" for number in range(40)) for name in "abc"]
@@ -180,3 +185,59 @@ def test_a_folder_of_others_is_not_used(folder, tmp_path):
         _ask(server, _PROMPTS[0])
         assert _ask(server, _PROMPTS[0])[1] > 0
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_no_answer_changes_whichever_call_on_the_files_fails(folder, tmp_path):
+    tests, shim = Path(__file__).parents[1], tmp_path / "shim.so"
+    source = tests / "failing_files.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, tests / "failing_files.py", folder, str(bounded(3, 1))],
+        env=os.environ | {"LD_PRELOAD": str(shim), "FAILING_FOLDER": str(tmp_path / "kept")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(map(int, done.stdout.split())) > 50
+
+
+def test_killed_servers_answer_as_cold_ones(folder, tmp_path, tiny_checkpoint, seed):
+    other = tiny_checkpoint(max_position_embeddings=4096, seed=1)
+    kills = kill_servers([folder, other], tmp_path, bounded(2, 10), seed)
+    assert kills.num_asked > 24
+
+
+def test_the_folder_never_exceeds_its_size(folder, tmp_path):
+    """Of servers of several layouts, one after the other and two at a time, that resize."""
+    kept = tmp_path / "kept"
+    ceiling = ("--kv-cache-max-memory", "8MiB")
+    too_small = [*PREFIXCACHE, "serve", str(folder), *_FLAGS, *ceiling]
+    too_small += ["--kv-cache-dir", str(kept), "--kv-cache-dir-size", "1"]
+    done = subprocess.run(too_small, capture_output=True, text=True, check=False)
+    found = re.search(r"must be at least (\d+) bytes", done.stderr)
+    assert found, done.stderr
+    assert not kept.exists()
+    limit = int(found[1]) + (1 << 20)
+    flags = (*ceiling, "--kv-cache-dir-size", str(limit))
+    sizes: list[int] = []
+
+    def use(server: ServerProcess) -> None:
+        for number in range(40):
+            _ask(server, f"{number} " + _PROMPTS[number % 3])
+            if number % 10 == 0:
+                body = {"num_blocks": 100 + 8 * number}
+                httpx.post(f"{server.address}/prefix_cache/resize", json=body, timeout=60)
+            sizes.append(sum(file.stat().st_blocks for file in kept.iterdir()) * 512)
+
+    for block_size in ("16", "32", "8"):
+        with _serving(folder, tmp_path, kept, *flags, "--block-size", block_size) as (one, log):
+            assert _restored(log) == 0
+            use(one)
+    with _serving(folder, tmp_path, kept, *flags) as (one, _):
+        with _serving(folder, tmp_path, kept, *flags) as (other, log):
+            assert "take the room" in log.read_text()
+            use(other)
+        use(one)
+    assert limit // 4 < max(sizes) <= limit

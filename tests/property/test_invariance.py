@@ -43,6 +43,9 @@ SHAPES = {
     "ministral3": ("ministral3", WIDE),
     "granite": ("granite", WIDE),
     "lfm2": ("lfm2", LFM2),
+    "qwen3-moe": ("qwen3-moe", WIDE),
+    "olmoe": ("olmoe", WIDE),
+    "gpt-oss": ("gpt-oss", WIDE),
 }
 RUNS = [
     *((dtype, threads, "full") for dtype in DTYPES for threads in (1, 2)),
@@ -57,6 +60,10 @@ RUNS = [
     ("bfloat16", 2, "granite"),
     ("float32", 1, "lfm2"),
     ("bfloat16", 2, "lfm2"),
+    ("float32", 1, "qwen3-moe"),
+    ("bfloat16", 2, "qwen3-moe"),
+    ("bfloat16", 1, "olmoe"),
+    ("bfloat16", 2, "gpt-oss"),
 ]
 LENGTH = 200
 SLOW = settings(
@@ -201,6 +208,7 @@ def assert_same(counts: Counts) -> None:
         ("float32", "all33"),
         ("bfloat16", "gemma3"),
         ("bfloat16", "lfm2"),
+        ("bfloat16", "qwen3-moe"),
     ],
 )
 def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(

@@ -19,6 +19,8 @@ from fake_blocks import slow_clock
 from fake_engine import RandomChunks, make_engine
 from fake_runner import FakeRunner, answer_alone
 from late_runner import LateRunner, LateStep
+from plain_drafts import MOST_DRAFTS, HostileDrafter
+from plain_runner import VOCAB_SIZE
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
@@ -58,6 +60,8 @@ class Setup:
     """Steps, of a scheduler that is aware of the cache; None is first come, first served."""
     resizes: tuple[tuple[int, int], ...] = ()
     """At which steps, and to how many blocks a group; from the second one on in many slices."""
+    draft_seed: int | None = None
+    """Of guesses of all kinds, where steps are not planned ahead; None makes none."""
 
     @property
     def max_blocks(self) -> int:
@@ -124,6 +128,7 @@ def setups(draw: st.DrawFn) -> Setup:
         retention_budget=draw(st.sampled_from([0.2, 0.5, 1.0])),
         max_queue_delay=draw(st.sampled_from([None, 0, 4, 1e9])),
         resizes=draw(resizes),
+        draft_seed=draw(st.none() | st.integers(0, 99)),
     )
 
 
@@ -184,6 +189,7 @@ class Run:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.num_steps = 0
+        self.answers: dict[str, list[int]] = {}
         self.engine, self.runner, self.cache = make_engine(
             num_blocks=setup.num_blocks,
             block_size=BLOCK,
@@ -203,6 +209,7 @@ class Run:
             pool_options={"clock": slow_clock()},
             rules=self.order_of_starts(),
             clock=lambda: self.num_steps,
+            drafter=self.drafter(),
         )
         self.least_blocks = setup.num_blocks
         self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)
@@ -215,6 +222,16 @@ class Run:
         self.computed: Counter[str] = Counter()
         self.decoding: set[str] = set()
         self.num_checked = 0
+
+    def drafter(self) -> HostileDrafter | None:
+        seed = self.setup.draft_seed
+        if seed is None or self.setup.ahead:
+            return None
+        return HostileDrafter(seed, self.answers, VOCAB_SIZE)
+
+    def answer(self, arrival: Arrival) -> list[int]:
+        ends = [EOS, *arrival.stop_token_ids]
+        return answer_alone(arrival.prompt, arrival.max_tokens, ends, groups=self.setup.groups)
 
     def order_of_starts(self) -> dict[str, object]:
         delay = self.setup.max_queue_delay
@@ -301,6 +318,7 @@ class Run:
         else:
             assert self.fits(arrival)
             self.accepted[name] = arrival
+            self.answers[name] = [*arrival.prompt, *self.answer(arrival)]
 
     def fits(self, arrival: Arrival) -> bool:
         total = len(arrival.prompt) + arrival.max_tokens
@@ -376,7 +394,9 @@ class Run:
             sequence = self.cache._sequences[state.request_id]
             tables = [sequence.block_table(group) for group in range(len(self.setup.groups))]
             held = sum(block != 0 for table in tables for block in table)
-            assert held <= self.reference.most_blocks(state.num_tokens, chunk)
+            ahead = 0 if self.setup.draft_seed is None else MOST_DRAFTS
+            most = min(state.num_tokens + ahead, state.max_num_tokens)
+            assert held <= self.reference.most_blocks(most, chunk)
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.setup.max_num_batched_tokens
@@ -413,7 +433,7 @@ class Run:
         assert 0 <= self.cache.stats()["pinned_blocks"] <= most
         for name, arrival in self.accepted.items():
             ends = [EOS, *arrival.stop_token_ids]
-            alone = answer_alone(arrival.prompt, arrival.max_tokens, ends, groups=self.setup.groups)
+            alone = self.answer(arrival)
             fails = self.setup.fails_at or not self.fits_the_least(arrival)
             if self.ends[name] == "abort" or (self.ends[name] == "error" and fails):
                 assert self.tokens[name] == alone[: len(self.tokens[name])]
@@ -464,6 +484,22 @@ def test_preemption_resume_and_hits_really_happen() -> None:
     assert any(len(plan.sequences) > 1 for plan in run.runner.plans)
     recomputed = sum(run.computed.values()) - sum(len(a.prompt) for a in work)
     assert recomputed != sum(len(tokens) - 1 for tokens in run.tokens.values())
+
+
+def test_guesses_are_really_right_and_wrong() -> None:
+    setup = Setup(num_blocks=65, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40)
+    plain, drafted = Run(setup), Run(replace(setup, draft_seed=1))
+    work = [Arrival(i, (*range(12), 90 + i), 20, 0, CacheOptions(), None, None) for i in range(4)]
+    for run in (plain, drafted):
+        run.drive(work)
+        run.check_end()
+    drafter = drafted.engine._scheduler.drafter
+    assert drafter is not None
+    counts = drafter.counts()
+    assert 10 < counts.accepted["prompt"] < counts.drafted["prompt"] - 10
+    assert drafted.num_steps < plain.num_steps - 5
+    cached = [run.engine.control.stats()["cached_blocks"] for run in (plain, drafted)]
+    assert cached[0] == cached[1], "what was refused is not published"
 
 
 def test_waits_and_merges_really_happen() -> None:
@@ -542,7 +578,9 @@ def _keep_what_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _name_the_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = RequestState.plan
-    monkeypatch.setattr(RequestState, "plan", lambda self, count, row: plan(self, count, 0))
+    monkeypatch.setattr(
+        RequestState, "plan", lambda self, count, row, drafts: plan(self, count, 0, drafts)
+    )
 
 
 def _sample_past_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

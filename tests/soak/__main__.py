@@ -21,12 +21,13 @@ from soak.options import Options, parse_options
 from soak.report import write_report
 from soak.tally import OVERLOAD_ENDS, Tally
 from soak.verdict import verdicts
-from soak.watch import Watch
+from soak.watch import Kept, Watch
 from tiny_models import make_checkpoint
 
 ADMIN, KEYS = "admin-key", ("first-key", "second-key", "third-key")
 _BANK_SIZE = 126
 _USUAL_BLOCKS, _SIZES = 400, (240, 640)
+_KEPT_BYTES = 64 << 20
 _LIMITS = Limits(read_seconds=5, request_seconds=60, keep_alive_seconds=5)
 _DRAIN_SECONDS = 5
 # For the interpreter to take itself apart, on a machine that is busy.
@@ -52,8 +53,10 @@ class Soak:
         self._bank = make_bank(_BANK_SIZE, self._choose)
         self.tally = Tally()
         self._quiet = Lives(self._folders, _QUIET_FLAGS, folder / "faults", folder / "quiet")
-        self.lives = Lives(self._folders, _flags(folder), folder / "faults", folder / "logs")
-        self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS)
+        kept = folder / "kv" if options.kv_cache_dir else None
+        flags = _flags(folder, kept)
+        self.lives = Lives(self._folders, flags, folder / "faults", folder / "logs")
+        self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS, Kept(kept, _KEPT_BYTES))
         self._operator = Operator(
             self.lives, self.tally, self._folders, broken, _SIZES, ADMIN, self._choose
         )
@@ -181,7 +184,7 @@ class Soak:
             await self._quiet.stop()
 
 
-def _flags(folder: Path) -> list[str | Path]:
+def _flags(folder: Path, kept: Path | None) -> list[str | Path]:
     limits = {
         "max-num-seqs": 16,
         "max-num-batched-tokens": 256,
@@ -199,6 +202,9 @@ def _flags(folder: Path) -> list[str | Path]:
         "admin-api-key": ADMIN,
         "allowed-model-dirs": folder,
     }
+    if kept is not None:
+        limits |= {"kv-cache-dir": kept, "kv-cache-dir-size": _KEPT_BYTES}
+        limits["kv-cache-max-memory"] = _KEPT_BYTES * 3 // 4
     flags = [part for name, value in limits.items() for part in (f"--{name}", str(value))]
     keys = [part for key in KEYS for part in ("--api-key", key)]
     return [*_COMMON_FLAGS, *flags, *keys, "--kv-cache-metrics"]

@@ -19,6 +19,7 @@ class Options:
     architecture: str
     report: Path | None
     keep: Path | None
+    kv_cache_dir: bool
     plant_leak: bool
 
     @property
@@ -52,6 +53,9 @@ def parse_options() -> Options:
     parser.add_argument("--architecture", default="gemma3", help="of tests/tiny_models.py")
     parser.add_argument("--report", type=Path, help="folder for report.md and record.json")
     parser.add_argument("--keep", type=Path, help="folder for the servers' logs")
+    parser.add_argument(
+        "--kv-cache-dir", action="store_true", help="the cache lies in a folder of bounded size"
+    )
     parser.add_argument(
         "--plant-leak", action="store_true", help="to see it fail: one request keeps its blocks"
     )

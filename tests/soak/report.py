@@ -51,6 +51,7 @@ def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check])
     command = (
         f"python -m soak --minutes {options.minutes:g} --clients {options.clients} "
         f"--rate {options.rate:g} --seed {options.seed}"
+        + (" --kv-cache-dir" if options.kv_cache_dir else "")
     )
     lives = len({sample.life for sample in watch.samples})
     lines = [

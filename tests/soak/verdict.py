@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from soak.slope import Slope, memory_slope
 from soak.tally import OVERLOAD_ENDS, Tally
-from soak.watch import LEFT_OVER, Rest, Watch, longest_life
+from soak.watch import LEFT_OVER, Kept, Rest, Watch, longest_life
 
 _MIB = 2**20
 _BY_KEY = "refused: 429"
@@ -55,6 +55,7 @@ def verdicts(tally: Tally, watch: Watch) -> list[Check]:
             "memory in use, without what the allocators keep free, is flat after the overload",
             _settled_slope(tally, rests, in_use),
         ),
+        *_kept_check(watch.kept),
         _leftover_check("files", [r.files for r in rests], _SPARE_FILES),
         _leftover_check("threads", [r.threads for r in rests], _SPARE_THREADS),
     ]
@@ -86,6 +87,13 @@ def _memory_check(claim: str, slope: Slope | None) -> Check:
         f"over {slope.num_points} looks in {slope.hours * 60:.0f} minutes"
     )
     return Check(claim, slope.is_flat, found)
+
+
+def _kept_check(kept: Kept) -> list[Check]:
+    if kept.folder is None:
+        return []
+    found = f"{kept.most / _MIB:.1f} of {kept.limit / _MIB:.1f} MiB at most"
+    return [Check("the cache's folder keeps to its size", 0 < kept.most <= kept.limit, found)]
 
 
 def _leftover_check(what: str, counts: list[int], spare: int) -> Check:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -61,15 +62,32 @@ class Rest:
     census: Census = field(repr=False)
 
 
+@dataclass(slots=True)
+class Kept:
+    """The folder of --kv-cache-dir, if there is one: its limit, and the most seen, in bytes."""
+
+    folder: Path | None
+    limit: int
+    most: int = 0
+
+    def look(self) -> int:
+        """Bytes on the disk."""
+        files = [] if self.folder is None else self.folder.glob("*")
+        size = sum(file.stat().st_blocks * 512 for file in files)
+        self.most = max(self.most, size)
+        return size
+
+
 class Watch:
     """Samples the server of now, and looks at what is left over when its clients pause."""
 
-    def __init__(self, lives: Lives, tally: Tally, key: str, usual_blocks: int) -> None:
+    def __init__(self, lives: Lives, tally: Tally, key: str, usual_blocks: int, kept: Kept) -> None:
         self._lives = lives
         self._tally = tally
         self._key = key
         self._usual_blocks = usual_blocks
         self._num_counted = 0
+        self.kept = kept
         self.samples: list[Sample] = []
         self.rests: list[Rest] = []
         self.trimmed: Rest | None = None
@@ -79,6 +97,8 @@ class Watch:
         life = self._lives.current
         if life is None or life.ending is not None:
             return
+        if (size := self.kept.look()) > self.kept.limit:
+            self._tally.blame("the folder of the cache is too large", size=size)
         try:
             process = psutil.Process(life.process.pid)
             begun = time.monotonic()

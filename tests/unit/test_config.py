@@ -445,6 +445,27 @@ def test_what_is_no_size_is_refused(given: Any) -> None:
         CacheConfig(kv_cache_memory=given)
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        *((8192, 8192), ("8192", 8192), ("8k", 8000), ("8K", 8192), (" 25.6k ", 25600)),
+        *((".5M", 2**19), ("1m", 10**6), ("1g", 10**9), ("1", 1)),
+    ],
+)
+def test_numbers_of_tokens_are_read_as_vllm_reads_them(given: Any, tokens: int) -> None:
+    assert SchedulerConfig(max_model_len=given).max_model_len == tokens
+    if tokens >= 64:
+        assert SchedulerConfig(max_num_batched_tokens=given).max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    "given", ["", "k", "8kb", "8 k", "-8k", "1e3", "0", "0.1", "9g", "9" * 5000, 8.0, True, b"8k"]
+)
+def test_what_is_no_number_of_tokens_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be a number of tokens"):
+        SchedulerConfig(max_model_len=given)
+
+
 @pytest.mark.parametrize("size", [1, 16, 256])
 def test_block_sizes_are_powers_of_two(size: int) -> None:
     assert CacheConfig(block_size=size).block_size == size

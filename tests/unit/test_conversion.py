@@ -45,6 +45,7 @@ def logits(folder: Path, dtype: str) -> torch.Tensor:
         ("qwen2", "Q4_0", "bfloat16"),
         ("qwen3", "Q5_1", "float32"),
         ("gemma3-vision", "Q4_1", "bfloat16"),
+        ("qwen3-moe", "Q5_1", "bfloat16"),
     ],
     ids=str,
 )

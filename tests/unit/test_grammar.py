@@ -297,7 +297,7 @@ from prefixcache.text.grammar.mask_workers import MaskWorkers, Latency
 names = lambda: [t.name for t in threading.enumerate() if t.name.startswith("prefixcache-grammar")]
 atexit.register(lambda: print(names()))  # the first one registered is called last
 workers, begun = MaskWorkers(), threading.Event()
-workers.put(lambda token: (begun.set(), time.sleep(0.2)), 0, Latency())
+workers.put(lambda: (begun.set(), time.sleep(0.2)), Latency())
 begun.wait()
 assert names()
 """
@@ -318,8 +318,8 @@ class SlowWorkers(MaskWorkers):
         super().__init__()
         self.jobs: list[Callable[[], None]] = []
 
-    def put(self, function: Callable[[int], None], token_id: int, pace: object) -> None:
-        self.jobs.append(lambda: function(token_id))
+    def put(self, function: Callable[[], None], latency: object) -> None:
+        self.jobs.append(function)
 
     def work(self) -> None:
         while self.jobs:

@@ -17,10 +17,10 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
-from loaded import torch_model
-from paged_driver import PagedDriver
+from loaded import cpu_model, torch_model
+from paged_driver import CpuDriver, PagedDriver
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.config.model_config import ModelConfig, RopeConfig
+from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
@@ -132,7 +132,7 @@ def test_a_hub_that_is_out_of_reach_is_one_line_that_says_what_else_works(monkey
     "architecture",
     [
         *("smollm2", "llama", "llama-bias", "qwen2", "qwen2-yarn", "qwen3"),
-        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2"),
+        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "olmoe"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
@@ -149,6 +149,21 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     with torch.inference_mode():
         exact = original(torch.tensor([tokens])).logits[0]
     assert (ours - exact).norm() / exact.norm() < 1e-5
+
+
+def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(tmp_path: Path) -> None:
+    original = make_model("qwen3-moe", mlp_only_layers=[])
+    formats = ("Q8_0", "Q4_1")
+    file = write_gguf(tmp_path / "experts.gguf", original, pre="qwen2", formats=formats)
+    folder = resolve_model(str(file))
+    config = ModelConfig.from_hf(folder)
+    assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, renormalise=True)
+    tokens = list(range(3, 103))
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
+        ours = driver.forward([(0, 0, tokens)])
+        assert (ours - exact).norm() / exact.norm() < 1e-5
 
 
 GEMMA = {"layer_types": None, "query_pre_attn_scalar": 32}

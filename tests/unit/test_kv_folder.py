@@ -26,7 +26,11 @@ _NUM_BLOCKS = 8
 
 def layout(kind: str = "one", max_blocks: int = _NUM_BLOCKS) -> FileLayout:
     return FileLayout(
-        facts={"kind": kind}, num_tensors=2, block_bytes=_BLOCK_BYTES, max_blocks=max_blocks
+        facts={"kind": kind},
+        num_tensors=2,
+        block_bytes=_BLOCK_BYTES,
+        max_blocks=max_blocks,
+        block_tokens=16,
     )
 
 
@@ -45,9 +49,11 @@ def memories(file: KeptFile) -> list[FileMemory]:
     return [FileMemory(file, tensor, _NUM_BLOCKS * _BLOCK_BYTES) for tensor in range(2)]
 
 
-def compute(cache: PrefixCache, file: KeptFile, tokens: np.ndarray) -> list[int]:
+def compute(
+    cache: PrefixCache, file: KeptFile, tokens: np.ndarray, salt: str | None = None
+) -> list[int]:
     """Fills the blocks of a prompt with numbers of its tokens, and publishes them."""
-    sequence = cache.new_sequence(tokens)
+    sequence = cache.new_sequence(tokens, cache_salt=salt)
     assert cache.commit_prefix_plan(sequence, 0, len(tokens)) == 0
     for memory in memories(file):
         rows = memory.rows(_NUM_BLOCKS)
@@ -144,6 +150,51 @@ def test_what_was_cleared_or_is_not_named_by_content_is_not_found(folder, prompt
     assert cache_in(opened(folder, layout("other")))[1][0] == 0
 
 
+def test_a_reader_of_events_is_given_what_was_restored(folder, prompt):
+    """Parents first, with their tokens; no salted block, and none of a process without events."""
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    cache.keep_events()
+    compute(cache, file, prompt)
+    compute(cache, file, prompt[:32], salt="mine")
+    stored = cache.take_events(100)
+    assert [event[0] for event in stored] == ["stored"]
+    wait_until_kept(file, 6)
+    cache.resize(6)  # The salted blocks stood first in line.
+    del cache
+    file.close()
+    for _ in range(2):
+        file = opened(folder)
+        cache, found = cache_in(file)
+        assert found[0] >= 4
+        cache.keep_events()
+        assert cache.snapshot_events() is None
+        assert cache.take_events(100) == stored
+        snapshot = cache.snapshot_events()
+        assert snapshot is not None
+        assert snapshot.take(100) == stored
+        del cache
+        file.close()
+    cache, _ = cache_in(opened(folder))
+    cache.clear_cache_index()
+    cache.keep_events()
+    assert cache.take_events(100) == []
+
+
+def test_what_was_computed_without_events_is_not_reported(folder, prompt):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    cache, found = cache_in(opened(folder))
+    assert found == (4, 0)
+    cache.keep_events()
+    assert cache.take_events(100) == []
+    assert hits(cache, prompt) == 64
+
+
 def test_keeping_is_once_and_before_the_first_use(folder, prompt):
     file = opened(folder)
     cache, _ = cache_in(file)
@@ -173,7 +224,7 @@ def test_the_oldest_files_go_first(folder):
         os.utime(file.path, (1000 + age, 1000 + age))
     names = {info.name for info in KVFolder(folder).files()}
     assert len(names) == 3
-    room = sum(info.num_bytes for info in KVFolder(folder).files())
+    room = sum(info.num_bytes for info in KVFolder(folder).files()) + (1 << 16)
     file = opened(folder, layout("new"), room)
     left = [info.name for info in KVFolder(folder).files()]
     assert len(left) == 3

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from loaded import cpu_model
 from loaded import torch_model as load
 from paged_driver import CpuDriver, Driver, PagedDriver
-from prefixcache.config.model_config import ModelConfig, RopeConfig
+from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from prefixcache.models.loader import choose_dtype
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
@@ -144,6 +145,9 @@ _GRANITE_PARTS = [
     {"logits_divisor": 1.0},
     {"rms_norm_eps": 1e-6},
 ]
+_EXPERTS = ExpertsConfig(
+    count=8, top_k=3, intermediate_size=32, renormalise=True, dense_layers=(1,)
+)
 _GEMMA3_PARTS = [
     {"norm_offset": 0.0},
     {"activation": "silu"},
@@ -162,6 +166,10 @@ _GEMMA3_PARTS = [
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
         *(("granite", part) for part in _GRANITE_PARTS),
+        ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, renormalise=False)}),
+        ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, top_k=2)}),
+        ("gpt-oss", {"activation": "silu"}),
+        ("gpt-oss", {"layer_windows": (24, 24, 24, 24)}),
         ("granite4-nope", {"unrotated_layers": ()}),
         ("ministral3", {"query_growth": 0.0}),
         ("smollm3", {"unrotated_layers": ()}),
@@ -176,6 +184,18 @@ def test_nothing_that_makes_a_family_can_be_left_out_unnoticed(
     model = load(folder, config=config)
     tokens = prompt_of(100)
     worst = (PagedDriver(model).forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert worst > 0.05
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sinks_cannot_be_left_out_unnoticed(tiny_checkpoint, form):
+    folder, tokens = tiny_checkpoint("gpt-oss"), prompt_of(100)
+    driver = driver_of(form, folder)
+    names = [name for name in driver.model.slots if name.endswith("sinks")]
+    for name in names:
+        driver.model.slots[name].write(np.full(4, -100.0, np.float32))
+    worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert len(names) == 4
     assert worst > 0.05
 
 

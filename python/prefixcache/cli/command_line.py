@@ -395,7 +395,8 @@ def _variable(name: str) -> str | None:
 
 
 def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """The option's name; one or two letters get one dash, as in vLLM."""
+    return ("-" if len(name) <= 2 else "--") + name.replace("_", "-")
 
 
 def _plain(name: object) -> str:

@@ -69,7 +69,6 @@ _REFUSED_OPTIONS = {
         --hf-config-path --hf-overrides --override-generation-config --rope-scaling --rope-theta
     """,
     "asks for another chat template than the model's": "--chat-template",
-    "asks for speculative decoding": "--speculative-config/-sc",
     "asks for images or audio, which are not supported": """
         --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --media-io-kwargs
     """,

@@ -6,10 +6,11 @@ torch.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Le, MinLen
 
@@ -37,11 +38,14 @@ Activations = Literal["exact", "int8"]
 ActivationChoice = Literal["exact", "int8", "auto"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
+Speculation = Literal["off", "prompt", "cache"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
 MAX_BLOCK_SIZE = 256
+MAX_DRAFTS = 31
 _MOST_BYTES = 2**62
 _DIGITS = re.compile(r"[0-9]{1,10}")
+_TOKENS = re.compile(r"(\d{1,10}|\d{0,9}\.\d{1,9})([kmg]?)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d{0,30}\.?\d{1,30})\s*(([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
@@ -102,10 +106,50 @@ def parse_interval(value: object) -> int | Literal["none"]:
     return tokens
 
 
+# vLLM's methods of speculative decoding that need no second model, by what they are here.
+_SPECULATIVE_METHODS: dict[object, Speculation] = {"ngram": "prompt", "suffix": "cache"}
+_SPECULATIVE_KEYS = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+
+
+def parse_speculative_config(value: object) -> tuple[Speculation, int | None]:
+    """Where guesses come from and how many at most, of vLLM's JSON or the same as a mapping.
+
+    The lengths that its n-gram lookup compares are passed over: here the longest match counts, and
+    how often such matches were right. Raises `ValueError`.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        method = _SPECULATIVE_METHODS[given["method"]]  # type: ignore[index]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise ValueError("must be JSON with method ngram or suffix") from None
+    options = cast("dict[str, object]", given)
+    unknown = [key for key in options if key not in _SPECULATIVE_KEYS]
+    if unknown:
+        raise ValueError(f"has {unknown[0]}, which is not supported")
+    count = options.get("num_speculative_tokens")
+    if count is not None and (type(count) is not int or not 1 <= count <= MAX_DRAFTS):
+        raise ValueError(f"must have num_speculative_tokens from 1 to {MAX_DRAFTS}")
+    return method, count
+
+
+def parse_tokens(value: object) -> int:
+    """Tokens of 8192, "8192", "8k" (8,000) or "8K" (8,192), as in vLLM. Raises `ValueError`."""
+    tokens = value
+    if isinstance(value, str) and (match := _TOKENS.fullmatch(value.strip())):
+        number, unit = match.groups()
+        base = 1000 if unit.islower() else 1024
+        tokens = int(float(number) * base ** " kmg".index(unit.lower() or " "))
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_INT:
+        raise ValueError("must be a number of tokens, as 8192, 8k (8,000) or 8K (8,192)")
+    return tokens
+
+
 # Bytes as an integer, or a share of the free memory as a float.
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
+TokenCount = Annotated[int, ReadBy(parse_tokens)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
+SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
 
@@ -374,8 +418,12 @@ class SchedulerConfig(Checked):
         shown="64 on a CPU, 256 on CUDA",
         common=True,
     )
-    max_num_batched_tokens: PositiveInt | None = flag(
-        None, "Most tokens of a step.", "Scheduling", shown="2048 on a CPU, 8192 on CUDA"
+    max_num_batched_tokens: TokenCount | None = flag(
+        None,
+        "Most tokens of a step.",
+        "Scheduling",
+        shown="2048 on a CPU, 8192 on CUDA",
+        metavar="<tokens>",
     )
     max_step_ms: NonNegativeFloat | None = flag(
         None,
@@ -389,11 +437,12 @@ class SchedulerConfig(Checked):
         "Scheduling",
         shown="no limit",
     )
-    max_model_len: PositiveInt | None = flag(
+    max_model_len: TokenCount | None = flag(
         None,
-        "Most tokens of a sequence.",
+        "Most tokens of a sequence, as 8192, 8k (8,000) or 8K (8,192).",
         "Model",
         shown="the model's context length",
+        metavar="<tokens>",
         common=True,
     )
     global_cache_hit_threshold: Fraction = flag(
@@ -439,6 +488,54 @@ class SchedulerConfig(Checked):
                 f"got {self.max_model_len}."
             )
         return self.max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig(Checked):
+    """Several tokens a step: guesses that the model checks together with the next token.
+
+    `speculative_config` is vLLM's way to say it, and excludes the others.
+    """
+
+    speculate: Speculation = flag(
+        "off",
+        "Where guesses at an answer's next tokens come from. prompt: its own prompt and text; "
+        "cache: also other requests under the same salt and API key. Answers do not change.",
+        "Scheduling",
+        common=True,
+    )
+    speculate_tokens: Annotated[PositiveInt, Le(MAX_DRAFTS)] = flag(
+        7, "Most tokens of an answer that are guessed in a step.", "Scheduling"
+    )
+    speculate_history: Annotated[int, Ge(64), Le(2**24)] = flag(
+        2**20,
+        "Tokens of recent requests that guesses are taken from, about 17 bytes each.",
+        "Scheduling",
+    )
+    speculative_config: SpeculativeConfig | None = flag(
+        None,
+        "The same as vLLM says it: method ngram is --speculate prompt, suffix is cache.",
+        "Scheduling",
+        aliases=("sc",),
+        shown="off",
+        metavar="<JSON>",
+    )
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.speculative_config is not None and self.speculate != "off":
+            raise FieldError("speculative_config", "excludes speculate: give one, not both.")
+
+    @property
+    def source(self) -> Speculation:
+        """Where guesses come from."""
+        return self.speculate if self.speculative_config is None else self.speculative_config[0]
+
+    @property
+    def most(self) -> int:
+        """Most tokens of an answer that are guessed in a step."""
+        given = None if self.speculative_config is None else self.speculative_config[1]
+        return self.speculate_tokens if given is None else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,6 +602,7 @@ class EngineConfig(Checked):
     cache: CacheConfig = field(default_factory=CacheConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @classmethod
     def from_flags(cls, **flags: Any) -> EngineConfig:

@@ -66,6 +66,14 @@ _FIELDS: dict[str, Any] = {
     "logits_scaling": PositiveFloat,
     "shared_intermediate_size": PositiveInt,
     "num_local_experts": Count,
+    "num_experts": Count,
+    "num_experts_per_tok": PositiveInt,
+    "moe_intermediate_size": PositiveInt,
+    "norm_topk_prob": bool,
+    "decoder_sparse_step": PositiveInt,
+    "mlp_only_layers": list[int],
+    "swiglu_alpha": PositiveFloat,
+    "swiglu_limit": PositiveFloat,
     "position_embedding_type": str,
     "norm_eps": PositiveFloat,
     "tie_embedding": bool,
@@ -116,6 +124,7 @@ _DEFAULTS: dict[str, Any] = {
     "rope_local_base_freq": 10_000.0,
     "sliding_window": None,
     "use_sliding_window": False,
+    "num_local_experts": 0,
 }
 # Fields without which a kind of rope has no meaning.
 _ROPE_NEEDS = {
@@ -145,7 +154,9 @@ class Family:
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
     Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
-    and "gate_up" where both are one tensor; of the model "norm".
+    "router", and "gate_up" where both are one tensor; of the model "norm". With `has_fused_experts`
+    checkpoints hold all experts of a layer as one tensor, whose blocks may be those of the
+    `quantization` that the file names.
     """
 
     model_type: str
@@ -162,6 +173,8 @@ class Family:
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    has_fused_experts: bool = False
+    quantization: str | None = None
 
 
 def _unrotated(whole: Any) -> tuple[int, ...]:
@@ -170,6 +183,45 @@ def _unrotated(whole: Any) -> tuple[int, ...]:
     if whole.no_rope_layers is None:
         return tuple(i for i in layers if (i + 1) % whole.no_rope_layer_interval == 0)
     return tuple(i for i in layers if not whole.no_rope_layers[i])
+
+
+def _experts(whole: Any, intermediate_size: int, **more: Any) -> dict[str, Any]:
+    """The fields of `ExpertsConfig`, where there are experts."""
+    if not whole.num_local_experts:
+        return {}
+    return {
+        "experts": {
+            "count": whole.num_local_experts,
+            "top_k": whole.num_experts_per_tok,
+            "intermediate_size": intermediate_size,
+            **more,
+        }
+    }
+
+
+def _qwen3_moe_flags(whole: Any) -> dict[str, Any]:
+    """Layers are dense that are named so, and but for each `decoder_sparse_step`-th."""
+    layers = range(whole.num_hidden_layers)
+    step, named = whole.decoder_sparse_step, whole.mlp_only_layers
+    dense = tuple(i for i in layers if i in named or (i + 1) % step)
+    size, renormalise = whole.moe_intermediate_size, whole.norm_topk_prob
+    experts = _experts(whole, size, renormalise=renormalise, dense_layers=dense)
+    return {"qk_norm": True} | (experts if len(dense) < len(layers) else {})
+
+
+def _olmoe_flags(whole: Any) -> dict[str, Any]:
+    experts = _experts(whole, whole.intermediate_size, renormalise=whole.norm_topk_prob)
+    return {"qk_norm": True, "whole_qk_norms": True} | experts
+
+
+def _gpt_oss_flags(whole: Any) -> dict[str, Any]:
+    for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if getattr(whole, name) != known:
+            raise UnsupportedModelError(
+                f"{name} {getattr(whole, name)!r} is not supported. Supported: {known}."
+            )
+    experts = _experts(whole, whole.intermediate_size, renormalise=True, router_bias=True)
+    return {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu"} | experts
 
 
 def _granite_flags(whole: Any) -> dict[str, Any]:
@@ -256,6 +308,14 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _GRANITE_DEFAULTS = {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
@@ -298,6 +358,56 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         windows="switched",
         flags=lambda _: {"qk_norm": True},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": (),
+        },
+        biases=("attention_bias",),
+        refused=("use_sliding_window",),
+        flags=_qwen3_moe_flags,
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        biases=("attention_bias",),
+        refused=("clip_qkv",),
+        flags=_olmoe_flags,
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": _GPT_OSS_ROPE,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        biases=("attention_bias",),
+        windows="by_layer",
+        flags=_gpt_oss_flags,
+        names={"router": "mlp.router"},
+        has_fused_experts=True,
+        quantization="mxfp4",
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
@@ -420,6 +530,8 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     family = FAMILIES[architecture]
     _refuse_unsupported(family, source)
     given = _read(_FIELDS, source) | _given_ropes(family, source)
+    if "num_experts" in given:  # another spelling
+        given["num_local_experts"] = given.pop("num_experts")
     # Null means that there is none, which families differ on where nothing is said.
     if "sliding_window" in source and source["sliding_window"] is None:
         given["sliding_window"] = None
@@ -498,7 +610,8 @@ def _text_architecture(outer: str, text_type: object) -> str:
 
 
 def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:
-    if source.get("quantization_config") is not None:
+    quantization = source.get("quantization_config")
+    if quantization is not None and not _is_known(family, quantization):
         raise UnsupportedModelError(
             "quantization_config is not supported. Supported weights: unquantized safetensors "
             "(float32, float16, bfloat16) and GGUF files."
@@ -511,6 +624,11 @@ def _refuse_unsupported(family: Family, source: Mapping[str, Any]) -> None:
     for name in family.refused:
         if value := source.get(name):
             raise UnsupportedModelError(f"{name} {value!r} is not supported. Supported: none.")
+
+
+def _is_known(family: Family, quantization: object) -> bool:
+    method = cast("dict[str, object]", quantization).get("quant_method", "")
+    return family.quantization is not None and method == family.quantization
 
 
 def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:

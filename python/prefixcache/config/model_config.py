@@ -22,7 +22,7 @@ from prefixcache.config.hf_config import (
 )
 from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 # Tokens that a convolution of the kernels is made of, at most.
 _MAX_TAPS = 8
@@ -70,6 +70,29 @@ class RopeConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig(Checked):
+    """The experts of a layer: `count` gated MLPs of `intermediate_size`, `top_k` of them a token.
+
+    A token's experts are those of the highest scores, which are the softmax of the router's logits.
+    With `renormalise` they are divided by their sum before they weigh what the experts make.
+    `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
+    have one. `dense_layers` have one MLP in place of experts.
+    """
+
+    count: PositiveInt
+    top_k: PositiveInt
+    intermediate_size: PositiveInt
+    renormalise: bool = False
+    router_bias: bool = False
+    dense_layers: tuple[Count, ...] = ()
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.top_k > self.count:
+            raise FieldError("top_k", f"must be at most {self.count} (count), got {self.top_k}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults(Checked):
     """Sampling values a model's authors recommend; None where they say nothing."""
 
@@ -92,7 +115,9 @@ class ModelConfig(Checked):
     """The shape of a decoder of the Llama family, and the flags in which its members differ.
 
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
-    query and key head is RMS-normalised before rotation. `layer_windows` has an entry for each
+    query and key head is RMS-normalised before rotation; with `whole_qk_norms` all queries of a
+    token are at once, and all keys. With `sinks` each head has one more score, without a value.
+    Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry for each
     layer: how many of the last tokens a token sees, itself among them, or None for all; with no
     entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
     others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
@@ -133,6 +158,9 @@ class ModelConfig(Checked):
     embedding_scale: PositiveFloat = 1.0
     attention_scale: PositiveFloat | None = None
     query_growth: float = 0.0
+    whole_qk_norms: bool = False
+    sinks: bool = False
+    experts: ExpertsConfig | None = None
     residual_scale: PositiveFloat = 1.0
     logits_divisor: PositiveFloat = 1.0
     tie_word_embeddings: bool = False
@@ -239,6 +267,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     whole = hf.whole
     names = ("intermediate_size", "rms_norm_eps")
     flags = {name: getattr(whole, name, None) for name in names} | hf.flags
+    if "experts" in flags:
+        flags["experts"] = ExpertsConfig(**flags["experts"])
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,

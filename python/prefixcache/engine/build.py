@@ -11,7 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefixcache.config.engine_config import Activations, CacheConfig, EngineConfig
+from prefixcache._core import DraftIndex
+from prefixcache.config.engine_config import (
+    Activations,
+    CacheConfig,
+    EngineConfig,
+    SpeculationConfig,
+)
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine, EngineParts
@@ -31,8 +37,9 @@ from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.hub import read_config, resolve_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.runner.base import KVSpecs, ModelSpec, Runner
+from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.scheduler.step_time import StepTimeModel
+from prefixcache.scheduler.step_time import RowTimes, StepTimeModel
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.text.tokenization.detokenizer import Detokenizers
@@ -193,6 +200,18 @@ def _make_scheduler(
         enable_prefix_caching=_caches_prefixes(config.cache, runner),
         step_times=StepTimeModel() if max_step_ms else None,
         max_step_ms=max_step_ms,
+        drafter=_make_drafter(config.speculation),
+    )
+
+
+def _make_drafter(config: SpeculationConfig) -> Drafter | None:
+    if config.source == "off":
+        return None
+    return Drafter(
+        DraftIndex(config.speculate_history),
+        RowTimes(),
+        shares=config.source == "cache",
+        most=config.most,
     )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefixcache.config.logs import SHOWS_ERROR
@@ -151,6 +151,8 @@ class Engine:
         """
         self.control.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
+        if request.prediction is not None:
+            self._check_in_vocabulary("prediction", request.prediction.tolist())
         ids = _identity_of_ids(request.params)
         if known is None or ids not in known:
             self._check_chosen_ids(request.params)
@@ -383,20 +385,45 @@ class Engine:
         self._scheduler.observe_time(plan, self._last_read - begun)
 
     def _take(self, plan: StepPlan, results: Sequence[SequenceOutput]) -> list[RequestOutput]:
-        rows = self._scheduler.complete(plan, results)
-        now = time.monotonic()
         outputs: list[RequestOutput] = []
-        for scheduled, result in rows:
-            output = self._output(scheduled, result)
-            if output is not None:
-                self._answers[output.request_id].observe(output, now, self.metrics)
-                outputs.append(output)
+        kept = list(results)
+        for row, drafts in plan.drafts:
+            of_row, kept[row] = self._within_end(plan.sequences[row], len(drafts), results[row])
+            outputs += of_row
+        drafted = {plan.sequences[row].request_id for row, _ in plan.drafts}
+        for scheduled, result in self._scheduler.complete(plan, kept):
+            if scheduled.request_id not in drafted:
+                output = self._output(scheduled, result)
+                outputs += () if output is None else (output,)
+        now = time.monotonic()
+        for output in outputs:
+            self._answers[output.request_id].observe(output, now, self.metrics)
         ended = [output.request_id for output in outputs if output.finished]
         well = [output.request_id for output in outputs if output.ended_well]
         self._scheduler.finish(ended, ended_well=well)
         for request_id in ended:
             del self._answers[request_id]
         return outputs
+
+    def _within_end(
+        self, scheduled: ScheduledSequence, num_drafts: int, result: SequenceOutput
+    ) -> tuple[list[RequestOutput], SequenceOutput]:
+        """What the caller gets of several tokens, one output each, and the result up to its end.
+
+        What would follow the end of the answer is dropped before it is published.
+        """
+        answer = self._answers[scheduled.request_id]
+        answer.count_drafts(refused=num_drafts - len(result.after_drafts))
+        outputs: list[RequestOutput] = []
+        for place, one in enumerate((result, *result.after_drafts)):
+            answer.count_drafts(accepted=place > 0)
+            output = self._output(scheduled, one)
+            if output is None:
+                break
+            outputs.append(output)
+            if output.finished:
+                return outputs, replace(result, after_drafts=result.after_drafts[:place])
+        return outputs, result
 
     def _output(self, scheduled: ScheduledSequence, result: SequenceOutput) -> RequestOutput | None:
         """What the caller gets, if anything; a failure here is this request's alone."""
@@ -506,6 +533,7 @@ class Engine:
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
             file=self._cache.file_counts,
+            drafts=None if scheduler.drafter is None else scheduler.drafter.counts(),
             weights_bytes=None if weights is None else weights.bytes,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

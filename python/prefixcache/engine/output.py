@@ -33,6 +33,7 @@ class Answer:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._num_cached_tokens = self._num_written_tokens = 0
+        self._num_accepted_drafts = self._num_refused_drafts = 0
         self._prompt_logprobs = self._unscored()
         self._begun: float | None = None
         self._first_token_time: float | None = None
@@ -48,6 +49,7 @@ class Answer:
         begun = self._num_tokens > 0
         self._detokenizer = detokenizer
         self._num_tokens = self._num_cached_tokens = self._num_written_tokens = 0
+        self._num_accepted_drafts = self._num_refused_drafts = 0
         self._prompt_logprobs = self._unscored()
         if not begun:
             return None
@@ -60,6 +62,11 @@ class Answer:
         """Takes those that follow positions `start`, `start + 1`, ...; known ones are skipped."""
         known = len(self._prompt_logprobs) - 1 - start
         self._prompt_logprobs.extend(logprobs[known:])
+
+    def count_drafts(self, *, accepted: int = 0, refused: int = 0) -> None:
+        """Counts guesses at the answer's tokens, before the tokens are pushed."""
+        self._num_accepted_drafts += accepted
+        self._num_refused_drafts += refused
 
     def push(
         self,
@@ -96,6 +103,8 @@ class Answer:
             num_cached_tokens=num_cached_tokens,
             num_written_tokens=num_written_tokens,
             num_window_missed_tokens=num_window_missed_tokens,
+            num_accepted_drafts=self._num_accepted_drafts,
+            num_refused_drafts=self._num_refused_drafts,
             started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
@@ -112,6 +121,8 @@ class Answer:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self._num_cached_tokens,
             num_written_tokens=self._num_written_tokens,
+            num_accepted_drafts=self._num_accepted_drafts,
+            num_refused_drafts=self._num_refused_drafts,
             finish_reason=ending.finish_reason,
             error=ending.error,
             error_code=ending.error_code,

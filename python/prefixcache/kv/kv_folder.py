@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,13 @@ _SUFFIX = ".kv"
 _MOST_SERVERS = 16
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _STAT_BLOCK = 512
+_DISK_PAGE = 4096
+_EXTENT_BYTES = 1 << 16
+"""What a file system may count for its own records of where a file lies."""
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _DISK_PAGE) * _DISK_PAGE
 
 
 class NotUsableError(Exception):
@@ -36,13 +44,15 @@ class NotUsableError(Exception):
 class FileLayout:
     """The KV that one file holds: `facts` are all that its bytes depend on besides the hashes.
 
-    The pool may have `max_blocks`, of which each takes `block_bytes` of every tensor.
+    The pool may have `max_blocks`, of which each takes `block_bytes` of every tensor. With KV
+    events the file keeps the `block_tokens` tokens of each too.
     """
 
     facts: Mapping[str, object]
     num_tensors: int
     block_bytes: int
     max_blocks: int
+    block_tokens: int = 0
 
     @property
     def digest(self) -> bytes:
@@ -63,8 +73,9 @@ class FileLayout:
     @property
     def num_bytes(self) -> int:
         """The most bytes that the pool takes on the disk."""
-        record_and_header = 64 * self.capacity + 4096
-        return self.max_blocks * self.block_bytes * self.num_tensors + record_and_header
+        table = 4096 + self.capacity * (64 + 24 + 4 * self.block_tokens)
+        tensor = _whole_pages(self.max_blocks * self.block_bytes)
+        return _whole_pages(table) + tensor * self.num_tensors + _EXTENT_BYTES
 
 
 def program_digest() -> str:
@@ -80,8 +91,9 @@ def program_digest() -> str:
 class KeptFile:
     """A locked file with KV tensors and their records; see `KVFile`.
 
-    Tensors are numbered from 0. `num_restored` and `num_dropped` are the blocks of the file that
-    this process found at its start, and those that it could not use.
+    Tensors are numbered from 0. Once it is prepared, `maps` has the bytes of each that the pool may
+    have, mapped shared. `num_restored` and `num_dropped` are the blocks of the file that this
+    process found at its start, and those that it could not use.
     """
 
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
@@ -94,14 +106,19 @@ class KeptFile:
             layout.block_bytes,
             layout.capacity if _is_empty(descriptor) else layout.max_blocks,
             layout.about[:2000],
+            layout.block_tokens,
         )
+        self.maps: list[mmap.mmap] = []
         self.num_restored = self.num_dropped = 0
         self.can_give_back = True
 
     def prepare(self, layout: FileLayout, num_blocks: int) -> None:
-        """Gives the blocks space on the disk, and takes that of others. Raises `OSError`."""
+        """Gives the blocks space on the disk, takes that of others, and maps all.
+
+        Raises `OSError` and `ValueError`.
+        """
         used, most = num_blocks * layout.block_bytes, self.core.capacity * layout.block_bytes
-        begin = -(-used // 4096) * 4096
+        begin, mapped = _whole_pages(used), layout.max_blocks * layout.block_bytes
         for tensor in range(layout.num_tensors):
             start = self.core.tensor_at(tensor)
             self.core.allocate(start, used)
@@ -109,6 +126,17 @@ class KeptFile:
                 self.core.punch(start + begin, max(0, most - begin))
             except OSError:
                 self.can_give_back = False
+            self.maps.append(mmap.mmap(self.descriptor, mapped, offset=start))
+
+    def give_back(self, start: int, num_bytes: int) -> bool:
+        """Gives bytes back to the disk; false, and never again, where the file system does not."""
+        try:
+            if self.can_give_back:
+                self.core.punch(start, num_bytes)
+        except OSError as error:
+            logger.warning("%s stays as large as it is: %s.", self.path, error)
+            self.can_give_back = False
+        return self.can_give_back
 
     def counts(self) -> FileCounts:
         """What became of its blocks. From any thread."""
@@ -164,7 +192,10 @@ class KVFolder:
         infos: list[FileInfo] = []
         for name in os.listdir(self._descriptor):
             if name.endswith(_SUFFIX):
-                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                try:
+                    found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                except FileNotFoundError:  # Removed meanwhile.
+                    continue
                 if stat.S_ISREG(found.st_mode):
                     size = found.st_blocks * _STAT_BLOCK
                     infos.append(FileInfo(name, size, found.st_mtime))

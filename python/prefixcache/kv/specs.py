@@ -153,7 +153,11 @@ def _convolutions(
     needed = model.hidden_size * kept_tokens
     if numbers < needed:
         least = -(-needed * block_size // numbers)
-        raise FieldError("block_size", f"must be at least {least} for this model's convolutions.")
+        raise FieldError(
+            "block_size",
+            f"must be at least {least} for this model's convolutions, which keep the inputs of "
+            f"{kept_tokens} tokens (--speculate-tokens adds to them).",
+        )
     for layers in _deal(model.conv_layers, numbers // needed * num_tensors):
         per_tensor = -(-len(layers) // num_tensors)
         yield KVGroup(layers, model.conv_taps, model.hidden_size, kept_tokens, per_tensor)

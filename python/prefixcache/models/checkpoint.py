@@ -67,6 +67,9 @@ _LATER_FIELDS: dict[str, object] = {
     "query_growth": 0.0,
     "unrotated_layers": (),
     "residual_scale": 1.0,
+    "whole_qk_norms": False,
+    "sinks": False,
+    "experts": None,
     "logits_divisor": 1.0,
 }
 

@@ -38,15 +38,17 @@ from prefixcache.models.weights import NamedTensor, read_folder
 _SHARD_BYTES = 2 << 30
 _FORMATS = {dtype: name for name, dtype in UNQUANTIZED_TYPES.items()}
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
+# Small, and what they choose among is decided by little.
+_ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
 def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     """Writes the model into the empty folder `target`, its matrices in one of `QUANTIZABLE`.
 
-    Vectors become float32; matrices whose rows are not whole quant blocks stay as they are. One
-    tensor is in memory at a time. Raises `ModelLoadError` for weights that are not those of the
-    folder's configuration, are quantized already, or do not fit into the format.
+    Vectors and routers become float32; matrices whose rows are not whole quant blocks stay as they
+    are. One tensor is in memory at a time. Raises `ModelLoadError` for weights that are not those
+    of the folder's configuration, are quantized already, or do not fit into the format.
     """
     names = check_weights(ModelConfig.from_hf(source), source)
     formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, names)}
@@ -145,7 +147,7 @@ def _format_of(one: NamedTensor, quant_format: str) -> str:
             f"{one.name} in {one.source} is quantized to {tensor.format} already. Convert the "
             "weights that it was made of."
         )
-    if tensor.ndim != 2:
+    if tensor.ndim != 2 or one.name.endswith(_ROUTERS):
         return "F32"
     if tensor.shape[1] % quant_block_size(quant_format)[0] == 0:
         return quant_format

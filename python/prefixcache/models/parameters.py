@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, ModelConfig
+from prefixcache.config.model_config import Activation, ExpertsConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -43,27 +43,46 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The weight of a norm: rows of `width` numbers, of which each name fills some alike."""
+    """The weight of a norm: rows of `width` numbers, of which each name fills some.
+
+    It fills them alike, or `whole`: with numbers for all of its rows.
+    """
 
     width: int
     parts: Mapping[str, int]
+    whole: bool = False
 
     @property
     def rows(self) -> int:
         """Rows of all parts."""
         return sum(self.parts.values())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of the tensor of this name."""
+        return (self.width * (self.parts[name] if self.whole else 1),)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorShape:
+    """A tensor of `width` numbers, which are kept in float32."""
+
+    name: str
+    width: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Attention over keys and values.
 
-    `qk_norm` has a row for each query and key head [H + K, D]; `rope` is the number of the keys'
-    rotation among the model's, `query_rope` that of the queries'.
+    `qk_norm` has a row for each query and key head [H + K, D], of which those of queries share a
+    mean square, and those of keys, where it is whole; `rope` is the number of the keys' rotation
+    among the model's, `query_rope` that of the queries'. `sinks` names a number for each query
+    head, where there are some.
     """
 
     qkv: LinearShape
     qk_norm: NormShape | None
+    sinks: VectorShape | None
     out: LinearShape
     rope: int
     query_rope: int
@@ -77,6 +96,11 @@ class AttentionShape:
     def norms(self) -> tuple[NormShape | None, ...]:
         """None where there is none."""
         return (self.qk_norm,)
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        return {} if self.sinks is None else {self.sinks.name: (self.sinks.width,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +127,8 @@ class ConvShape:
         return ()
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of the convolution."""
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
         channels = self.out.inputs
         bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
         return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
@@ -125,6 +149,26 @@ class DenseShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
+
+    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert.
+    """
+
+    router: LinearShape
+    gate_up: LinearShape
+    down: LinearShape
+    activation: Activation
+    top_k: int
+    renormalise: bool
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.router, self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """A mixer, then a feed-forward, each with a residual connection.
 
@@ -136,7 +180,7 @@ class LayerShape:
     mixer: AttentionShape | ConvShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
-    feed_forward: DenseShape
+    feed_forward: DenseShape | ExpertsShape
     mlp_out_norm: NormShape | None
 
     @property
@@ -182,10 +226,10 @@ class DecoderShape:
                 found[f"{name}.weight"] = (rows, linear.inputs)
                 if linear.bias:
                     found[f"{name}.bias"] = (rows,)
-        found |= {f"{name}.weight": (norm.width,) for norm in self._norms() for name in norm.parts}
+        for norm in self._norms():
+            found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
         for layer in self.layers:
-            if isinstance(layer.mixer, ConvShape):
-                found |= layer.mixer.shapes
+            found |= layer.mixer.others
         return found
 
     def _linears(self) -> Iterator[LinearShape]:
@@ -215,7 +259,7 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(names.get("mlp_norm", mlp_norm)),
-        feed_forward=_dense(config, prefix),
+        feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
 
@@ -237,7 +281,10 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
             {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in projections},
             config.qkv_bias,
         ),
-        qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}) if config.qk_norm else None,
+        qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
+        if config.qk_norm
+        else None,
+        sinks=VectorShape(f"{prefix}.self_attn.sinks", heads) if config.sinks else None,
         out=LinearShape(heads * head_dim, {out: hidden}, config.output_bias),
         rope=ropes[0],
         query_rope=ropes[1],
@@ -252,6 +299,28 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
         taps=config.conv_taps,
         bias=bias,
         out=LinearShape(hidden, {f"{prefix}.conv.out_proj": hidden}, bias),
+    )
+
+
+def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
+    if config.experts is None or layer in config.experts.dense_layers:
+        return _dense(config, prefix)
+    return _experts(config, config.experts, prefix)
+
+
+def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ExpertsShape:
+    hidden, size = config.hidden_size, experts.intermediate_size
+    router = FAMILIES[config.architecture].names.get("router", "mlp.gate")
+    each = [f"{prefix}.mlp.experts.{i}" for i in range(experts.count)]
+    gate_up = {f"{one}.{name}_proj": size for one in each for name in ("gate", "up")}
+    down = {f"{one}.down_proj": hidden for one in each}
+    return ExpertsShape(
+        router=LinearShape(hidden, {f"{prefix}.{router}": experts.count}, experts.router_bias),
+        gate_up=LinearShape(hidden, gate_up, config.mlp_bias),
+        down=LinearShape(size, down, config.mlp_bias),
+        activation=config.activation,
+        top_k=experts.top_k,
+        renormalise=experts.renormalise,
     )
 
 
@@ -328,11 +397,14 @@ def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[s
 def norm_slots(
     shape: NormShape, write_rows: Callable[[slice, Array], None], dtype_name: str
 ) -> Iterator[tuple[str, Slot]]:
-    """Where the tensors of a norm go; `write_rows` fills rows with the same numbers."""
+    """Where the tensors of a norm go; `write_rows` fills rows, alike if it gets one."""
     start = 0
     for name, rows in shape.parts.items():
-        write = partial(_copy_numbers, partial(write_rows, slice(start, start + rows)))
-        yield f"{name}.weight", Slot((shape.width,), write, lambda: dtype_name)
+        write_part = partial(write_rows, slice(start, start + rows))
+        if shape.whole:
+            write_part = partial(_write_whole, write_part, (rows, shape.width))
+        write = partial(_copy_numbers, write_part)
+        yield f"{name}.weight", Slot(shape.shape(name), write, lambda: dtype_name)
         start += rows
 
 
@@ -343,9 +415,18 @@ def conv_slots(
     dtype_name: str,
 ) -> Iterator[tuple[str, Slot]]:
     """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
-    for name, size in shape.shapes.items():
+    for name, size in shape.others.items():
         write = write_bias if name.endswith(".bias") else write_weight
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
+
+
+def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
+    """Where the tensor goes."""
+    return shape.name, Slot((shape.width,), partial(_copy_numbers, write), lambda: "float32")
+
+
+def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
+    write(numbers.reshape(shape))
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

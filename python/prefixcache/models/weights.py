@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
+from prefixcache.models.fused import FusedReader, FusedTensor
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantized import QuantizedTensor
@@ -63,12 +65,19 @@ def read_folder(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
 
     Raises `ModelLoadError` when a file cannot be read.
     """
-    return _read_indexed(folder, names) if has_index(folder) else _read(folder, names)
+    if has_index(folder):
+        yield from _read_indexed(folder, names)
+    elif names.has_fused_experts:
+        yield from _split(_read(folder, names))
+    else:
+        yield from _read(folder, names)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
     tensors = _indexed_shapes(folder) if has_index(folder) else _read_shapes(folder)
+    if names.has_fused_experts:
+        tensors = _split_shapes(tensors)
     found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
     _check_complete(shapes.keys() - found, folder)
 
@@ -121,6 +130,8 @@ def copy_into(slots: Slots, tensors: Iterable[NamedTensor], names: TensorNames) 
 
 
 def _write(slot: Slot, one: NamedTensor) -> None:
+    if isinstance(one.tensor, np.ndarray) and one.tensor.dtype == np.uint8:
+        raise ModelLoadError(f"{one.name} in {one.source} holds bytes, which no weights here have.")
     try:
         slot.write(one.tensor)
     except ValueError as error:
@@ -197,6 +208,25 @@ def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
                 yield name, opened.get_slice(name).get_shape(), file.name
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+
+def _split(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """The tensors of each expert in the place of those of all experts of a layer."""
+    reader = FusedReader()
+    for one in tensors:
+        for name, tensor in reader.split(one.name, one.tensor):
+            yield NamedTensor(name, tensor, one.source)
+    reader.check_complete()
+
+
+def _split_shapes(
+    found: Iterable[tuple[str, Sequence[int], str]],
+) -> Iterator[tuple[str, Sequence[int], str]]:
+    for name, shape, source in found:
+        fused = FusedTensor.of(name, len(shape))
+        parts = [(name, shape)] if fused is None else fused.shapes(tuple(shape))
+        for part, part_shape in parts:
+            yield part, part_shape, source
 
 
 def _indexed_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,25 @@ def last_tokens(row: SamplingInput, unread: int = 0) -> list[tuple[int, int]]:
         elif len(known) <= len(answer) and tuple(answer[len(answer) - len(known) :]) == known:
             found.append((word[-1], word[-2] if unread else ANY))
     return found
+
+
+def with_accepted(
+    first: SequenceOutput, drafts: Sequence[SamplingInput], after: Sequence[SequenceOutput]
+) -> SequenceOutput:
+    """The output of a sequence with drafts, of what was sampled before and after each of them.
+
+    A draft is accepted where it is what was sampled before it. An error, or a mask that came late,
+    ends what is: the next step meets it again without the drafts before it.
+    """
+    accepted: list[SequenceOutput] = []
+    before = first
+    for draft, output in zip(drafts, after, strict=True):
+        is_right = before.token_id == draft.tokens.at(len(draft.tokens) - 1)
+        if not is_right or output.token_id is None:
+            break
+        accepted.append(output)
+        before = output
+    return dataclasses.replace(first, after_drafts=tuple(accepted)) if accepted else first
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,10 @@ class MemorySize:
 
 def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
     """The groups of a model in the engine. Raises `FieldError` for blocks too small for it."""
-    return kv_layout(model, config.cache.block_size)
+    guesses = config.speculation
+    # The last token is computed again where a grammar's mask is late, with its guesses or without.
+    most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
+    return kv_layout(model, config.cache.block_size, most_refused)
 
 
 def choose_num_blocks(

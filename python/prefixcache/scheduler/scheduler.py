@@ -33,6 +33,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.cache_aware import CacheAwareQueue
+from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
@@ -42,7 +43,13 @@ from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Ending, Request
-from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.step_plan import (
+    InFlightStep,
+    SamplingInput,
+    ScheduledSequence,
+    SequenceOutput,
+    StepPlan,
+)
 
 
 @dataclass(slots=True)
@@ -64,10 +71,11 @@ class _Chunk:
     state: RequestState
     count: int
     is_decode: bool = False
+    drafts: Sequence[int] = ()
 
     @property
     def end(self) -> int:
-        return self.state.num_computed_tokens + self.count
+        return self.state.num_computed_tokens + self.count + len(self.drafts)
 
 
 class Scheduler:
@@ -81,6 +89,9 @@ class Scheduler:
     With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
     step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
     seconds, times how long requests wait where the policy asks.
+
+    With a `drafter` decodes compute guesses along with their own token, in steps without chunks of
+    prompts: in others rows are dear. Nothing is preempted for guesses.
     """
 
     def __init__(
@@ -92,9 +103,11 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         step_times: StepTimeModel | None = None,
         max_step_ms: float = 0,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
+        self.drafter = drafter
         self._step_times = step_times
         self._max_step_seconds = max_step_ms / 1000
         limits = config.limits()
@@ -241,6 +254,8 @@ class Scheduler:
             return self._plan([])
         if self.num_preemptions == preempted_before:
             self._start_waiting(chunks, budget)
+        if self.drafter is not None and not self.steps_in_flight:
+            self._add_drafts(self.drafter, chunks)
         self._keep_for_next()
         return self._plan(chunks)
 
@@ -255,26 +270,38 @@ class Scheduler:
         rows: list[tuple[ScheduledSequence, SequenceOutput]] = []
         filled: list[tuple[RequestState, int]] = []
         size = self._cache.block_size
-        sampled: dict[str, int] = {}
+        sampled: dict[str, list[int]] = {}
         states = self.steps_in_flight.popleft().states
-        for state, scheduled, output in zip(states, plan.sequences, outputs, strict=True):
+        drafted = {row: len(inputs) for row, inputs in plan.drafts}
+        for row, state in enumerate(states):
             if state.has_ended:
                 continue
+            scheduled, output = plan.sequences[row], outputs[row]
             rows.append((scheduled, output))
             if output.error is not None:
                 continue
             state.take(scheduled, output)
-            computed = scheduled.start + scheduled.num_tokens - output.is_late
+            refused = drafted.get(row, 0) - len(output.after_drafts)
+            computed = scheduled.start + scheduled.num_tokens - refused - output.is_late
             if computed // size > scheduled.start // size:
                 filled.append((state, computed))
             if output.token_id is not None:
-                sampled[state.request_id] = output.token_id
+                sampled[state.request_id] = output.token_ids
+        self._append_accepted(sampled)
         if filled:
             self._publish(filled)
             self._drop_unneeded(filled)
         if sampled:
-            self._cache.append_tokens(sampled)
+            self._cache.append_tokens({name: token_ids[-1] for name, token_ids in sampled.items()})
         return rows
+
+    def _append_accepted(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """Adds all tokens but the last of each: their KV is there, and their blocks need names."""
+        if self.drafter is not None:
+            self.drafter.observe({name: len(tokens) - 1 for name, tokens in sampled.items()})
+        for place in range(max(map(len, sampled.values()), default=1) - 1):
+            longer = {name: t[place] for name, t in sampled.items() if len(t) > place + 1}
+            self._cache.append_tokens(longer)
 
     def fail(self) -> list[str]:
         """Forgets the steps in flight and finishes their requests; returns the ids of these."""
@@ -294,6 +321,8 @@ class Scheduler:
         self._running.clear()
         self._rejected.clear()
         self._states.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
 
     def finish(self, request_ids: Iterable[str], *, ended_well: Collection[str] = ()) -> list[str]:
         """Forgets requests and frees their blocks; returns the ids that were known.
@@ -304,6 +333,8 @@ class Scheduler:
         for request_id in known:
             state = self._states.pop(request_id)
             state.has_ended = True
+            if self.drafter is not None:
+                self.drafter.end(state)
             waited = self._stops_waiting(request_id)
             self._jobs.remove(state.request, waited=waited)
             if not waited:
@@ -330,6 +361,8 @@ class Scheduler:
         self.requeue_running()
         begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
         for state in begun:
+            if self.drafter is not None:
+                self.drafter.forget(state)
             state.restart_answer()
             self._start_sequence(state.request)
         return [state.request_id for state in begun]
@@ -342,6 +375,8 @@ class Scheduler:
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a completed step took."""
+        if self.drafter is not None:
+            self.drafter.rows.observe(plan, seconds)
         if self._step_times is not None:
             self._step_times.observe(plan, seconds)
 
@@ -424,17 +459,42 @@ class Scheduler:
                 short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
 
+    def _add_drafts(self, drafter: Drafter, chunks: Sequence[_Chunk]) -> None:
+        """Lets decodes compute guesses too, where the step computes nothing else."""
+        if not all(chunk.is_decode for chunk in chunks):
+            return
+        room = self._max_num_batched_tokens - len(chunks)
+        drafts = drafter.propose([chunk.state for chunk in chunks], room, self._slots_for_drafts)
+        for chunk in chunks:
+            chunk.drafts = drafts.get(chunk.state.request_id, ())
+
+    def _slots_for_drafts(self, state: RequestState, wanted: int) -> int:
+        """How many of the `wanted` tokens after the next one have slots, or get them.
+
+        What a few blocks are left for is not known yet, so guesses do not take these.
+        """
+        upto = self._whole_blocks(state.num_tokens + wanted)
+        has_room = self._cache.num_free_blocks > self._max_num_seqs
+        wants = upto > state.num_slots and has_room
+        if wants and self._cache.ensure_slots([(state.request_id, upto)]):
+            state.num_slots = upto
+        return min(wanted, state.num_slots - state.num_tokens)
+
     def _plan(self, chunks: Sequence[_Chunk]) -> StepPlan:
         """The step of these chunks, decodes first."""
-        decoded = [chunk.state.next_token for chunk in chunks if chunk.is_decode]
-        parts = [c.state.next_tokens(c.count) for c in chunks[len(decoded) :]]
+        decodes = [chunk for chunk in chunks if chunk.is_decode]
+        decoded = [token for one in decodes for token in (one.state.next_token, *one.drafts)]
+        parts = [chunk.state.next_tokens(chunk.count) for chunk in chunks[len(decodes) :]]
         sequences: list[ScheduledSequence] = []
+        drafts: list[tuple[int, Sequence[SamplingInput]]] = []
         num_sampled = 0
-        for chunk in chunks:
-            sequences.append(chunk.state.plan(chunk.count, num_sampled))
+        for row, chunk in enumerate(chunks):
+            if chunk.drafts:
+                drafts.append((row, chunk.state.after_drafts(chunk.drafts)))
+            sequences.append(chunk.state.plan(chunk.count, num_sampled, len(chunk.drafts)))
             num_sampled += sequences[-1].sampling is not None
         token_ids = np.concatenate([np.array(decoded, dtype=np.int32), *parts])
-        plan = StepPlan(tuple(sequences), token_ids, len(decoded))
+        plan = StepPlan(tuple(sequences), token_ids, len(decodes), drafts)
         if chunks:
             self.steps_in_flight.append(ScheduledStep(plan, [chunk.state for chunk in chunks]))
         return plan

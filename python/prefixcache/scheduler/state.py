@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import Request
@@ -12,6 +13,7 @@ from prefixcache.types.step_plan import (
     SamplingInput,
     ScheduledSequence,
     SequenceOutput,
+    TokenMask,
 )
 from prefixcache.types.token_ids import TokenBuffer, TokenIds
 
@@ -160,6 +162,13 @@ class RequestState:
         return self.num_tokens > len(self.tokens) or self.matcher.is_held
 
     @property
+    def may_be_drafted(self) -> bool:
+        """Whether all tokens are known, and a grammar tells soon what may follow guesses."""
+        if self.num_tokens > len(self.tokens):
+            return False
+        return self.matcher is None or not self.matcher.is_slow
+
+    @property
     def prompt_logprobs_due(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not all there."""
         wanted = self.request.params.prompt_logprobs is not None
@@ -203,18 +212,30 @@ class RequestState:
         """The next tokens to compute, all of them known."""
         return self.tokens.known[self.num_computed_tokens :][:count]
 
-    def plan(self, count: int, sampled_row: int) -> ScheduledSequence:
+    def after_drafts(self, drafts: Sequence[int]) -> list[SamplingInput]:
+        """How to sample after each of some guesses at what follows the tokens, all known."""
+        known = self.tokens.with_drafts(drafts)
+        banned = [self._banned_after(len(tokens)) for tokens in known]
+        masks = (
+            [None] * len(known)
+            if self.matcher is None
+            else self.matcher.draft_masks(drafts, banned)
+        )
+        return [self._sampling_input(*one) for one in zip(known, banned, masks, strict=True)]
+
+    def plan(self, count: int, sampled_row: int, num_drafts: int = 0) -> ScheduledSequence:
         """The next `count` tokens to compute, which count as computed from here on.
 
-        Where they reach the last token the next one is sampled: the step's `sampled_row`-th.
+        Where they reach the last token the next one is sampled: the step's `sampled_row`-th. Drafts
+        that are computed behind it do not count until they are taken.
         """
         start = self.num_computed_tokens
         stop = self.num_computed_tokens = start + count
         scheduled = ScheduledSequence(
             request_id=self.request_id,
             start=start,
-            num_tokens=count,
-            sampling=self._sampling_input() if stop == self.num_tokens else None,
+            num_tokens=count + num_drafts,
+            sampling=self._next_input() if stop == self.num_tokens else None,
             prompt_logprobs=self._prompt_logprobs_input(start, stop),
         )
         if scheduled.sampling is not None:
@@ -223,15 +244,18 @@ class RequestState:
         return scheduled
 
     def take(self, scheduled: ScheduledSequence, output: SequenceOutput) -> None:
-        """Takes what is known of a computed chunk, and the token sampled after it."""
+        """Takes what is known of a computed chunk, and the tokens sampled after it."""
         if output.prompt_logprobs:
             assert scheduled.prompt_logprobs is not None
             first = scheduled.prompt_logprobs.first
             self.num_prompt_logprobs = first + len(output.prompt_logprobs)
-        if output.token_id is not None:
-            self.tokens.append(output.token_id)
-            if self.matcher is not None:
-                self.matcher.push(output.token_id)
+        token_ids = output.token_ids
+        for token_id in token_ids:
+            self.tokens.append(token_id)
+        if self.matcher is not None:
+            self.matcher.push(*token_ids)
+        self.num_tokens += len(output.after_drafts)
+        self.num_computed_tokens += len(output.after_drafts)
         if output.is_late:
             self.num_tokens -= 1
             self.num_computed_tokens -= 1
@@ -248,12 +272,22 @@ class RequestState:
         """Tokens after the prompt's first one that precede those whose scores are wanted."""
         return max(self.request.params.logprob_start_len - 1, 0)
 
-    def _sampling_input(self) -> SamplingInput:
-        may_end = self.num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens
-        banned = () if may_end else self.end_token_ids
-        if self.matcher is not None:
+    def _banned_after(self, num_tokens: int) -> tuple[int, ...]:
+        """What may not follow that many tokens: what ends the answer, while it is too short."""
+        may_end = num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens
+        return () if may_end else self.end_token_ids
+
+    def _next_input(self) -> SamplingInput:
+        banned = self._banned_after(self.num_tokens)
+        mask = None if self.matcher is None else self.matcher.mask(banned)
+        return self._sampling_input(self.tokens, banned, mask)
+
+    def _sampling_input(
+        self, tokens: TokenBuffer, banned: tuple[int, ...], mask: TokenMask | None
+    ) -> SamplingInput:
+        if mask is not None:
             # Where the grammar is complete nothing but the end may follow, however short it is.
-            return dataclasses.replace(self._sampling, mask=self.matcher.mask(banned))
-        if not banned:
+            return dataclasses.replace(self._sampling, tokens=tokens, mask=mask)
+        if not banned and tokens is self.tokens:
             return self._sampling
-        return dataclasses.replace(self._sampling, banned_token_ids=banned)
+        return dataclasses.replace(self._sampling, tokens=tokens, banned_token_ids=banned)

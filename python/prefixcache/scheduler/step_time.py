@@ -21,6 +21,11 @@ _AGEING = 0.8
 _TYPICAL_TOKENS = 16
 _SHORTEST = 1e-6
 """Seconds of the shortest step: a clock may tell none at all."""
+_NEW = 0.05
+"""Weight of the last step in the averages of `RowTimes`."""
+_USUAL_SHARE = 0.2
+_DOUBT = 0.5
+"""Variance of rows from which what was measured counts more than what is usual."""
 
 
 class Load(NamedTuple):
@@ -44,7 +49,7 @@ class StepTimeModel:
     """Seconds of a step by its load: least squares over the last steps, and how far they stray.
 
     Steps with chunks of prompts are remembered apart from pure decodes, thousands of which lie
-    between two prompts.
+    between two prompts. Of steps with drafts `RowTimes` learns.
     """
 
     def __init__(self) -> None:
@@ -54,6 +59,8 @@ class StepTimeModel:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns that the step took so long."""
+        if plan.drafts:
+            return
         load = Load()
         for sequence in plan.sequences:
             load = load.plus(sequence.start, sequence.num_tokens)
@@ -86,6 +93,40 @@ class StepTimeModel:
         if self._fitted is None:
             self._fitted = _Fit.to(self._decodes, self._prefills)
         return self._fitted
+
+
+class RowTimes:
+    """How much longer a step takes with more rows, by the times of steps without chunks.
+
+    A line through them, where the last steps count most. Where these had equally many rows, a row
+    is taken to cost `_USUAL_SHARE` of what a step costs in any case: so drafts that were too dear
+    once are tried again.
+    """
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns that the step took so long."""
+        if plan.num_decodes < len(plan.sequences) or not plan.num_tokens:
+            return
+        if not self._seconds:
+            self._rows, self._seconds = plan.num_tokens, seconds
+        rows, late = plan.num_tokens - self._rows, seconds - self._seconds
+        self._rows += _NEW * rows
+        self._seconds += _NEW * late
+        self._variance = (1 - _NEW) * (self._variance + _NEW * rows * rows)
+        self._covariance = (1 - _NEW) * (self._covariance + _NEW * rows * late)
+
+    def times_longer(self, fewer: int, more: int) -> float:
+        """How many times longer a step of `more` rows takes than one of `fewer`, at least 1."""
+        usual = _USUAL_SHARE * self._seconds / (1 + _USUAL_SHARE * self._rows)
+        a_row = (self._covariance + _DOUBT * usual) / (self._variance + _DOUBT)
+        before = self._seconds + a_row * (fewer - self._rows)
+        if a_row <= 0 or before <= 0:
+            return 1 + _USUAL_SHARE * (more - fewer) / (1 + _USUAL_SHARE * fewer)
+        return 1 + a_row * (more - fewer) / before
 
 
 class _Fit(NamedTuple):

@@ -109,7 +109,8 @@ class Request:
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
     `affinity` is a key whose requests a router sends to one replica where nothing
     speaks against it. `hashes` are those of the prompt under its salt, where they are known:
-    they must be made of these very tokens.
+    they must be made of these very tokens. `prediction` is what the answer may look like, a source
+    of drafts.
 
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
     that leaves the prompt, and for a priority or a time that has no place in an order.
@@ -126,6 +127,7 @@ class Request:
     roles: tuple[RoleSpan, ...] = ()
     affinity: str | None = None
     hashes: BlockHashes | None = None
+    prediction: TokenIds | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
@@ -179,6 +181,8 @@ class RequestOutput:
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
     came from the cache, `num_window_missed_tokens` would have but for blocks of sliding windows,
     and `num_written_tokens` of it are in blocks that this request was the first to publish.
+    `num_accepted_drafts` tokens of the answer so far had been guessed, and `num_refused_drafts`
+    guesses were wrong.
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
@@ -194,6 +198,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
     num_window_missed_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_refused_drafts: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None

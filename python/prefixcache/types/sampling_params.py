@@ -22,8 +22,9 @@ class SamplingParams:
 
     Raises `InvalidRequestError`, naming the field, for a value out of range.
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
-    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the prompt's,
-    those of the first `logprob_start_len` tokens are left out, and may be hits. The answer's text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the prompt,
+    those of the first `logprob_start_len` tokens are left out, and may be hits. The answer's text
+    follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which

@@ -95,18 +95,21 @@ class StepPlan:
     that the step before samples, where that is not known yet. The first `num_decodes` sequences
     extend an answer by one token.
 
-    A runner refuses by name what it does not support of the following (`check_supported`). Nothing
-    plans it yet. `drafts` are pairs (row, n): the last n tokens of that sequence are guesses, and a
-    token is sampled after each of them as well as before the first. `pooled` are pairs (row, what):
-    the sequence ends in a score or an embedding and samples nothing. `state_copies` are in the
-    order in which they are due. `loads` are pairs (request id, block ids) of sequences that are in
-    no row: they wait until these blocks are filled from elsewhere.
+    A runner refuses by name what it does not support of the following (`check_supported`).
+    `drafts` are pairs (row, inputs), the rows ascending: as many of the last tokens of that
+    sequence, a decode, are guesses as there are inputs, and a token is sampled after each of them
+    as well as before the first. An input's tokens end in the guess that it follows.
+
+    Nothing plans the others yet. `pooled` are pairs (row, what): the sequence ends in a score or an
+    embedding and samples nothing. `state_copies` are in the order in which they are due. `loads`
+    are pairs (request id, block ids) of sequences that are in no row: they wait until these blocks
+    are filled from elsewhere.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     token_ids: TokenIds
     num_decodes: int
-    drafts: Sequence[tuple[int, int]] = ()
+    drafts: Sequence[tuple[int, Sequence[SamplingInput]]] = ()
     pooled: Sequence[tuple[int, Literal["score", "embedding"]]] = ()
     state_copies: Sequence[StateCopy] = ()
     loads: Sequence[tuple[str, npt.NDArray[np.int32]]] = ()
@@ -125,7 +128,8 @@ class SequenceOutput:
     sequence's logits were unusable (NaN), so that one request fails and not the step; `error_code`
     is as in `RequestOutput`. `is_late`
     says that nothing was sampled since the mask was not known in time: the sequence's last token is
-    to be computed once more.
+    to be computed once more. `after_drafts` are the outputs after the first drafts, as many as were
+    what had been sampled before them; each of them has a token.
     """
 
     token_id: int | None = None
@@ -134,6 +138,13 @@ class SequenceOutput:
     error: str | None = None
     error_code: ErrorCode | None = None
     is_late: bool = False
+    after_drafts: tuple[SequenceOutput, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that was sampled and counts, in order."""
+        first = [] if self.token_id is None else [self.token_id]
+        return first + [one.token_id for one in self.after_drafts if one.token_id is not None]
 
 
 @dataclass(frozen=True, slots=True)

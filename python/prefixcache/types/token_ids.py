@@ -47,8 +47,8 @@ def _is_token_ids(values: object) -> TypeGuard[TokenIds]:
 class TokenBuffer:
     """A request's prompt, and behind it the answer as far as it is known, in one array that grows.
 
-    What it returns are views, which never change: a token is written once, and growing takes new
-    memory. Until the answer begins that is the prompt's own.
+    What it returns are views, which never change: a known token is written once, and growing takes
+    new memory. Until the answer begins that is the prompt's own.
     """
 
     __slots__ = ("_ids", "_length", "num_prompt_tokens")
@@ -81,12 +81,26 @@ class TokenBuffer:
 
     def append(self, token_id: int) -> None:
         """Adds a token to the answer."""
-        if self._length == len(self._ids):
-            grown = np.empty(self._length * 3 // 2 + 16, dtype=np.int32)
-            grown[: self._length] = self._ids
-            self._ids = grown
+        self._make_room(1)
         self._ids[self._length] = token_id
         self._length += 1
+
+    def with_drafts(self, drafts: Sequence[int]) -> list[TokenBuffer]:
+        """What would be known after each of these guesses. Good until the next `append`."""
+        self._make_room(len(drafts))
+        self._ids[self._length : self._length + len(drafts)] = drafts
+        return [self._of_length(self._length + count) for count in range(1, len(drafts) + 1)]
+
+    def _of_length(self, length: int) -> TokenBuffer:
+        other = TokenBuffer(self._ids)
+        other._length, other.num_prompt_tokens = length, self.num_prompt_tokens
+        return other
+
+    def _make_room(self, count: int) -> None:
+        if self._length + count > len(self._ids):
+            grown = np.empty((self._length + count) * 3 // 2 + 16, dtype=np.int32)
+            grown[: self._length] = self.known
+            self._ids = grown
 
     def forget_answer(self) -> None:
         """Leaves the prompt alone."""

@@ -53,6 +53,7 @@ fn speed<E: KvElement>(form: Form, team: &Team, name: &str, start: usize, count:
                 &plan,
                 cache,
                 queries,
+                None,
                 &RowsMut::new(&mut out, 576),
             )
             .expect("memory");

@@ -14,6 +14,7 @@ use crate::state::{Sight, Workspace};
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
 /// `queries` and `out` are [T, H * D]; `cache` is [P * 2 * K, B * D], as [`crate::append`] fills it.
+/// Where there are `sinks`, each head has one: a score, not scaled, of a key whose value is zero.
 ///
 /// # Errors
 /// There is no memory for the sums of a task; some rows of `out` are not written then.
@@ -26,6 +27,7 @@ pub fn attend<E: KvElement>(
     plan: &Plan,
     cache: Rows<'_, E>,
     queries: Rows<'_, E>,
+    sinks: Option<&[f32]>,
     out: &RowsMut<'_, E>,
 ) -> Result<(), OutOfMemory> {
     let attention = plan.attention();
@@ -36,6 +38,10 @@ pub fn attend<E: KvElement>(
         cache.width(),
         plan.block_size() * attention.head_dim,
         "width of the cache"
+    );
+    assert!(
+        sinks.is_none_or(|sinks| sinks.len() == attention.heads),
+        "sinks"
     );
     assert!(
         cache.rows() >= plan.num_pages() * 2 * kv_heads,
@@ -49,6 +55,7 @@ pub fn attend<E: KvElement>(
             plan,
             cache,
             queries,
+            sinks,
             out,
             task,
             kv_head,
@@ -82,6 +89,7 @@ struct QueryRun<'a, E> {
     plan: &'a Plan,
     cache: Rows<'a, E>,
     queries: Rows<'a, E>,
+    sinks: Option<&'a [f32]>,
     out: &'a RowsMut<'a, E>,
     task: &'a Task,
     kv_head: usize,
@@ -95,6 +103,7 @@ impl<'a, E: KvElement> QueryRun<'a, E> {
             plan: self.plan,
             cache: self.cache.of_type()?,
             queries: self.queries.of_type()?,
+            sinks: self.sinks,
             out: self.out.of_type()?,
             task: self.task,
             kv_head: self.kv_head,
@@ -306,18 +315,28 @@ impl<E: KvElement> QueryRun<'_, E> {
     #[inline(always)]
     fn place(&self, row: usize) -> (usize, usize) {
         let group = self.attention.group();
-        let head = self.kv_head * group + row % group;
         (
             self.task.queries.start + row / group,
-            head * self.attention.head_dim,
+            self.head(row) * self.attention.head_dim,
         )
     }
 
-    /// Divides a row's sums by its total and stores it.
+    /// The query head of a row.
+    #[inline(always)]
+    fn head(&self, row: usize) -> usize {
+        let group = self.attention.group();
+        self.kv_head * group + row % group
+    }
+
+    /// Divides a row's sums by its total, the head's sink among it, and stores it.
     #[inline(always)]
     fn finish<L: Lanes>(&self, lanes: L, row: usize, workspace: &Workspace) {
         let dims = self.attention.head_dim;
-        let total = lanes.splat(workspace.softmax[row].total(lanes));
+        let softmax = &workspace.softmax[row];
+        let mut total = lanes.splat(softmax.total(lanes));
+        if let Some(sinks) = self.sinks {
+            total = lanes.add(total, softmax.probability(lanes, sinks[self.head(row)]));
+        }
         let sums = &workspace.sums.as_slice()[row * dims..(row + 1) * dims];
         let (token, column) = self.place(row);
         // SAFETY: each row of each head belongs to one task.

@@ -131,6 +131,15 @@ impl Softmax {
         unsafe { lanes.load(self.factor.as_ptr()) }
     }
 
+    /// What a score has become at the side of those that were taken in, in every lane. Infinity where it
+    /// is so much higher that they count for nothing.
+    #[inline(always)]
+    pub(crate) fn probability<L: Lanes>(&self, lanes: L, score: f32) -> L::V {
+        // SAFETY: `highest` holds 16 numbers, at least LANES.
+        let highest = unsafe { lanes.load(self.highest.as_ptr()) };
+        lanes.exp(lanes.sub(lanes.splat(score), highest))
+    }
+
     /// The sum of all probabilities.
     #[inline(always)]
     pub(crate) fn total<L: Lanes>(&self, lanes: L) -> f32 {

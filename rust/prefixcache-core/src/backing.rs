@@ -4,9 +4,11 @@
 //! ([`Writer::keep_in`](crate::Writer::keep_in)). Then the single writer reports each change of what blocks hold,
 //! in order, before whoever caused it can write to a block. `docs/explanation/tiers.md` has the states of a block.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 
 use crate::band::Band;
+use crate::events::ShortHash;
 use crate::id::BlockId;
 use crate::store::BlockKey;
 
@@ -17,6 +19,13 @@ use crate::store::BlockKey;
 pub trait BackingStore: Debug + Send + Sync {
     /// The block's bytes are complete and can be found under `key`. Somebody uses it.
     fn published(&self, block: BlockId, key: &BlockKey);
+
+    /// The tokens of a block that was published, and the block before it: what KV events report of it. Called only
+    /// where events are kept and the block may be reported.
+    fn keep_tokens(&self, block: BlockId, tokens: BlockTokens<'_>);
+
+    /// What [`keep_tokens`](Self::keep_tokens) was given for the block's content, by whichever process.
+    fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>>;
 
     /// The block's content can be found no more. Its bytes do not change before this returns.
     fn withdrawn(&self, block: BlockId);
@@ -42,6 +51,15 @@ pub trait BackingStore: Debug + Send + Sync {
 
     /// Whether other processes may find what is published from now on. Before the first call they may not.
     fn set_durable(&self, durable: bool);
+}
+
+/// The tokens of a block, and the block before it in its prompt; None at the prompt's beginning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockTokens<'a> {
+    /// The block before.
+    pub parent: Option<ShortHash>,
+    /// As many as a block has.
+    pub tokens: Cow<'a, [u32]>,
 }
 
 /// Content that a backing store has kept from another process.

@@ -19,7 +19,9 @@ use std::ops::Range;
 
 use crossbeam_queue::SegQueue;
 
+use crate::backing::BlockTokens;
 use crate::id::{BlockHash, GroupId};
+use crate::store::BlockKey;
 use crate::sync::{Arc, AtomicU64, Ordering};
 
 pub use replica::Snapshot;
@@ -109,18 +111,26 @@ pub struct EventLog {
 }
 
 impl EventLog {
-    /// Both ends, for a cache of blocks of `block_size` tokens.
-    pub(crate) fn new(block_size: usize) -> (Self, EventReader) {
+    /// Both ends, for a cache of blocks of `block_size` tokens that has these already. The reader takes them first,
+    /// each behind its parent.
+    pub(crate) fn new(
+        block_size: usize,
+        restored: Vec<(BlockKey, BlockTokens<'_>)>,
+    ) -> (Self, EventReader) {
         let sent = Arc::new(SegQueue::new());
         let pending = Arc::new(AtomicU64::new(0));
+        let mut replica = Replica::new(block_size);
+        for (key, block) in restored {
+            replica.insert(((&key.hash).into(), key.group), block.parent, &block.tokens);
+        }
         let reader = EventReader {
             sent: Arc::clone(&sent),
             pending: Arc::clone(&pending),
-            replica: Replica::new(block_size),
+            resync: (!replica.is_empty()).then(|| replica.clone().into_snapshot()),
+            replica,
             unread: VecDeque::new(),
             num_unread: 0,
             is_resync_due: false,
-            resync: None,
         };
         (Self { sent, pending }, reader)
     }
@@ -267,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_late_readers_writer_receives_some_and_copies_nothing() {
-        let (event_log, mut reader) = EventLog::new(1);
+        let (event_log, mut reader) = EventLog::new(1, Vec::new());
         let total = 2 * MAX_UNREAD as u64;
         for first in (0..total).step_by(64) {
             let tokens = vec![first as u32; 64];
@@ -284,7 +294,7 @@ mod tests {
     /// Neither what nobody took nor a copy that somebody has begun to take is dropped within one message's time.
     #[test]
     fn what_is_out_of_date_is_dropped_a_few_changes_a_message() {
-        let (event_log, mut reader) = EventLog::new(1);
+        let (event_log, mut reader) = EventLog::new(1, Vec::new());
         let send = |count: u64| {
             for first in 0..count {
                 event_log.stored(GroupId::new(0), 0..1, &hashes(first, 1), &[0], 1);

@@ -36,6 +36,7 @@ use std::collections::HashMap;
 use std::iter;
 use std::time::Duration;
 
+use crate::backing::BlockTokens;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
@@ -390,6 +391,9 @@ pub trait BlockStore: Lookup {
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse>;
+
+    /// What KV events report of a block that was registered, for a [backing store](crate::backing).
+    fn keep_tokens(&mut self, _block: BlockId, _tokens: BlockTokens<'_>) {}
 
     /// Gives up one hold of each block; a block whose last hold goes joins the free line, in the
     /// order given here (so callers pass the tail of a request first).

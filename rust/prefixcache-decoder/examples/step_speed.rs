@@ -235,6 +235,8 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
         mixer: Mixer::Attention(AttentionMixer {
             qkv: &linears.qkv,
             qk_norm: None,
+            key_norm: None,
+            sinks: None,
             out: &linears.out,
             group: 0,
             rope: 0,

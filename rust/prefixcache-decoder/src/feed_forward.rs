@@ -4,6 +4,7 @@ use prefixcache_attention::KvElement;
 use prefixcache_cpu::Rows;
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_ops::PackedLinear;
+use prefixcache_ops::experts::{self, Experts};
 use prefixcache_ops::rowwise::{Gate, gated};
 
 use crate::{Buffer, Step, Sum};
@@ -12,6 +13,8 @@ use crate::{Buffer, Step, Sum};
 pub enum FeedForward<'a, E> {
     /// One gated MLP.
     Dense(Dense<'a, E>),
+    /// A few of many gated MLPs, chosen for each token.
+    Experts(Experts<'a, E>),
 }
 
 /// A gated MLP.
@@ -28,6 +31,7 @@ pub struct Dense<'a, E> {
 pub struct Scratch<E> {
     gate_up: Buffer<E>,
     opened: Buffer<E>,
+    experts: experts::Scratch<E>,
 }
 
 impl<E: KvElement> Scratch<E> {
@@ -35,12 +39,18 @@ impl<E: KvElement> Scratch<E> {
         rows: usize,
         all: impl Iterator<Item = &'a FeedForward<'a, E>> + Clone,
     ) -> Result<Self, OutOfMemory> {
-        let dense = all.map(|one| match one {
-            FeedForward::Dense(dense) => dense,
+        let dense = all.clone().filter_map(|one| match one {
+            FeedForward::Dense(dense) => Some(dense),
+            FeedForward::Experts(_) => None,
+        });
+        let experts = all.filter_map(|one| match one {
+            FeedForward::Experts(experts) => Some(experts),
+            FeedForward::Dense(_) => None,
         });
         Ok(Self {
             gate_up: Buffer::new(rows, dense.clone().map(|dense| dense.gate_up.outputs()))?,
             opened: Buffer::new(rows, dense.map(|dense| dense.down.inputs()))?,
+            experts: experts::Scratch::new(rows, experts)?,
         })
     }
 }
@@ -67,6 +77,20 @@ impl Step<'_> {
         let opened = scratch.opened.read(inner);
         self.add(sum, |residual, out| {
             self.linear(dense.down, opened, residual, out)
+        })
+    }
+
+    /// Adds the experts' MLPs of the normalised stream to the stream.
+    pub(crate) fn experts<E: KvElement>(
+        &self,
+        experts: &Experts<'_, E>,
+        x: Rows<'_, E>,
+        scratch: &mut Scratch<E>,
+        sum: Sum<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        self.add(sum, |residual, out| {
+            let scratch = &mut scratch.experts;
+            experts.forward(self.form, self.team, x, residual, out, scratch)
         })
     }
 }

@@ -69,7 +69,7 @@ pub struct Rotation<'a> {
     pub sin: Rows<'a, f32>,
 }
 
-/// Room for a matrix of one row a token, dense, of up to so many columns.
+/// Room for a matrix of one row a token, dense, of at most a given width.
 struct Buffer<E> {
     numbers: Vec<E>,
     rows: usize,
@@ -215,6 +215,9 @@ impl Step<'_> {
         };
         match &layer.feed_forward {
             FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
+            FeedForward::Experts(experts) => {
+                self.experts(experts, normed, &mut scratch.feed_forward, sum)
+            }
         }
     }
 

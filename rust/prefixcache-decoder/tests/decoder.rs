@@ -113,6 +113,8 @@ struct Layer<E> {
     input_norm: Vec<E>,
     qkv: Linear<E>,
     qk_norm: Vec<E>,
+    key_norm: None,
+    sinks: None,
     out: Linear<E>,
     mixer_out_norm: Vec<E>,
     mlp_norm: Vec<E>,

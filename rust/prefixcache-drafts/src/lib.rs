@@ -3,7 +3,7 @@
 //! An [`Index`] holds the recent text of all requests as token ids in pages of [`PAGE`] tokens (`ring`). A request
 //! is a [`Stream`]: its prompt, then each token that was accepted. A draft is what followed the longest text that
 //! ends as the request does now, in the request itself or in another of its scope. Where such text ends is found by
-//! hashes of the last 3, 8 and 32 tokens (`grams`), and every find is compared token by token.
+//! hashes of the last 2 and the last 32 tokens (`grams`), and every find is compared token by token.
 //!
 //! Memory is fixed at the start: 4 bytes a token for the text, 12 for the hashes, 1 for the page. Text is evicted by
 //! the page, the least recently used first. Each call does bounded work for each token whatever the text is.

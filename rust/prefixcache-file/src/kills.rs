@@ -5,13 +5,15 @@
 //! is; each block that it hits must have the bytes of its key, and the key must have been published since the last
 //! clear, under weights that are named by their content. For a power loss some of the last writes are undone first.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 
+use prefixcache_core::backing::BlockTokens;
 use prefixcache_core::band::Band;
+use prefixcache_core::events::{Change, ShortHash};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::{Writer, store};
@@ -23,6 +25,7 @@ use crate::{FORMAT_VERSION, KvFile, describe};
 const NUM_BLOCKS: usize = 12;
 const BLOCK_BYTES: u64 = 24;
 const NUM_TENSORS: u32 = 2;
+const BLOCK_TOKENS: usize = 3;
 
 /// A small generator of numbers (splitmix64).
 struct Random(u64);
@@ -47,6 +50,7 @@ fn layout() -> Layout {
         num_tensors: NUM_TENSORS,
         block_bytes: BLOCK_BYTES,
         capacity: NUM_BLOCKS as u64,
+        block_tokens: BLOCK_TOKENS as u32,
         about: "a test".to_owned(),
     }
 }
@@ -62,6 +66,7 @@ fn file_in_memory() -> File {
 fn key(number: u64) -> BlockKey {
     let mut hash = [0; 32];
     hash[..8].copy_from_slice(&number.to_le_bytes());
+    hash[24..].copy_from_slice(&number.to_le_bytes());
     BlockKey::new(BlockHash::from_bytes(hash), GroupId::new(0))
 }
 
@@ -77,6 +82,15 @@ fn bytes_of(number: u64, tensor: u32) -> [u8; BLOCK_BYTES as usize] {
     std::array::from_fn(|_| random.next() as u8)
 }
 
+/// What KV events report of a block; of a third of them nothing, as of salted ones.
+fn tokens_of(number: u64) -> Option<BlockTokens<'static>> {
+    let mut random = Random(!number);
+    (!number.is_multiple_of(3)).then(|| BlockTokens {
+        parent: number.is_multiple_of(2).then(|| ShortHash(random.next())),
+        tokens: (0..BLOCK_TOKENS).map(|_| random.next() as u32).collect(),
+    })
+}
+
 struct Process {
     file: KvFile,
     data: File,
@@ -89,7 +103,23 @@ struct Process {
     is_durable: bool,
     /// Bytes as they were, for a power loss.
     undo: Vec<(u64, Vec<u8>)>,
+    /// What a reader of events was given of another process' blocks.
+    reported: Vec<(ShortHash, BlockTokens<'static>)>,
     failures: Vec<String>,
+}
+
+/// Blocks that an event says to be stored.
+fn blocks_of(change: Change) -> Vec<(ShortHash, BlockTokens<'static>)> {
+    let Change::Stored(run) = change else {
+        return Vec::new();
+    };
+    let parents = std::iter::once(run.parent).chain(run.hashes.iter().copied().map(Some));
+    let tokens = run.tokens.chunks(BLOCK_TOKENS);
+    let blocks = parents.zip(tokens).map(|(parent, tokens)| BlockTokens {
+        parent,
+        tokens: tokens.to_vec().into(),
+    });
+    run.hashes.iter().copied().zip(blocks).collect()
 }
 
 impl Process {
@@ -102,6 +132,7 @@ impl Process {
         let restored = pool.keep_in(kv.store(), &kept.blocks).unwrap();
         assert_eq!(restored, kept.blocks.len());
         pool.set_durable(true);
+        let events = pool.keep_events(BLOCK_TOKENS).unwrap().take(usize::MAX);
         kv.table().injected.writes_left.store(writes, Relaxed);
         let numbers: Vec<u64> = kept.blocks.iter().map(|one| number(&one.key)).collect();
         Self {
@@ -114,6 +145,7 @@ impl Process {
             published: numbers,
             is_durable: true,
             undo: Vec::new(),
+            reported: events.into_iter().flat_map(blocks_of).collect(),
             failures: Vec::new(),
         }
     }
@@ -194,6 +226,9 @@ impl Process {
                 self.write_bytes(block, number);
             }
             let _registration = self.pool.register(block, key(number), epoch).unwrap();
+            if let Some(tokens) = tokens_of(number) {
+                self.pool.keep_tokens(block, tokens);
+            }
             if is_early {
                 self.file.table().complete_next();
                 self.write_bytes(block, number);
@@ -289,6 +324,19 @@ impl Process {
                 Some(block) => self.pool.release(&[block]).unwrap(),
                 None if torn => {}
                 None => failures.push(format!("{number} was torn")),
+            }
+        }
+        let known: HashMap<ShortHash, u64> = (self.published.iter())
+            .map(|&number| ((&key(number).hash).into(), number))
+            .collect();
+        for (name, tokens) in &self.reported {
+            if known
+                .get(name)
+                .and_then(|&number| tokens_of(number))
+                .as_ref()
+                != Some(tokens)
+            {
+                failures.push(format!("{name:?} is reported with other tokens"));
             }
         }
         self.failures.append(&mut failures);
@@ -415,6 +463,11 @@ fn order_pins_and_priorities_come_back() {
             (line(&next.pool), next.pool.stats().pinned),
             "seed {seed}"
         );
+        let reported: HashSet<ShortHash> = next.reported.iter().map(|&(name, _)| name).collect();
+        let open = before.0.iter().map(|(_, key, _)| key);
+        let open = open.filter(|key| tokens_of(number(key)).is_some());
+        let expected = open.map(|key| (&key.hash).into()).collect();
+        assert_eq!(reported, expected, "seed {seed}");
     }
 }
 
@@ -459,9 +512,9 @@ fn a_file_of_anything_else_is_refused_with_the_reason() {
     file.set_len(len).unwrap();
     file.write_all_at(&(FORMAT_VERSION + 1).to_le_bytes(), 8)
         .unwrap();
-    assert!(refused(&layout()).contains("version 2, not 1"));
+    assert!(refused(&layout()).contains("version 3, not 2"));
     file.write_all_at(&FORMAT_VERSION.to_le_bytes(), 8).unwrap();
-    file.write_all_at(&[1], 33).unwrap();
+    file.write_all_at(&[1], 33).unwrap(); // of the capacity
     assert!(matches!(open(&layout()), Err(OpenError::NotOurs)));
     file.set_len(100).unwrap();
     assert!(matches!(describe(&file), Err(OpenError::NotOurs)));
@@ -477,9 +530,9 @@ fn any_bytes_in_the_table_are_at_most_a_cold_start() {
         while process.file.table().complete_next() {}
         drop(process.file);
         for _ in 0..random.below(20) {
-            let at = 8 * (11 + random.below((4096 + 64 * 12) / 8 - 11));
+            let at = 8 * (12 + random.below(layout().table_bytes() as u64 / 8 - 12));
             let is_header = at < 4096;
-            if !is_header || at < 8 * 13 {
+            if !is_header || at < 8 * 14 {
                 file.write_all_at(&random.next().to_le_bytes(), at).unwrap();
             }
         }

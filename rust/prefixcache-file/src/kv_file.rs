@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prefixcache_core::backing::{BackingStore, KeptBlock};
+use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock};
 use prefixcache_core::band::Band;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::store::BlockKey;
@@ -60,9 +60,8 @@ impl KvFile {
             create(&file, wanted)?;
         }
         let layout = describe(&file)?;
-        if (layout.digest, layout.num_tensors, layout.block_bytes)
-            != (wanted.digest, wanted.num_tensors, wanted.block_bytes)
-        {
+        let sizes = |one: &Layout| (one.num_tensors, one.block_bytes, one.block_tokens);
+        if (layout.digest, sizes(&layout)) != (wanted.digest, sizes(wanted)) {
             return Err(OpenError::OtherLayout);
         }
         if layout.capacity < wanted.capacity {
@@ -152,6 +151,14 @@ struct Behind(Arc<Table>);
 impl BackingStore for Behind {
     fn published(&self, block: BlockId, key: &BlockKey) {
         self.0.published(block, key);
+    }
+
+    fn keep_tokens(&self, block: BlockId, tokens: BlockTokens<'_>) {
+        self.0.keep_tokens(block, tokens);
+    }
+
+    fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>> {
+        self.0.kept_tokens(block)
     }
 
     fn withdrawn(&self, block: BlockId) {

@@ -10,17 +10,19 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// Names the arrangement of the bytes of header and records.
-pub const FORMAT_VERSION: u64 = 1;
+pub const FORMAT_VERSION: u64 = 2;
 
 pub(crate) const HEADER_BYTES: usize = 4096;
 pub(crate) const RECORD_BYTES: usize = 64;
 
 /// Words of the header that are written once; the checksum of those before it is the last of them.
-const NUM_FIXED: usize = 11;
-const CHECK: usize = 10;
+const NUM_FIXED: usize = 12;
+const CHECK: usize = 11;
 /// The words that change while the file is in use.
-pub(crate) const EPOCH: usize = 11;
-pub(crate) const NUM_USED: usize = 12;
+pub(crate) const EPOCH: usize = 12;
+pub(crate) const NUM_USED: usize = 13;
+/// Words before a block's tokens.
+pub(crate) const TOKENS_HEAD: usize = 3;
 const ABOUT: usize = 1024;
 const MOST_ABOUT: usize = 2048;
 
@@ -28,6 +30,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pfxkvfil");
 const ALIGNMENT: u64 = 2 << 20;
 const MAX_TENSORS: u32 = 4096;
 const MAX_BLOCK_BYTES: u64 = 1 << 32;
+const MAX_BLOCK_TOKENS: u32 = 256;
 
 /// What a file is for. Two processes share content only under one `digest`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +43,8 @@ pub struct Layout {
     pub block_bytes: u64,
     /// The most blocks that fit, the null block counted.
     pub capacity: u64,
+    /// Tokens of a block, for which there is room next to its record; 0 for none.
+    pub block_tokens: u32,
     /// A line for people; at most 2048 bytes of it are kept.
     pub about: String,
 }
@@ -85,12 +90,21 @@ impl Layout {
         (1..=MAX_TENSORS).contains(&self.num_tensors)
             && (1..=MAX_BLOCK_BYTES).contains(&self.block_bytes)
             && (2..=MAX_BLOCKS as u64).contains(&self.capacity)
+            && self.block_tokens <= MAX_BLOCK_TOKENS
             && self.try_file_bytes().is_some()
     }
 
-    /// Bytes of header and records.
+    /// Words of a block's tokens and what is before them; 0 where there are none.
+    pub(crate) fn token_words(&self) -> usize {
+        match self.block_tokens as usize {
+            0 => 0,
+            count => TOKENS_HEAD + count.div_ceil(2),
+        }
+    }
+
+    /// Bytes of header, records and tokens.
     pub(crate) fn table_bytes(&self) -> usize {
-        HEADER_BYTES + RECORD_BYTES * self.capacity as usize
+        HEADER_BYTES + (RECORD_BYTES + 8 * self.token_words()) * self.capacity as usize
     }
 
     /// From one tensor to the next, and the start of the first.
@@ -131,6 +145,7 @@ impl Layout {
         bytes[40..72].copy_from_slice(&self.digest);
         let about = &self.about.as_bytes()[..self.about.len().min(MOST_ABOUT)];
         bytes[72..80].copy_from_slice(&(about.len() as u64).to_le_bytes());
+        bytes[80..88].copy_from_slice(&u64::from(self.block_tokens).to_le_bytes());
         bytes[ABOUT..ABOUT + about.len()].copy_from_slice(about);
         let check = header_check(&bytes);
         bytes[8 * CHECK..8 * NUM_FIXED].copy_from_slice(&check.to_le_bytes());
@@ -156,6 +171,7 @@ impl Layout {
             num_tensors: u32::try_from(word(bytes, 2)).map_err(|_| OpenError::NotOurs)?,
             block_bytes: word(bytes, 3),
             capacity: word(bytes, 4),
+            block_tokens: u32::try_from(word(bytes, 10)).map_err(|_| OpenError::NotOurs)?,
             about: String::from_utf8_lossy(&bytes[ABOUT..ABOUT + about]).into_owned(),
         };
         layout.check().map_err(|_| OpenError::NotOurs)?;

@@ -15,17 +15,18 @@ use std::thread::Thread;
 
 use crossbeam_queue::SegQueue;
 use memmap2::{MmapOptions, MmapRaw};
-use prefixcache_core::backing::{BackingStore, KeptBlock};
+use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock};
 use prefixcache_core::band::Band;
+use prefixcache_core::events::ShortHash;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::store::BlockKey;
 use twox_hash::XxHash3_64;
 
 use crate::faults::{Fault, Injected};
-use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED};
-use crate::record::{EPOCH_MASK, NONE, Record, Usage, Words};
+use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED, RECORD_BYTES, TOKENS_HEAD};
+use crate::record::{self, EPOCH_MASK, NONE, Record, Usage, Words};
 
-use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+use Ordering::{Acquire, Relaxed, SeqCst};
 
 /// Bytes of a block that are read at once.
 const READ_BYTES: u64 = 256 << 10;
@@ -106,6 +107,28 @@ impl Table {
         }
     }
 
+    /// The words of a block's tokens: their check, whether there is a block before, its hash, two tokens each.
+    fn token_words(&self, block: BlockId) -> &[AtomicU64] {
+        let count = self.layout.token_words();
+        let first = HEADER_BYTES + RECORD_BYTES * self.layout.capacity as usize;
+        assert!((block.get() as u64) < self.layout.capacity);
+        // SAFETY: as above; behind the records the mapping has `count` words for each of `capacity` blocks.
+        unsafe {
+            let words = self.map.as_mut_ptr().add(first).cast::<AtomicU64>();
+            std::slice::from_raw_parts(words.add(block.index() * count), count)
+        }
+    }
+
+    /// The check of a block's token words, which ties them to what the block's record says.
+    fn token_check(&self, block: BlockId, words: &[AtomicU64]) -> u64 {
+        let mut hasher = XxHash3_64::with_seed(self.record(block).words().hash[3]);
+        // Relaxed: the writer's own words, or those that another process left.
+        for word in &words[1..] {
+            hasher.write(&word.load(Relaxed).to_le_bytes());
+        }
+        hasher.finish()
+    }
+
     fn record(&self, block: BlockId) -> &Record {
         &self.records()[block.index()]
     }
@@ -116,13 +139,13 @@ impl Table {
         u64::from_le_bytes(word)
     }
 
-    /// Every store to the mapping, but for the one that makes a record valid. Release: no store before it comes
-    /// after it, in this process or for the next.
+    /// See [`record::put`].
     fn put(&self, word: &AtomicU64, value: u64) {
-        if !self.injected.survives_write() {
-            return;
-        }
-        word.store(value, Release);
+        record::put(word, value, self.survives());
+    }
+
+    fn survives(&self) -> impl Fn() -> bool {
+        || self.injected.survives_write()
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -246,20 +269,8 @@ impl Table {
     }
 
     fn complete(&self, block: BlockId, state: u64, sum: u64) {
-        let record = self.record(block);
-        // This thread alone writes sums, but for blocks that move, which have another state.
-        self.put(&record.sum, sum);
-        let words = Words {
-            sum,
-            ..record.words()
-        };
-        if !self.injected.survives_write() {
-            return;
-        }
-        // AcqRel: the words are as they were when the writer stored `state`, and what follows sees the record.
-        let valid = words.valid(block, self.seed());
-        let outcome = record.state.compare_exchange(state, valid, AcqRel, Acquire);
-        if outcome.is_ok() {
+        let (record, seed) = (self.record(block), self.seed());
+        if record.complete(block, state, sum, seed, self.survives()) {
             self.counters.kept.fetch_add(1, Relaxed);
         }
     }
@@ -283,18 +294,12 @@ impl Table {
         }
     }
 
-    /// Writes the words of a record that is withdrawn, and its state last.
-    fn write(&self, block: BlockId, words: Words, state: u64) {
-        let record = self.record(block);
-        for (word, value) in record.hash.iter().zip(words.hash) {
-            self.put(word, value);
-        }
-        self.put(&record.sum, words.sum);
-        self.put(&record.name, words.name);
+    /// See [`Record::write`].
+    fn write(&self, block: BlockId, words: &Words, state: u64) {
         if u64::from(block.get()) >= self.header(NUM_USED).load(Relaxed) {
             self.put(self.header(NUM_USED), u64::from(block.get()) + 1);
         }
-        self.put(&record.state, state);
+        self.record(block).write(words, state, self.survives());
     }
 
     /// The state of a record to which no checksum belongs yet.
@@ -320,8 +325,40 @@ impl BackingStore for Table {
         }
         let (state, usage) = (self.next_state(), Usage::in_use(self.next_use()));
         self.put(&self.record(block).usage, usage.0);
-        self.write(block, Words::of(key, self.epoch()), state);
+        self.write(block, &Words::of(key, self.epoch()), state);
         self.enqueue(block, state);
+    }
+
+    fn keep_tokens(&self, block: BlockId, tokens: BlockTokens<'_>) {
+        let words = self.token_words(block);
+        if words.is_empty() || self.record(block).state() == NONE {
+            return;
+        }
+        self.put(&words[1], tokens.parent.is_some().into());
+        self.put(&words[2], tokens.parent.map_or(0, |parent| parent.0));
+        for (word, pair) in words[TOKENS_HEAD..].iter().zip(tokens.tokens.chunks(2)) {
+            let second = pair.get(1).copied().unwrap_or(0);
+            self.put(word, u64::from(pair[0]) | u64::from(second) << 32);
+        }
+        self.put(&words[0], self.token_check(block, words));
+    }
+
+    fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>> {
+        let words = self.token_words(block);
+        // Relaxed: as in `token_check`.
+        let load = |at: usize| words[at].load(Relaxed);
+        if words.is_empty() || load(0) != self.token_check(block, words) {
+            return None;
+        }
+        let pairs = (TOKENS_HEAD..words.len()).map(load);
+        let mut tokens: Vec<u32> = pairs
+            .flat_map(|pair| [pair as u32, (pair >> 32) as u32])
+            .collect();
+        tokens.truncate(self.layout.block_tokens as usize);
+        Some(BlockTokens {
+            parent: (load(1) != 0).then(|| ShortHash(load(2))),
+            tokens: tokens.into(),
+        })
     }
 
     fn withdrawn(&self, block: BlockId) {
@@ -329,12 +366,7 @@ impl BackingStore for Table {
             return;
         }
         self.set_unread(block, false);
-        let record = self.record(block);
-        if record.state() != NONE {
-            self.put(&record.state, NONE);
-            // SeqCst: no store to the block's bytes comes before the record is gone.
-            fence(SeqCst);
-        }
+        self.record(block).withdraw(self.survives());
     }
 
     fn moved(&self, from: BlockId, to: BlockId) {
@@ -344,11 +376,14 @@ impl BackingStore for Table {
         if state != NONE {
             self.put(&self.record(to).usage, record.usage.load(Relaxed));
             if state & 1 == 1 {
-                self.write(to, words, words.valid(to, self.seed()));
+                self.write(to, &words, words.valid(to, self.seed()));
             } else {
                 let state = self.next_state();
-                self.write(to, words, state);
+                self.write(to, &words, state);
                 self.enqueue(to, state);
+            }
+            for (word, value) in self.token_words(to).iter().zip(self.token_words(from)) {
+                self.put(word, value.load(Relaxed));
             }
             // Relaxed: at worst it is read once more.
             self.set_unread(to, self.unread[from.index()].load(Relaxed));

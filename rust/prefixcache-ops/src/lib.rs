@@ -5,6 +5,7 @@
 
 mod bytes;
 mod dense;
+pub mod experts;
 pub mod int8;
 pub mod linear;
 mod panel;

@@ -11,6 +11,8 @@
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
 //! and would have to be used for every row count or for none.
 
+mod groups;
+
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +30,8 @@ use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
 use crate::quant::dequantized::{DequantizedPanels, words_of};
 use crate::quant::packed::PackedBlocks;
+
+pub use groups::RowGroup;
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
@@ -218,6 +222,11 @@ impl<E: Element> PackedLinear<E> {
         weights + size_of_val(self.bias.as_slice())
     }
 
+    /// How many parts there are.
+    pub fn parts(&self) -> usize {
+        self.parts.len()
+    }
+
     /// The formats of the parts; `None` where a part is dense.
     pub fn formats(&self) -> impl Iterator<Item = Option<Format>> {
         self.parts.iter().map(Part::format)
@@ -306,10 +315,7 @@ impl<E: Element> PackedLinear<E> {
 
     /// Whether there are blocks, and too many rows to dequantize them in registers.
     fn dequantizes(&self, form: Form, rows: usize) -> bool {
-        self.parts.iter().any(|part| match &part.storage {
-            Storage::Blocks(blocks) => !blocks.multiplies_few::<E>(form, rows),
-            _ => false,
-        })
+        self.parts.iter().any(|part| part.dequantizes(form, rows))
     }
 
     /// The blocks of panel `panel` of the layer, if it is of blocks, and which panel of theirs it is.
@@ -451,11 +457,24 @@ impl<E: Element, O: Element> Product<'_, E, O> {
     /// dequantized in registers.
     fn multiply_panel(&self, panel: usize, rows: Range<usize>, words: Option<&[u32]>) {
         let (part, panel) = self.layer.part_of(panel);
+        self.multiply_part(part, panel, 0, rows, words);
+    }
+
+    /// Computes the outputs of panel `panel` of a part. The first column of out is output `first`.
+    fn multiply_part(
+        &self,
+        part: &Part<E>,
+        panel: usize,
+        first: usize,
+        rows: Range<usize>,
+        words: Option<&[u32]>,
+    ) {
         let task = PanelTask {
             x: self.x,
             results: Results {
                 bias: &self.layer.bias,
                 outputs: part.outputs.clone(),
+                first,
                 residual: self.residual,
                 out: self.out,
                 panel,
@@ -489,6 +508,8 @@ struct Results<'a, O> {
     bias: &'a [f32],
     /// Outputs of the part.
     outputs: Range<usize>,
+    /// The output that is the first column of out.
+    first: usize,
     residual: Option<Rows<'a, O>>,
     out: &'a RowsMut<'a, O>,
     panel: usize,
@@ -501,6 +522,7 @@ impl<'a, O: Element> Results<'a, O> {
         Some(Results {
             bias: self.bias,
             outputs: self.outputs.clone(),
+            first: self.first,
             residual: self.residual.and_then(Rows::of_type),
             out: self.out.of_type()?,
             panel: self.panel,
@@ -677,6 +699,7 @@ impl<O: Element> Results<'_, O> {
             // SAFETY: the slice holds LANES numbers.
             sum = lanes.add(sum, unsafe { lanes.load(bias) });
         }
+        let column = column - self.first;
         if let Some(residual) = &self.residual {
             let numbers = residual.row(row)[column..column + count].as_ptr();
             // SAFETY: the slice holds `count` numbers.

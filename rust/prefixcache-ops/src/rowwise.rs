@@ -55,6 +55,8 @@ pub enum Gate {
     Silu,
     /// x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): gelu in its tanh form.
     GeluTanh,
+    /// x / (1 + e^-1.702 x) of gates x up to 7, times the second half, kept within -7 and 7, plus 1.
+    ClampedSwiglu,
 }
 
 /// gate(first half of the row) * second half.
@@ -95,12 +97,12 @@ pub fn rotate<E: Element>(
 }
 
 /// What a layer makes of one row.
-trait RowWork<E>: Sync {
+pub(crate) trait RowWork<E>: Sync {
     /// Writes `out` from `x`, row `row` of both.
     fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]);
 }
 
-fn each_row<E: Element>(
+pub(crate) fn each_row<E: Element>(
     form: Form,
     team: &Team,
     x: Rows<'_, E>,
@@ -142,7 +144,7 @@ impl<E: Element, W: RowWork<E>> Kernel for Chunk<'_, E, W> {
 
 /// Starts of the vectors of `width` numbers, and how many numbers each really has.
 #[inline(always)]
-fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(crate) fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..width)
         .step_by(L::LANES)
         .map(move |at| (at, (width - at).min(L::LANES)))
@@ -227,7 +229,10 @@ impl<E: Element> RowWork<E> for Gated {
             unsafe {
                 let x = E::load_some(lanes, gates[at..].as_ptr(), count);
                 let v = E::load_some(lanes, values[at..].as_ptr(), count);
-                let y = lanes.mul(opened(lanes, self.gate, x), v);
+                let y = match self.gate {
+                    Gate::ClampedSwiglu => clamped_swiglu(lanes, x, v),
+                    gate => lanes.mul(opened(lanes, gate, x), v),
+                };
                 E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
             }
         }
@@ -240,6 +245,7 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
     /// 2 sqrt(2 / pi)
     const SLOPE: f32 = 1.595_769;
     let minus_t = match gate {
+        Gate::ClampedSwiglu => lanes.mul(lanes.splat(-SWIGLU_SLOPE), x),
         Gate::Silu => lanes.sub(lanes.splat(0.0), x),
         Gate::GeluTanh => {
             let square = lanes.mul(x, x);
@@ -248,6 +254,20 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
         }
     };
     lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
+}
+
+/// What opens the gates of [`Gate::ClampedSwiglu`], before e.
+const SWIGLU_SLOPE: f32 = 1.702;
+
+/// Where its numbers are cut off.
+const SWIGLU_LIMIT: f32 = 7.0;
+
+#[inline(always)]
+fn clamped_swiglu<L: Lanes>(lanes: L, gate: L::V, value: L::V) -> L::V {
+    let limit = lanes.splat(SWIGLU_LIMIT);
+    let value = lanes.max(lanes.min(value, limit), lanes.splat(-SWIGLU_LIMIT));
+    let opened = opened(lanes, Gate::ClampedSwiglu, lanes.min(gate, limit));
+    lanes.mul(opened, lanes.add(value, lanes.splat(1.0)))
 }
 
 struct Rotate<'a> {

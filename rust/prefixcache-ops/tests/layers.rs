@@ -175,11 +175,17 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
             let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
             0.5 * x * (1.0 + u.tanh())
         }
+        Gate::ClampedSwiglu => x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()),
+    };
+    let passed = |x: f64| match gate {
+        Gate::ClampedSwiglu => x.clamp(-7.0, 7.0) + 1.0,
+        Gate::Silu | Gate::GeluTanh => x,
     };
     let want: Vec<f64> = (0..rows * width)
         .map(|i| {
             let row = &x[i / width * 2 * width..];
-            open(f64::from(row[i % width].to_f32())) * f64::from(row[width + i % width].to_f32())
+            let up = f64::from(row[width + i % width].to_f32());
+            open(f64::from(row[i % width].to_f32())) * passed(up)
         })
         .collect();
     assert_near(&out, &want);
@@ -258,7 +264,7 @@ proptest! {
         rows in 1_usize..40,
         half in 1_usize..80,
         heads in 1_usize..5,
-        gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh]),
+        gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh, Gate::ClampedSwiglu]),
         offset in prop::sample::select(vec![0.0, 1.0]),
     ) {
         check_norm::<f32>(form, threads, rows, (half, heads), offset);

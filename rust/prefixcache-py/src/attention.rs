@@ -56,6 +56,7 @@ impl Tensors {
                 &step.plan,
                 cache,
                 queries,
+                None,
                 &self.out.rows_mut()?,
             )
         }

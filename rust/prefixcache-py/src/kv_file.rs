@@ -42,7 +42,7 @@ impl KVFile {
     ///
     /// Raises ValueError with the reason why a file is not used, and OSError.
     #[new]
-    #[pyo3(signature = (descriptor, digest, num_tensors, block_bytes, capacity, about=""))]
+    #[pyo3(signature = (descriptor, digest, num_tensors, block_bytes, capacity, about="", block_tokens=None))]
     fn new(
         py: Python<'_>,
         descriptor: Number<names::Descriptor, RawFd>,
@@ -51,12 +51,14 @@ impl KVFile {
         block_bytes: Number<names::BlockBytes, u64>,
         capacity: Number<names::Capacity, u64>,
         about: &str,
+        block_tokens: Option<Number<names::BlockTokens, u32>>,
     ) -> PyResult<Self> {
         let layout = Layout {
             digest: digest.0,
             num_tensors: num_tensors.0,
             block_bytes: block_bytes.0,
             capacity: capacity.0,
+            block_tokens: block_tokens.map_or(0, |count| count.0),
             about: about.to_owned(),
         };
         let opened = py.detach(|| KvFile::open(duplicate(descriptor.0)?, &layout));
@@ -122,5 +124,6 @@ pub fn describe_kv_file(
     dict.set_item("block_bytes", layout.block_bytes)?;
     dict.set_item("capacity", layout.capacity)?;
     dict.set_item("about", layout.about)?;
+    dict.set_item("block_tokens", layout.block_tokens)?;
     Ok(dict)
 }

@@ -1,4 +1,5 @@
-//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward` and `DecoderLayer`.
+//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward` and
+//! `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
@@ -6,10 +7,11 @@ use prefixcache_attention::{Attention, MAX_TAPS, ShortConv};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
+use prefixcache_ops::experts::{Experts, Router, Scores};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, One, OneOf, Real, Value, wrong_type};
+use crate::arguments::{Number, One, OneOf, Real, Value, Word, wrong_type};
 use crate::cpu::{DType, Matrix};
 use crate::errors::out_of_range;
 use crate::linear::{Layer, LayerElement, PackedLinear};
@@ -20,6 +22,8 @@ use crate::names;
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
     qk_norm: Option<usize>,
+    whole_norms: bool,
+    sinks: Option<usize>,
     out: Py<PackedLinear>,
     rope: usize,
     query_rope: usize,
@@ -27,15 +31,20 @@ pub struct AttentionMixer {
 
 #[pymethods]
 impl AttentionMixer {
-    /// Attention with these linears, and a norm of queries and keys at this address.
+    /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
+    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head.
     ///
     /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
     /// queries where it is another.
     #[new]
-    #[pyo3(signature = (*, qkv, qk_norm=None, out, rope, query_rope=None))]
+    #[pyo3(signature = (
+        *, qkv, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
+    ))]
     fn new(
         qkv: Py<PackedLinear>,
         qk_norm: Option<Number<names::QkNorm>>,
+        whole_norms: bool,
+        sinks: Option<Number<names::Sinks>>,
         out: Py<PackedLinear>,
         rope: Number<names::Rope>,
         query_rope: Option<Number<names::QueryRope>>,
@@ -43,6 +52,8 @@ impl AttentionMixer {
         Self {
             qkv,
             qk_norm: qk_norm.map(|norm| norm.0),
+            whole_norms,
+            sinks: sinks.map(|sinks| sinks.0),
             out,
             rope: rope.0,
             query_rope: query_rope.map_or(rope.0, |rope| rope.0),
@@ -191,6 +202,87 @@ impl DenseFeedForward {
     }
 }
 
+/// A mixture of experts of a layer on the CPU.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct ExpertsFeedForward {
+    router: Py<PackedLinear>,
+    scores: Scores,
+    selection_bias: Option<usize>,
+    top_k: usize,
+    renormalise: Option<f32>,
+    scale: f32,
+    gate_up: Py<PackedLinear>,
+    gate: Gate,
+    down: Py<PackedLinear>,
+}
+
+#[pymethods]
+impl ExpertsFeedForward {
+    /// The experts of these linears, as many as the router has outputs.
+    ///
+    /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
+    /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
+    /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
+    /// their sum plus this, and then multiplied by `scale`.
+    #[new]
+    #[pyo3(signature = (
+        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down
+    ))]
+    fn new(
+        router: Py<PackedLinear>,
+        scores: OneOf<Scores>,
+        selection_bias: Option<Number<names::SelectionBias>>,
+        top_k: Number<names::TopK>,
+        renormalise: Option<Real<names::Renormalise>>,
+        scale: Option<Real<names::Scale>>,
+        gate_up: Py<PackedLinear>,
+        gate: OneOf<Gate>,
+        down: Py<PackedLinear>,
+    ) -> PyResult<Self> {
+        let experts = router.get().outputs;
+        if !(1..=experts).contains(&top_k.0) {
+            let reason = format!("must be from 1 to {experts}, not {}", top_k.0);
+            return Err(out_of_range("top_k", reason));
+        }
+        Ok(Self {
+            router,
+            scores: scores.0,
+            selection_bias: selection_bias.map(|bias| bias.0),
+            top_k: top_k.0,
+            renormalise: renormalise.map(|more| more.0),
+            scale: scale.map_or(1.0, |scale| scale.0),
+            gate_up,
+            gate: gate.0,
+            down,
+        })
+    }
+}
+
+impl Word for Scores {
+    const ARGUMENT: &'static str = "scores";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("softmax", Self::Softmax), ("sigmoid", Self::Sigmoid)];
+}
+
+impl ExpertsFeedForward {
+    fn linears(&self) -> [&PackedLinear; 3] {
+        [self.router.get(), self.gate_up.get(), self.down.get()]
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = self.linears();
+        let [router, gate_up, down] = linears;
+        let (experts, inner) = (router.outputs, down.inputs);
+        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+        let outputs = [gate_up.outputs, down.outputs];
+        let wanted = [2 * inner, hidden].map(|one| one.checked_mul(experts));
+        of_type
+            && [router.inputs, gate_up.inputs] == [hidden; 2]
+            && outputs.map(Some) == wanted
+            && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
+    }
+}
+
 /// The mixer of a layer.
 enum Mixer {
     Attention(Py<AttentionMixer>),
@@ -225,6 +317,16 @@ impl Value for Mixer {
 /// The feed-forward of a layer.
 enum FeedForward {
     Dense(Py<DenseFeedForward>),
+    Experts(Py<ExpertsFeedForward>),
+}
+
+impl FeedForward {
+    fn linears(&self) -> Vec<&PackedLinear> {
+        match self {
+            Self::Dense(dense) => dense.get().linears().into(),
+            Self::Experts(experts) => experts.get().linears().into(),
+        }
+    }
 }
 
 impl Value for FeedForward {
@@ -232,7 +334,11 @@ impl Value for FeedForward {
         if let Ok(dense) = value.cast() {
             return Ok(Self::Dense(dense.clone().unbind()));
         }
-        Err(wrong_type(argument, "a DenseFeedForward", value))
+        if let Ok(experts) = value.cast() {
+            return Ok(Self::Experts(experts.clone().unbind()));
+        }
+        let wanted = "a DenseFeedForward or an ExpertsFeedForward";
+        Err(wrong_type(argument, wanted, value))
     }
 }
 
@@ -295,8 +401,11 @@ impl DecoderLayer {
             Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
             Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
         };
-        let FeedForward::Dense(dense) = &self.feed_forward;
-        mixer_fits && dense.get().fits(hidden, dtype)
+        let feed_forward_fits = match &self.feed_forward {
+            FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
+            FeedForward::Experts(experts) => experts.get().fits(hidden, dtype),
+        };
+        mixer_fits && feed_forward_fits
     }
 
     /// Whether the layer can compute with this attention.
@@ -326,7 +435,8 @@ impl DecoderLayer {
     /// The layer as the decoder computes it, of group `group` of the step with this attention.
     ///
     /// # Safety
-    /// The norms, and the weights of a convolution, are addresses of numbers of type E.
+    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks and
+    /// selection bias of float32.
     pub unsafe fn read<'a, E: LayerElement>(
         &self,
         eps: f32,
@@ -348,18 +458,33 @@ impl DecoderLayer {
             address.map(read).transpose()
         };
         let of_stream = |name, address| norm(name, address, hidden, hidden);
-        let FeedForward::Dense(dense) = &self.feed_forward;
-        let dims = attention.head_dim();
-        let turned = (attention.heads() + attention.kv_heads()) * dims;
         let mixer = match &self.mixer {
-            Mixer::Attention(mixer) => decoder::Mixer::Attention(decoder::AttentionMixer {
-                qkv: linears.mixer(0),
-                qk_norm: norm("qk_norm", mixer.get().qk_norm, turned, dims)?,
-                out: linears.mixer(1),
-                group,
-                rope: mixer.get().rope,
-                query_rope: mixer.get().query_rope,
-            }),
+            Mixer::Attention(mixer) => {
+                let mixer = mixer.get();
+                let dims = attention.head_dim();
+                let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
+                let (qk_norm, key_norm) = if mixer.whole_norms {
+                    let after = |address: usize| address.saturating_add(queries * size_of::<E>());
+                    let of_keys = mixer.qk_norm.map(after);
+                    (
+                        norm("qk_norm", mixer.qk_norm, queries, queries)?,
+                        norm("qk_norm", of_keys, keys, keys)?,
+                    )
+                } else {
+                    (norm("qk_norm", mixer.qk_norm, queries + keys, dims)?, None)
+                };
+                decoder::Mixer::Attention(decoder::AttentionMixer {
+                    qkv: linears.mixer(0),
+                    qk_norm,
+                    key_norm,
+                    // SAFETY: the caller's promise.
+                    sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
+                    out: linears.mixer(1),
+                    group,
+                    rope: mixer.rope,
+                    query_rope: mixer.query_rope,
+                })
+            }
             Mixer::ShortConv(mixer) => {
                 // SAFETY: the caller's promise.
                 decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
@@ -370,14 +495,60 @@ impl DecoderLayer {
             mixer,
             mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
             mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
-            feed_forward: decoder::FeedForward::Dense(decoder::Dense {
+            // SAFETY: the caller's promise.
+            feed_forward: unsafe { self.feed_forward.read(linears)? },
+            mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
+        })
+    }
+}
+
+impl FeedForward {
+    /// # Safety
+    /// A selection bias is the address of a float32 for each expert.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        linears: &'a Linears<'_>,
+    ) -> PyResult<decoder::FeedForward<'a, E>> {
+        Ok(match self {
+            Self::Dense(dense) => decoder::FeedForward::Dense(decoder::Dense {
                 gate_up: linears.feed_forward(0),
                 gate: dense.get().gate,
                 down: linears.feed_forward(1),
             }),
-            mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
+            Self::Experts(experts) => {
+                let experts = experts.get();
+                let (bias, count) = (experts.selection_bias, experts.router.get().outputs);
+                decoder::FeedForward::Experts(Experts {
+                    router: Router {
+                        linear: linears.feed_forward(0),
+                        scores: experts.scores,
+                        // SAFETY: the caller's promise.
+                        selection_bias: unsafe { float32_at("selection_bias", bias, count)? },
+                        top_k: experts.top_k,
+                        renormalise: experts.renormalise,
+                        scale: experts.scale,
+                    },
+                    gate_up: linears.feed_forward(1),
+                    gate: experts.gate,
+                    down: linears.feed_forward(2),
+                })
+            }
         })
     }
+}
+
+/// `count` numbers at an address, if there is one.
+///
+/// # Safety
+/// They stand there while `'a` lasts, and nobody writes to them.
+unsafe fn float32_at<'a>(
+    name: &'static str,
+    address: Option<usize>,
+    count: usize,
+) -> PyResult<Option<&'a [f32]>> {
+    // SAFETY: the caller's promise.
+    let read = |address| unsafe { Matrix::dense_at(name, address, 1, count).rows::<f32>() };
+    Ok(address.map(read).transpose()?.map(|rows| rows.row(0)))
 }
 
 type Guard<'a> = RwLockReadGuard<'a, Layer>;
@@ -391,14 +562,13 @@ pub struct Linears<'a> {
 
 impl<'a> Linears<'a> {
     pub fn of(layer: &'a Py<DecoderLayer>) -> PyResult<Self> {
-        let FeedForward::Dense(dense) = &layer.get().feed_forward;
-        let read = |linears: [&'a PackedLinear; 2]| {
-            let guards = linears.into_iter().map(PackedLinear::read);
+        let read = |linears: &[&'a PackedLinear]| {
+            let guards = linears.iter().map(|linear| linear.read());
             guards.collect::<PyResult<Vec<_>>>()
         };
         Ok(Self {
-            mixer: read(layer.get().mixer.linears())?,
-            feed_forward: read(dense.get().linears())?,
+            mixer: read(&layer.get().mixer.linears())?,
+            feed_forward: read(&layer.get().feed_forward.linears())?,
         })
     }
 

@@ -21,6 +21,8 @@ pub struct PackedLinear {
     cpu: Py<Cpu>,
     pub dtype: DType,
     layer: RwLock<Layer>,
+    /// The outputs of each part.
+    parts: Vec<usize>,
     pub inputs: usize,
     pub outputs: usize,
 }
@@ -95,6 +97,13 @@ impl LayerElement for f32 {
 impl PackedLinear {
     pub fn read(&self) -> PyResult<RwLockReadGuard<'_, Layer>> {
         self.layer.try_read().map_err(|_| in_use("the layer"))
+    }
+
+    /// Whether the parts are those of `count` equal layers of `outputs` outputs, one after the other.
+    pub fn has_parts_of(&self, count: usize, outputs: usize) -> bool {
+        let each = self.parts.len() / count.max(1);
+        let is_one = |parts: &[usize]| parts.iter().sum::<usize>() == outputs;
+        self.parts.len().is_multiple_of(count) && each > 0 && self.parts.chunks(each).all(is_one)
     }
 
     fn write(&self) -> PyResult<RwLockWriteGuard<'_, Layer>> {
@@ -211,6 +220,7 @@ impl PackedLinear {
             cpu,
             dtype,
             layer,
+            parts,
             inputs,
             outputs,
         })

@@ -34,8 +34,11 @@ fn doubled<N: Name>(half: &Number<N>) -> PyResult<usize> {
 
 impl Word for Gate {
     const ARGUMENT: &'static str = "gate";
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("silu", Self::Silu), ("gelu_tanh", Self::GeluTanh)];
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("silu", Self::Silu),
+        ("gelu_tanh", Self::GeluTanh),
+        ("clamped_swiglu", Self::ClampedSwiglu),
+    ];
 }
 
 #[pymethods]
@@ -90,7 +93,7 @@ impl RowOps {
 
     /// Write gate(x[:width]) * x[width:] for rows of 2 * width numbers to `out`, dense.
     ///
-    /// The gate is "silu" or "gelu_tanh".
+    /// The gate is "silu", "gelu_tanh" or "clamped_swiglu", which adds 1 to the second half.
     fn gated(
         &self,
         py: Python<'_>,

@@ -19,6 +19,9 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -38,7 +41,17 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+# Tensors of all experts of a layer, one after the other, and what each is called.
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+# What llama.cpp knows of mixtures of experts without writing it: whether the weights of a token's
+# experts are divided by their sum.
+_RENORMALISE = {"qwen3moe": True, "olmoe": False, "gpt-oss": True}
 # Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
 # the names of Llama's.
 _OWN_MODULES = {
@@ -53,6 +66,11 @@ _OWN_MODULES = {
         "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    },
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        "attn_sinks": "self_attn.sinks",
     },
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
@@ -153,6 +171,10 @@ def _flags(names: set[str]) -> dict[str, bool]:
 
 def _config(metadata: _Metadata) -> dict[str, Any]:
     config = _common_config(metadata)
+    if metadata.architecture in _RENORMALISE:
+        config |= _experts_config(metadata)
+    if metadata.architecture == "gpt-oss":
+        return config | _gpt_oss_config(metadata, config)
     if metadata.architecture == "granite":
         return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
     if metadata.architecture == "lfm2":
@@ -171,6 +193,25 @@ def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "conv_L_cache": metadata.shape("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _experts_config(metadata: _Metadata) -> dict[str, Any]:
+    size = metadata.shape("expert_feed_forward_length", metadata.shape("feed_forward_length"))
+    return {
+        "num_local_experts": metadata.shape("expert_count"),
+        "num_experts_per_tok": metadata.shape("expert_used_count"),
+        "moe_intermediate_size": size,
+        "norm_topk_prob": _RENORMALISE[metadata.architecture],
+    }
+
+
+def _gpt_oss_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Every second layer has a window; YaRN's bounds are not whole numbers."""
+    return {
+        "intermediate_size": config["moe_intermediate_size"],
+        "sliding_window": metadata.shape("attention.sliding_window"),
+        "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }
 
 
@@ -242,6 +283,9 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
 def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTensor]:
     modules = _MODULES | _OWN_MODULES.get(config["model_type"], {})
     for tensor in header.tensors:
+        if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
+            yield from _split(tensor, experts)
+            continue
         yield IndexedTensor(
             name=_checkpoint_name(tensor.name, modules),
             format=tensor.format,
@@ -257,6 +301,19 @@ def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
     """A convolution has one input for each output in a checkpoint, which llama.cpp leaves out."""
     shape = tensor.shape
     return (shape[0], 1, shape[1]) if tensor.name.endswith(".shortconv.conv.weight") else shape
+
+
+def _split(tensor: GgufTensor, name: re.Match[str]) -> Iterator[IndexedTensor]:
+    """The tensor of each expert, by the name that it has in a checkpoint."""
+    count = tensor.shape[0]
+    for expert in range(count):
+        module = _EXPERTS[name[2]].format(expert)
+        yield IndexedTensor(
+            name=f"model.layers.{name[1]}.{module}.{name[3]}",
+            format=tensor.format,
+            shape=tensor.shape[1:],
+            offset=tensor.offset + expert * (tensor.nbytes // count),
+        )
 
 
 def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
@@ -277,7 +334,8 @@ def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
 def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
     match = _LAYER_NAME.fullmatch(name)
     if match is not None and match[2] in modules:
-        return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
+        name = f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
+        return name.replace(".sinks.weight", ".sinks")
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     raise UnsupportedModelError(f"it holds a tensor {name} that no supported model has.")

@@ -168,8 +168,8 @@ def _checked_bytes(name: str, tensor_format: str, shape: tuple[int, ...]) -> int
             f"tensor {name} has rows of {shape[-1]} numbers, no multiple of {tensor_format}'s "
             f"{numbers}"
         )
-    if tensor_format in QUANT_FORMATS and len(shape) != 2:
-        raise ValueError(f"tensor {name} is {tensor_format}, but no matrix")
+    if tensor_format in QUANT_FORMATS and len(shape) not in (2, 3):
+        raise ValueError(f"tensor {name} is {tensor_format}, but no matrix, nor several")
     return prod(shape) // numbers * size
 
 

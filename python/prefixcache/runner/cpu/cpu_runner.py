@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from prefixcache._core import Cpu
-from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
@@ -71,6 +71,7 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
+        layout_on_disk = _file_layout(config, specs, dtype, cpu)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         with ThreadPoolExecutor(1) as digests:
             reading = digests.submit(read_checkpoint, folder, cpu.threads)
@@ -79,7 +80,7 @@ class CpuRunner:
         checkpoint.check_unchanged()
         weights = ReplaceableModel(loaded, make, checkpoint, requantize=config.requantize)
         _check_quantized(config, weights.info.formats)
-        specs = replace(specs, file=_kept_file(config, specs, dtype, cpu))
+        specs = replace(specs, file=_kept_file(config.cache, layout_on_disk, specs))
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
         self._specs = specs
         self.memory = CpuModelMemory(weights, self.kv)
@@ -112,7 +113,7 @@ class CpuRunner:
 
     def submit(self, plan: StepPlan) -> ComputedStep:
         """See `StepRunner`."""
-        check_supported(plan)
+        check_supported(plan, ("drafts",))
         return ComputedStep(self._steps.compute(plan))
 
     def results(self, step: ComputedStep) -> StepResult:
@@ -186,8 +187,8 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> KeptFile | None:
-    """The file of `kv_cache_dir`, where there is one. Raises `FieldError` where it is too small."""
+def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> FileLayout | None:
+    """What the file of `kv_cache_dir` is of. Raises `FieldError` where that is too small for it."""
     cache, layout, sizes = config.cache, specs.layout, specs.sizes
     if cache.kv_cache_dir is None or not cache.enable_prefix_caching:
         return None
@@ -210,6 +211,7 @@ def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> Ke
         num_tensors=layout.num_tensors,
         block_bytes=sizes.block_bytes // layout.num_tensors,
         max_blocks=sizes.ceiling,
+        block_tokens=cache.block_size,
     )
     most = cache.kv_cache_dir_size
     if most is not None and most < wanted.num_bytes:
@@ -217,7 +219,14 @@ def _kept_file(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> Ke
             "kv_cache_dir_size",
             f"must be at least {wanted.num_bytes} bytes, which the KV cache takes, got {most}.",
         )
-    return open_kept_file(cache.kv_cache_dir, wanted, sizes.start, most)
+    return wanted
+
+
+def _kept_file(cache: CacheConfig, wanted: FileLayout | None, specs: KVSpecs) -> KeptFile | None:
+    """The file of that layout, where there can be one."""
+    if wanted is None or cache.kv_cache_dir is None:
+        return None
+    return open_kept_file(cache.kv_cache_dir, wanted, specs.sizes.start, cache.kv_cache_dir_size)
 
 
 def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:

@@ -24,7 +24,7 @@ class FileMemory:
     def __init__(self, file: KeptFile, tensor: int, num_bytes: int) -> None:
         self._file, self._num_bytes = file, num_bytes
         self._start = file.core.tensor_at(tensor)
-        self._pages = mmap.mmap(file.descriptor, num_bytes, offset=self._start)
+        self._pages = file.maps[tensor]
         self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
 
     def rows(self, count: int) -> npt.NDArray[np.uint8]:
@@ -43,10 +43,7 @@ class FileMemory:
     def give_back(self, begin: int, end: int) -> int:
         """See `ReservedMemory`. A file system that cannot gives nothing back."""
         given = num_resident_bytes(self.address + begin, end - begin)
-        if not self._file.can_give_back:
-            return 0
-        self._file.core.punch(self._start + begin, end - begin)
-        return given
+        return given if self._file.give_back(self._start + begin, end - begin) else 0
 
     def num_mapped_bytes(self) -> int:
         """See `ReservedMemory`: what of the file is in memory."""

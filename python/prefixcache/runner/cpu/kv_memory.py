@@ -69,9 +69,11 @@ class KVMemory(PoolMemory):
     def allocate(self) -> None:
         """Makes all blocks usable, the null block zeroed. Raises `OutOfMemoryError`."""
         self._check_free(self.num_blocks, self.num_blocks)
-        if self.reserved is None:
+        is_new = self.reserved is None
+        if is_new:
             self._reserve()
-        self._in_granules().provide(self.num_blocks)
+        if self.file is None or not is_new:  # A new file was given its space when it was opened.
+            self._in_granules().provide(self.num_blocks)
         num_zeroed = 1 if self.file is not None else min(self.granule_blocks, self.num_blocks)
         for rows in self.rows():
             rows[:num_zeroed] = 0

@@ -43,6 +43,7 @@ from prefixcache._core import (
     DecoderLayer,
     DecoderStack,
     DenseFeedForward,
+    ExpertsFeedForward,
     PagedAttention,
     RowOps,
     ShortConvMixer,
@@ -59,12 +60,15 @@ from prefixcache.models.parameters import (
     ConvShape,
     DecoderShape,
     DenseShape,
+    ExpertsShape,
     LayerShape,
     LinearShape,
     NormShape,
+    VectorShape,
     conv_slots,
     linear_slots,
     norm_slots,
+    vector_slot,
 )
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cpu.kv_memory import KVMemory
@@ -178,7 +182,7 @@ class CpuModel:
             mixer=self._mixer(shape.mixer),
             mixer_out_norm=self._optional_norm(shape.mixer_out_norm),
             mlp_norm=self._optional_norm(shape.mlp_norm),
-            feed_forward=self._dense(shape.feed_forward),
+            feed_forward=self._feed_forward(shape.feed_forward),
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
         )
@@ -206,12 +210,26 @@ class CpuModel:
         return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
             qk_norm=self._optional_norm(shape.qk_norm),
+            whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
+            sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),
             out=self._linear(shape.out).packed,
             rope=shape.rope,
             query_rope=shape.query_rope,
         )
 
-    def _dense(self, shape: DenseShape) -> DenseFeedForward:
+    def _feed_forward(
+        self, shape: DenseShape | ExpertsShape
+    ) -> DenseFeedForward | ExpertsFeedForward:
+        if isinstance(shape, ExpertsShape):
+            return ExpertsFeedForward(
+                router=self._linear(shape.router).packed,
+                scores="softmax",
+                top_k=shape.top_k,
+                renormalise=0.0 if shape.renormalise else None,
+                gate_up=self._linear(shape.gate_up).packed,
+                gate=shape.activation,
+                down=self._linear(shape.down).packed,
+            )
         return DenseFeedForward(
             gate_up=self._linear(shape.gate_up).packed,
             gate=shape.activation,
@@ -232,6 +250,13 @@ class CpuModel:
         made = new_array((shape.rows, shape.width), DTYPES[self.dtype_name])
         self._norms.append(made)  # the kernel has only its address
         self.slots.update(norm_slots(shape, partial(_write_rows, made), self.dtype_name))
+        return made
+
+    def _vector(self, shape: VectorShape) -> Array:
+        made = new_array((shape.width,), DTYPES["float32"])
+        self._norms.append(made)  # as above
+        name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
+        self.slots[name] = slot
         return made
 
     def _make_embedding(self, shape: LinearShape) -> CpuEmbedding:

@@ -7,6 +7,7 @@ Letters of shapes: T tokens in the step, S sequences, E hidden size, R rows of l
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.model import CpuModel, step_kernels
 from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.runner.sampled_rows import with_accepted
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
     PromptLogprobsInput,
@@ -59,7 +61,7 @@ class StepComputer:
             self._plan(kernel, tables, indptr)
         positions_T = _positions(plan.sequences, indptr)
         x_TE = model.forward(plan.token_ids.astype(np.int64), positions_T, self._kernels)
-        outputs = self._sampled(plan, model, x_TE[indptr[1:] - 1])
+        outputs = self._sampled(plan, model, x_TE, indptr[1:])
         for s, sequence in enumerate(plan.sequences):
             if sequence.prompt_logprobs is not None and outputs[s].error is None:
                 asked = sequence.prompt_logprobs
@@ -92,18 +94,27 @@ class StepComputer:
             tables.first_pages[:num_seqs],
         )
 
-    def _sampled(self, plan: StepPlan, model: CpuModel, last_SE: Array) -> list[SequenceOutput]:
-        """`last_SE` are the rows of the sequences' last tokens."""
+    def _sampled(
+        self, plan: StepPlan, model: CpuModel, x_TE: Array, ends: npt.NDArray[np.int32]
+    ) -> list[SequenceOutput]:
+        """`ends` are where the rows of each sequence in `x_TE` end."""
         outputs = [_NOTHING] * len(plan.sequences)
-        inputs: dict[int, SamplingInput] = {}
+        drafts = dict(plan.drafts)
+        rows: list[int] = []
+        inputs: list[SamplingInput] = []
         for s, sequence in enumerate(plan.sequences):
             if sequence.sampling is not None:
-                inputs[s] = sequence.sampling
-        if inputs:
-            logits_RV = model.compute_logits(last_SE[[*inputs]])
-            sampled = self._sampler.sample(logits_RV, [*inputs.values()])
-            for s, output in zip(inputs, sampled, strict=True):
-                outputs[s] = output
+                after = drafts.get(s, ())
+                rows += range(ends[s] - 1 - len(after), ends[s])
+                inputs += [sequence.sampling, *after]
+        if not inputs:
+            return outputs
+        sampled = iter(self._sampler.sample(model.compute_logits(x_TE[rows]), inputs))
+        for s, sequence in enumerate(plan.sequences):
+            if sequence.sampling is not None:
+                of_drafts = drafts.get(s, ())
+                first, *after = itertools.islice(sampled, 1 + len(of_drafts))
+                outputs[s] = with_accepted(first, of_drafts, after)
         return outputs
 
     def _logprobs(

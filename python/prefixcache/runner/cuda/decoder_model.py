@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prefixcache.config.model_config import ModelConfig
+from prefixcache.config.model_config import Activation, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -21,19 +21,22 @@ from prefixcache.models.parameters import (
     ConvShape,
     DecoderShape,
     DenseShape,
+    ExpertsShape,
     LayerShape,
     LinearShape,
     NormShape,
+    VectorShape,
     conv_slots,
     linear_slots,
     norm_slots,
+    vector_slot,
 )
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
 from prefixcache.runner.cuda.ops.embedding import Embedding
-from prefixcache.runner.cuda.ops.linear import Linear
+from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
 from prefixcache.runner.cuda.ops.sets import Ops
 
@@ -78,6 +81,30 @@ class Builder:
             self.slots.update(linear_slots(shape, made))
         return made
 
+    def stacked(self, shape: LinearShape) -> TorchLinear:
+        """A linear layer of which blocks of outputs are computed alone."""
+        bias_O = self.ops.empty(shape.outputs) if shape.bias else None
+        made = TorchLinear(self.ops.empty(shape.outputs, shape.inputs), bias_O)
+        self._layers.append(made)
+        self.slots.update(linear_slots(shape, made))
+        return made
+
+    def vector(self, shape: VectorShape) -> Tensor:
+        """Numbers in float32."""
+        made = torch.empty(shape.width, dtype=torch.float32, device=self.ops.device)
+        self._tensors.append(made)
+        name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
+        self.slots[name] = slot
+        return made
+
+    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """What becomes of gates, and what they let pass."""
+        return {
+            "silu": self.ops.silu_and_mul,
+            "gelu_tanh": self.ops.gelu_tanh_and_mul,
+            "clamped_swiglu": self.ops.clamped_swiglu,
+        }[activation]
+
     def embedding(self, shape: LinearShape, head: Linear | None) -> Embedding:
         """A table of embeddings, and the head tied to it if there is one."""
         made = self.ops.embedding(shape, head)
@@ -102,6 +129,8 @@ class AttentionMixer:
         self._qkv = builder.linear(shape.qkv)
         # One row a head, so that one call normalises the queries and the keys.
         self._qk_norm = _optional(shape.qk_norm, builder)
+        self._whole_norms = shape.qk_norm is not None and shape.qk_norm.whole
+        self._sinks_H = builder.vector(shape.sinks) if shape.sinks else None
         self.out = builder.linear(shape.out)
 
     def __call__(
@@ -112,7 +141,7 @@ class AttentionMixer:
         qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self._qk_norm is not None:
-            qk = self._rms_norm(qk, self._qk_norm)
+            qk = self._normed(qk, self._qk_norm)
         of_keys, of_queries = (rotations[rope] for rope in self._ropes)
         if of_keys is of_queries and attention.rotate_and_run is not None:
             return attention.rotate_and_run(self._layer, qk, v_TKD, of_keys).flatten(1)
@@ -121,7 +150,16 @@ class AttentionMixer:
         else:
             q_THD = self._ops.apply_rope(qk[:, :num_q], *of_queries)
             k_TKD = self._ops.apply_rope(qk[:, num_q:], *of_keys)
-        return attention.run(self._layer, q_THD, k_TKD, v_TKD).flatten(1)
+        return attention.run(self._layer, q_THD, k_TKD, v_TKD, self._sinks_H).flatten(1)
+
+    def _normed(self, qk_TND: Tensor, norm_ND: Tensor) -> Tensor:
+        """Each head; or all queries at once, and all keys."""
+        if not self._whole_norms:
+            return self._rms_norm(qk_TND, norm_ND)
+        sizes = list(self._heads[:2])
+        parts = zip(qk_TND.split(sizes, dim=1), norm_ND.split(sizes), strict=True)
+        normed = [self._rms_norm(x.flatten(1), norm.flatten()).view(x.shape) for x, norm in parts]
+        return torch.cat(normed, dim=1)
 
 
 class ShortConvMixer:
@@ -146,17 +184,49 @@ class DenseFeedForward:
     """A gated MLP, without what `out` makes of it."""
 
     def __init__(self, shape: DenseShape, builder: Builder) -> None:
-        gates = {
-            "silu": builder.ops.silu_and_mul,
-            "gelu_tanh": builder.ops.gelu_tanh_and_mul,
-        }
-        self._gate = gates[shape.activation]
+        self._gate = builder.gate(shape.activation)
         self._gate_up = builder.linear(shape.gate_up)
         self.out = builder.linear(shape.down)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """What `out` takes: [T, F]."""
         return self._gate(self._gate_up(x_TE))
+
+
+class ExpertsFeedForward:
+    """A mixture of experts, one expert after the other; see `ExpertsShape`."""
+
+    def __init__(self, shape: ExpertsShape, builder: Builder) -> None:
+        self._gate = builder.gate(shape.activation)
+        self._count, self._top_k = shape.router.outputs, shape.top_k
+        self._renormalise = shape.renormalise
+        self._router = builder.linear(shape.router)
+        self._gate_up = builder.stacked(shape.gate_up)
+        self._down = builder.stacked(shape.down)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """The weighted sum of what each token's experts make of it, [T, E] in float32.
+
+        It is taken in the order of their scores.
+        """
+        scores_TN = torch.softmax(self._router.wide(x_TE).float(), dim=-1)
+        weights_TK, experts_TK = scores_TN.topk(self._top_k, dim=-1)
+        if self._renormalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        made_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1], dtype=torch.float32)
+        for expert in experts_TK.unique().tolist():
+            token, rank = (experts_TK == expert).nonzero(as_tuple=True)
+            gated = self._gate(self._gate_up.block(expert, self._count, x_TE[token]))
+            made_TKE[token, rank] = self._down.block(expert, self._count, gated).float()
+        sum_TE = torch.zeros_like(made_TKE[:, 0])
+        for rank in range(self._top_k):
+            sum_TE += made_TKE[:, rank] * weights_TK[:, rank, None]
+        return sum_TE
+
+    @staticmethod
+    def out(sum_TE: Tensor, residual_TE: Tensor | None = None) -> Tensor:
+        """The sum, with the residual added, rounded once; in the type of the residual."""
+        return sum_TE if residual_TE is None else (residual_TE.float() + sum_TE).to(residual_TE)
 
 
 class DecoderLayer:
@@ -170,7 +240,7 @@ class DecoderLayer:
         self._mixer = _mixer(config, layer, shape.mixer, builder)
         self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
-        self._feed_forward = DenseFeedForward(shape.feed_forward, builder)
+        self._feed_forward = _feed_forward(shape.feed_forward, builder)
         self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
 
     def __call__(
@@ -189,12 +259,16 @@ class DecoderLayer:
         return x_TE if norm_E is None else self._rms_norm(x_TE, norm_E)
 
     def _added(
-        self, x_TE: Tensor, linear: Linear, y_TI: Tensor, out_norm_E: Tensor | None
+        self,
+        x_TE: Tensor,
+        out: Callable[[Tensor, Tensor | None], Tensor],
+        y_TI: Tensor,
+        out_norm_E: Tensor | None,
     ) -> Tensor:
-        """The residual stream with the linear's result, which uses the stream up."""
+        """The residual stream with the part's result, which uses the stream up."""
         if out_norm_E is None:
-            return linear(y_TI, x_TE)
-        return x_TE + self._rms_norm(linear(y_TI), out_norm_E)
+            return out(y_TI, x_TE)
+        return x_TE + self._rms_norm(out(y_TI, None).to(x_TE), out_norm_E)
 
 
 class DecoderModel:
@@ -241,6 +315,7 @@ class DecoderModel:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             scale=self.config.attention_scale or self.config.head_dim**-0.5,
+            has_sinks=self.config.sinks,
         )
 
     @torch.inference_mode()
@@ -272,6 +347,14 @@ def _mixer(
     if isinstance(shape, ConvShape):
         return ShortConvMixer(layer, shape, builder)
     return AttentionMixer(config, layer, shape, builder)
+
+
+def _feed_forward(
+    shape: DenseShape | ExpertsShape, builder: Builder
+) -> DenseFeedForward | ExpertsFeedForward:
+    if isinstance(shape, ExpertsShape):
+        return ExpertsFeedForward(shape, builder)
+    return DenseFeedForward(shape, builder)
 
 
 def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:

@@ -151,11 +151,14 @@ def make_graphs(
 ) -> DecodeGraphs | None:
     """Captured decodes, or None: without CUDA, with `enforce_eager`, or a backend that has none.
 
+    None too for a model with experts, since which of them compute is known on the device alone.
+
     `attention` must be bound.
     """
     if capture is None and model.device.type == "cuda":
         capture = CudaCapture(model.device)
-    if capture is None or config.enforce_eager or not attention.has_graphs:
+    has_experts = model.config.experts is not None
+    if capture is None or config.enforce_eager or has_experts or not attention.has_graphs:
         return None
     max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
     sizes = graph_sizes(max_seqs)

@@ -56,6 +56,8 @@ class TorchRunner:
             )
         if config.cache.kv_cache_dir is not None:
             raise FieldError("kv_cache_dir", "needs the CPU's own kernels, without torch.")
+        if config.speculation.source != "off":
+            raise FieldError("speculate", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)
         self._config = config.on(self._device.type)
 

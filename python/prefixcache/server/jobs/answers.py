@@ -47,6 +47,8 @@ class TokenCounts(NamedTuple):
     cached: int
     written: int
     reasoning: int
+    accepted: int
+    refused: int
 
 
 @dataclass(slots=True)
@@ -75,6 +77,8 @@ class Choice:
     num_cached_tokens: int = 0
     num_written_tokens: int = 0
     num_window_missed_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_refused_drafts: int = 0
     text_offsets: TextOffsets = field(default_factory=TextOffsets)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -95,6 +99,8 @@ class Choice:
             self.num_cached_tokens if self.is_first else 0,
             self.num_written_tokens if self.is_first else 0,
             self.num_reasoning_tokens,
+            self.num_accepted_drafts,
+            self.num_refused_drafts,
         )
 
     def add(self, output: RequestOutput) -> None:
@@ -109,6 +115,8 @@ class Choice:
             self.num_written_tokens = output.num_written_tokens
             self.num_window_missed_tokens = output.num_window_missed_tokens
             self.prompt_logprobs = output.prompt_logprobs
+        self.num_accepted_drafts = output.num_accepted_drafts
+        self.num_refused_drafts = output.num_refused_drafts
         self.token_ids.extend(output.token_ids)
         if self.keeps_logprobs:
             self.logprobs.extend(output.logprobs)
@@ -384,8 +392,14 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
             "cache_write_tokens": counts.written,
         },
     }
+    details: dict[str, int] = {}
     if counts.reasoning:
-        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+        details["reasoning_tokens"] = counts.reasoning
+    if counts.accepted or counts.refused:
+        details["accepted_prediction_tokens"] = counts.accepted
+        details["rejected_prediction_tokens"] = counts.refused
+    if details:
+        shown["completion_tokens_details"] = details
     return shown
 
 

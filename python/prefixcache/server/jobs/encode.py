@@ -34,13 +34,15 @@ class EncodedPrompts(NamedTuple):
     """The prompts of one HTTP request, and what is known of each.
 
     `caching` is what the API's caching controls mean for it, `roles` who wrote which of its tokens,
-    `sources` what each was made of, None for one that came as token ids.
+    `sources` what each was made of, None for one that came as token ids. `prediction` is what the
+    answers may look like.
     """
 
     token_ids: Sequence[TokenIds]
     caching: PromptCaching
     roles: tuple[RoleSpan, ...] = ()
     sources: Sequence[PromptSource | None] = ()
+    prediction: TokenIds | None = None
 
 
 class PromptEncoder:

@@ -209,6 +209,7 @@ class JobMaker:
                     client=scope.client,
                     roles=prompts.roles,
                     affinity=scope.affinity,
+                    prediction=prompts.prediction,
                 )
 
 

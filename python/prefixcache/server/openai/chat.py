@@ -148,6 +148,9 @@ async def chat_job(
     encoded = await maker.encoder.encode_chat(
         source, controls, rendered_with, add_special_tokens=special, last=kept
     )
+    if fields.prediction is not None and (text := fields.prediction.text):
+        predicted = await maker.encoder.encode(text, param="prediction", add_special_tokens=False)
+        encoded = encoded._replace(prediction=predicted)
     return await maker.job(
         fields, encoded, plan.applied_to(params), call=call, new_parser=plan.new_parser
     )

@@ -6,7 +6,7 @@ that it is left out. Values are checked where they are used, once for all endpoi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
 
@@ -67,6 +67,27 @@ def _plain(message: _Message, index: int) -> dict[str, Any]:
     return {**message.model_dump(exclude={"content"}), "content": message.content}
 
 
+class TextPart(BaseModel, strict=True):
+    """A part of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel, strict=True):
+    """What much of the answer may look like: OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(SamplingFields, ChatFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -80,7 +101,6 @@ class ChatRequest(SamplingFields, ChatFields):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
         "web_search_options": (),
     }
 
@@ -93,6 +113,7 @@ class ChatRequest(SamplingFields, ChatFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     include_reasoning: bool | None = None
+    prediction: Prediction | None = None
 
     @property
     def given_max_tokens(self) -> int | None:

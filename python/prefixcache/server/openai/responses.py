@@ -46,7 +46,15 @@ from prefixcache.server.options.limits import MAX_MESSAGES
 _SAME = frozenset(
     {*SamplingFields.model_fields, *SamplingFields.no_effect, "chat_template_kwargs"}
     | {"parallel_tool_calls"}
-) - {"max_tokens", "n", "logprob_start_len", "prompt_logprobs", "return_token_ids", "stream", "stream_options"}
+) - {
+    "max_tokens",
+    "n",
+    "logprob_start_len",
+    "prompt_logprobs",
+    "return_token_ids",
+    "stream",
+    "stream_options",
+}
 
 # Names of this endpoint for what a chat calls otherwise.
 _NAMES = {

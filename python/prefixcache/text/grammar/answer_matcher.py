@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from prefixcache.exceptions import GrammarError
 from prefixcache.text.grammar.compiler import Matcher
 from prefixcache.text.grammar.mask_workers import Latency, MaskWorkers
 from prefixcache.text.grammar.vocabulary import Vocabulary, Words
+from prefixcache.types.step_plan import TokenMask
+
+logger = logging.getLogger(__name__)
 
 _TOO_COMPLEX = "The answer left what its grammar can follow, or a limit of it was reached: "
 
@@ -106,11 +111,29 @@ class AnswerMatcher:
         """Nothing is generated (any more)."""
         self._track = _Track(self._grammar)
 
-    def push(self, token_id: int) -> None:
-        """Takes the sampled token; what may follow it is worked out from now on."""
-        if token_id not in self._ends:
-            self._track.is_known.clear()
-            self._grammar.workers.put(self._track.follow, token_id, self._grammar.latency)
+    def push(self, *token_ids: int) -> None:
+        """Takes sampled tokens; what may follow the last one is worked out from now on."""
+        followed = [token_id for token_id in token_ids if token_id not in self._ends]
+        if followed:
+            self._track.is_known = known = threading.Event()
+            follow = partial(self._track.follow, followed, known)
+            self._grammar.workers.put(follow, self._grammar.latency)
+
+    def draft_masks(
+        self, drafts: Sequence[int], unwanted: Sequence[Sequence[int]]
+    ) -> list[TokenMask]:
+        """Which tokens may follow each of these guesses, less those `unwanted` there.
+
+        A mask stays unknown after a guess that the grammar does not allow.
+        """
+        found = _DraftWords(self._track)
+        self._grammar.workers.put(partial(found.follow, drafts), self._grammar.latency)
+        return [
+            _DraftMask(
+                found, index, partial(self._wanted, unwanted=(*of_one, *self._always_unwanted))
+            )
+            for index, of_one in enumerate(unwanted)
+        ]
 
     @property
     def is_held(self) -> bool:
@@ -119,6 +142,11 @@ class AnswerMatcher:
             self._was_late = False
             return False
         return self._was_late or self._grammar.latency.is_slow
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether masks take so long that none should be made for guesses."""
+        return self._grammar.latency.is_slow
 
     def wait(self, seconds: float) -> None:
         """Waits until what may follow is known, but no longer than that."""
@@ -136,8 +164,11 @@ class AnswerMatcher:
             return None
         if track.error is not None:
             raise GrammarError(_TOO_COMPLEX + track.error)
-        wanted = track.words & self._grammar.words_without(unwanted) if unwanted else track.words
-        return wanted if wanted.any() else track.words
+        return self._wanted(track.words, unwanted)
+
+    def _wanted(self, words: Words, unwanted: tuple[int, ...]) -> Words:
+        wanted = words & self._grammar.words_without(unwanted) if unwanted else words
+        return wanted if wanted.any() else words
 
 
 class AnswerMask:
@@ -158,39 +189,106 @@ class _Track:
     """An answer's place in trigger and grammar, from its beginning on.
 
     `follow` runs in a worker's thread while `is_known` is unset; else the loop's thread reads it.
+    Each `follow` has an event of its own, so that who waits for one does not wait for the next.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._state = 0
         self._matcher: Matcher | None = None
-        self.error: str | None = None
-        self.words = (
-            grammar.first_words if grammar.trigger is None else grammar.trigger.words(self._state)
-        )
         self._own_words: Words | None = None
+        self._changing = threading.Lock()
+        self.error: str | None = None
+        self.words = self._words()
         self.is_known = threading.Event()
         self.is_known.set()
 
-    def follow(self, token_id: int) -> None:
-        """Follows one more token, and notes how long it took."""
+    def follow(self, token_ids: Sequence[int], known: threading.Event) -> None:
+        """Follows more tokens, and notes how long it took."""
         begun = time.thread_time()
         try:
-            self.words = self._words_after(token_id)
+            with self._changing:
+                for token_id in token_ids:
+                    self._advance(token_id)
+                self.words = self._words()
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance is this answer's alone
             self.error = str(error) or repr(error)
         self._grammar.latency.observe(time.thread_time() - begun)
-        self.is_known.set()
+        known.set()
 
-    def _words_after(self, token_id: int) -> Words:
-        trigger = self._grammar.trigger
-        if trigger is not None and not trigger.is_found(self._state):
-            self._state = trigger.follow(self._state, token_id)
-            found = trigger.is_found(self._state)
-            return self._grammar.first_words if found else trigger.words(self._state)
-        if self._matcher is None or self._own_words is None:
-            self._matcher = self._grammar.new_matcher()
-            self._own_words = np.zeros(len(self._grammar.first_words), dtype=np.int32)
+    def copy(self) -> _Track:
+        """Another one at the same place. From any thread."""
+        other = _Track(self._grammar)
+        with self._changing:
+            other._state, other.error = self._state, self.error
+            other._matcher = self._matcher and self._matcher.copy()
+        return other
+
+    def words_after(self, token_id: int) -> Words:
+        """Follows one more token in the caller's thread. Raises `GrammarError`."""
+        self._advance(token_id)
+        return self._words().copy()
+
+    def _advance(self, token_id: int) -> None:
+        if self._is_free:
+            assert self._grammar.trigger is not None
+            self._state = self._grammar.trigger.follow(self._state, token_id)
+            return
+        self._matcher = self._matcher or self._grammar.new_matcher()
         self._matcher.follow(token_id)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether the trigger is still to come."""
+        trigger = self._grammar.trigger
+        return trigger is not None and not trigger.is_found(self._state)
+
+    def _words(self) -> Words:
+        if self._is_free:
+            assert self._grammar.trigger is not None
+            return self._grammar.trigger.words(self._state)
+        if self._matcher is None:
+            return self._grammar.first_words
+        if self._own_words is None:
+            self._own_words = np.zeros(len(self._grammar.first_words), dtype=np.int32)
         self._matcher.write(self._own_words)
         return self._own_words
+
+
+class _DraftWords:
+    """Which tokens may follow each of some guesses, as far as the grammar allows these.
+
+    A worker waits for the answer's own place to be known: that job came before this one, so it
+    never waits for a job behind it. Where the answer has gone on meanwhile, nobody reads the words.
+    """
+
+    def __init__(self, track: _Track) -> None:
+        self._track, self._begins = track, track.is_known
+        self.words: list[Words] = []
+        self.is_known = threading.Event()
+
+    def follow(self, drafts: Sequence[int]) -> None:
+        """Runs in a worker's thread."""
+        self._begins.wait()
+        try:
+            track = self._track.copy()
+            for token_id in drafts:
+                self.words.append(track.words_after(token_id))
+        except BaseException as error:  # noqa: BLE001 - as above; the answer itself goes on
+            logger.debug("A guess leaves its grammar: %s", error)
+        self.is_known.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftMask:
+    """A `TokenMask` for the token after one of the guesses."""
+
+    found: _DraftWords
+    index: int
+    wanted: Callable[[Words], Words]
+
+    def words(self, seconds: float) -> Words | None:
+        """See `TokenMask.words`."""
+        if not self.found.is_known.wait(max(seconds, 0)) or self.index >= len(self.found.words):
+            return None
+        return self.wanted(self.found.words[self.index])

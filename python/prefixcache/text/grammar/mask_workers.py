@@ -42,6 +42,6 @@ class MaskWorkers:
         self._quick = ThreadPoolExecutor(num_quick, thread_name_prefix=_NAME)
         self._other = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
 
-    def put(self, function: Callable[[int], None], token_id: int, latency: Latency) -> None:
+    def put(self, function: Callable[[], None], latency: Latency) -> None:
         """Lets a thread call `function`, which raises nothing."""
-        (self._quick if latency.is_trusted else self._other).submit(function, token_id)
+        (self._quick if latency.is_trusted else self._other).submit(function)

@@ -111,6 +111,7 @@ impl<'a, E: KvElement> Layer<'a, E> {
             &plan,
             Rows::new(&self.cache, page_width),
             Rows::new(&queries, width),
+            sinks(&self.attention).as_deref(),
             &RowsMut::new(&mut out, width),
         )
         .expect("memory");
@@ -148,6 +149,17 @@ impl<'a, E: KvElement> Layer<'a, E> {
     }
 }
 
+/// The heads' sinks, of most numbers of heads.
+pub fn sinks(attention: &Attention) -> Option<Vec<f32>> {
+    let has_sinks = attention.heads() != 3;
+    has_sinks.then(|| {
+        noise::<f32>(7, attention.heads())
+            .iter()
+            .map(|sink| 4.0 * sink)
+            .collect()
+    })
+}
+
 /// Softmax attention of one query row over the whole sequence, in `f64`.
 pub fn reference<E: KvElement>(
     attention: &Attention,
@@ -173,7 +185,8 @@ pub fn reference<E: KvElement>(
         })
     };
     let weights: Vec<f64> = (first..=position).map(|key| score(key).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let sink = sinks(attention).map_or(0.0, |sinks| f64::from(sinks[head]).exp());
+    let total: f64 = weights.iter().sum::<f64>() + sink;
     let mean = |d: usize| {
         let weighted = weights.iter().zip(first..);
         weighted

@@ -3,6 +3,7 @@
 use std::iter;
 
 use super::{PrefixCache, check_len, fault};
+use crate::backing::BlockTokens;
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
 use crate::events::EventLog;
 use crate::hash::Scope;
@@ -69,8 +70,11 @@ impl<S: BlockStore> PrefixCache<S> {
         // Blocks of a scope are not reported: whoever knows their hashes can find out what they hold.
         let is_open = sequence.scope == Scope::default();
         let is_reported = is_open && self.store.event_log().is_some();
-        let mut new = Vec::new();
+        let (mut new, mut registered) = (Vec::new(), Vec::new());
         let outcome = self.register_all(holding, hashes, |group, index, outcome| {
+            if is_reported && matches!(outcome, Registration::New | Registration::Duplicate(_)) {
+                registered.push((group, index));
+            }
             if let Registration::Duplicate(holder) = outcome {
                 duplicates.push(Duplicate {
                     sequence: number,
@@ -84,6 +88,15 @@ impl<S: BlockStore> PrefixCache<S> {
         });
         if let Some(event_log) = self.store.event_log().filter(|_| is_reported) {
             self.report_stored(event_log, new, hashes, &sequence.tokens);
+        }
+        let size = self.home.config.block_size;
+        for (group, index) in registered {
+            let tokens = BlockTokens {
+                parent: index.checked_sub(1).map(|parent| (&hashes[parent]).into()),
+                tokens: sequence.tokens[index * size..(index + 1) * size].into(),
+            };
+            let block = holding.tables[group.index()].blocks[index];
+            self.store.keep_tokens(block, tokens);
         }
         outcome?;
         holding.num_published = holding.num_published.max(full);

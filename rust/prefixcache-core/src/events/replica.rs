@@ -75,6 +75,10 @@ impl Replica {
         }
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
     /// Applies a change, and reports what of it is new, in parts of a bounded size.
     pub(super) fn apply(&mut self, sent: Sent, mut report: impl FnMut(Change)) {
         match sent {
@@ -108,7 +112,7 @@ impl Replica {
     }
 
     /// Whether the block is new.
-    fn insert(&mut self, name: Name, parent: Option<ShortHash>, tokens: &[u32]) -> bool {
+    pub(super) fn insert(&mut self, name: Name, parent: Option<ShortHash>, tokens: &[u32]) -> bool {
         let place = self.blocks.len() as u32;
         if *self.places.of(&name).entry(name).or_insert(place) != place {
             return false;

@@ -1,13 +1,13 @@
 //! A pool over memory that outlives the process: see [`backing`](crate::backing).
 
 use super::{BlockPool, Writer};
-use crate::backing::{BackingStore, KeptBlock};
+use crate::backing::{BackingStore, BlockTokens, KeptBlock};
 use crate::band::Band;
 use crate::block::{Class, State};
 use crate::error::{InvalidArgument, ListenError};
 use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::store::{BlockStore, Lookup, Registration};
+use crate::store::{BlockKey, BlockStore, Lookup, Registration};
 use crate::sync::{Mode, Ordering::Relaxed, SingleWriter};
 
 impl Writer<SingleWriter> {
@@ -122,6 +122,22 @@ impl<M: Mode> BlockPool<M> {
         if let Some(backing) = self.backing() {
             backing.published(id, &self.block(id).key());
         }
+    }
+
+    /// What KV events report of a block that was published.
+    pub(super) fn keep_tokens(&self, id: BlockId, tokens: BlockTokens<'_>) {
+        if let Some(backing) = self.backing() {
+            backing.keep_tokens(id, tokens);
+        }
+    }
+
+    /// What can be found and be reported, as another process left it.
+    pub(super) fn restored_tokens(&self) -> Vec<(BlockKey, BlockTokens<'static>)> {
+        let Some(backing) = self.backing() else {
+            return Vec::new();
+        };
+        let named = |id| Some((self.block(id).key(), backing.kept_tokens(id)?));
+        self.cached_blocks().into_iter().filter_map(named).collect()
     }
 
     /// These blocks lose their content, if they have any.

@@ -17,8 +17,8 @@ use crate::sync::{Fault, Mode, Ordering::Relaxed, SingleWriter, planted};
 const MAX_CAPACITY: usize = 1 << 26;
 
 impl BlockPool<SingleWriter> {
-    /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more. Once
-    /// in a pool's life, before anything is cached but what was restored: of that the reader never knows.
+    /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more; what
+    /// was restored comes first. Once in a pool's life, before anything else is cached.
     ///
     /// Of one writer alone, whose changes have an order.
     pub(super) fn keep_events(&self, block_size: usize) -> Result<EventReader, ListenError> {
@@ -27,7 +27,7 @@ impl BlockPool<SingleWriter> {
         if self.contents.cached() > 0 && !is_new {
             return Err(ListenError::Late);
         }
-        let (event_log, reader) = EventLog::new(block_size);
+        let (event_log, reader) = EventLog::new(block_size, self.restored_tokens());
         self.event_log
             .set(event_log)
             .map_err(|_| ListenError::Twice)?;

@@ -61,7 +61,7 @@ impl Writer {
     }
 
     /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more.
-    /// Once in a pool's life, before anything is cached: of that the reader would never know.
+    /// What another process has kept comes first. Once in a pool's life, before anything else is cached.
     pub fn keep_events(&mut self, block_size: usize) -> Result<EventReader, ListenError> {
         self.0.keep_events(block_size)
     }
@@ -214,6 +214,10 @@ macro_rules! changes_through {
             epoch: Epoch,
         ) -> Result<Registration, Misuse> {
             $through!(self, |pool| pool.register(block, key, epoch))
+        }
+
+        fn keep_tokens(&mut self, block: BlockId, tokens: crate::backing::BlockTokens<'_>) {
+            $through!(self, |pool| pool.keep_tokens(block, tokens));
         }
 
         fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {

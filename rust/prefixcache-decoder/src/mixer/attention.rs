@@ -14,6 +14,10 @@ pub struct AttentionMixer<'a, E> {
     pub qkv: &'a PackedLinear<E>,
     /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
     pub qk_norm: Option<RmsNorm<'a, E>>,
+    /// Of K * D numbers: that of keys, where `qk_norm` is of all H * D queries at once.
+    pub key_norm: Option<RmsNorm<'a, E>>,
+    /// Of H numbers: the heads' sinks, where there are some.
+    pub sinks: Option<&'a [f32]>,
     /// H * D to E
     pub out: &'a PackedLinear<E>,
     /// Which of the step's groups the layer is of.
@@ -81,6 +85,7 @@ impl Step<'_> {
             group.plan,
             cache.read(),
             turned.columns(0..queries),
+            mixer.sinks,
             &scratch.attended.write(queries),
         )?;
         let attended = scratch.attended.read(queries);
@@ -94,7 +99,22 @@ impl Step<'_> {
         let (queries, all) = (mixer.out.inputs(), mixer.turned());
         let mut qk = scratch.qkv.read(mixer.qkv.outputs()).columns(0..all);
         if let Some(norm) = mixer.qk_norm {
-            self.norm(norm, qk, None, &scratch.qk.write(all));
+            let mut normed = scratch.qk.write(all);
+            let of_queries = if mixer.key_norm.is_some() {
+                queries
+            } else {
+                all
+            };
+            let (first, last) = (0..of_queries, of_queries..all);
+            self.norm(
+                norm,
+                qk.columns(first.clone()),
+                None,
+                &normed.columns(first),
+            );
+            if let Some(norm) = mixer.key_norm {
+                self.norm(norm, qk.columns(last.clone()), None, &normed.columns(last));
+            }
             qk = scratch.qk.read(all);
         }
         let ropes = if mixer.query_rope == mixer.rope {

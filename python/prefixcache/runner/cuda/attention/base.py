@@ -23,7 +23,8 @@ class AttentionSpec:
     """The constants of a model's attention.
 
     `scale` multiplies the dot products. `sliding_window` W lets a query at position i see keys at
-    positions above i - W. `softcap` c replaces each scaled score x by c * tanh(x / c).
+    positions above i - W. `softcap` c replaces each scaled score x by c * tanh(x / c). With
+    `has_sinks` each layer gives `run` a score more for each head.
     """
 
     num_heads: int
@@ -32,6 +33,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,9 +114,17 @@ class AttentionBackend(Protocol):
         """Prepares for the step; `batch` must not change until the step's last `run`."""
         ...
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Writes k and v to their slots, then attends: causal, aligned at the last token.
 
+        `sinks_H`, where the spec has sinks, are scores of a key without a value, one a head.
         Returns [T, H, D] in the type of `q_THD`.
         """
         ...

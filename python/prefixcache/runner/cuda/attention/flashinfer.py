@@ -172,7 +172,14 @@ class FlashInferAttention:
         tables.load(plan.listed_of(batch), size)
         self._step = _Step(tables.slots[:size], tables.zeros[:size], tables.indices, plan.parts)
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        sinks_H: Tensor | None = None,  # noqa: ARG002  (refused)
+    ) -> Tensor:
         """Writes k and v to their slots, then attends; returns [T, H, D]."""
         step, kv = self._require_step(), self._kv[layer]
         assert self._pool_table is not None

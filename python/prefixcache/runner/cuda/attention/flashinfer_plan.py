@@ -239,6 +239,10 @@ def check_supported(spec: AttentionSpec, dtype: torch.dtype) -> None:
             f"FlashInfer has no kernel for head_dim {spec.head_dim}; "
             f"it has {', '.join(map(str, HEAD_DIMS))}. Use another attention backend."
         )
+    if spec.has_sinks:
+        raise ConfigError(
+            "attention sinks are not computed with FlashInfer here. Use --attention torch."
+        )
     if dtype not in DTYPES:
         raise ConfigError(
             f"FlashInfer has no kernel for {dtype}. Use --dtype bfloat16 or another attention "

@@ -60,10 +60,17 @@ class GroupedAttention:
         for backend, batch in zip(self.backends, batches, strict=True):
             backend.plan(batch)
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """The attention of a layer of the model; see `AttentionBackend.run`."""
         backend, number = self._attention(layer)
-        return backend.run(number, q_THD, k_TKD, v_TKD)
+        return backend.run(number, q_THD, k_TKD, v_TKD, sinks_H)
 
     def convolve(
         self, layer: int, bx_TE: Tensor, weight_LE: Tensor, bias_E: Tensor | None

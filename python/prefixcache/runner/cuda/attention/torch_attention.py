@@ -97,17 +97,30 @@ class TorchAttention:
         visible_LN = key_1N <= query_L1
         return visible_LN if window is None else visible_LN & (key_1N > query_L1 - window)
 
-    def run(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Writes k and v to their slots, then attends; [T, H, D] in the type of `q_THD`."""
         kv_P2BKD = self._kv_layers[layer]
         kv_P2BKD[self._slot_blocks_T, 0, self._slot_offsets_T] = k_TKD
         kv_P2BKD[self._slot_blocks_T, 1, self._slot_offsets_T] = v_TKD
         out_THD = torch.empty_like(q_THD)
         for sequence in self._sequences:
-            out_THD[sequence.rows] = self._attend(q_THD[sequence.rows], kv_P2BKD, sequence)
+            out_THD[sequence.rows] = self._attend(q_THD[sequence.rows], kv_P2BKD, sequence, sinks_H)
         return out_THD
 
-    def _attend(self, q_LHD: Tensor, kv_P2BKD: Tensor, sequence: _SequencePlan) -> Tensor:
+    def _attend(
+        self,
+        q_LHD: Tensor,
+        kv_P2BKD: Tensor,
+        sequence: _SequencePlan,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         kv_N2BKD = kv_P2BKD.index_select(0, sequence.blocks)
         k_NKD = kv_N2BKD[:, 0].flatten(0, 1)[: sequence.num_keys]
         v_NKD = kv_N2BKD[:, 1].flatten(0, 1)[: sequence.num_keys]
@@ -116,32 +129,43 @@ class TorchAttention:
             k_NKD.transpose(0, 1).unsqueeze(0),
             v_NKD.transpose(0, 1).unsqueeze(0),
             sequence.visible_LN,
+            sinks_H,
         )
         return out_1HLD.squeeze(0).transpose(0, 1)
 
     def _scores_and_values(
-        self, q_1HLD: Tensor, k_1KND: Tensor, v_1KND: Tensor, visible_LN: Tensor | None
-    ) -> Tensor:
-        if self._spec.softcap is not None:
-            return self._softcapped(q_1HLD, k_1KND, v_1KND, visible_LN, self._spec.softcap)
-        return F.scaled_dot_product_attention(
-            q_1HLD, k_1KND, v_1KND, visible_LN, scale=self._spec.scale, enable_gqa=True
-        )
-
-    def _softcapped(
         self,
         q_1HLD: Tensor,
         k_1KND: Tensor,
         v_1KND: Tensor,
         visible_LN: Tensor | None,
-        cap: float,
+        sinks_H: Tensor | None,
     ) -> Tensor:
-        """Written out in float32, since SDPA has no soft cap."""
+        if self._spec.softcap is not None or sinks_H is not None:
+            return self._written_out(q_1HLD, k_1KND, v_1KND, visible_LN, sinks_H)
+        return F.scaled_dot_product_attention(
+            q_1HLD, k_1KND, v_1KND, visible_LN, scale=self._spec.scale, enable_gqa=True
+        )
+
+    def _written_out(
+        self,
+        q_1HLD: Tensor,
+        k_1KND: Tensor,
+        v_1KND: Tensor,
+        visible_LN: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """In float32, with a soft cap or sinks, neither of which SDPA has."""
         group = self._spec.num_heads // self._spec.num_kv_heads
         k_1HND = k_1KND.float().repeat_interleave(group, dim=1)
         v_1HND = v_1KND.float().repeat_interleave(group, dim=1)
         scores = q_1HLD.float() @ k_1HND.transpose(-1, -2) * self._spec.scale
-        scores = cap * torch.tanh(scores / cap)
+        if (cap := self._spec.softcap) is not None:
+            scores = cap * torch.tanh(scores / cap)
         if visible_LN is not None:
             scores = scores.masked_fill(~visible_LN, float("-inf"))
-        return (torch.softmax(scores, dim=-1) @ v_1HND).to(q_1HLD.dtype)
+        if sinks_H is not None:
+            sinks_1HL1 = sinks_H.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks_1HL1], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k_1HND.shape[-2]]
+        return (weights @ v_1HND).to(q_1HLD.dtype)

@@ -43,3 +43,16 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
         return fused.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate) * up
+
+
+_SWIGLU_SLOPE, _SWIGLU_LIMIT = 1.702, 7.0
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """Computes gate / (1 + exp(-1.702 gate)) * (up + 1), gate up to 7 and up within -7 and 7.
+
+    In float32, rounded to the type of `gate_up`. The two halves are side by side.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    return (gate / (1.0 + torch.exp(-_SWIGLU_SLOPE * gate)) * (up + 1.0)).to(gate_up.dtype)

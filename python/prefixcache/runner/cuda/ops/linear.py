@@ -90,3 +90,8 @@ class TorchLinear:
     def wide(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O] as torch's matmul rounds it."""
         return self(x_TI)
+
+    def block(self, number: int, count: int, x_TI: Tensor) -> Tensor:
+        """Returns [T, O / count]: the outputs of block `number` of `count`."""
+        bias_O = None if self._bias_O is None else self._bias_O.chunk(count)[number]
+        return F.linear(x_TI, self.weight_OI.chunk(count)[number], bias_O)

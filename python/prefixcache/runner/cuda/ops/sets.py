@@ -20,6 +20,7 @@ class Ops:
     rms_norm = staticmethod(norm.rms_norm)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_tanh_and_mul = staticmethod(activation.gelu_tanh_and_mul)
+    clamped_swiglu = staticmethod(activation.clamped_swiglu)
     apply_rope = staticmethod(rope.apply_rope)
 
     def __init__(

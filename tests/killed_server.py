@@ -1,0 +1,179 @@
+"""Kills servers that answer over a kept cache; each next one must answer as one without a cache.
+
+    python tests/killed_server.py COUNT [SEED]
+
+Tiny models. Several clients ask, with and without a salt, while the cache is cleared, resized and
+given other weights, until `kill -9` at a random moment. The next server, of either weights, answers
+all prompts first: text and log probabilities bit for bit as a cold server, and no block that fails
+its checksum. Prints how many blocks were restored, and how many tokens hit in those first answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from server_process import PREFIXCACHE, ServerProcess, server_process
+
+NUM_CLIENTS, NUM_PROMPTS, MOST_SECONDS = 3, 12, 2.0
+PROMPTS = [" ".join(f"{name}{place}" for place in range(12)) for name in "abcdefghijkl"]
+FLAGS = ("--dtype", "float32", "--num-blocks", "90", "--served-model-name", "tiny")
+Answer = tuple[str, Any]
+
+
+@dataclass
+class Kills:
+    """Servers of `models`, whose file lies below `folder`; `expected` by model and prompt."""
+
+    models: list[Path]
+    folder: Path
+    choose: random.Random
+    expected: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    num_restored: int = 0
+    num_hit: int = 0
+    num_asked: int = 0
+
+    def serving(self, model: int, *flags: str) -> Any:
+        command = [*PREFIXCACHE, "serve", str(self.models[model]), "--port", "0", *FLAGS, *flags]
+        return server_process(command, self.folder / "log")
+
+    def compute_expected(self) -> None:
+        for model in range(len(self.models)):
+            with self.serving(model, "--no-enable-prefix-caching") as server:
+                for prompt in range(NUM_PROMPTS):
+                    self.expected[model, prompt], _ = ask(server, prompt)
+
+    def kill_one(self) -> None:
+        """One server: what it finds is right, and it dies while it computes more."""
+        model = self.choose.randrange(len(self.models))
+        with self.serving(model, "--kv-cache-dir", str(self.folder / "kv")) as server:
+            for prompt in range(NUM_PROMPTS):
+                answer, hit = ask(server, prompt)
+                assert answer == self.expected[model, prompt], f"prompt {prompt} of model {model}"
+                self.num_hit += hit
+            self.num_asked += NUM_PROMPTS
+            self.num_restored += metric(server, "restored_blocks")
+            assert metric(server, "failed_checks") == 0, "a kill tears no block"
+            traffic = Traffic(self, server, model, random.Random(self.choose.random()))
+            traffic.run(self.choose.random() * MOST_SECONDS)
+        assert not traffic.wrong, traffic.wrong
+        self.num_asked += traffic.num_asked
+
+
+class Traffic:
+    """Clients of one server, until it is killed."""
+
+    def __init__(
+        self, kills: Kills, server: ServerProcess, model: int, choose: random.Random
+    ) -> None:
+        self._kills, self._server, self._choose = kills, server, choose
+        # Weights that answers may be of: while they change, both.
+        self._models = [model]
+        self.wrong: list[str] = []
+        self.num_asked = 0
+
+    def run(self, seconds: float) -> None:
+        """All clients and the commands, and the kill after so long."""
+        threads = [threading.Thread(target=self._ask) for _ in range(NUM_CLIENTS)]
+        threads.append(threading.Thread(target=self._command))
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        self._server.process.send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        with suppress(httpx.TransportError):
+            while True:
+                self._ask_once(self._choose.randrange(NUM_PROMPTS))
+
+    def _ask_once(self, prompt: int) -> None:
+        before = list(self._models)
+        answer, _ = ask(self._server, prompt, self._choose.choice([None, None, "one", "other"]))
+        right = {*before, *self._models}
+        if answer not in [self._kills.expected[model, prompt] for model in right]:
+            self.wrong.append(f"prompt {prompt}, models {right}: {answer}")
+        self.num_asked += 1
+
+    def _command(self) -> None:
+        with suppress(httpx.TransportError):
+            while True:
+                self._command_once(self._choose.random())
+
+    def _command_once(self, number: float) -> None:
+        if number < 0.2:
+            post(self._server, "/reset_prefix_cache")
+        elif number < 0.4:
+            model = self._choose.randrange(len(self._kills.models))
+            self._models.append(model)
+            path = {"model_path": str(self._kills.models[model])}
+            post(self._server, "/update_weights_from_disk", path)
+            self._models = [model]
+        elif number < 0.9:
+            size = self._choose.choice([45, 60, 90])
+            post(self._server, "/prefix_cache/resize", {"num_blocks": size})
+        time.sleep(self._choose.random() * 0.1)
+
+
+def post(server: ServerProcess, path: str, body: Mapping[str, Any] | None = None) -> None:
+    answer = httpx.post(server.address + path, json=body, timeout=60)
+    assert answer.status_code < 300, answer.text
+
+
+def ask(server: ServerProcess, prompt: int, salt: str | None = None) -> tuple[Answer, int]:
+    """The text with its log probabilities, and how many tokens were cached."""
+    body = {"prompt": PROMPTS[prompt], "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    if salt is not None:
+        body["cache_salt"] = salt
+    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return (choice["text"], choice["logprobs"]), hit
+
+
+def metric(server: ServerProcess, name: str) -> int:
+    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    found = re.search(rf"^prefixcache:kv_file_{name}_total\S* (\S+)$", text, re.MULTILINE)
+    assert found, f"no {name}"
+    return int(float(found[1]))
+
+
+def kill_servers(models: list[Path], folder: Path, count: int, seed: int) -> Kills:
+    """Kills so many; raises what is wrong."""
+    kills = Kills(models, folder, random.Random(seed))
+    kills.compute_expected()
+    for _ in range(count):
+        kills.kill_one()
+    return kills
+
+
+def main(count: int, seed: int = 0) -> None:
+    from tiny_models import make_checkpoint
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        models = [make_checkpoint(folder / f"model-{one}", seed=one) for one in range(2)]
+        kills = kill_servers(models, folder, count, seed)
+    print(
+        f"{count} servers killed: {kills.num_asked} answers, all as a cold server's; "
+        f"{kills.num_restored} blocks restored, {kills.num_hit} tokens hit in first answers"
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -343,20 +343,20 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
 
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
-    """What all layers keep in a sequence's block, in the order of the groups."""
+    """What all layers keep in a sequence's block, in their order: engines may group them apart."""
     kv = engine._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
-    parts = b""
+    parts = dict[int, bytes]()
     for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
         block = int(tables.indices[page])
-        for number in range(len(group.layers)):
+        for number, layer in enumerate(group.layers):
             tensor, part = group.part(number)
             numbers = rows[tensor][block].view(f"V{kv.itemsize}")[part]
             if group.conv_width:
                 numbers = _needed_inputs(numbers, group, engine._cache.block_size)
-            parts += numbers.tobytes()
-    return parts
+            parts[layer] = numbers.tobytes()
+    return b"".join(parts[layer] for layer in sorted(parts))
 
 
 def _needed_inputs(numbers: npt.NDArray[Any], group: KVGroup, size: int) -> npt.NDArray[Any]:
@@ -494,7 +494,9 @@ def make_engine(
     activations: Activations = "exact",
     threads: int = 1,
 ) -> Engine:
-    num_groups = len(kv_layout(ModelConfig.from_hf(folder), schedule.block_size).groups)
+    speculation = SpeculationConfig(speculate="cache" if schedule.speculates else "off")
+    most_refused = 1 + (speculation.most if schedule.speculates else 0)
+    layout = kv_layout(ModelConfig.from_hf(folder), schedule.block_size, most_refused)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -504,7 +506,7 @@ def make_engine(
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
-            num_blocks=num_groups * schedule.num_blocks * BLOCK // schedule.block_size,
+            num_blocks=len(layout.groups) * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
@@ -516,7 +518,7 @@ def make_engine(
             max_model_len=schedule.max_prompt + MAX_ANSWER,
             share_in_flight=schedule.share_in_flight,
         ),
-        speculation=SpeculationConfig(speculate="cache" if schedule.speculates else "off"),
+        speculation=speculation,
     )
     with mock.patch("prefixcache.engine.build.StepTimeModel", RandomChunks):
         return build(config, folder).engine

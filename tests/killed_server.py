@@ -153,7 +153,7 @@ def metric(server: ServerProcess, name: str) -> int:
 
 
 def kill_servers(models: list[Path], folder: Path, count: int, seed: int) -> Kills:
-    """Kills so many; raises what is wrong."""
+    """Kills `count` servers; raises what is wrong."""
     kills = Kills(models, folder, random.Random(seed))
     kills.compute_expected()
     for _ in range(count):

@@ -1,10 +1,12 @@
 """Time to the first token after `kill -9` of a server with `--kv-cache-dir`, next to cold and warm.
 
-    python benches/serving/restart.py [--tokens 1024 8000] [--output FILE.json]
+    python benches/serving/restart.py [--tokens 1024 8000] [--llama-python VENV/bin/python]
 
 The default model. Each round: a cold prompt, the same prompt three times more, a kill, a new
-server, the same prompt. The time until the new server is ready is a number of its own. A tmpfs or
-disk folder can be given by `--folder`.
+server, the same prompt. With `--llama-python` llama.cpp does the same with the same weights at its
+lowest level: its slot saved to a file and restored by another process, and kept in memory. The time
+until a server is ready is a number of its own. Then what the folder costs a server that computes,
+in turns with one without, and what the start costs that restores 100,000 blocks of a tiny model.
 """
 
 from __future__ import annotations
@@ -12,18 +14,29 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
+from compare import Entry, Worker, started
 
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache._core import PrefixCache
+from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.kv.kv_folder import FileLayout, open_kept_file
+from prefixcache.models.hub import resolve_model
+from prefixcache.tools.bench.machine import machine_facts, usable_cores
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -31,57 +44,167 @@ from server_process import PREFIXCACHE, ServerProcess, server_process
 
 LAST = 32
 """Tokens of the prompt that no earlier prompt has."""
+NUM_BLOCKS = 100_000
+COMMAND = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", "1GiB"]
+
+Times = dict[str, float]
 
 
-def first_token_ms(server: ServerProcess, known: list[int], number: int) -> float:
-    """Of the known tokens and some that are new each time."""
-    new = [1000 + number * LAST + i for i in range(LAST)]
-    body = {"prompt": known + new, "max_tokens": 1, "temperature": 0}
+def known_tokens(count: int) -> list[int]:
+    return [random.Random(count).randrange(1000, 40000) for _ in range(count)]
+
+
+def new_tokens(number: int) -> list[int]:
+    return [1000 + number * LAST + i for i in range(LAST)]
+
+
+def request_ms(server: ServerProcess, prompt: list[int], most: int = 1) -> float:
+    """Until the whole answer, of `most` tokens, is there."""
+    body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
     begun = time.perf_counter()
     httpx.post(f"{server.address}/v1/completions", json=body, timeout=600).raise_for_status()
     return (time.perf_counter() - begun) * 1000
 
 
-def measure(tokens: int, kept: Path, log: Path) -> dict[str, float]:
-    """Milliseconds of each way, of one round."""
-    known = [random.Random(tokens).randrange(1000, 40000) for _ in range(tokens)]
-    command = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-dir", str(kept)]
-    command += ["--kv-cache-memory", "1GiB"]
-    with server_process(command, log) as server:
-        cold = first_token_ms(server, known, 0)
-        warm = statistics.median(first_token_ms(server, known, n) for n in (1, 2, 3))
+def restarted(tokens: int, folder: Path) -> Times:
+    """Milliseconds of each way, of one round of ours."""
+    known = known_tokens(tokens)
+
+    def first_token_ms(number: int) -> float:
+        return request_ms(server, known + new_tokens(number))
+
+    command = [*COMMAND, "--kv-cache-dir", str(folder / "kv")]
+    with server_process(command, folder / "log") as server:
+        cold = first_token_ms(0)
+        warm = statistics.median(first_token_ms(n) for n in (1, 2, 3))
         time.sleep(1)  # Checksums are computed at a low priority.
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
     begun = time.perf_counter()
-    with server_process(command, log) as server:
+    with server_process(command, folder / "log") as server:
         ready = (time.perf_counter() - begun) * 1000
-        after = first_token_ms(server, known, 4)
-        again = first_token_ms(server, known, 5)
+        after, again = first_token_ms(4), first_token_ms(5)
     return {"cold": cold, "warm": warm, "after": after, "again": again, "ready": ready}
+
+
+def restarted_llama(python: str, tokens: int, folder: Path) -> Times:
+    """The same of llama.cpp: the second process restores a slot."""
+    model = str(next(resolve_model(DEFAULT_MODEL).glob("*.gguf")))
+    entry = Entry("llama.cpp", "with_llama_cpp", {"model": model}, python)
+    file, known = str(folder / "slot"), known_tokens(tokens)
+    with llama(entry, tokens) as worker:
+        new = {"first": new_tokens(0), "second": new_tokens(1)}
+        saved: Times = worker("save", file=file, prompt=known, **new)
+    with llama(entry, tokens) as worker:
+        found: Times = worker("restore", file=file, length=tokens, second=new_tokens(4))
+    return {name: seconds * 1000 for name, seconds in (saved | found).items()}
+
+
+@contextmanager
+def llama(entry: Entry, tokens: int) -> Generator[Worker]:
+    """A process that has loaded the model."""
+    shared = {"threads": usable_cores(), "max_tokens": tokens + LAST, "max_seqs": 1}
+    with started(entry, shared, 600) as worker:
+        yield worker
+
+
+def cost(rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of requests, of 1,024 new tokens and 64 generated, with and without it.
+
+    "KiB a token" is what the first makes the system write to the disk.
+    """
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    kept = ["--kv-cache-dir", str(folder / "kv")]
+    with (
+        server_process([*COMMAND, *kept], folder / "log-with") as one,
+        server_process(COMMAND, folder / "log-without") as other,
+    ):
+        io = psutil.Process(one.process.pid).io_counters
+        before = io().write_bytes
+        for number in range(-1, rounds):
+            prompt = [random.Random(number).randrange(1000, 40000) for _ in range(1024)]
+            turns = [("with", one), ("without", other)]
+            for name, server in turns[:: 1 if number % 2 else -1]:
+                found = request_ms(server, prompt, 64)
+                if number >= 0:  # The first one warms up.
+                    times[name].append(found)
+        written = (io().write_bytes - before) / 1024 / (rounds + 1) / (1024 + 63)
+    return times | {"KiB a token": [written]}
+
+
+def restore_ms(folder: Path) -> Times:
+    """Of 100,000 blocks of 8 KiB: the file opened, index and LRU list restored, events ready."""
+    layout = FileLayout(
+        facts={"bench": 1},
+        num_tensors=2,
+        block_bytes=4096,
+        max_blocks=NUM_BLOCKS + 1,
+        block_tokens=16,
+    )
+    times: Times = {}
+    restored = 0
+    for _ in range(2):
+        begun = time.perf_counter()
+        file = open_kept_file(folder, layout, NUM_BLOCKS + 1, None)
+        assert file is not None
+        cache = PrefixCache(NUM_BLOCKS + 1, 16, weights="blake3:bench")
+        restored, _ = cache.keep_in(file.core)
+        times["restore"] = (time.perf_counter() - begun) * 1000
+        cache.keep_events()
+        times["with events"] = (time.perf_counter() - begun) * 1000
+        for first in range(0, NUM_BLOCKS, 1000) if restored == 0 else ():
+            tokens = np.arange(first * 16, (first + 1000) * 16, dtype=np.uint32)
+            sequence = cache.new_sequence(tokens)
+            cache.commit_prefix_plan(sequence, 0, len(tokens))
+            cache.mark_blocks_filled([sequence], [len(tokens)])
+            cache.release([sequence])
+        while file.core.counts()["kept"] + restored < NUM_BLOCKS:
+            time.sleep(0.1)
+        del cache
+        file.close()
+    assert restored == NUM_BLOCKS
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8000])
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cost-rounds", type=int, default=12)
+    parser.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {}
-    for tokens in arguments.tokens:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-            place = Path(scratch)
-            found[str(tokens)] = times = measure(tokens, place / "kv", place / "log")
-        line = ", ".join(f"{name} {value:,.0f} ms" for name, value in times.items())
-        print(f"{tokens} known tokens + {LAST}: {line}", flush=True)
-    if arguments.output is not None:
+    given = parser.parse_args()
+    values: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        for tokens in given.tokens:
+            sides: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+            for number in range(given.rounds):
+                place = Path(scratch) / f"{tokens}-{number}"
+                place.mkdir()
+                found = {"prefixcache": restarted(tokens, place)}
+                if given.llama_python is not None:
+                    found["llama.cpp"] = restarted_llama(given.llama_python, tokens, place)
+                for side, times in found.items():
+                    for name, milliseconds in times.items():
+                        sides[side][name].append(milliseconds)
+                    line = ", ".join(f"{name} {x:,.0f}" for name, x in times.items())
+                    print(f"{tokens} known tokens + {LAST}, {side} (ms): {line}", flush=True)
+            values[str(tokens)] = sides
+        (Path(scratch) / "cost").mkdir()
+        values["cost"] = cost(given.cost_rounds, Path(scratch) / "cost")
+        medians = {name: statistics.median(times) for name, times in values["cost"].items()}
+        print(f"a request with and without the folder (ms): {medians}", flush=True)
+        values["100,000 blocks"] = restore_ms(Path(scratch) / "many")
+        print(f"100,000 blocks (ms): {values['100,000 blocks']}", flush=True)
+    if given.output is not None:
         record = {
-            "command": " ".join(["python", "benches/serving/restart.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "benches/serving/restart.py", *sys.argv[1:]]),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "machine": machine_facts(),
-            "milliseconds": found,
+            "values": values,
         }
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+        given.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_a_hub_that_fails_on_the_way_is_a_clear_error(monkeypatch, error):
     [
         *("smollm2", "llama", "llama-bias", "qwen2", "qwen2-yarn", "qwen3"),
         *("llama-llama3", "phi3", "phi3-window", "olmo2", "olmo3"),
-        *("seed-oss", "ministral3", "smollm3", "granite", "olmoe"),
+        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "olmoe"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
@@ -136,6 +136,22 @@ def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(tmp_path: Path)
     folder = resolve_model(str(file))
     config = ModelConfig.from_hf(folder)
     assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, renormalise=True)
+    tokens = list(range(3, 103))
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
+        ours = driver.forward([(0, 0, tokens)])
+        assert (ours - exact).norm() / exact.norm() < 1e-5
+
+
+def test_a_gguf_file_of_gpt_oss_means_the_model_it_was_made_from(tmp_path: Path) -> None:
+    original = make_model("gpt-oss", rms_norm_eps=1e-5)
+    formats = ("MXFP4", "Q8_0")
+    file = write_gguf(tmp_path / "gpt-oss.gguf", original, pre="gpt-4o", formats=formats)
+    folder = resolve_model(str(file))
+    config = ModelConfig.from_hf(folder)
+    assert config.layer_windows == (24, None, 24, None)
+    assert not config.rope.truncate
     tokens = list(range(3, 103))
     with torch.inference_mode():
         exact = original(torch.tensor([tokens])).logits[0]

@@ -41,6 +41,36 @@ class Contender:
         self._decode({0: second}, start=len(prompt))
         return {"cold": cold, "warm": time.perf_counter() - begun}
 
+    def save(
+        self, file: str, prompt: list[int], first: list[int], second: list[int]
+    ) -> dict[str, float]:
+        """Cold and warm, then the prompt's slot to a file, and through memory and back."""
+        times = self.ttft(prompt, first, second)
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, len(prompt), -1)
+        tokens = (llama_cpp.llama_token * len(prompt))(*prompt)
+        begun = time.perf_counter()
+        llama_cpp.llama_state_seq_save_file(self._context, file.encode(), 0, tokens, len(prompt))
+        times["save"] = time.perf_counter() - begun
+        state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, 0))()
+        llama_cpp.llama_state_seq_get_data(self._context, state, len(state), 0)
+        llama_cpp.llama_memory_clear(self._memory, True)
+        begun = time.perf_counter()
+        llama_cpp.llama_state_seq_set_data(self._context, state, len(state), 0)
+        self._decode({0: second}, start=len(prompt))
+        return times | {"memory": time.perf_counter() - begun}
+
+    def restore(self, file: str, length: int, second: list[int]) -> dict[str, float]:
+        """The slot of a file of another process, up to the first token."""
+        tokens, count = (llama_cpp.llama_token * length)(), ctypes.c_size_t()
+        self._rows = []
+        begun = time.perf_counter()
+        llama_cpp.llama_state_seq_load_file(
+            self._context, file.encode(), 0, tokens, length, ctypes.byref(count)
+        )
+        self._decode({0: second}, start=count.value)
+        assert count.value == length
+        return {"after": time.perf_counter() - begun}
+
     def begin(self, prompts: list[list[int]], max_steps: int) -> None:  # noqa: ARG002
         self._prefill(dict(enumerate(prompts)))
         self._length = len(prompts[0])

@@ -292,7 +292,7 @@ mod models {
         }
     }
 
-    /// Says yes to so many stores.
+    /// Lets that number of stores happen.
     fn lives_for(stores: u32) -> impl Fn() -> bool {
         let left = Cell::new(stores);
         move || left.replace(left.get().saturating_sub(1)) > 0

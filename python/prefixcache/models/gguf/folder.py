@@ -23,7 +23,7 @@ from prefixcache.models.gguf.header import (
 from prefixcache.models.gguf.index import IndexedTensor, write_index
 from prefixcache.models.gguf.tokenizer import write_tokenizer
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -39,6 +39,7 @@ _ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
+"""The architectures of GGUF files, by their names there."""
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -184,7 +185,7 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     """The first part has the metadata of all. `factors` are the numbers of `_FACTORS`."""
     names = {tensor.name for part in parts for tensor in part.tensors}
     metadata = _Metadata(parts[0].metadata)
-    config = _config(metadata) | _flags(names)
+    config: dict[str, Any] = _config(metadata) | _flags(names)
     if factors:
         original = "original_max_position_embeddings"
         context = metadata.shape(
@@ -218,10 +219,10 @@ class _Metadata:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.architecture: str = self.get("general.architecture", "")
-        if self.architecture not in _ARCHITECTURES:
+        if self.architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"architecture {self.architecture!r} is not supported. "
-                f"Supported: {', '.join(_ARCHITECTURES)}."
+                f"Supported: {', '.join(ARCHITECTURES)}."
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -351,7 +352,7 @@ def _common_config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
     return {
-        "architectures": [_ARCHITECTURES[metadata.architecture]],
+        "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
         "dtype": "float16",
         "hidden_act": "silu",

@@ -113,7 +113,10 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        mixer = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        attention = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        square = _core.PackedLinear(self.cpu, 4, 4, "float32")
+        conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
+        mixer: Any = self.choose.choice([attention, conv])
         dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
         self.mixer, self.feed_forward = mixer, dense
         self.experts = _core.ExpertsFeedForward(
@@ -317,7 +320,7 @@ class World:
             (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),
             (self.attention, "plan", [4, 16, *step, np.array([48, 49]), first_pages]),
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
-            (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
+            (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at, 2]),
             (self.sampler, "sample", [self.logits, [self.sampler_row] * 2]),
             (self.sampler, "logprobs", [self.logits, np.array([0, 6], np.int32), 3]),
             (self.layer, "copy_rows", [0, at, 4]),
@@ -396,7 +399,7 @@ ADDRESSES |= {
     "sinks",
     "selection_bias",
 }
-LINEARS = {"qkv", "gate_up", "down"}
+LINEARS = {"in_proj", "qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}
 TOKEN_LISTS = {"bias_tokens", "bias", "banned", "allowed", "bad_words"}

@@ -17,6 +17,7 @@ from prefixcache._core import (
     PackedLinear,
     PagedAttention,
     RowOps,
+    ShortConvMixer,
 )
 
 CPU = Cpu(2)
@@ -212,6 +213,17 @@ def parted(inputs: int, parts: list[int], dtype: Any = "float32") -> PackedLinea
     return PackedLinear(CPU, inputs, sum(parts), dtype, parts=parts)
 
 
+def conv_layer(**changed: Any) -> DecoderLayer:
+    """A convolution over the last three tokens, in the place of attention."""
+    conv: dict[str, Any] = {
+        "in_proj": linear(4, 12),
+        "taps": 3,
+        "weight": NUMBERS,
+        "out": linear(4, 4),
+    }
+    return decoder_layer(mixer=ShortConvMixer(**_changed(conv, changed, "bias")), **changed)
+
+
 def _changed(sound: dict[str, Any], changed: dict[str, Any], *more: str) -> dict[str, Any]:
     """The arguments of a part, with the changes of it, which are taken out of `changed`."""
     names = [name for name in (*sound, *more) if name in changed]
@@ -237,7 +249,7 @@ def test_a_sound_stack_is_computed() -> None:
     ("changed", "error", "message"),
     [
         ({"qkv": 3}, TypeError, "qkv"),
-        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer"),
+        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer or a ShortConvMixer"),
         ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
@@ -249,6 +261,38 @@ def test_a_sound_stack_is_computed() -> None:
 def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         decoder_layer(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept_tokens", "error", "message"),
+    [
+        ({"taps": 0}, 3, ValueError, "taps must be from 1 to 8, not 0"),
+        ({"taps": 9}, 9, ValueError, "taps must be from 1 to 8, not 9"),
+        ({"taps": 4}, 3, ValueError, r"attentions\[0\] must have"),
+        ({"in_proj": linear(4, 8)}, 3, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"out": linear(6, 4)}, 3, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"out": linear(4, 4, "bfloat16")}, 3, ValueError, r"layers\[0\] must have linears"),
+        ({"weight": 0}, 3, ValueError, "weight must be the address of its numbers"),
+        ({"bias": NUMBERS + 2}, 3, ValueError, "bias must be the address of its numbers"),
+        ({}, None, ValueError, "kept_tokens must be at least 2 for a convolution"),
+        ({}, 1, ValueError, "kept_tokens must be at least 2 for a convolution"),
+        ({}, 2.5, TypeError, "kept_tokens must be a whole number"),
+        # A page of this attention has 1,024 numbers.
+        ({}, 257, ValueError, "caches must not have rows that overlap"),
+        ({}, 2**63, ValueError, "caches must not have rows that overlap"),
+    ],
+)
+def test_arguments_of_a_convolution(
+    changed: dict[str, Any], kept_tokens: Any, error: type, message: str
+) -> None:
+    window = PagedAttention(CPU, "float32", 4, 2, 16, 1.0, window_left=2)
+    window.plan(4, 16, **ARRAYS)
+    with pytest.raises(error, match=message):
+        forward([conv_layer(**changed)], attentions=[window], kept_tokens=kept_tokens)
+
+
+def test_a_convolution_next_to_attention_is_computed() -> None:
+    forward([decoder_layer(), conv_layer(), conv_layer(bias=NUMBERS)], kept_tokens=2)
 
 
 @pytest.mark.parametrize(

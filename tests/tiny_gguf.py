@@ -48,6 +48,24 @@ _PIECES = [
     "\u2581\u2581",
 ]
 _OWN_NAMES = {
+    "gpt_oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+        "self_attn.sinks": "attn_sinks",
+    },
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "ffn_norm": "ffn_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+    },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "gemma3_text": {
         "post_attention_layernorm": "post_attention_norm",
@@ -65,6 +83,8 @@ _SCALES = {
     "Q4_K": {0: 30 * 64, 2: 2 * 64},
     "Q5_K": {0: 62 * 64, 2: 2 * 64},
     "Q6_K": {208: 32 * 128},
+    "Q2_K": {80: 30 * 2, 82: 2 * 15},
+    "Q3_K": {108: 4 * 32},
     "IQ4_NL": {0: 127},
     "IQ4_XS": {0: 127 * 32},
     "MXFP4": {},
@@ -74,6 +94,7 @@ _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
 }
 
@@ -94,21 +115,19 @@ def write_gguf(
     """
     config = model.config
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
-    architecture = architecture.replace("_moe", "moe")
+    architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
     writer = gguf.GGUFWriter(file, architecture)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_sizes(writer, model)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    if getattr(config, "num_experts", 0):
-        _add_experts_shape(writer, config)
+    _add_experts_shape(writer, config)
     if architecture == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -116,8 +135,9 @@ def write_gguf(
         writer.add_logit_scale(config.logits_scaling)
     if rope["rope_type"] == "yarn":
         _add_yarn(writer, rope)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma3":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_add_space_prefix(False)
@@ -138,11 +158,29 @@ def write_gguf(
     return file
 
 
+def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    if config.model_type != "lfm2":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        return
+    (up,) = {one.out_features for name, one in model.named_modules() if name.endswith("w1")}
+    writer.add_feed_forward_length(up)
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    if not getattr(config, "num_experts", 0):
+        return
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if config.model_type != "olmoe":
+        writer.add_expert_feed_forward_length(size)
 
 
 def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, float]) -> None:
@@ -199,8 +237,9 @@ def _add_tensor(
     seed: int,
 ) -> None:
     if ".experts." in name:
-        _add_experts(writer, name, parameter, matrix_format, seed)
+        _add_experts(writer, name, parameter, config, matrix_format, seed)
         return
+    name = name.replace(".sinks", ".sinks.weight")
     module, kind = name.rsplit(".", 1)
     is_gemma = config.model_type == "gemma3_text"
     if module in _TOP_LEVEL:
@@ -212,7 +251,9 @@ def _add_tensor(
     offset = np.float32(is_gemma and target.endswith("norm"))
     values = parameter.detach().numpy()
     stored_format = gguf.GGMLQuantizationType[matrix_format if values.ndim == 2 else "F32"]
-    stored = _stored(values + offset, stored_format, seed)
+    # A convolution of one input for each output is a matrix there.
+    flat = values.squeeze(1) if values.ndim == 3 else values
+    stored = _stored(flat + offset, stored_format, seed)
     read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -226,22 +267,30 @@ def _add_experts(
     writer: gguf.GGUFWriter,
     name: str,
     parameter: torch.nn.Parameter,
+    config: PreTrainedConfig,
     matrix_format: str,
     seed: int,
 ) -> None:
     """A tensor of all experts of a layer: gates and what they let pass are two in the file."""
     _, _, layer, _, _, kind = name.split(".")
-    stored_format = gguf.GGMLQuantizationType[matrix_format]
-    parts = {"down": parameter.detach().numpy()}
-    if kind == "gate_up_proj":
-        parts = dict(zip(("gate", "up"), np.split(parts["down"], 2, axis=1), strict=True))
-    read = []
-    for part, values in parts.items():
-        flat = _stored(values.reshape(-1, values.shape[-1]), stored_format, seed)
-        stored = flat.reshape(*values.shape[:-1], -1)
-        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=stored_format)
-        read.append(gguf.dequantize(flat, stored_format).reshape(values.shape))
-    parameter.data = torch.from_numpy(np.concatenate(read, axis=1))
+    values = parameter.detach().numpy().copy()
+    has_outputs_last = config.model_type == "gpt_oss"
+    by_output = values.swapaxes(1, 2) if has_outputs_last and values.ndim == 3 else values
+    parts = {"down": by_output}
+    if kind.startswith("gate_up"):
+        half = by_output.shape[1] // 2
+        parts = {"gate": by_output[:, :half], "up": by_output[:, half:]}
+        if has_outputs_last:
+            parts = {"gate": by_output[:, ::2], "up": by_output[:, 1::2]}
+    is_bias = kind.endswith("_bias")
+    stored_format = gguf.GGMLQuantizationType["F32" if is_bias else matrix_format]
+    for part, numbers in parts.items():
+        flat = _stored(numbers.reshape(-1, numbers.shape[-1]), stored_format, seed)
+        target = f"blk.{layer}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}"
+        stored = flat.reshape(*numbers.shape[:-1], -1)
+        writer.add_tensor(target, stored, raw_dtype=stored_format)
+        numbers[...] = gguf.dequantize(flat, stored_format).reshape(numbers.shape)
+    parameter.data = torch.from_numpy(values)
 
 
 def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray:

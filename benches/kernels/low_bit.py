@@ -25,6 +25,8 @@ from prefixcache.models.quantized import QUANT_FORMATS
 FORMATS = QUANT_FORMATS
 HALVES = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)) | {
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "MXFP4": (),
 }
 COLD_BYTES = 128 << 20

@@ -49,8 +49,12 @@ from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 
 HERE = Path(__file__).parent
 MOST_DRAFTS = 7
+LLAMA_DRAFTS = (2, MOST_DRAFTS)
+"""Of which the better counts: llama-cpp-python advises 2 on a CPU."""
 HISTORY = 1 << 20
 LONGEST_PROMPT = 3000
+NOISE_GROUPS = 9
+"""Groups of noise, which is asked for once: a second time all of it can be guessed."""
 TURNS = 350
 """Of a text, at most."""
 WAYS = ("plain", "guessed")
@@ -287,15 +291,15 @@ class Simulated:
         return f"{pace:.2f} | {right:.2f} | {append * 1e9:.0f} | {draft * 1e6:.1f}"
 
 
-def llama_row(python: str, model: str, groups: Sequence[Group], longest: int) -> Row:
+def llama_row(python: str, text: str, model: str, groups: Sequence[Group], longest: int) -> Row:
     """llama.cpp with and without its prompt lookup, on its own greedy answers."""
     gguf = resolve_model(model) / "model.gguf"
     prompts = [turn.prompt for group in groups for turn in group.turns]
-    task = {"model": str(gguf), "prompts": prompts, "longest": longest, "most": MOST_DRAFTS}
+    task = {"model": str(gguf), "prompts": prompts, "longest": longest, "most": LLAMA_DRAFTS}
     task |= {"threads": usable_cores(), "max_tokens": LONGEST_PROMPT + 1000}
     command = [python, str(HERE / "contenders" / "llama_lookup.py")]
     done = subprocess.run(command, input=json.dumps(task), stdout=-1, text=True, check=True)
-    return Row("chats", model, "llama.cpp", 1, "none", 1, **json.loads(done.stdout))
+    return Row(text, model, "llama.cpp", 1, "none", 1, **json.loads(done.stdout))
 
 
 def main(
@@ -331,12 +335,14 @@ def main(
     label = name or Path(model).stem
     rows: list[Row] = []
     for of_text in names:
-        in_groups = grouped(texts.turns(of_text, TURNS), groups, streams, longest)
+        is_noise = of_text == "noise"
+        count, num_passes = (NOISE_GROUPS, 1) if is_noise else (groups, passes)
+        in_groups = grouped(texts.turns(of_text, TURNS), count, streams, longest)
         setting = (of_text, label, activations, streams, force.value)
-        made = [Row(*setting, number) for number in range(1, passes + 1)]
+        made = [Row(*setting, number) for number in range(1, num_passes + 1)]
         measure(bench, made, in_groups, longest)
-        if llama_python is not None:
-            made.append(llama_row(llama_python, model, in_groups, longest))
+        if llama_python is not None and not is_noise:
+            made.append(llama_row(llama_python, of_text, model, in_groups, longest))
         rows += made
         for row in made:
             console.print(shown(row))

@@ -16,7 +16,13 @@ from prefixcache.models.quantized import QuantFormat, QuantizedTensor
 CPU = Cpu(2)
 FORMATS = [*get_args(QuantFormat)]
 ONE_SCALE = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
-HALVES = {**{name: [0] for name in ONE_SCALE}, "Q6_K": [208], "MXFP4": list[int]()}
+HALVES = {
+    **{name: [0] for name in ONE_SCALE},
+    "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "MXFP4": list[int](),
+}
 INPUTS, OUTPUTS = 512, 96
 
 

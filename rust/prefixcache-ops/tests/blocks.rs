@@ -15,6 +15,8 @@ use proptest::test_runner::FileFailurePersistence;
 fn halves(format: Format) -> &'static [usize] {
     match format {
         Format::Q6K => &[208],
+        Format::Q2K => &[80, 82],
+        Format::Q3K => &[108],
         Format::Q4_0 | Format::Q5_0 | Format::Q8_0 | Format::IQ4NL | Format::IQ4XS => &[0],
         Format::MXFP4 => &[],
         _ => &[0, 2],
@@ -257,7 +259,8 @@ fn blocks_take_the_memory_of_their_file() {
         for form in Form::available() {
             let pair = Pair::<Bf16>::new(form, 512, &[(Some(format), 128)], false);
             let file = 128 * format.row_bytes(512);
-            assert!(pair.kept.num_bytes() * 100 <= file * 103, "{format}");
+            // The factors of Q3_K take a byte each, not six bits.
+            assert!(pair.kept.num_bytes() * 100 <= file * 104, "{format}");
             assert_eq!(pair.dense.num_bytes(), 2 * 128 * 512);
         }
     }

@@ -37,6 +37,8 @@ fn random_blocks(format: Format, seed: u64, count: usize) -> Vec<u8> {
     let halves: &[usize] = match format {
         Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
         Format::Q6K => &[208],
+        Format::Q2K => &[80, 82],
+        Format::Q3K => &[108],
         Format::MXFP4 => &[],
         _ => &[0],
     };
@@ -77,7 +79,12 @@ fn sum(weights: &[Block], x: &[Quantized]) -> f32 {
         let blocks = weights[0].format.block() / 32;
         let (weight, first) = (&weights[i / blocks], i % blocks * 32);
         let product = |k: usize| {
-            let group = if weight.format == Format::Q6K { 16 } else { 32 };
+            let sixteens = [Format::Q2K, Format::Q3K, Format::Q6K];
+            let group = if sixteens.contains(&weight.format) {
+                16
+            } else {
+                32
+            };
             let factor = f64::from(weight.scales.factors[(first + k) / group]);
             factor * f64::from(weight.codes[first + k]) * f64::from(codes[k])
         };
@@ -87,7 +94,11 @@ fn sum(weights: &[Block], x: &[Quantized]) -> f32 {
             _ => half(weight.scales.d),
         };
         acc = ((scale_of_block * products) as f32).mul_add(*scale, acc);
-        if let Some(minimum) = weight.offset(first) {
+        if weight.format == Format::Q2K {
+            let minimum = |k: usize| f64::from(weight.scales.minimums[(first + k) / 16]);
+            let minimums: f64 = (0..32).map(|k| minimum(k) * f64::from(codes[k])).sum();
+            acc = ((half(weight.scales.m) * -minimums) as f32).mul_add(*scale, acc);
+        } else if let Some(minimum) = weight.offset(first) {
             acc = minimum.mul_add(*scaled_sum, acc);
         }
     }
@@ -343,7 +354,7 @@ fn rows_are_read_back_as_they_were_written() {
         let bytes = format.row_bytes(inputs) * outputs.next_multiple_of(16);
         let kept = layers[1].num_bytes();
         assert!(
-            (bytes..=bytes * 103 / 100).contains(&kept),
+            (bytes..=bytes * 104 / 100).contains(&kept),
             "{format}: {kept} for {bytes}"
         );
     }

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import LlamaFileType
 
+from prefixcache.config.hf_config import read_hf_config
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models.gguf.header import GgufHeader, GgufTensor, read_header
+from prefixcache.models.gguf.header import (
+    SUPPORTED_FORMATS,
+    GgufHeader,
+    GgufTensor,
+    read_header,
+)
 from prefixcache.models.gguf.index import IndexedTensor, write_index
 from prefixcache.models.gguf.tokenizer import write_tokenizer
 
@@ -26,6 +34,7 @@ _ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 _MODULES = {
@@ -55,6 +64,17 @@ _RENORMALISE = {"qwen3moe": True, "olmoe": False, "gpt-oss": True}
 # the names of Llama's.
 _OWN_MODULES = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "lfm2": {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -89,35 +109,65 @@ _GEMMA_27B_LAYERS = 62
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Those whose name begins so have tensors of formats that do not run.
+_UNSUPPORTED_TYPES = {
+    kind.value: kind.name.removeprefix("MOSTLY_")
+    for kind in LlamaFileType
+    if kind.name.startswith(("MOSTLY_IQ1", "MOSTLY_IQ2", "MOSTLY_IQ3", "MOSTLY_TQ"))
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 
 
-def convert_gguf(file: Path, folder: Path, sha256: str) -> None:
+def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
     """Writes config, tokenizer, chat template and an index of the tensors of a GGUF file.
 
-    The weights stay in the file, whose sha256 is known: `folder` gets it, or a link to it, by the
-    name `index.WEIGHTS_FILE`. Raises `ModelLoadError` for a broken file and
-    `UnsupportedModelError` for a model of another family; both name the file.
+    The weights stay in the file, or the parts that it is split into, whose sha256 are known:
+    `folder` gets them, or links to them, by the names `index.weights_file`. Raises
+    `ModelLoadError` for a broken file and `UnsupportedModelError` for a model of another family;
+    both name the file.
     """
-    header = read_header(file)
+    headers = [read_header(file) for file in files]
     try:
-        _convert(file, header, folder, sha256)
+        config = _config_of(headers)
+        tensors = list(_indexed(headers, config))
+        sizes = [file.stat().st_size for file in files]
+        write_index(folder, tensors, list(zip(sizes, sha256s, strict=True)))
+        _write_json(folder / "config.json", config)
+        metadata = headers[0].metadata
+        _write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
+        write_tokenizer(folder, metadata, config["max_position_embeddings"])
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"The GGUF file {file}: {error}") from error
+        raise UnsupportedModelError(f"The GGUF file {files[0]}: {error}") from error
     except ModelLoadError as error:
-        raise ModelLoadError(f"The GGUF file {file}: {error}") from error
+        raise ModelLoadError(f"The GGUF file {files[0]}: {error}") from error
 
 
-def _convert(file: Path, header: GgufHeader, folder: Path, sha256: str) -> None:
-    metadata = _Metadata(header.metadata)
-    config = _config(metadata) | _flags({tensor.name for tensor in header.tensors})
-    tensors = _indexed(header, config)
-    write_index(folder, tensors, size=file.stat().st_size, sha256=sha256)
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", _token_ids(metadata))
-    write_tokenizer(folder, header.metadata, config["max_position_embeddings"])
+def check_header(parts: Sequence[GgufHeader]) -> None:
+    """Raises `UnsupportedModelError` where the model of a file's parts is not supported."""
+    config = _config_of(parts)
+    for _ in _indexed(parts, config):
+        pass
+    read_hf_config(config)
+
+
+def check_metadata(key: str, value: Any) -> None:
+    """Raises `UnsupportedModelError` where a value of a header says that the file cannot run."""
+    if key == "general.architecture":
+        _Metadata({key: value})
+    if key == "general.file_type" and value in _UNSUPPORTED_TYPES:
+        raise UnsupportedModelError(
+            f"its quantization is {_UNSUPPORTED_TYPES[value]}. "
+            f"Supported: {', '.join(SUPPORTED_FORMATS)}."
+        )
+
+
+def _config_of(parts: Sequence[GgufHeader]) -> dict[str, Any]:
+    """The first part has the metadata of all."""
+    names = {tensor.name for part in parts for tensor in part.tensors}
+    return _config(_Metadata(parts[0].metadata)) | _flags(names)
 
 
 class _Metadata:
@@ -164,7 +214,23 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _gpt_oss_config(metadata, config)
     if metadata.architecture == "granite":
         return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
+    if metadata.architecture == "lfm2":
+        return config | _lfm2_config(metadata, config)
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
+
+
+def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions."""
+    heads = config["num_key_value_heads"]
+    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        raise ModelLoadError("its lfm2.attention.head_count_kv has no number for each layer.")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if one else "conv" for one in heads],
+        "conv_L_cache": metadata.shape("shortconv.l_cache"),
+        "norm_eps": config["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _experts_config(metadata: _Metadata) -> dict[str, Any]:
@@ -251,21 +317,28 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
     return {key: int(value) for key, value in ids.items() if value is not None}
 
 
-def _indexed(header: GgufHeader, config: dict[str, Any]) -> Iterator[IndexedTensor]:
+def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:
     modules = _MODULES | _OWN_MODULES.get(config["model_type"], {})
-    for tensor in header.tensors:
+    for part, tensor in ((i, one) for i, header in enumerate(parts) for one in header.tensors):
         if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
-            yield from _split(tensor, experts)
+            yield from (replace(one, part=part) for one in _split(tensor, experts))
             continue
         yield IndexedTensor(
+            part=part,
             name=_checkpoint_name(tensor.name, modules),
             format=tensor.format,
-            shape=tensor.shape,
+            shape=_checkpoint_shape(tensor),
             offset=tensor.offset,
             paired_heads=_paired_heads(tensor, config),
             # llama.cpp keeps what its norms multiply by.
             offset_by=1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0,
         )
+
+
+def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
+    """A convolution has one input for each output in a checkpoint, which llama.cpp leaves out."""
+    shape = tensor.shape
+    return (shape[0], 1, shape[1]) if tensor.name.endswith(".shortconv.conv.weight") else shape
 
 
 def _split(tensor: GgufTensor, name: re.Match[str]) -> Iterator[IndexedTensor]:

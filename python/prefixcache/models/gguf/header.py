@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
@@ -66,17 +67,29 @@ def read_header(file: Path) -> GgufHeader:
             file.open("rb") as stream,
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _read(_Cursor(data))
+            return parse_header(data)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"The GGUF file {file}: {error}") from error
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Cannot read the GGUF file {file}: {error}") from error
 
 
+class FileBytes(Protocol):
+    """The bytes of a file. Slices are read, from the start on."""
+
+    def __len__(self) -> int:
+        """Bytes of the file."""
+        ...
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        """Those of a part, which lies within the file."""
+        ...
+
+
 class _Cursor:
     """Reads values one after the other. Raises `ValueError` at the file's end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: FileBytes) -> None:
         self.place = 0
         self.size = len(data)
         self._data = data
@@ -112,14 +125,25 @@ class _Cursor:
         return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
 
 
-def _read(cursor: _Cursor) -> GgufHeader:
+def parse_header(data: FileBytes, check: Callable[[str, Any], None] | None = None) -> GgufHeader:
+    """The header of a file; `check` is called with each key and value as they come.
+
+    Raises `ValueError` for a broken file and `UnsupportedModelError` for a tensor of another
+    format, and what `check` does.
+    """
+    cursor = _Cursor(data)
     if cursor.bytes(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.number("<I")
     if version not in _VERSIONS:
         raise ValueError(f"its version is {version}, not one of {_VERSIONS}")
     num_tensors, num_values = cursor.number("<Q"), cursor.number("<Q")
-    metadata = {cursor.string(): cursor.value() for _ in range(num_values)}
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.string()
+        metadata[key] = cursor.value()
+        if check is not None:
+            check(key, metadata[key])
     found = [_tensor(cursor) for _ in range(num_tensors)]
     start = _data_start(cursor.place, metadata)
     tensors = sorted((_placed(one, start, cursor.size) for one in found), key=lambda t: t.offset)

@@ -1,14 +1,15 @@
-"""A folder whose weights are one file of tensors in GGUF's formats, with an index next to it.
+"""A folder whose weights are files of tensors in GGUF's formats, with an index next to them.
 
-The index has the name of each tensor in a checkpoint and its place in the file. The file's own
-header is not read.
+The index has the name of each tensor in a checkpoint and its place in a file. The files' own
+headers are not read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedTensor:
-    """A tensor by its name in a checkpoint. `offset` counts bytes from the file's start.
+    """A tensor by its name in a checkpoint. `offset` counts bytes from the start of file `part`.
 
     Where `paired_heads` is not 0, its rows are those of that many heads, and the two of a rotated
     pair stand side by side, which a checkpoint has half a head apart. `offset_by` is what numbers
@@ -42,6 +43,7 @@ class IndexedTensor:
     format: str
     shape: tuple[int, ...]
     offset: int
+    part: int = 0
     paired_heads: int = 0
     offset_by: float = 0.0
 
@@ -57,9 +59,9 @@ class IndexedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """The tensors of a folder, in the order in which they lie in `file`."""
+    """The tensors of a folder, in the order in which they lie in `files`, its parts."""
 
-    file: Path
+    files: tuple[Path, ...]
     tensors: tuple[IndexedTensor, ...]
 
     def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Array | QuantizedTensor]:
@@ -67,12 +69,18 @@ class TensorIndex:
 
         Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
         """
-        try:
-            with self.file.open("rb") as stream:
-                for one in wanted:
-                    yield _as_in_a_checkpoint(one, read_bytes(stream, one.offset, one.nbytes))
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"Cannot read the weight file {self.file}: {error}") from error
+        for part, tensors in groupby(wanted, key=lambda one: one.part):
+            file = self.files[part]
+            try:
+                with file.open("rb") as stream:
+                    for one in tensors:
+                        yield _as_in_a_checkpoint(one, read_bytes(stream, one.offset, one.nbytes))
+            except (OSError, ValueError) as error:
+                raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+
+    def source(self, tensor: IndexedTensor) -> str:
+        """The file that holds a tensor."""
+        return str(self.files[tensor.part])
 
 
 def has_index(folder: Path) -> bool:
@@ -80,16 +88,23 @@ def has_index(folder: Path) -> bool:
     return (folder / INDEX_FILE).is_file()
 
 
-def write_index(
-    folder: Path, tensors: Iterable[IndexedTensor], *, size: int, sha256: str | None = None
-) -> None:
-    """Writes the index of the file that the folder has, or will have, by `WEIGHTS_FILE`.
+def weights_file(part: int) -> str:
+    """The name that part `part`, counted from 0, has in the folder."""
+    return WEIGHTS_FILE if part == 0 else f"model-{part}.gguf"
 
-    `size` are the file's bytes. `sha256` is checked when weights are read, and None if the file
-    belongs to the folder, so that nothing replaces it.
+
+def write_index(
+    folder: Path, tensors: Iterable[IndexedTensor], parts: Sequence[tuple[int, str | None]]
+) -> None:
+    """Writes the index of the files that the folder has, or will have, by `weights_file`.
+
+    `parts` are the size in bytes of each, and its sha256, which is checked when weights are read,
+    and None if the file belongs to the folder, so that nothing replaces it.
     """
     entries = {one.name: _fields_of(one) for one in tensors}
-    content = {"version": _VERSION, "size": size, "sha256": sha256, "tensors": entries}
+    (size, sha256), *more = parts
+    content = {"version": _VERSION, "size": size, "sha256": sha256, "more": more}
+    content["tensors"] = entries
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -99,17 +114,21 @@ def read_index(folder: Path) -> TensorIndex:
     Raises `ModelLoadError` for a broken index, and when the file is another than when the index was
     written. Finding that out reads the file only where it was touched since.
     """
-    index, file = folder / INDEX_FILE, folder / WEIGHTS_FILE
+    index = folder / INDEX_FILE
     try:
         content = _content(index)
         tensors = tuple(_entry(name, entry) for name, entry in content["tensors"].items())
-        size, sha256 = int(content["size"]), content["sha256"]
+        parts = [(content["size"], content["sha256"]), *content.get("more", ())]
+        sizes = [int(size) for size, _ in parts]
         for one in tensors:
-            _check_inside(one, size)
+            _check_inside(one, sizes[one.part] if 0 <= one.part < len(sizes) else 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
-    _check_file(file, size, sha256)
-    return TensorIndex(file.resolve(), tuple(sorted(tensors, key=lambda one: one.offset)))
+    files = [folder / weights_file(part) for part in range(len(parts))]
+    for file, size, (_, sha256) in zip(files, sizes, parts, strict=True):
+        _check_file(file, size, sha256)
+    in_order = sorted(tensors, key=lambda one: (one.part, one.offset))
+    return TensorIndex(tuple(file.resolve() for file in files), tuple(in_order))
 
 
 def _fields_of(tensor: IndexedTensor) -> dict[str, Any]:

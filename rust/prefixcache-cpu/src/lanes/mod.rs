@@ -155,7 +155,7 @@ pub trait Lanes: Copy + Send + Sync {
         let _ = address;
     }
 
-    /// The numbers that `BITS` (4, 5, 6 or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
+    /// The numbers that `BITS` (2 to 6, or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
 
     /// What the table has for four bits of each word, from bit `at` on, a multiple of four.

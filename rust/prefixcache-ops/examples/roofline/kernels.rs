@@ -188,6 +188,8 @@ pub fn blocks(format: Format, outputs: usize) -> Vec<u8> {
     let scales: &[usize] = match format {
         Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[1, 3],
         Format::Q6K => &[209],
+        Format::Q2K => &[81, 83],
+        Format::Q3K => &[109],
         Format::MXFP4 => &[0],
         _ => &[1],
     };

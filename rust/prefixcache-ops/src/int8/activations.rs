@@ -43,6 +43,15 @@ impl ActivationBlock {
         }
     }
 
+    /// Minus the sums of the codes of both halves.
+    #[inline(always)]
+    pub fn minus_halves(&self) -> [i32; 2] {
+        [
+            self.minus_first_half,
+            self.minus_sum - self.minus_first_half,
+        ]
+    }
+
     /// The block of these numbers.
     #[inline(always)]
     pub fn quantized(numbers: &[f32; BLOCK]) -> Self {

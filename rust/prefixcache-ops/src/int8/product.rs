@@ -99,7 +99,7 @@ macro_rules! formats {
 }
 
 formats!(
-    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, IQ4NL, IQ4XS, MXFP4
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, Q2K, Q3K, IQ4NL, IQ4XS, MXFP4
 );
 
 /// One panel times a few rows.
@@ -298,6 +298,8 @@ struct Unpacked<P, L: ByteLanes> {
     minimum: L::F,
     /// What sums of halves are multiplied with, where there is such.
     factors: [L::I; 2],
+    /// What their sums of activations are multiplied with, where minimums are of halves.
+    minimum_factors: [L::I; 2],
     format: PhantomData<P>,
 }
 
@@ -309,6 +311,7 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
         let layout = const { P::LAYOUT };
         let mut codes = [lanes.splat(0); 8];
         let mut factors = [lanes.splat(0); 2];
+        let mut minimum_factors = factors;
         let mut high = codes[0];
         // SAFETY: the caller vouches for the unit, whose parts these are.
         unsafe {
@@ -318,14 +321,14 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
             }
             let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
             if layout.halves() {
-                let from = unit.add(at + layout.codes() + lane);
-                factors = [lanes.load_i8(from), lanes.load_i8(from.add(TILE))];
+                (factors, minimum_factors) = half_factors::<P, L>(lanes, unit, at, lane);
             }
             Self {
                 codes,
                 scale,
                 minimum,
                 factors,
+                minimum_factors,
                 format: PhantomData,
             }
         }
@@ -348,7 +351,7 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
         // SAFETY: a block of x has eight words, and the caller vouches for the sums.
         unsafe {
             let sum = if layout.halves() {
-                let minus = [x.minus_first_half, x.minus_sum - x.minus_first_half];
+                let minus = x.minus_halves();
                 let mut both = lanes.splat(0);
                 for (i, codes) in self.codes.as_chunks::<4>().0.iter().enumerate() {
                     let sum = P::dots::<L, 4>(lanes, codes, words.add(4 * i));
@@ -365,7 +368,11 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
             };
             let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
             let mut acc = lanes.mul_add(p, lanes.splat_f32(x.scale), lanes.load_f32(to));
-            if layout.minimums() {
+            if layout.minimums() && layout.halves() {
+                let sums = minus_sums(lanes, self.minimum_factors, x);
+                let sums = lanes.mul_f32(self.minimum, lanes.to_f32(sums));
+                acc = lanes.mul_add(sums, lanes.splat_f32(x.scale), acc);
+            } else if layout.minimums() {
                 acc = lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc);
             }
             lanes.store(to, acc);
@@ -409,6 +416,42 @@ unsafe fn scales<P: Packed, L: ByteLanes>(
     }
 }
 
+/// What the sums of a block's halves are multiplied with, and those of activations where minimums are of
+/// halves too.
+///
+/// # Safety
+/// The unit has codes at `at`, and such a lane.
+#[inline(always)]
+unsafe fn half_factors<P: Packed, L: ByteLanes>(
+    lanes: L,
+    unit: *const u8,
+    at: usize,
+    lane: usize,
+) -> ([L::I; 2], [L::I; 2]) {
+    let from = unit.wrapping_add(at + const { P::LAYOUT.codes() } + lane);
+    // SAFETY: the caller vouches for the unit, whose parts these are.
+    unsafe {
+        if const { !P::LAYOUT.minimums() } {
+            let factors = [lanes.load_i8(from), lanes.load_i8(from.add(TILE))];
+            return (factors, [lanes.splat(0); 2]);
+        }
+        let [first, second] = [lanes.load_u8(from), lanes.load_u8(from.add(TILE))];
+        let nibble = lanes.splat(15);
+        (
+            [lanes.and(first, nibble), lanes.and(second, nibble)],
+            [lanes.shift_down::<4>(first), lanes.shift_down::<4>(second)],
+        )
+    }
+}
+
+/// Minus the sums of the codes of x in both halves, times the factors of their minimums.
+#[inline(always)]
+fn minus_sums<L: ByteLanes>(lanes: L, factors: [L::I; 2], x: &ActivationBlock) -> L::I {
+    let [first, second] = x.minus_halves();
+    let first = lanes.mul(factors[0], lanes.splat(first));
+    lanes.add(first, lanes.mul(factors[1], lanes.splat(second)))
+}
+
 /// Units of the depth that are added to the sums of `H` rows in a group before it is the next group's
 /// turn: the sums of [`MAX_FEW`] rows in all groups do not fit into the registers.
 const fn steps<P: Packed, const H: usize>() -> usize {
@@ -443,7 +486,12 @@ unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
                 let x = &*x[r];
                 let p = lanes.mul_f32(lanes.to_f32(sums[r][j]), scale);
                 acc[r][j] = lanes.mul_add(p, lanes.splat_f32(x.scale), acc[r][j]);
-                if layout.minimums() {
+                if layout.minimums() && layout.halves() {
+                    let factors = half_factors::<P, L>(lanes, unit, at, lane).1;
+                    let sums = lanes.to_f32(minus_sums(lanes, factors, x));
+                    let sums = lanes.mul_f32(minimum, sums);
+                    acc[r][j] = lanes.mul_add(sums, lanes.splat_f32(x.scale), acc[r][j]);
+                } else if layout.minimums() {
                     acc[r][j] = lanes.mul_add(minimum, lanes.splat_f32(x.sum), acc[r][j]);
                 }
             }
@@ -473,16 +521,12 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
     unsafe {
         if layout.offset != 0 {
             for r in 0..H {
-                let ActivationBlock {
-                    minus_sum,
-                    minus_first_half,
-                    ..
-                } = *x[r];
+                let x = &*x[r];
                 if halves {
-                    first[r] = [offset(minus_first_half); W];
-                    second[r] = [offset(minus_sum - minus_first_half); W];
+                    let minus = x.minus_halves();
+                    (first[r], second[r]) = ([offset(minus[0]); W], [offset(minus[1]); W]);
                 } else {
-                    first[r] = [offset(minus_sum); W];
+                    first[r] = [offset(x.minus_sum); W];
                 }
             }
         }
@@ -504,8 +548,8 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
         }
         if halves {
             for j in 0..W {
-                let factors = columns[j].0.add(at + layout.codes() + columns[j].1);
-                let (low, upper) = (lanes.load_i8(factors), lanes.load_i8(factors.add(TILE)));
+                let (unit, lane) = columns[j];
+                let [low, upper] = half_factors::<P, L>(lanes, unit, at, lane).0;
                 for r in 0..H {
                     let low = lanes.mul(first[r][j], low);
                     first[r][j] = lanes.add(low, lanes.mul(second[r][j], upper));
@@ -539,6 +583,26 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
     let bits = const { P::LAYOUT.bits };
     // SAFETY: the caller vouches for the codes.
     unsafe {
+        if bits < 4 {
+            let mut packed = lanes.load(codes.add(64 * (g / 2)));
+            if g % 2 == 1 {
+                packed = lanes.shift_down::<4>(packed);
+            }
+            let pairs = lanes.splat(0x0303_0303);
+            let low = lanes.and(packed, pairs);
+            let upper = lanes.and(lanes.shift_down::<2>(packed), pairs);
+            if bits == 2 {
+                return (low, upper);
+            }
+            if g == 0 {
+                *high = lanes.load(codes.add(128));
+            }
+            let third = lanes.splat(0x0404_0404);
+            let low = lanes.or(low, lanes.and(lanes.shift_up::<2>(*high), third));
+            let upper = lanes.or(upper, lanes.and(lanes.shift_down::<2>(*high), third));
+            *high = lanes.shift_down::<1>(*high);
+            return (low, upper);
+        }
         let packed = lanes.load(codes.add(64 * g));
         if bits == 8 {
             return (packed, lanes.load(codes.add(64 * (4 + g))));

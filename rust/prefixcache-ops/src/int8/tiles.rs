@@ -11,6 +11,8 @@
 //!   each, twice;
 //! - the fifth bits: byte `4 c + t` has in its bit g that of step `4 g + t`, in its bit `4 + g` that
 //!   of step `16 + 4 g + t`; or the fifth and sixth in pairs, 64 bytes for each two g;
+//! - of codes of two or three bits the lowest two in pairs of pairs: byte `64 i + 4 c + t` has those of
+//!   steps `8 i + t`, `16 + 8 i + t` and the fours after them; then the third bits as the fifth ones;
 //! - what the formats of 256 numbers multiply scales and minimums with, a byte each.
 //!
 //! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128.
@@ -34,7 +36,7 @@ pub const TILES: usize = PANEL / TILE;
 pub struct Layout {
     /// Blocks of 32 steps in a unit.
     pub blocks: usize,
-    /// Bits of a code as it is stored: 4, 5, 6 or 8.
+    /// Bits of a code as it is stored: 2 to 6, or 8.
     pub bits: usize,
     /// What codes are replaced with before they are multiplied, if they are: their numbers plus the offset.
     pub table: Option<[u8; 16]>,
@@ -55,7 +57,10 @@ impl Layout {
                 (Some(above(&table.codes, offset)), bits, offset)
             }
             (Format::Q8_0, _) => (None, 8, 128),
-            _ => (None, format.bits() as usize, format.zero() as i32),
+            _ => {
+                let bits = format.bits() as usize;
+                (None, if bits < 4 { 4 } else { bits }, format.zero() as i32)
+            }
         };
         Self {
             blocks: format.block() / BLOCK,
@@ -69,19 +74,19 @@ impl Layout {
 
     /// Whether numbers have minimums.
     pub const fn minimums(self) -> bool {
-        matches!(self.scales, Scales::Minimum | Scales::GroupMinimum)
+        self.scales.have_minimums()
     }
 
     /// Whether the halves of 32 steps have factors of their own.
     pub const fn halves(self) -> bool {
-        matches!(self.scales, Scales::Sixteens)
+        matches!(self.scales, Scales::Sixteens | Scales::SixteenMinimums)
     }
 
     /// Bytes before the blocks of a unit: scales and minimums.
     pub const fn header(self) -> usize {
         match self.scales {
             Scales::PowerOfTwo => TILE,
-            Scales::Minimum | Scales::GroupMinimum => 4 * TILE,
+            Scales::Minimum | Scales::GroupMinimum | Scales::SixteenMinimums => 4 * TILE,
             _ => 2 * TILE,
         }
     }
@@ -97,7 +102,7 @@ impl Layout {
             + match self.scales {
                 Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
                 Scales::Group => TILE,
-                Scales::GroupMinimum | Scales::Sixteens => 2 * TILE,
+                Scales::GroupMinimum | Scales::Sixteens | Scales::SixteenMinimums => 2 * TILE,
             }
     }
 
@@ -287,14 +292,18 @@ fn write_block(format: Format, unit: &mut [u8], column: usize, block: &[u8]) {
             Scales::Sixteens => {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
+            Scales::SixteenMinimums => [2 * group, 2 * group + 1]
+                .map(|i| scales.factors[i].cast_unsigned() | scales.minimums[i] << 4),
         };
         (factors[column], factors[TILE + column]) = pair.into();
     }
 }
 
-/// Writes the codes of an output, which are unsigned but for those of eight bits.
+/// Writes the codes of an output as the file has them.
 fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
     const NIBBLES: u32 = 0x0f0f_0f0f;
+    const PAIRS: u32 = 0x0303_0303;
+    const ONES: u32 = 0x0101_0101;
     let code = |g: usize| (codes[g / 2] >> (32 * (g % 2))) as u32;
     let mut put = |at: usize, word: u32| {
         to[at + 4 * column..][..4].copy_from_slice(&word.to_le_bytes());
@@ -302,6 +311,15 @@ fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
     if bits == 8 {
         // Dot products want unsigned codes.
         return (0..8).for_each(|g| put(64 * g, code(g) ^ 0x8080_8080));
+    }
+    if bits < 4 {
+        let pair = |g: usize| code(g) & PAIRS | (code(4 + g) & PAIRS) << 2;
+        (0..2).for_each(|i| put(64 * i, pair(2 * i) | pair(2 * i + 1) << 4));
+        let third = |g: usize| code(g) >> 2 & ONES | (code(4 + g) >> 2 & ONES) << 4;
+        if bits == 3 {
+            put(128, (0..4).fold(0, |word, g| word | third(g) << g));
+        }
+        return;
     }
     (0..4).for_each(|g| put(64 * g, code(g) & NIBBLES | (code(4 + g) & NIBBLES) << 4));
     let upper = |g: usize| (code(g) >> 4 & NIBBLES, code(4 + g) >> 4 & NIBBLES);
@@ -327,7 +345,7 @@ fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
             },
             m: minimum.unwrap_or(0),
             factors: [1; 16],
-            minimums: [0; 8],
+            minimums: [0; 16],
         },
         codes: [0; MAX_BLOCK],
     };
@@ -352,6 +370,12 @@ fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
             Scales::Sixteens => {
                 block.scales.factors[2 * b..][..2].copy_from_slice(&pair().map(u8::cast_signed));
             }
+            Scales::SixteenMinimums => {
+                let (factors, minimums) =
+                    (pair().map(|byte| byte & 15), pair().map(|byte| byte >> 4));
+                block.scales.factors[2 * b..][..2].copy_from_slice(&factors.map(u8::cast_signed));
+                block.scales.minimums[2 * b..][..2].copy_from_slice(&minimums);
+            }
         }
     }
     block
@@ -363,6 +387,13 @@ fn read_code(bits: usize, packed: &[u8], column: usize, step: usize) -> u8 {
         return packed[64 * g + byte];
     }
     let (g, second) = (g % 4, g / 4);
+    if bits < 4 {
+        let low = packed[64 * (g / 2) + byte] >> (4 * (g % 2) + 2 * second) & 3;
+        let third = packed
+            .get(128 + byte)
+            .map_or(0, |byte| byte >> (4 * second + g) & 1);
+        return low | third << 2;
+    }
     let nibble = packed[64 * g + byte] >> (4 * second) & 15;
     let high = match bits {
         5 => packed[256 + byte] >> (4 * second + g) & 1,

@@ -33,6 +33,10 @@ pub enum Format {
     Q5K,
     /// 6 bits; scales of groups of 16, of 8 bits each.
     Q6K,
+    /// 2 bits; scales and minimums of groups of 16, of 4 bits each.
+    Q2K,
+    /// 3 bits; scales of groups of 16, of 6 bits each.
+    Q3K,
     /// 4 bits, which name one of 16 numbers, and a scale.
     IQ4NL,
     /// 4 bits, which name one of 16 numbers; scales of groups of 32, of 6 bits each.
@@ -69,6 +73,18 @@ pub(crate) enum Scales {
     GroupMinimum,
     /// A scale for each block, times that of each group of 16.
     Sixteens,
+    /// A scale and a minimum for each block, times those of each group of 16.
+    SixteenMinimums,
+}
+
+impl Scales {
+    /// Whether there are minimums.
+    pub(crate) const fn have_minimums(self) -> bool {
+        matches!(
+            self,
+            Self::Minimum | Self::GroupMinimum | Self::SixteenMinimums
+        )
+    }
 }
 
 /// What a format is.
@@ -93,7 +109,7 @@ static E2M1: CodeTable = CodeTable::new([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3,
 
 impl Format {
     /// All formats.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 13] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
@@ -102,6 +118,8 @@ impl Format {
         Self::Q4K,
         Self::Q5K,
         Self::Q6K,
+        Self::Q2K,
+        Self::Q3K,
         Self::IQ4NL,
         Self::IQ4XS,
         Self::MXFP4,
@@ -109,7 +127,7 @@ impl Format {
 
     const fn row(self) -> Row {
         use Codes::{Above, Of, Signed, Unsigned};
-        use Scales::{Group, GroupMinimum, Minimum, Plain, PowerOfTwo, Sixteens};
+        use Scales::{Group, GroupMinimum, Minimum, Plain, PowerOfTwo, SixteenMinimums, Sixteens};
         let (name, size, bits, codes, scales, scale_at) = match self {
             Self::Q4_0 => ("Q4_0", (32, 18), 4, Above(8), Plain, 0),
             Self::Q4_1 => ("Q4_1", (32, 20), 4, Unsigned, Minimum, 0),
@@ -119,6 +137,8 @@ impl Format {
             Self::Q4K => ("Q4_K", (256, 144), 4, Unsigned, GroupMinimum, 0),
             Self::Q5K => ("Q5_K", (256, 176), 5, Unsigned, GroupMinimum, 0),
             Self::Q6K => ("Q6_K", (256, 210), 6, Above(32), Sixteens, 208),
+            Self::Q2K => ("Q2_K", (256, 84), 2, Unsigned, SixteenMinimums, 80),
+            Self::Q3K => ("Q3_K", (256, 110), 3, Above(4), Sixteens, 108),
             Self::IQ4NL => ("IQ4_NL", (32, 18), 4, Of(&IQ4), Plain, 0),
             Self::IQ4XS => ("IQ4_XS", (256, 136), 4, Of(&IQ4), Group, 0),
             Self::MXFP4 => ("MXFP4", (32, 17), 4, Of(&E2M1), PowerOfTwo, 0),
@@ -196,6 +216,12 @@ impl Format {
             Self::Q4_0 | Self::IQ4NL => nibbles(block, 2),
             Self::MXFP4 => nibbles(block, 1),
             Self::IQ4XS => nibbles(block, 8 + 16 * group),
+            // Four groups of two bits in 32 bytes.
+            Self::Q2K => fields(block, 16 + 32 * (group / 4), 2 * (group % 4), 2, 0),
+            Self::Q3K => joined(
+                fields(block, 32 + 32 * (group / 4), 2 * (group % 4), 2, 0),
+                fields(block, 0, group, 1, 2),
+            ),
             Self::Q4_1 => nibbles(block, 4),
             Self::Q5_0 => with_fifth_bits(nibbles(block, 6), block, 2),
             Self::Q5_1 => with_fifth_bits(nibbles(block, 8), block, 4),
@@ -221,15 +247,12 @@ impl Format {
         let Row {
             scales, scale_at, ..
         } = self.row();
-        let has_minimum = matches!(scales, Scales::Minimum | Scales::GroupMinimum);
-        (
-            scale_at,
-            if has_minimum {
-                Some(scale_at + 2)
-            } else {
-                None
-            },
-        )
+        let minimum = if scales.have_minimums() {
+            Some(scale_at + 2)
+        } else {
+            None
+        };
+        (scale_at, minimum)
     }
 
     /// Whether scale and minimum of the block that starts here are numbers, and the block's numbers too.
@@ -257,13 +280,13 @@ impl fmt::Display for Format {
 pub struct BlockScales {
     /// Bits of the scale of the block: a float16, or the exponent of a power of two.
     pub d: u16,
-    /// Bits of the float16 minimum: added in Q4_1 and Q5_1, subtracted in Q4_K and Q5_K.
+    /// Bits of the float16 minimum: added in Q4_1 and Q5_1, subtracted in Q2_K, Q4_K and Q5_K.
     pub m: u16,
-    /// What `d` is multiplied by, in Q4_K, Q5_K and IQ4_XS for each group of 32, in Q6_K for each group of
-    /// 16.
+    /// What `d` is multiplied by, in Q4_K, Q5_K and IQ4_XS for each group of 32, in Q2_K, Q3_K and Q6_K
+    /// for each group of 16.
     pub factors: [i8; 16],
-    /// In Q4_K and Q5_K what `m` is multiplied by for each group of 32.
-    pub minimums: [u8; 8],
+    /// What `m` is multiplied by, in Q4_K and Q5_K for each group of 32, in Q2_K for each group of 16.
+    pub minimums: [u8; 16],
 }
 
 impl BlockScales {
@@ -281,11 +304,22 @@ impl BlockScales {
             },
             m: minimum.map_or(0, |at| half_at(bytes, at)),
             factors: [1; 16],
-            minimums: [0; 8],
+            minimums: [0; 16],
         };
         match format {
             Format::Q4K | Format::Q5K => scales.read_groups(&bytes[4..16]),
             Format::Q6K => scales.factors = std::array::from_fn(|i| bytes[192 + i].cast_signed()),
+            Format::Q2K => {
+                scales.factors = std::array::from_fn(|i| (bytes[i] & 15).cast_signed());
+                scales.minimums = std::array::from_fn(|i| bytes[i] >> 4);
+            }
+            Format::Q3K => {
+                scales.factors = std::array::from_fn(|i| {
+                    let low = bytes[96 + i % 8] >> (i / 8 * 4) & 15;
+                    let upper = bytes[104 + i % 4] >> (i / 4 * 2) & 3;
+                    (low | upper << 4).cast_signed() - 32
+                });
+            }
             Format::IQ4XS => {
                 let upper = half_at(bytes, 2);
                 for (group, factor) in scales.factors[..8].iter_mut().enumerate() {
@@ -364,7 +398,7 @@ impl Block {
     /// What number `i`'s code is multiplied by; exact.
     pub fn scale(&self, i: usize) -> f32 {
         let group = match self.format.scales() {
-            Scales::Sixteens => 16,
+            Scales::Sixteens | Scales::SixteenMinimums => 16,
             _ => GROUP,
         };
         self.scales.scale(self.format) * f32::from(self.scales.factors[i / group])
@@ -376,6 +410,7 @@ impl Block {
         match self.format.scales() {
             Scales::Minimum => Some(f16_to_f32(*m)),
             Scales::GroupMinimum => Some(-(f16_to_f32(*m) * f32::from(minimums[i / GROUP]))),
+            Scales::SixteenMinimums => Some(-(f16_to_f32(*m) * f32::from(minimums[i / 16]))),
             _ => None,
         }
     }

@@ -17,7 +17,7 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
 
 use super::blocks::{BlockScales, GROUP, Scales};
 use super::packed::{
-    AHEAD, CodeAt, Layout, Line, Product, codes_at, for_pairs, pack_scales, table,
+    AHEAD, CodeAt, Layout, Line, Product, codes_at, for_pairs, nibbles, pack_scales, table,
 };
 use crate::panel::{PANEL, Sums};
 
@@ -142,6 +142,10 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
                             let scale = lanes.mul(d, lanes.load_i8(byte(sixteen).cast()));
                             (scale, lanes.mul(scale, zero))
                         }
+                        Scales::SixteenMinimums => {
+                            let (scale, minimum) = nibbles(lanes, byte(sixteen));
+                            (lanes.mul(d, scale), lanes.mul(half(2), minimum))
+                        }
                     };
                     (scales[sixteen][c], offsets[sixteen][c]) = (scale, offset);
                 }
@@ -213,6 +217,8 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         }
         let code = match F::BITS {
             4 if F::TABLE.is_some() => lanes.lookup(table::<F>(), words, from),
+            2 => lanes.field::<2, false>(words, from),
+            3 => lanes.field::<3, false>(words, from),
             4 => lanes.field::<4, false>(words, from),
             5 => lanes.field::<5, false>(words, from),
             6 => lanes.field::<6, false>(words, from),

@@ -73,13 +73,13 @@ pub(super) trait Layout: Send + Sync {
     const HEADER: usize = match Self::SCALES {
         Scales::PowerOfTwo => 1,
         Scales::Plain | Scales::Group | Scales::Sixteens => 2,
-        Scales::Minimum | Scales::GroupMinimum => 4,
+        Scales::Minimum | Scales::GroupMinimum | Scales::SixteenMinimums => 4,
     };
     /// Bytes of a column's scales in a group.
     const GROUP_HEADER: usize = match Self::SCALES {
         Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
         Scales::Group => 1,
-        Scales::GroupMinimum | Scales::Sixteens => 2,
+        Scales::GroupMinimum | Scales::Sixteens | Scales::SixteenMinimums => 2,
     };
     /// Bytes of a column in a group.
     const GROUP_BYTES: usize = Self::GROUP_HEADER + GROUP * Self::BITS as usize / 8;
@@ -107,13 +107,13 @@ macro_rules! layouts {
     )*};
 }
 
-layouts! { Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K IQ4NL IQ4XS MXFP4 }
+layouts! { Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Q2K Q3K IQ4NL IQ4XS MXFP4 }
 
 /// Evaluates an expression with `$layout` as the layout of a format.
 macro_rules! with_layout {
     ($format:expr, $layout:ident => $body:expr) => {
         with_layout!($format, $layout, $body,
-            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K IQ4NL IQ4XS MXFP4)
+            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K Q2K Q3K IQ4NL IQ4XS MXFP4)
     };
     ($format:expr, $layout:ident, $body:expr, $($name:ident)*) => {
         match $format {
@@ -369,7 +369,7 @@ pub(super) fn pack_scales<F: Layout>(
         Scales::Plain | Scales::PowerOfTwo | Scales::Group | Scales::Sixteens => {}
         Scales::Minimum => put(2 * width, scales.m),
         // With the other sign, it is added.
-        Scales::GroupMinimum => put(2 * width, scales.m ^ 0x8000),
+        Scales::GroupMinimum | Scales::SixteenMinimums => put(2 * width, scales.m ^ 0x8000),
     }
     for group in 0..F::GROUPS {
         let at = F::group_at(width, group).1 + column;
@@ -386,6 +386,8 @@ pub(super) fn pack_scales<F: Layout>(
             Scales::Sixteens => {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
+            Scales::SixteenMinimums => [2 * group, 2 * group + 1]
+                .map(|i| scales.factors[i].cast_unsigned() | scales.minimums[i] << 4),
         };
         (to[at], to[at + width]) = pair.into();
     }
@@ -485,13 +487,18 @@ fn read_column<E: Element, F: Layout>(
             Scales::PowerOfTwo => e8m0_to_f32(bytes(header + column, 1) as u8),
             _ => half(0),
         };
-        let (scales, offset) = match F::SCALES {
+        let (scales, offsets) = match F::SCALES {
             Scales::Plain | Scales::PowerOfTwo => ([d, d], None),
             Scales::Group => ([d * f32::from(byte(0).cast_signed()); 2], None),
-            Scales::Minimum => ([d, d], Some(half(2 * width))),
+            Scales::Minimum => ([d, d], Some([half(2 * width); 2])),
             Scales::GroupMinimum => {
                 let offset = half(2 * width) * f32::from(byte(width));
-                ([d * f32::from(byte(0)); 2], Some(offset))
+                ([d * f32::from(byte(0)); 2], Some([offset; 2]))
+            }
+            Scales::SixteenMinimums => {
+                let both = [byte(0), byte(width)];
+                let offsets = both.map(|byte| half(2 * width) * f32::from(byte >> 4));
+                (both.map(|byte| d * f32::from(byte & 15)), Some(offsets))
             }
             Scales::Sixteens => (
                 [byte(0), byte(width)].map(|scale| d * f32::from(scale.cast_signed())),
@@ -501,9 +508,25 @@ fn read_column<E: Element, F: Layout>(
         let codes = &panel[codes_at::<F>(width, group) / 4..];
         for (depth, out) in out.iter_mut().enumerate() {
             let product = scales[depth / 16] * code::<F>(codes, code_at(column, depth));
-            *out = E::from_f32(offset.map_or(product, |offset| product + offset));
+            *out = E::from_f32(offsets.map_or(product, |offsets| product + offsets[depth / 16]));
         }
     }
+}
+
+/// The lower and the upper four bits of bytes, as numbers.
+///
+/// # Safety
+/// `LANES` bytes are readable.
+#[inline(always)]
+pub(super) unsafe fn nibbles<L: Lanes>(lanes: L, from: *const u8) -> (L::V, L::V) {
+    // Adding it rounds to an integer.
+    const ROUND: f32 = 12_582_912.0;
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { lanes.load_u8(from) };
+    // Less than half from the upper bits: the lower ones are a part of 16.
+    let near = lanes.mul_add(bytes, lanes.splat(1.0 / 16.0), lanes.splat(-7.5 / 16.0));
+    let upper = lanes.sub(lanes.add(near, lanes.splat(ROUND)), lanes.splat(ROUND));
+    (lanes.mul_add(upper, lanes.splat(-16.0), bytes), upper)
 }
 
 /// The table that the format's codes are looked up in.
@@ -631,8 +654,8 @@ struct Columns<L: Lanes, F> {
     codes: [*const u32; 2],
     /// What their numbers are multiplied by: for the first 16 of the depth, and the others.
     scales: [[L::V; 2]; 2],
-    /// What is added, if anything.
-    offsets: Option<[L::V; 2]>,
+    /// What is added, if anything, in the same order.
+    offsets: Option<[[L::V; 2]; 2]>,
     layout: PhantomData<F>,
 }
 
@@ -660,15 +683,27 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
                     let scale = lanes.mul(d, lanes.load_i8(byte(0).cast()));
                     ([twice(scale); 2], None)
                 }
-                Scales::Minimum => ([twice(d); 2], Some(twice(half(2 * PANEL)))),
+                Scales::Minimum => ([twice(d); 2], Some([twice(half(2 * PANEL)); 2])),
                 Scales::GroupMinimum => {
                     let scale = lanes.mul(d, lanes.load_u8(byte(0)));
                     let offset = lanes.mul(half(2 * PANEL), lanes.load_u8(byte(PANEL)));
-                    ([twice(scale); 2], Some(twice(offset)))
+                    ([twice(scale); 2], Some([twice(offset); 2]))
                 }
                 Scales::Sixteens => {
                     let scale = |at| twice(lanes.mul(d, lanes.load_i8(byte(at).cast())));
                     ([scale(0), scale(PANEL)], None)
+                }
+                Scales::SixteenMinimums => {
+                    let minimum = half(2 * PANEL);
+                    let pair = |at| {
+                        let (scale, factor) = nibbles(lanes, byte(at));
+                        (
+                            twice(lanes.mul(d, scale)),
+                            twice(lanes.mul(minimum, factor)),
+                        )
+                    };
+                    let (first, second) = (pair(0), pair(PANEL));
+                    ([first.0, second.0], Some([first.1, second.1]))
                 }
             };
             let tile = column / TILE * TILE * F::BITS as usize;
@@ -750,6 +785,8 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         }
         let code = match (F::BITS, F::SIGNED) {
             (4, _) if F::TABLE.is_some() => self.lanes.lookup(table::<F>(), words, from),
+            (2, _) => self.lanes.field::<2, false>(words, from),
+            (3, _) => self.lanes.field::<3, true>(words, from),
             (4, true) => self.lanes.field::<4, true>(words, from),
             (4, false) => self.lanes.field::<4, false>(words, from),
             (5, true) => self.lanes.field::<5, true>(words, from),
@@ -759,7 +796,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         };
         let scale = self.scales[sixteen][VECTOR];
         match self.offsets {
-            Some(offsets) => self.lanes.mul_add(code, scale, offsets[VECTOR]),
+            Some(offsets) => self.lanes.mul_add(code, scale, offsets[sixteen][VECTOR]),
             None => self.lanes.mul(code, scale),
         }
     }

@@ -38,7 +38,7 @@ from prefixcache.config.engine_config import (
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import _make_drafter, build
 from prefixcache.engine.engine import Engine
-from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.specs import KVGroup, kv_layout
 from prefixcache.models.conversion import dequantize_folder, quantize_folder
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cuda.kv_tensors import KVTensors
@@ -77,6 +77,9 @@ def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
         "max_window_layers": num_full,
     }
 
+
+# Blocks of 16 tokens hold the convolutions of two layers in a tensor, those of 8 one.
+LFM2 = {name: size for name, size in WIDE.items() if name != "head_dim"}
 
 BLOCK = 16
 MAX_ANSWER = 64
@@ -340,15 +343,28 @@ def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
 
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
-    """Keys and values of all layers in a sequence's block, in the order of the groups."""
+    """What all layers keep in a sequence's block, in their order: engines may group them apart."""
     kv = engine._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
-    parts = b""
+    parts = dict[int, bytes]()
     for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
         block = int(tables.indices[page])
-        parts += b"".join(one[block].tobytes() for one in rows[: len(group.layers)])
-    return parts
+        for number, layer in enumerate(group.layers):
+            tensor, part = group.part(number)
+            numbers = rows[tensor][block].view(f"V{kv.itemsize}")[part]
+            if group.conv_width:
+                numbers = _needed_inputs(numbers, group, engine._cache.block_size)
+            parts[layer] = numbers.tobytes()
+    return b"".join(parts[layer] for layer in sorted(parts))
+
+
+def _needed_inputs(numbers: npt.NDArray[Any], group: KVGroup, size: int) -> npt.NDArray[Any]:
+    """Those of a convolution that later blocks need; engines that guess keep more of them."""
+    assert group.sliding_window is not None
+    needed = range(max(0, size - group.sliding_window + 1), size)
+    places = [place % group.kept_tokens for place in needed]
+    return numbers.reshape(group.kept_tokens, group.conv_width)[places]
 
 
 def _rows_of(kv: KVTensors) -> list[npt.NDArray[np.uint8]]:
@@ -459,10 +475,14 @@ def server_drafter() -> Drafter:
 
 
 def make_pair(
-    scratch: Path, dtype: str, quant_format: str | None, **shape: Any
+    scratch: Path,
+    dtype: str,
+    quant_format: str | None,
+    architecture: str = "qwen3",
+    **shape: Any,
 ) -> tuple[Path, Path | None]:
     """A tiny model's folder, in blocks of a format if one is given, and its weights dequantized."""
-    dense = make_checkpoint(scratch / "dense", "qwen3", dtype=getattr(torch, dtype), **shape)
+    dense = make_checkpoint(scratch / "dense", architecture, dtype=getattr(torch, dtype), **shape)
     if quant_format is None:
         return dense, None
     blocks, dequantized = scratch / "blocks", scratch / "dequantized"
@@ -481,7 +501,9 @@ def make_engine(
     activations: Activations = "exact",
     threads: int = 1,
 ) -> Engine:
-    num_groups = len(kv_layout(ModelConfig.from_hf(folder)).groups)
+    speculation = SpeculationConfig(speculate="cache" if schedule.speculates else "off")
+    most_refused = 1 + (speculation.most if schedule.speculates else 0)
+    layout = kv_layout(ModelConfig.from_hf(folder), schedule.block_size, most_refused)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -491,7 +513,7 @@ def make_engine(
         batch_invariant=invariant,
         attention="auto" if invariant else "torch",
         cache=CacheConfig(
-            num_blocks=num_groups * schedule.num_blocks * BLOCK // schedule.block_size,
+            num_blocks=len(layout.groups) * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
@@ -503,6 +525,7 @@ def make_engine(
             max_model_len=schedule.max_prompt + MAX_ANSWER,
             share_in_flight=schedule.share_in_flight,
         ),
+        speculation=speculation,
     )
     with mock.patch("prefixcache.engine.build.StepTimeModel", RandomChunks):
         return build(config, folder).engine
@@ -560,14 +583,19 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
+    parser.add_argument("--architecture", choices=["qwen3", "lfm2"], default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()
     total = Counts()
     shape = with_windows(arguments.window) if arguments.window else WIDE
+    if arguments.architecture == "lfm2":
+        shape = LFM2
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
-            folder, dequantized = make_pair(Path(scratch), dtype, quant_format, **shape)
+            folder, dequantized = make_pair(
+                Path(scratch), dtype, quant_format, arguments.architecture, **shape
+            )
             for threads in (1, 2):
                 bench = Bench(
                     folder,

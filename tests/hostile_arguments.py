@@ -113,9 +113,22 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        mixer = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        attention = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        square = _core.PackedLinear(self.cpu, 4, 4, "float32")
+        conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
+        mixer: Any = self.choose.choice([attention, conv])
         dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
         self.mixer, self.feed_forward = mixer, dense
+        self.experts = _core.ExpertsFeedForward(
+            router=_core.PackedLinear(self.cpu, 4, 2, "float32"),
+            scores=self.choose.choice(["softmax", "sigmoid"]),
+            selection_bias=self.choose.choice([None, at]),
+            top_k=self.choose.choice([1, 2]),
+            gate_up=_core.PackedLinear(self.cpu, 4, 24, "float32", parts=[6] * 4),
+            gate=gate,
+            down=_core.PackedLinear(self.cpu, 6, 8, "float32", parts=[4, 4]),
+        )
+        dense = self.choose.choice([dense, self.experts])
         return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
 
     def instances(self) -> list[Any]:
@@ -134,6 +147,7 @@ class World:
             self.attention,
             self.mixer,
             self.feed_forward,
+            self.experts,
             self.decoder_layer,
             self.stack,
             self.stops,
@@ -249,7 +263,11 @@ class World:
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
             **dict.fromkeys(LINEARS, lambda: self.layer),
             "mixer": lambda: self.mixer,
-            "feed_forward": lambda: self.feed_forward,
+            "feed_forward": lambda: choose.choice([self.feed_forward, self.experts]),
+            "router": lambda: self.layer,
+            "scores": lambda: choose.choice(["softmax", "sigmoid"]),
+            "renormalise": lambda: choose.choice([None, 0.0]),
+            "whole_norms": lambda: choose.choice([False, True]),
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -302,7 +320,7 @@ class World:
             (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),
             (self.attention, "plan", [4, 16, *step, np.array([48, 49]), first_pages]),
             (self.attention, "run", [at, at, 32, at, 16, at, 16, at]),
-            (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at]),
+            (self.stack, "forward", [[self.attention], [0], [at], [(at, at)], at, 2]),
             (self.sampler, "sample", [self.logits, [self.sampler_row] * 2]),
             (self.sampler, "logprobs", [self.logits, np.array([0, 6], np.int32), 3]),
             (self.layer, "copy_rows", [0, at, 4]),
@@ -372,8 +390,16 @@ class World:
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
 ADDRESSES |= {"ids", "weight", "x"}
-ADDRESSES |= {"input_norm", "qk_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm"}
-LINEARS = {"qkv", "gate_up", "down"}
+ADDRESSES |= {
+    "input_norm",
+    "qk_norm",
+    "mixer_out_norm",
+    "mlp_norm",
+    "mlp_out_norm",
+    "sinks",
+    "selection_bias",
+}
+LINEARS = {"in_proj", "qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}
 ARRAYS |= {"qo_indptr", "kv_indptr", "kv_indices", "prompt", "answer", "mask", "token_ids"}
 TOKEN_LISTS = {"bias_tokens", "bias", "banned", "allowed", "bad_words"}

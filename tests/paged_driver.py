@@ -69,7 +69,7 @@ class Driver(ABC):
         self, config: ModelConfig, num_sequences: int, max_tokens: int, block_size: int
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
-        self.layout = kv_layout(config)
+        self.layout = kv_layout(config, block_size)
         shape = (len(self.layout.groups), num_sequences, per_sequence)
         self.num_blocks = math.prod(shape) + 1
         shuffled = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(1))
@@ -95,17 +95,16 @@ class Driver(ABC):
 
     @abstractmethod
     def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
-        """Keys and values of these blocks in one KV tensor."""
+        """The numbers of these blocks in one KV tensor, a row each."""
 
     def kv_of(self, sequence: int) -> Tensor:
-        """The blocks of all layers, group by group, in the order of the sequence."""
-        return torch.stack(
-            [
-                self.blocks_of(number, tables[sequence])
-                for group, tables in zip(self.layout.groups, self.tables, strict=True)
-                for number in range(len(group.layers))
-            ]
-        )
+        """What all layers keep, group by group and block by block, in the order of the sequence."""
+        parts = list[Tensor]()
+        for group, tables in zip(self.layout.groups, self.tables, strict=True):
+            for number in range(len(group.layers)):
+                tensor, part = group.part(number)
+                parts.append(self.blocks_of(tensor, tables[sequence])[:, part].flatten())
+        return torch.cat(parts)
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens after the prompt, one by one, on sequence 0."""
@@ -157,7 +156,7 @@ class PagedDriver(Driver):
         return self.model.forward(*tokens_of(work), self.attention)
 
     def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
-        return self.kv[tensor][blocks]
+        return self.kv[tensor][blocks].flatten(1)
 
 
 class CpuDriver(Driver):
@@ -186,7 +185,7 @@ class CpuDriver(Driver):
             free_memory=lambda: 1 << 40,
         )
         self.kv.allocate()
-        self._kernels = step_kernels(self.attentions, self.layout, self.kv.addresses)
+        self._kernels = step_kernels(self.attentions, self.kv)
 
     def forward(self, work: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
         for kernel, batch in zip(self.attentions, self.batches(work), strict=True):
@@ -206,6 +205,4 @@ class CpuDriver(Driver):
         return torch.from_numpy(self.model.compute_logits(stream).copy())
 
     def blocks_of(self, tensor: int, blocks: Sequence[int]) -> Tensor:
-        rows = self.kv.rows()[tensor][np.array(blocks)]
-        shape = (len(blocks), 2, self.layout.num_kv_heads, self.block_size, -1)
-        return to_torch(rows.view(self._dtype).reshape(shape))
+        return to_torch(self.kv.rows()[tensor][np.array(blocks)].view(self._dtype))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefixcache.scheduler.drafts import Drafter, _Draft
+from prefixcache.scheduler.drafts import Drafter, _Draft, _Kind
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import RowTimes
 
@@ -104,7 +104,7 @@ class HostileDrafter(Drafter):
         right = list(self._answers[state.request_id][len(state.tokens) :])[:most]
         cut = self._choose.choice([0, most, most, self._choose.randrange(most + 1)])
         tokens = (right[:cut] + wrong)[: self._choose.randint(1, most)]
-        return _Draft(state, tokens, ("prompt", 1), 0.5, count=len(tokens))
+        return _Draft(state, tokens, _Kind(b"", "prompt", 1), 0.5, count=len(tokens))
 
     def _share_out(self, drafts: Sequence[_Draft], num_rows: int, room: int) -> None:
         left = room

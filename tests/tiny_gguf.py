@@ -53,6 +53,19 @@ _OWN_NAMES = {
         "mlp.router": "ffn_gate_inp",
         "self_attn.sinks": "attn_sinks",
     },
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "ffn_norm": "ffn_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+    },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "gemma3_text": {
         "post_attention_layernorm": "post_attention_norm",
@@ -81,6 +94,7 @@ _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
 }
 
@@ -107,10 +121,8 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _add_sizes(writer, model)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
@@ -144,6 +156,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    if config.model_type != "lfm2":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        return
+    (up,) = {one.out_features for name, one in model.named_modules() if name.endswith("w1")}
+    writer.add_feed_forward_length(up)
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config.layer_types])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -224,7 +251,9 @@ def _add_tensor(
     offset = np.float32(is_gemma and target.endswith("norm"))
     values = parameter.detach().numpy()
     stored_format = gguf.GGMLQuantizationType[matrix_format if values.ndim == 2 else "F32"]
-    stored = _stored(values + offset, stored_format, seed)
+    # A convolution of one input for each output is a matrix there.
+    flat = values.squeeze(1) if values.ndim == 3 else values
+    stored = _stored(flat + offset, stored_format, seed)
     read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

@@ -23,6 +23,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -147,6 +148,14 @@ _GRANITE4 = _GRANITE | {
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
 }
+# Three layers of convolutions to two of attention.
+_LFM2 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "intermediate_size": 144,
+    "block_multiple_of": 32,
+    "tie_word_embeddings": True,
+}
 # The middle one of three layers is dense.
 _QWEN3_MOE = {
     "num_hidden_layers": 3,
@@ -193,6 +202,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
+    "lfm2": Architecture(Lfm2Config, _LFM2),
+    "lfm2-bias": Architecture(
+        Lfm2Config,
+        _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
 }
 # Those with layers that see a window alone.
 WINDOWED: dict[str, Architecture] = {

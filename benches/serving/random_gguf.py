@@ -3,6 +3,7 @@
     python benches/serving/random_gguf.py q4_k_m MODEL.gguf
     python benches/serving/random_gguf.py q8_0 MODEL.gguf --layers 2
     python benches/serving/random_gguf.py q4_k_m MODEL.gguf --shape llama-7b
+    python benches/serving/random_gguf.py q4_k_m MODEL.gguf --shape qwen3-30b-a3b --layers 8
 
 By default it has TinyLlama's shape, 1.1 billion weights. What a tensor is quantized to follows
 llama.cpp's mixes; scales are such that activations keep their size. llama.cpp reads it too.
@@ -49,7 +50,7 @@ class Mix(str, Enum):
         """The type of a matrix."""
         if self is Mix.Q8_0:
             return Type.Q8_0
-        is_wide = name in ("attn_v", "ffn_down") and _gets_more_bits(layer, layers)
+        is_wide = name.startswith(("attn_v", "ffn_down")) and _gets_more_bits(layer, layers)
         return Type.Q6_K if is_wide or name == "output" else Type.Q4_K
 
 
@@ -61,7 +62,10 @@ def _gets_more_bits(layer: int, layers: int) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama without tied embeddings."""
+    """A model without tied embeddings: a Llama, or where there are experts a Qwen3-MoE.
+
+    `intermediate` is the size of an expert where there are some.
+    """
 
     hidden: int = 2048
     intermediate: int = 5632
@@ -69,20 +73,40 @@ class Shape:
     heads: int = 32
     kv_heads: int = 4
     vocab: int = 32000
+    head_dim: int = 64
+    experts: int = 0
+    experts_used: int = 0
+
+    @property
+    def architecture(self) -> str:
+        """GGUF's name."""
+        return "qwen3moe" if self.experts else "llama"
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """GGUF names of a layer's norms, and how wide they are."""
+        heads = dict.fromkeys(("attn_q_norm", "attn_k_norm"), self.head_dim)
+        return dict.fromkeys(("attn_norm", "ffn_norm"), self.hidden) | (
+            heads if self.experts else {}
+        )
 
     def matrices(self) -> Iterator[tuple[str, int, int, int]]:
         """GGUF name, layer, outputs and inputs of each."""
-        kv = self.hidden // self.heads * self.kv_heads
+        queries, kv = self.head_dim * self.heads, self.head_dim * self.kv_heads
+        kind = "_exps" if self.experts else ""
+        count = self.experts or 1
         yield "token_embd", 0, self.vocab, self.hidden
         yield "output", 0, self.vocab, self.hidden
         for layer in range(self.layers):
-            yield "attn_q", layer, self.hidden, self.hidden
+            yield "attn_q", layer, queries, self.hidden
             yield "attn_k", layer, kv, self.hidden
             yield "attn_v", layer, kv, self.hidden
-            yield "attn_output", layer, self.hidden, self.hidden
-            yield "ffn_gate", layer, self.intermediate, self.hidden
-            yield "ffn_up", layer, self.intermediate, self.hidden
-            yield "ffn_down", layer, self.hidden, self.intermediate
+            yield "attn_output", layer, self.hidden, queries
+            yield f"ffn_gate{kind}", layer, count * self.intermediate, self.hidden
+            yield f"ffn_up{kind}", layer, count * self.intermediate, self.hidden
+            yield f"ffn_down{kind}", layer, count * self.hidden, self.intermediate
+            if self.experts:
+                yield "ffn_gate_inp", layer, self.experts, self.hidden
 
 
 class Blocks:
@@ -127,11 +151,22 @@ class ShapeName(str, Enum):
 
     TINYLLAMA = "tinyllama"
     LLAMA_7B = "llama-7b"
+    QWEN3_30B_A3B = "qwen3-30b-a3b"
 
 
 SHAPES = {
     ShapeName.TINYLLAMA: Shape(),
-    ShapeName.LLAMA_7B: Shape(hidden=4096, intermediate=11008, layers=32, kv_heads=32),
+    ShapeName.LLAMA_7B: Shape(
+        hidden=4096, intermediate=11008, layers=32, kv_heads=32, head_dim=128
+    ),
+    ShapeName.QWEN3_30B_A3B: Shape(
+        intermediate=768,
+        layers=48,
+        vocab=151_936,
+        head_dim=128,
+        experts=128,
+        experts_used=8,
+    ),
 }
 
 
@@ -141,7 +176,7 @@ def _set(blocks: NDArray[np.uint8], place: int, value: float) -> None:
 
 def write(mix: Mix, target: Path, shape: Shape) -> None:
     """One tensor in memory at a time."""
-    writer = gguf.GGUFWriter(target, "llama")
+    writer = gguf.GGUFWriter(target, shape.architecture)
     _add_metadata(writer, mix, shape)
     matrices = [
         (_name(name, layer), mix.of(name, layer, shape.layers), outputs, inputs)
@@ -150,12 +185,19 @@ def write(mix: Mix, target: Path, shape: Shape) -> None:
     for name, kind, outputs, inputs in matrices:
         numbers, size = gguf.GGML_QUANT_SIZES[kind]
         row = inputs // numbers * size
+        rows = (outputs,)
+        if "_exps" in name:
+            rows = (shape.experts, outputs // shape.experts)
         writer.add_tensor_info(
-            name, (outputs, row), np.dtype(np.uint8), outputs * row, raw_dtype=kind
+            name, (*rows, row), np.dtype(np.uint8), outputs * row, raw_dtype=kind
         )
-    norms = [f"blk.{i}.{n}.weight" for i in range(shape.layers) for n in ("attn_norm", "ffn_norm")]
-    ones = np.ones(shape.hidden, np.float32)
-    for name in [*norms, "output_norm.weight"]:
+    norms = [
+        (f"blk.{i}.{name}.weight", np.ones(width, np.float32))
+        for i in range(shape.layers)
+        for name, width in shape.norms.items()
+    ]
+    norms.append(("output_norm.weight", np.ones(shape.hidden, np.float32)))
+    for name, ones in norms:
         writer.add_tensor_info(name, ones.shape, ones.dtype, ones.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -163,7 +205,7 @@ def write(mix: Mix, target: Path, shape: Shape) -> None:
     blocks = Blocks(seed=0)
     for _, kind, outputs, inputs in track(matrices, f"Writing {target.name}", transient=True):
         writer.write_tensor_data(blocks.rows(kind, outputs, inputs))
-    for _ in range(len(norms) + 1):
+    for _, ones in norms:
         writer.write_tensor_data(ones)
     writer.close()
 
@@ -182,6 +224,11 @@ def _add_metadata(writer: gguf.GGUFWriter, mix: Mix, shape: Shape) -> None:
     writer.add_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_used)
+        writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(shape.vocab)

@@ -49,6 +49,8 @@ from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 
 HERE = Path(__file__).parent
 MOST_DRAFTS = 7
+LLAMA_DRAFTS = (2, MOST_DRAFTS)
+"""Of which the better counts: llama-cpp-python advises 2 on a CPU."""
 HISTORY = 1 << 20
 LONGEST_PROMPT = 3000
 NOISE_GROUPS = 9
@@ -293,7 +295,7 @@ def llama_row(python: str, text: str, model: str, groups: Sequence[Group], longe
     """llama.cpp with and without its prompt lookup, on its own greedy answers."""
     gguf = resolve_model(model) / "model.gguf"
     prompts = [turn.prompt for group in groups for turn in group.turns]
-    task = {"model": str(gguf), "prompts": prompts, "longest": longest, "most": MOST_DRAFTS}
+    task = {"model": str(gguf), "prompts": prompts, "longest": longest, "most": LLAMA_DRAFTS}
     task |= {"threads": usable_cores(), "max_tokens": LONGEST_PROMPT + 1000}
     command = [python, str(HERE / "contenders" / "llama_lookup.py")]
     done = subprocess.run(command, input=json.dumps(task), stdout=-1, text=True, check=True)

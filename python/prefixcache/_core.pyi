@@ -42,6 +42,7 @@ __all__ = [
     "Sampler",
     "SamplerRow",
     "Sequence",
+    "ShortConvMixer",
     "StopStream",
     "StopStrings",
     "TraceReader",
@@ -844,6 +845,25 @@ class AttentionMixer:
         """
 
 @final
+class ShortConvMixer:
+    """A short convolution of a layer on the CPU: its weights."""
+
+    def __new__(
+        cls,
+        *,
+        in_proj: PackedLinear,
+        taps: int,
+        weight: int,
+        bias: int | None = None,
+        out: PackedLinear,
+    ) -> ShortConvMixer:
+        """A convolution over the last `taps` tokens, channel by channel, between these linears.
+
+        `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
+        first, at `bias` [channels].
+        """
+
+@final
 class DenseFeedForward:
     """A gated MLP of a layer on the CPU."""
 
@@ -889,7 +909,7 @@ class DecoderLayer:
         cls,
         *,
         input_norm: int | None = None,
-        mixer: AttentionMixer,
+        mixer: AttentionMixer | ShortConvMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
         feed_forward: DenseFeedForward | ExpertsFeedForward,
@@ -922,11 +942,14 @@ class DecoderStack:
         caches: list[int],
         rotations: list[tuple[int, int]],
         x: int,
+        kept_tokens: int | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
         In place. Layer i computes with `attentions[layer_groups[i]]`, over keys and values at
-        `caches[i]`. Each of `rotations` is (cos, sin): dense float32 of half a head a row.
+        `caches[i]`. Each of `rotations` is (cos, sin): dense float32 of half a head a row. At the
+        cache of a convolution a block has the inputs of its last `kept_tokens` tokens, among those
+        of others.
         """
 
 @final

@@ -26,7 +26,6 @@ _SHAPE = {
     "num_local_experts": 0,
     "layer_types": ["attention"] * LAYERS,
 }
-_TYPE = st.sampled_from(["full_attention", "sliding_attention"])
 _ROTATES = st.integers(0, 1)
 _THETA = st.sampled_from([1e4, 5e5, 1e6, 123])
 
@@ -85,6 +84,7 @@ def _ropes(family: Family) -> dict[str, Any]:
 
 def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     family = FAMILIES[name]
+    types = st.sampled_from(["full_attention", "conv" if family.convolves else "sliding_attention"])
     required = {field: _SHAPE[field] for field in family.required}
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
@@ -104,7 +104,7 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "use_sliding_window": st.none() | st.booleans(),
         "max_window_layers": st.integers(0, LAYERS + 1),
         "sliding_window_pattern": st.integers(1, LAYERS + 1),
-        "layer_types": st.none() | st.lists(_TYPE, min_size=LAYERS, max_size=LAYERS),
+        "layer_types": st.none() | st.lists(types, min_size=LAYERS, max_size=LAYERS),
         "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),
         "no_rope_layer_interval": st.integers(1, LAYERS + 1),
         "embedding_multiplier": st.sampled_from([12, 6.0]),
@@ -118,6 +118,15 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "swiglu_limit": st.sampled_from([7.0, 6.0]),
         "mlp_only_layers": st.none() | st.lists(st.integers(0, LAYERS)),
         "position_embedding_type": st.sampled_from([None, "rope", "nope"]),
+        "norm_eps": st.sampled_from([1e-5, 1e-6]),
+        "tie_embedding": st.booleans(),
+        "full_attn_idxs": st.lists(st.integers(0, LAYERS - 1)),
+        "conv_L_cache": st.sampled_from([1, 3, 4]),
+        "conv_bias": st.booleans(),
+        "block_ff_dim": st.sampled_from([96, 1024]),
+        "block_auto_adjust_ff_dim": st.booleans(),
+        "block_ffn_dim_multiplier": st.sampled_from([1.0, 1.3]),
+        "block_multiple_of": st.sampled_from([1, 32, 256]),
         "bos_token_id": st.just(1),
         "eos_token_id": st.just([2, 3]),
         "dtype": st.just("bfloat16"),

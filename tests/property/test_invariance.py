@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from equality import (
     INTERRUPTIONS,
+    LFM2,
     WIDE,
     Bench,
     Counts,
@@ -41,6 +42,7 @@ SHAPES = {
     "unrotated": ("smollm3-window", WIDE),
     "ministral3": ("ministral3", WIDE),
     "granite": ("granite", WIDE),
+    "lfm2": ("lfm2", LFM2),
     "qwen3-moe": ("qwen3-moe", WIDE),
     "olmoe": ("olmoe", WIDE),
     "gpt-oss": ("gpt-oss", WIDE),
@@ -56,6 +58,8 @@ RUNS = [
     ("bfloat16", 1, "unrotated"),
     ("bfloat16", 2, "ministral3"),
     ("bfloat16", 2, "granite"),
+    ("float32", 1, "lfm2"),
+    ("bfloat16", 2, "lfm2"),
     ("float32", 1, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-moe"),
     ("bfloat16", 1, "olmoe"),
@@ -203,6 +207,7 @@ def assert_same(counts: Counts) -> None:
         ("float32", "window33"),
         ("float32", "all33"),
         ("bfloat16", "gemma3"),
+        ("bfloat16", "lfm2"),
         ("bfloat16", "qwen3-moe"),
     ],
 )
@@ -244,7 +249,7 @@ def test_preempted_answers_are_those_of_lone_cold_runs(tiny_checkpoint, dtype, s
     _compare_until(all_happened, bench, seed, num_blocks=26, turns=40)
 
 
-@pytest.mark.parametrize("shape", ["window33", "all33"])
+@pytest.mark.parametrize("shape", ["window33", "all33", "lfm2"])
 def test_preempted_answers_of_models_with_windows_are_those_of_lone_cold_runs(
     tiny_checkpoint: Checkpoint, shape: str, seed: int
 ) -> None:

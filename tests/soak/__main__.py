@@ -27,7 +27,7 @@ from tiny_models import make_checkpoint
 ADMIN, KEYS = "admin-key", ("first-key", "second-key", "third-key")
 _BANK_SIZE = 126
 _USUAL_BLOCKS, _SIZES = 400, (240, 640)
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 16 << 20
 _LIMITS = Limits(read_seconds=5, request_seconds=60, keep_alive_seconds=5)
 _DRAIN_SECONDS = 5
 # For the interpreter to take itself apart, on a machine that is busy.

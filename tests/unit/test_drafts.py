@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from equality import WIDE, Bench, Counts, make_pair, random_schedule, with_windows
+from equality import LFM2, WIDE, Bench, Counts, make_pair, random_schedule, with_windows
 from fake_engine import make_engine, make_request
 from fake_runner import answer_alone
 from plain_drafts import MOST_DRAFTS, HostileDrafter, plain_drafter
@@ -362,7 +362,11 @@ def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Iterator[
             yield bench.compare(random_schedule(seed, speculates=True))
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40)])
+# Blocks of 8 tokens hold the inputs that guesses need.
+_CONVOLUTIONS = LFM2 | {"architecture": "lfm2", "num_key_value_heads": 3}
+
+
+@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):

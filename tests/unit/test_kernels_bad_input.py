@@ -13,9 +13,11 @@ from prefixcache._core import (
     DecoderLayer,
     DecoderStack,
     DenseFeedForward,
+    ExpertsFeedForward,
     PackedLinear,
     PagedAttention,
     RowOps,
+    ShortConvMixer,
 )
 
 CPU = Cpu(2)
@@ -186,12 +188,40 @@ def decoder_layer(**changed: Any) -> DecoderLayer:
     }
     sound: dict[str, Any] = {
         "input_norm": NUMBERS,
-        "mixer": AttentionMixer(**_changed(mixer, changed, "qk_norm", "query_rope")),
+        "mixer": AttentionMixer(**_changed(mixer, changed, "qk_norm", "query_rope", "sinks")),
         "mlp_norm": NUMBERS,
         "feed_forward": DenseFeedForward(**_changed(dense, changed)),
         "norm_offset": 1.0,
     }
     return DecoderLayer(**sound | changed)
+
+
+def experts(**changed: Any) -> ExpertsFeedForward:
+    """Three experts of 6 over a stream of 4."""
+    sound: dict[str, Any] = {
+        "router": linear(4, 3),
+        "scores": "softmax",
+        "top_k": 2,
+        "gate_up": parted(4, [6] * 6),
+        "gate": "silu",
+        "down": parted(6, [4] * 3),
+    }
+    return ExpertsFeedForward(**sound | changed)
+
+
+def parted(inputs: int, parts: list[int], dtype: Any = "float32") -> PackedLinear:
+    return PackedLinear(CPU, inputs, sum(parts), dtype, parts=parts)
+
+
+def conv_layer(**changed: Any) -> DecoderLayer:
+    """A convolution over the last three tokens, in the place of attention."""
+    conv: dict[str, Any] = {
+        "in_proj": linear(4, 12),
+        "taps": 3,
+        "weight": NUMBERS,
+        "out": linear(4, 4),
+    }
+    return decoder_layer(mixer=ShortConvMixer(**_changed(conv, changed, "bias")), **changed)
 
 
 def _changed(sound: dict[str, Any], changed: dict[str, Any], *more: str) -> dict[str, Any]:
@@ -219,9 +249,9 @@ def test_a_sound_stack_is_computed() -> None:
     ("changed", "error", "message"),
     [
         ({"qkv": 3}, TypeError, "qkv"),
-        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer"),
-        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward"),
-        ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh"'),
+        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer or a ShortConvMixer"),
+        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
+        ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
         ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),
         ({"rope": 1.5}, TypeError, "rope must be a whole number"),
@@ -231,6 +261,38 @@ def test_a_sound_stack_is_computed() -> None:
 def test_arguments_of_a_layer(changed: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         decoder_layer(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept_tokens", "error", "message"),
+    [
+        ({"taps": 0}, 3, ValueError, "taps must be from 1 to 8, not 0"),
+        ({"taps": 9}, 9, ValueError, "taps must be from 1 to 8, not 9"),
+        ({"taps": 4}, 3, ValueError, r"attentions\[0\] must have"),
+        ({"in_proj": linear(4, 8)}, 3, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"out": linear(6, 4)}, 3, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"out": linear(4, 4, "bfloat16")}, 3, ValueError, r"layers\[0\] must have linears"),
+        ({"weight": 0}, 3, ValueError, "weight must be the address of its numbers"),
+        ({"bias": NUMBERS + 2}, 3, ValueError, "bias must be the address of its numbers"),
+        ({}, None, ValueError, "kept_tokens must be at least 2 for a convolution"),
+        ({}, 1, ValueError, "kept_tokens must be at least 2 for a convolution"),
+        ({}, 2.5, TypeError, "kept_tokens must be a whole number"),
+        # A page of this attention has 1,024 numbers.
+        ({}, 257, ValueError, "caches must not have rows that overlap"),
+        ({}, 2**63, ValueError, "caches must not have rows that overlap"),
+    ],
+)
+def test_arguments_of_a_convolution(
+    changed: dict[str, Any], kept_tokens: Any, error: type, message: str
+) -> None:
+    window = PagedAttention(CPU, "float32", 4, 2, 16, 1.0, window_left=2)
+    window.plan(4, 16, **ARRAYS)
+    with pytest.raises(error, match=message):
+        forward([conv_layer(**changed)], attentions=[window], kept_tokens=kept_tokens)
+
+
+def test_a_convolution_next_to_attention_is_computed() -> None:
+    forward([decoder_layer(), conv_layer(), conv_layer(bias=NUMBERS)], kept_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +321,59 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
 )
 def test_layers_may_differ(changed: dict[str, Any]) -> None:
     forward([decoder_layer(), decoder_layer(**changed)])
+
+
+def test_a_layer_may_have_experts() -> None:
+    biased = experts(scores="sigmoid", selection_bias=NUMBERS, renormalise=1e-6, scale=2.0)
+    fused = experts(gate_up=parted(4, [12] * 3))
+    layers = [decoder_layer(feed_forward=one) for one in (experts(), biased, fused)]
+    forward([decoder_layer(), *layers])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"router": linear(6, 3)},
+        {"router": linear(4, 2)},
+        {"gate_up": parted(4, [6] * 4)},
+        {"gate_up": linear(4, 36)},
+        {"gate_up": parted(4, [6, 12, 6, 12])},
+        {"gate_up": parted(4, [4, 8, 12, 6, 5, 1])},
+        {"gate_up": parted(4, [6] * 6, "bfloat16")},
+        {"down": parted(6, [4] * 4)},
+        {"down": parted(6, [6, 6])},
+        {"down": parted(8, [4] * 3)},
+    ],
+)
+def test_experts_that_do_not_fit(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"layers\[0\] must have linears that fit"):
+        forward([decoder_layer(feed_forward=experts(**changed))])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k must be from 1 to 3, not 0"),
+        ({"top_k": 4}, ValueError, "top_k must be from 1 to 3, not 4"),
+        ({"scores": "relu"}, ValueError, 'scores must be "softmax" or "sigmoid"'),
+        ({"renormalise": "yes"}, TypeError, "renormalise must be a number"),
+        ({"selection_bias": -1}, ValueError, "selection_bias must be from 0"),
+        ({"down": 3}, TypeError, "down"),
+    ],
+)
+def test_arguments_of_experts(changed: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        experts(**changed)
+
+
+@pytest.mark.parametrize("name", ["selection_bias", "sinks"])
+@pytest.mark.parametrize("address", [0, NUMBERS + 2], ids=["null", "misaligned"])
+def test_numbers_at_an_address_that_is_none(name: str, address: int) -> None:
+    changed = {name: address}
+    if name == "selection_bias":
+        changed = {"feed_forward": experts(**changed)}
+    with pytest.raises(ValueError, match=f"{name} must be the address of its numbers"):
+        forward([decoder_layer(**changed)])
 
 
 def test_a_layer_that_has_other_heads_than_its_attention() -> None:

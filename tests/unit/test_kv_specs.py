@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
 from prefixcache.runner.cpu.kv_memory import KVMemory
@@ -119,6 +120,69 @@ def test_tensor_j_serves_layer_j_of_every_group() -> None:
     assert [len(each) for each in bound] == [2, 2, 1]
     assert all(kv is tensors[j] for each in bound for j, kv in enumerate(each))
     assert [backend._spec.sliding_window for backend in attention.backends] == [None, 5, 5]
+
+
+def lfm2_of(num_layers: int, attention: list[int], hidden_size: int = 2048) -> ModelConfig:
+    return ModelConfig(
+        architecture="Lfm2ForCausalLM",
+        vocab_size=8,
+        hidden_size=hidden_size,
+        intermediate_size=96,
+        num_layers=num_layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=4096,
+        conv_layers=tuple(i for i in range(num_layers) if i not in attention),
+        conv_taps=3,
+    )
+
+
+# LFM2-350M, 700M, 1.2B and 2.6B: what a kept position of all convolutions takes of its blocks.
+@pytest.mark.parametrize(
+    ("hidden_size", "num_layers", "attention", "groups", "kept"),
+    [
+        (1024, 16, [2, 5, 8, 10, 12, 14], [10], 61_440),
+        (1536, 16, [2, 5, 8, 10, 12, 14], [10], 92_160),
+        (2048, 16, [2, 5, 8, 10, 12, 14], [10], 122_880),
+        (2048, 30, [2, 6, 10, 14, 17, 21, 24, 27], [11, 11], 270_336),
+    ],
+)
+def test_convolutions_share_blocks_and_take_no_more_tensors_than_attention(
+    hidden_size: int, num_layers: int, attention: list[int], groups: list[int], kept: int
+) -> None:
+    layout = kv_layout(lfm2_of(num_layers, attention, hidden_size))
+    full, *convs = layout.groups
+    assert (full.layers, full.kind) == (tuple(attention), "full")
+    assert {group.kind for group in convs} == {("sliding_window", 3)}
+    assert [len(group.layers) for group in convs] == groups
+    assert layout.num_tensors == len(attention)
+    # Bfloat16; two inputs, and one more as the last token may be computed again.
+    assert sum(groups) * 3 * hidden_size * 2 == kept
+    assert kept < len(groups) * layout.bytes_per_block(16, 2)
+    assert layout.bytes_per_block(16, 2) == len(attention) * 2 * 16 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize(("block_size", "most_refused"), [(6, 1), (8, 1), (16, 1), (16, 5)])
+def test_no_two_convolutions_share_a_number_and_all_lie_in_their_block(
+    block_size: int, most_refused: int
+) -> None:
+    model = lfm2_of(30, [2, 6, 10, 14, 17, 21, 24, 27])
+    layout = kv_layout(model, block_size, most_refused)
+    whole = range(2 * block_size * 8 * 64)
+    convs = layout.groups[1:]
+    assert sorted(layer for group in convs for layer in group.layers) == [*model.conv_layers]
+    for group in convs:
+        taken = [group.part(number) for number in range(len(group.layers))]
+        places = [(tensor, place) for tensor, part in taken for place in whole[part]]
+        kept = min(2 + most_refused, block_size) * 2048
+        assert len(places) == len(set(places)) == len(group.layers) * kept
+        assert {tensor for tensor, _ in taken} <= {*range(layout.num_tensors)}
+
+
+def test_blocks_too_small_for_a_convolution_are_refused_by_name() -> None:
+    with pytest.raises(FieldError, match=r"block_size must be at least 6 for .* convolutions"):
+        kv_layout(lfm2_of(16, [2, 5, 8, 10, 12, 14]), 5)
 
 
 @given(

@@ -60,7 +60,7 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3", "lfm2", "lfm2-bias"])
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_give_transformers_logits(
     tiny_checkpoint: TinyCheckpoint, architecture: str, form: str
@@ -80,6 +80,34 @@ def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architect
     prompt = prompt_of(21)
     ours = driver_of(form, folder).generate(prompt, 64)
     assert ours == reference_greedy(folder, prompt, 64)
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 17, 18])
+def test_a_convolution_sees_what_there_is_and_what_the_block_before_kept(
+    tiny_checkpoint: TinyCheckpoint, architecture: str, form: str, length: int
+) -> None:
+    """Prompts as short as it, and those that end about a block's end; then tokens one by one."""
+    folder = tiny_checkpoint(architecture)
+    tokens = prompt_of(length + 4)
+    driver = driver_of(form, folder)
+    rows = [driver.forward([(0, 0, tokens[:length])])]
+    rows += [driver.forward([(0, at, tokens[at : at + 1])]) for at in range(length, length + 4)]
+    near = {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(torch.cat(rows), reference(folder, tokens), **near)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_last_token_may_be_computed_again(tiny_checkpoint: TinyCheckpoint, form: str) -> None:
+    """As where a grammar's mask is late, or a guess is refused."""
+    folder = tiny_checkpoint("lfm2")
+    tokens = prompt_of(40)
+    driver = driver_of(form, folder)
+    first = driver.forward([(0, 0, tokens[:20])])
+    again = [driver.forward([(0, at - 1, tokens[at - 1 : at + 1])]) for at in range(20, 40)]
+    rows = torch.cat([first[:19], *(pair[:1] for pair in again), again[-1][1:]])
+    torch.testing.assert_close(rows, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
 _BLOCK, _CHUNK = 16, 32

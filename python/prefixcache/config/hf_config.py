@@ -27,6 +27,7 @@ TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CONV = "conv"
 
 _SIZES = (
     "vocab_size",
@@ -74,6 +75,15 @@ _FIELDS: dict[str, Any] = {
     "swiglu_alpha": PositiveFloat,
     "swiglu_limit": PositiveFloat,
     "position_embedding_type": str,
+    "norm_eps": PositiveFloat,
+    "tie_embedding": bool,
+    "full_attn_idxs": list[int],
+    "conv_L_cache": PositiveInt,
+    "conv_bias": bool,
+    "block_ff_dim": PositiveInt,
+    "block_auto_adjust_ff_dim": bool,
+    "block_ffn_dim_multiplier": PositiveFloat,
+    "block_multiple_of": PositiveInt,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -140,12 +150,15 @@ class Family:
     each `sliding_window_pattern`-th; or one for the layers from `max_window_layers` on, which
     `use_sliding_window` switches on; or one for layers that do not rotate, each
     `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
-    `ropes_by_layer` says that ropes go by these types too. Files of a family with `sees_images` may
+    `ropes_by_layer` says that ropes go by these types too. With `convolves` layers may be short
+    convolutions; all but `full_attn_idxs` are where the file names no types. `spellings` are other
+    names of fields, which go before. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
-    `ModelConfig` of a whole config. `names` are those of modules of a layer that are called
-    otherwise than Llama's: "down", "router", and "gate_up" where both are one tensor. With
-    `has_fused_experts` checkpoints hold all experts of a layer as one tensor, whose blocks may be
-    those of the `quantization` that the file names.
+    `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
+    Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
+    "router", and "gate_up" where both are one tensor; of the model "norm". With `has_fused_experts`
+    checkpoints hold all experts of a layer as one tensor, whose blocks may be those of the
+    `quantization` that the file names.
     """
 
     model_type: str
@@ -156,6 +169,8 @@ class Family:
     heads_divide_hidden: bool = False
     windows: Literal["none", "one", "by_layer", "switched", "unrotated"] = "none"
     ropes_by_layer: bool = False
+    convolves: bool = False
+    spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
@@ -226,6 +241,24 @@ def _granite4_flags(whole: Any) -> dict[str, Any]:
         "intermediate_size": whole.shared_intermediate_size,
         "unrotated_layers": () if rotates else tuple(range(whole.num_hidden_layers)),
     }
+
+
+def _lfm2_flags(whole: Any) -> dict[str, Any]:
+    return {
+        "qk_norm": True,
+        "rms_norm_eps": whole.norm_eps,
+        "intermediate_size": _lfm2_intermediate_size(whole),
+        "conv_layers": tuple(i for i, kind in enumerate(whole.layer_types) if kind == CONV),
+        "conv_taps": whole.conv_L_cache,
+        "conv_bias": whole.conv_bias,
+    }
+
+
+def _lfm2_intermediate_size(whole: Any) -> int:
+    if not whole.block_auto_adjust_ff_dim:
+        return whole.intermediate_size
+    size = int(whole.block_ffn_dim_multiplier * int(2 * whole.intermediate_size / 3))
+    return -(-size // whole.block_multiple_of) * whole.block_multiple_of
 
 
 def _gemma3_flags(whole: Any) -> dict[str, Any]:
@@ -418,6 +451,35 @@ FAMILIES: dict[str, Family] = {
         flags=_granite4_flags,
         names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     ),
+    "Lfm2ForCausalLM": Family(
+        model_type="lfm2",
+        defaults={
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            "norm_eps": 1e-5,
+            "full_attn_idxs": None,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        convolves=True,
+        spellings={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        flags=_lfm2_flags,
+        names={
+            "input_norm": "operator_norm",
+            "q_norm": "self_attn.q_layernorm",
+            "k_norm": "self_attn.k_layernorm",
+            "out": "self_attn.out_proj",
+            "mlp_norm": "ffn_norm",
+            "gate": "feed_forward.w1",
+            "up": "feed_forward.w3",
+            "down": "feed_forward.w2",
+            "norm": "embedding_norm",
+        },
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -475,10 +537,11 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     # Null means that there is none, which families differ on where nothing is said.
     if "sliding_window" in source and source["sliding_window"] is None:
         given["sliding_window"] = None
+    given |= {ours: given[theirs] for theirs, ours in family.spellings.items() if theirs in given}
     for name in family.required:
         if name not in given:
             raise ConfigError(f"The model's config lacks {name}.")
-    _check_layer_types(given)
+    _check_layer_types(family, given)
     rotates = given.get("no_rope_layers")
     if rotates is not None and len(rotates) != given["num_hidden_layers"]:
         raise ConfigError("no_rope_layers in the model's config must have an entry for each layer.")
@@ -616,14 +679,15 @@ def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 
-def _check_layer_types(given: dict[str, Any]) -> None:
+def _check_layer_types(family: Family, given: dict[str, Any]) -> None:
     types: list[str] | None = given.get("layer_types")
     if types is None:
         return
     types = given["layer_types"] = [FULL if kind == "attention" else kind for kind in types]
-    if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
+    known = (FULL, CONV) if family.convolves else (FULL, SLIDING)
+    if unknown := [kind for kind in types if kind not in known]:
         raise UnsupportedModelError(
-            f"layer_types {unknown[0]!r} is not supported. Supported: {FULL}, {SLIDING}."
+            f"layer_types {unknown[0]!r} is not supported. Supported: {', '.join(known)}."
         )
     if len(types) != given["num_hidden_layers"]:
         raise ConfigError(
@@ -664,6 +728,8 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
     if family.windows == "switched":
         first = whole.num_hidden_layers if whole.sliding_window is None else whole.max_window_layers
         return [SLIDING if i >= first else FULL for i in layers]
+    if family.convolves and whole.full_attn_idxs is not None:
+        return [FULL if i in whole.full_attn_idxs else CONV for i in layers]
     return []
 
 
@@ -703,7 +769,7 @@ def _layer_windows(family: Family, whole: Any) -> tuple[int | None, ...]:
     types: list[str] = whole.layer_types
     if family.windows in ("none", "one") or not types:
         alike = FULL if window is None else SLIDING
-        if any(kind != alike for kind in types):
+        if any(kind not in (alike, CONV) for kind in types):
             raise UnsupportedModelError(
                 f"layer_types that are not all {alike} are not supported for {family.model_type} "
                 f"with sliding_window {window}."

@@ -24,6 +24,9 @@ from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, Unsu
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
+# Tokens that a convolution of the kernels is made of, at most.
+_MAX_TAPS = 8
+
 # How fields of a rope are called in a config.json; the others have one name.
 _HF_ROPE_NAMES = {
     "theta": "rope_theta",
@@ -123,6 +126,8 @@ class ModelConfig(Checked):
     products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
     the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
+    `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
+    attention, with biases where `conv_bias` says so; entries of windows say nothing of them.
     `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
@@ -144,6 +149,9 @@ class ModelConfig(Checked):
     layer_windows: tuple[PositiveInt | None, ...] = ()
     local_rope: RopeConfig | None = None
     unrotated_layers: tuple[Count, ...] = ()
+    conv_layers: tuple[Count, ...] = ()
+    conv_taps: Count = 0
+    conv_bias: bool = False
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     activation: Activation = "silu"
@@ -175,6 +183,10 @@ class ModelConfig(Checked):
                 f"must have an entry for each of {self.num_layers} layers, "
                 f"got {len(self.layer_windows)}.",
             )
+        if self.conv_layers and not 1 <= self.conv_taps <= _MAX_TAPS:
+            raise FieldError("conv_taps", f"must be from 1 to {_MAX_TAPS}, got {self.conv_taps}.")
+        if len(self.conv_layers) >= self.num_layers:
+            raise FieldError("conv_layers", "must leave a layer of attention.")
         if self.residual_scale != 1.0 and (self.qk_norm or self.sandwich_norms):
             raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
@@ -253,7 +265,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     hf = read_hf_config(source)
     whole = hf.whole
-    flags = {"intermediate_size": whole.intermediate_size} | hf.flags
+    names = ("intermediate_size", "rms_norm_eps")
+    flags = {name: getattr(whole, name, None) for name in names} | hf.flags
     if "experts" in flags:
         flags["experts"] = ExpertsConfig(**flags["experts"])
     config = ModelConfig(
@@ -265,7 +278,6 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_kv_heads=whole.num_key_value_heads,
         head_dim=whole.head_dim,
         max_position_embeddings=whole.max_position_embeddings,
-        rms_norm_eps=whole.rms_norm_eps,
         rope=_rope(hf.ropes[FULL]),
         local_rope=_rope(hf.ropes[SLIDING]) if SLIDING in hf.ropes else None,
         layer_windows=hf.layer_windows if any(hf.layer_windows) else (),

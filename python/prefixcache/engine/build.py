@@ -279,8 +279,11 @@ def _describe_groups(layout: KVLayout) -> str:
     if len(layout.groups) == 1:
         return ""
     num_groups, num_full = len(layout.groups), layout.kinds.count("full")
+    num_convs = sum(group.conv_width > 0 for group in layout.groups)
+    convs = f", convolution {num_convs}" if num_convs else ""
     return (
-        f" for {num_groups} groups of layers (full {num_full}, window {num_groups - num_full}; "
+        f" for {num_groups} groups of layers (full {num_full}, "
+        f"window {num_groups - num_full - num_convs}{convs}; "
         f"size {layout.num_tensors}, padded {layout.num_padded})"
     )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import FieldError
 
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
-"""How a group's layers attend: to all tokens before, or to a window of tokens, itself counted."""
+"""What a group's layers need: all tokens before, or a window of tokens, itself counted."""
 
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
@@ -19,15 +20,34 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose KV lives under the same block ids. `sliding_window` None is full attention."""
+    """Layers whose KV lives under the same block ids. `sliding_window` None is full attention.
+
+    Where `conv_width` is given they are short convolutions over the window, of that many channels:
+    a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` of them share a
+    block's part of one tensor.
+    """
 
     layers: tuple[int, ...]
     sliding_window: int | None = None
+    conv_width: int = 0
+    kept_tokens: int = 0
+    layers_per_tensor: int = 1
 
     @property
     def kind(self) -> GroupKind:
-        """How the group's layers attend."""
+        """What the group's layers need."""
         return "full" if self.sliding_window is None else ("sliding_window", self.sliding_window)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of which a block of the group uses its part."""
+        return -(-len(self.layers) // self.layers_per_tensor)
+
+    def part(self, number: int) -> tuple[int, slice]:
+        """The tensor of the group's layer of that number, and which of a block's numbers there."""
+        tensor, place = divmod(number, self.layers_per_tensor)
+        size = self.conv_width * self.kept_tokens
+        return tensor, slice(place * size, (place + 1) * size) if size else slice(None)
 
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """The most pages that a step lists of a sequence of up to `num_tokens`.
@@ -44,9 +64,9 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A model's groups, in the order of their ids, and what is the same for all.
+    """A model's groups, in the order of their ids, and what is the same for all of attention.
 
-    Tensor j serves layer j of every group, so any block can serve any group.
+    Tensor j serves the j-th layers of every group, so any block can serve any group.
     """
 
     groups: tuple[KVGroup, ...]
@@ -55,17 +75,17 @@ class KVLayout:
 
     @property
     def num_tensors(self) -> int:
-        """Layers of the largest group."""
-        return max(len(group.layers) for group in self.groups)
+        """Those of the largest group."""
+        return max(group.num_tensors for group in self.groups)
 
     @property
     def num_padded(self) -> int:
-        """Places of a group's block that no layer uses, over all groups."""
-        return sum(self.num_tensors - len(group.layers) for group in self.groups)
+        """Tensors of which a group's block uses nothing, over all groups."""
+        return sum(self.num_tensors - group.num_tensors for group in self.groups)
 
     @property
     def kinds(self) -> tuple[GroupKind, ...]:
-        """How the layers of each group attend."""
+        """What the layers of each group need."""
         return tuple(group.kind for group in self.groups)
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
@@ -102,21 +122,45 @@ class PoolSizes:
         return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
-def kv_layout(model: ModelConfig) -> KVLayout:
+def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -> KVLayout:
     """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
 
-    Full attention comes first, then windows in the order of their first layers.
+    Full attention comes first, then windows in the order of their first layers, then convolutions,
+    which take no more tensors than attention does: as many share one as fit into its blocks.
+    `most_refused` tokens at the end of a sequence may have to be computed again. Raises
+    `FieldError` where not even one convolution fits.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        kinds.setdefault(window, []).append(layer)
+        if layer not in model.conv_layers:
+            kinds.setdefault(window, []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < _MOST_BY_FEWEST * min(counts) else min(counts)
     in_order = sorted(kinds.items(), key=lambda kind: kind[0] is not None)
     groups = tuple(
         KVGroup(layers, window) for window, all_of in in_order for layers in _deal(all_of, size)
     )
+    if model.conv_layers:
+        kept = min(model.conv_taps - 1 + most_refused, block_size)
+        groups += tuple(_convolutions(model, size, block_size, kept))
     return KVLayout(groups, model.num_kv_heads, model.head_dim)
+
+
+def _convolutions(
+    model: ModelConfig, num_tensors: int, block_size: int, kept_tokens: int
+) -> Iterator[KVGroup]:
+    numbers = 2 * block_size * model.num_kv_heads * model.head_dim
+    needed = model.hidden_size * kept_tokens
+    if numbers < needed:
+        least = -(-needed * block_size // numbers)
+        raise FieldError(
+            "block_size",
+            f"must be at least {least} for this model's convolutions, which keep the inputs of "
+            f"{kept_tokens} tokens (--speculate-tokens adds to them).",
+        )
+    for layers in _deal(model.conv_layers, numbers // needed * num_tensors):
+        per_tensor = -(-len(layers) // num_tensors)
+        yield KVGroup(layers, model.conv_taps, model.hidden_size, kept_tokens, per_tensor)
 
 
 def layer_places(groups: Iterable[Sequence[int]]) -> list[tuple[int, int]]:

@@ -97,6 +97,42 @@ class AttentionShape:
         """None where there is none."""
         return (self.qk_norm,)
 
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        return {} if self.sinks is None else {self.sinks.name: (self.sinks.width,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvShape:
+    """A convolution over the last `taps` tokens, each of E channels alone, between two linears.
+
+    `in_proj` makes a token's gates B and C, and x. The tensors of the convolution go by `name`.
+    """
+
+    in_proj: LinearShape
+    name: str
+    taps: int
+    bias: bool
+    out: LinearShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.in_proj, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """It has none of its own."""
+        return ()
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        channels = self.out.inputs
+        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
+        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
@@ -141,7 +177,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape
+    mixer: AttentionShape | ConvShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
@@ -178,7 +214,7 @@ class DecoderShape:
         return cls(
             layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
             rotations=rotations,
-            norm=NormShape(config.hidden_size, {"model.norm": 1}),
+            norm=NormShape(config.hidden_size, {f"model.{_names(config).get('norm', 'norm')}": 1}),
             head=LinearShape(config.hidden_size, {name: config.vocab_size}),
         )
 
@@ -192,8 +228,9 @@ class DecoderShape:
                     found[f"{name}.bias"] = (rows,)
         for norm in self._norms():
             found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
-        vectors = (layer.mixer.sinks for layer in self.layers)
-        return found | {one.name: (one.width,) for one in vectors if one is not None}
+        for layer in self.layers:
+            found |= layer.mixer.others
+        return found
 
     def _linears(self) -> Iterator[LinearShape]:
         for layer in self.layers:
@@ -214,39 +251,54 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         return NormShape(config.hidden_size, {f"{prefix}.{name}": 1})
 
     # "post-attention" is another norm where there are four.
-    sandwich = config.sandwich_norms
+    sandwich, names = config.sandwich_norms, _names(config)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    is_conv = layer in config.conv_layers
     return LayerShape(
-        input_norm=norm("input_layernorm"),
-        mixer=_attention(config, f"{prefix}.self_attn", ropes),
+        input_norm=norm(names.get("input_norm", "input_layernorm")),
+        mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(mlp_norm),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm)),
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
 
 
+def _names(config: ModelConfig) -> Mapping[str, str]:
+    return FAMILIES[config.architecture].names
+
+
 def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
-    hidden = config.hidden_size
+    hidden, names = config.hidden_size, _names(config)
+    q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
+    k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
+    out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
         qkv=LinearShape(
             hidden,
-            {f"{prefix}.{one}_proj": count * head_dim for one, count in projections},
+            {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in projections},
             config.qkv_bias,
         ),
-        qk_norm=NormShape(
-            head_dim,
-            {f"{prefix}.q_norm": heads, f"{prefix}.k_norm": kv_heads},
-            whole=config.whole_qk_norms,
-        )
+        qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
-        sinks=VectorShape(f"{prefix}.sinks", heads) if config.sinks else None,
-        out=LinearShape(heads * head_dim, {f"{prefix}.o_proj": hidden}, config.output_bias),
+        sinks=VectorShape(f"{prefix}.self_attn.sinks", heads) if config.sinks else None,
+        out=LinearShape(heads * head_dim, {out: hidden}, config.output_bias),
         rope=ropes[0],
         query_rope=ropes[1],
+    )
+
+
+def _conv(config: ModelConfig, prefix: str) -> ConvShape:
+    hidden, bias = config.hidden_size, config.conv_bias
+    return ConvShape(
+        in_proj=LinearShape(hidden, {f"{prefix}.conv.in_proj": 3 * hidden}, bias),
+        name=f"{prefix}.conv.conv",
+        taps=config.conv_taps,
+        bias=bias,
+        out=LinearShape(hidden, {f"{prefix}.conv.out_proj": hidden}, bias),
     )
 
 
@@ -274,7 +326,7 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
 
 def _dense(config: ModelConfig, prefix: str) -> DenseShape:
     hidden, size = config.hidden_size, config.intermediate_size
-    names = FAMILIES[config.architecture].names
+    names = _names(config)
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
         gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
@@ -287,7 +339,8 @@ def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]
     """One tensor where it has a name, else two."""
     if "gate_up" in names:
         return {f"{prefix}.{names['gate_up']}": 2 * size}
-    return {f"{prefix}.mlp.gate_proj": size, f"{prefix}.mlp.up_proj": size}
+    parts = names.get("gate", "mlp.gate_proj"), names.get("up", "mlp.up_proj")
+    return {f"{prefix}.{part}": size for part in parts}
 
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
@@ -353,6 +406,18 @@ def norm_slots(
         write = partial(_copy_numbers, write_part)
         yield f"{name}.weight", Slot(shape.shape(name), write, lambda: dtype_name)
         start += rows
+
+
+def conv_slots(
+    shape: ConvShape,
+    write_weight: Callable[[Array], None],
+    write_bias: Callable[[Array], None],
+    dtype_name: str,
+) -> Iterator[tuple[str, Slot]]:
+    """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
+    for name, size in shape.others.items():
+        write = write_bias if name.endswith(".bias") else write_weight
+        yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:

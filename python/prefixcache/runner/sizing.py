@@ -41,6 +41,14 @@ class MemorySize:
     default: int = 1 << 62
 
 
+def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    """The groups of a model in the engine. Raises `FieldError` for blocks too small for it."""
+    guesses = config.speculation
+    # The last token is computed again where a grammar's mask is late, with its guesses or without.
+    most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
+    return kv_layout(model, config.cache.block_size, most_refused)
+
+
 def choose_num_blocks(
     cache: CacheConfig, layout: KVLayout, itemsize: int, memory: MemorySize
 ) -> int:
@@ -148,7 +156,7 @@ def _read_number(file: Path) -> int | None:
 def fitting_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """The context length, lowered to what the pool holds unless it was asked for."""
     longest = config.scheduler.context_length(model)
-    kinds = kv_layout(model).kinds
+    kinds = layout_of(config, model).kinds
     room = fitting_tokens(
         num_blocks,
         config.cache.block_size,

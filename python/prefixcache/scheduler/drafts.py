@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ _MEMORY = 0.98
 """Weight of what became of an earlier guess, relative to the next one of its kind."""
 _TRUST = 4.0
 """Guesses of a request after which its own record counts as much as that of all requests."""
+_MOST_RECORDS = 4096
 _LINK = 8
 """Tokens of the prompt's end that lead to the text that a client predicts."""
 
@@ -88,9 +89,19 @@ class _Record:
 class _Text:
     """What is kept of one request: its text, and what became of its guesses."""
 
+    scope: bytes
     stream: DraftStream
     num_tokens: int = 0
     record: _Record = field(default_factory=lambda: _Record(0.0, 0.0))
+
+
+class _Kind(NamedTuple):
+    """Guesses that are about as good: of one scope, so that no one spoils those of others."""
+
+    scope: bytes
+    source: str
+    bits: int
+    """Of the length of the match."""
 
 
 @dataclass(slots=True)
@@ -99,7 +110,7 @@ class _Draft:
 
     state: RequestState
     tokens: list[int]
-    kind: tuple[str, int]
+    kind: _Kind
     share: float
     count: int = 0
 
@@ -116,7 +127,7 @@ class Drafter:
         self._shares = shares
         self._most = most
         self._texts: dict[str, _Text] = {}
-        self._records: dict[tuple[str, int], _Record] = {}
+        self._records: dict[_Kind, _Record] = {}
         self._planned: dict[str, _Draft] = {}
         self._num_drafts = 0
         self._num_drafted = Counter[str](prompt=0, **({"cache": 0} if shares else {}))
@@ -150,7 +161,7 @@ class Drafter:
                 self._learn(draft, count)
 
     def _learn(self, draft: _Draft, num_accepted: int) -> None:
-        source, _ = draft.kind
+        source = draft.kind.source
         self._num_drafts += 1
         self._num_drafted[source] += draft.count
         self._num_accepted[source] += num_accepted
@@ -194,7 +205,7 @@ class Drafter:
             return None
         text = self._text(state)
         found, length, source = text.stream.draft(most)
-        kind = (source, length.bit_length())
+        kind = _Kind(text.scope, source, length.bit_length())
         of_kind = self._record(kind)
         of_kind.earn(_CREDIT_OF_CHANCE if found else 0)
         tokens = _before_end(found[: max(0, int(of_kind.credit))], state.end_token_ids)
@@ -202,15 +213,20 @@ class Drafter:
             return None
         return _Draft(state, tokens, kind, self._share_right(kind, text.record))
 
-    def _share_right(self, kind: tuple[str, int], own: _Record) -> float:
+    def _share_right(self, kind: _Kind, own: _Record) -> float:
         of_all = self._record(kind)
         return (_TRUST * of_all.right / of_all.tried + own.right) / (_TRUST + own.tried)
 
-    def _record(self, kind: tuple[str, int]) -> _Record:
-        if kind not in self._records:
+    def _record(self, kind: _Kind) -> _Record:
+        """Of the kind. What was not asked for the longest is forgotten."""
+        record = self._records.pop(kind, None)
+        if record is None:
             # The longer the text that was found again, the likelier it goes on alike.
-            self._records[kind] = _Record(_TRUST, _TRUST * (1 - 0.6 ** kind[1]))
-        return self._records[kind]
+            record = _Record(_TRUST, _TRUST * (1 - 0.6**kind.bits))
+            if len(self._records) == _MOST_RECORDS:
+                del self._records[next(iter(self._records))]
+        self._records[kind] = record
+        return record
 
     def _share_out(self, drafts: Sequence[_Draft], num_rows: int, room: int) -> None:
         """Takes the likeliest guesses, as many as give the most tokens a second."""
@@ -236,8 +252,9 @@ class Drafter:
         text = self._texts.get(state.request_id)
         if text is None:
             request = state.request
-            stream = self._source.stream(_scope(request), self._is_shared(request))
-            text = self._texts[state.request_id] = _Text(stream)
+            scope = _scope(request)
+            stream = self._source.stream(scope, self._is_shared(request))
+            text = self._texts[state.request_id] = _Text(scope, stream)
             if request.prediction is not None:
                 stream.append(np.concatenate([state.tokens.prompt[-_LINK:], request.prediction]))
         if text.num_tokens < len(state.tokens):

@@ -158,12 +158,36 @@ impl Plan {
     /// The page, and the token's number in it, of a position of the task's sequence.
     #[inline(always)]
     pub(crate) fn place(&self, task: &Task, position: usize) -> (usize, usize) {
-        let sequence = &self.sequences[task.sequence];
+        self.place_of(task.sequence, position)
+    }
+
+    /// [`Self::place`] of a sequence by its number.
+    #[inline(always)]
+    pub(crate) fn place_of(&self, sequence: usize, position: usize) -> (usize, usize) {
+        let sequence = &self.sequences[sequence];
         let pages = &self.pages[sequence.pages.clone()];
         (
             pages[position / self.block_size - sequence.first_page],
             position % self.block_size,
         )
+    }
+
+    /// The sequence of a row of the query matrix, the row's position in it, and how many rows of the
+    /// sequence come before it in the step.
+    pub(crate) fn row(&self, row: usize) -> (usize, usize, usize) {
+        let number = self.sequence_of(row);
+        let sequence = &self.sequences[number];
+        let own = row - sequence.queries.start;
+        (number, sequence.start + own, own)
+    }
+
+    /// Where the rows of a row's sequence end.
+    pub(crate) fn end_of(&self, row: usize) -> usize {
+        self.sequences[self.sequence_of(row)].queries.end
+    }
+
+    fn sequence_of(&self, row: usize) -> usize {
+        self.sequences.partition_point(|one| one.queries.end <= row)
     }
 }
 

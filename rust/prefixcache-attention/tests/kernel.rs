@@ -171,11 +171,11 @@ proptest! {
 #[test]
 fn a_token_that_sees_only_itself_returns_its_value() {
     for form in Form::available() {
-        let attention = Attention::new(2, 1, 64, 0.125).expect("a shape that fits");
+        // Heads that have no sinks.
+        let attention = Attention::new(3, 1, 64, 0.125).expect("a shape that fits");
         let tokens = vec![Tokens::<f32>::random(1, 1, &attention)];
         let out = &cold(attention, form, 16, &tokens, &[1])[0];
-        assert_eq!(out[..64], tokens[0].values);
-        assert_eq!(out[64..], tokens[0].values);
+        assert!(out.chunks_exact(64).all(|head| head == tokens[0].values));
     }
 }
 

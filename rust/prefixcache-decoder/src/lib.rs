@@ -23,6 +23,7 @@ use prefixcache_ops::rowwise::{RmsNorm, rms_norm};
 pub use feed_forward::{Dense, FeedForward};
 pub use mixer::Mixer;
 pub use mixer::attention::AttentionMixer;
+pub use mixer::short_conv::ShortConvMixer;
 
 /// A layer: a mixer, then a feed-forward, each with a residual connection.
 pub struct DecoderLayer<'a, E> {
@@ -96,6 +97,7 @@ pub struct Scratch<E> {
     projected: Buffer<E>,
     residual: Buffer<E>,
     attention: mixer::attention::Scratch<E>,
+    short_conv: mixer::short_conv::Scratch<E>,
     feed_forward: feed_forward::Scratch<E>,
 }
 
@@ -113,8 +115,13 @@ impl<E: KvElement> Scratch<E> {
             let is_needed = layers.iter().any(is_needed);
             Buffer::new(rows, is_needed.then_some(hidden).into_iter())
         };
-        let of_attention = layers.iter().map(|layer| match &layer.mixer {
-            Mixer::Attention(mixer) => mixer,
+        let of_attention = layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::Attention(mixer) => Some(mixer),
+            Mixer::ShortConv(_) => None,
+        });
+        let of_short_conv = layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::ShortConv(mixer) => Some(mixer),
+            Mixer::Attention(_) => None,
         });
         Ok(Self {
             normed: needed(|layer| layer.input_norm.is_some() || layer.mlp_norm.is_some())?,
@@ -123,6 +130,7 @@ impl<E: KvElement> Scratch<E> {
             })?,
             residual: needed(|_| true)?,
             attention: mixer::attention::Scratch::new(rows, of_attention)?,
+            short_conv: mixer::short_conv::Scratch::new(rows, of_short_conv)?,
             feed_forward: feed_forward::Scratch::new(
                 rows,
                 layers.iter().map(|layer| &layer.feed_forward),
@@ -145,7 +153,7 @@ struct Sum<'a, E> {
 
 impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
-    /// values to `cache` [P * 2 * K, B * D].
+    /// values to `cache` [P * 2 * K, B * D], or the inputs of a convolution to `cache` [P, kept * E].
     ///
     /// # Errors
     /// There is no memory for the attention's sums or for quantized activations; `x` is as it was, the
@@ -183,6 +191,9 @@ impl Step<'_> {
         match &layer.mixer {
             Mixer::Attention(mixer) => {
                 self.attend(mixer, cache, normed, &mut scratch.attention, sum)
+            }
+            Mixer::ShortConv(mixer) => {
+                self.convolve(mixer, cache, normed, &mut scratch.short_conv, sum)
             }
         }
     }

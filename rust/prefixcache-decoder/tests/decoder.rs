@@ -113,8 +113,6 @@ struct Layer<E> {
     input_norm: Vec<E>,
     qkv: Linear<E>,
     qk_norm: Vec<E>,
-    key_norm: None,
-    sinks: None,
     out: Linear<E>,
     mixer_out_norm: Vec<E>,
     mlp_norm: Vec<E>,
@@ -159,6 +157,8 @@ impl<E: KvElement> Layer<E> {
             mixer: Mixer::Attention(AttentionMixer {
                 qkv: &self.qkv.packed,
                 qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
+                key_norm: None,
+                sinks: None,
                 out: &self.out.packed,
                 group: self.group,
                 rope: self.rope,
@@ -236,6 +236,7 @@ impl<E: KvElement> Layer<E> {
 fn opened(gate: Gate, x: f64) -> f64 {
     match gate {
         Gate::Silu => x / (1.0 + (-x).exp()),
+        Gate::ClampedSwiglu => unreachable!("no family here has it"),
         Gate::GeluTanh => {
             let root = (2.0 / std::f64::consts::PI).sqrt();
             0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())

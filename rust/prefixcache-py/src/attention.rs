@@ -108,6 +108,13 @@ impl PagedAttention {
         })
     }
 
+    /// A part of each page at an address, of `width` numbers.
+    pub fn page_parts(&self, step: &PlannedStep, address: usize, width: usize) -> Matrix {
+        let dims = self.attention.kv_heads() * self.attention.head_dim();
+        let stride = 2 * dims * step.plan.block_size();
+        Matrix::strided_at("caches", address, (step.plan.num_pages(), width), stride)
+    }
+
     /// A layer's keys and values at an address.
     pub fn cache(&self, step: &PlannedStep, address: usize) -> Matrix {
         let rows = step.plan.num_pages() * 2 * self.attention.kv_heads();

@@ -120,14 +120,20 @@ pub struct Matrix {
 
 impl Matrix {
     /// `rows` rows of `width` numbers, one every `stride` numbers.
-    pub fn strided<N: Name>(
-        address: Number<N>,
+    pub fn strided<N: Name>(address: Number<N>, shape: (usize, usize), stride: usize) -> Self {
+        Self::strided_at(N::NAME, address.0, shape, stride)
+    }
+
+    /// The same at an address that was read before.
+    pub fn strided_at(
+        name: &'static str,
+        address: usize,
         (rows, width): (usize, usize),
         stride: usize,
     ) -> Self {
         Self {
             stride,
-            ..Self::dense(address, rows, width)
+            ..Self::dense_at(name, address, rows, width)
         }
     }
 

@@ -135,7 +135,10 @@ impl DecoderStack {
     }
 
     fn check_rotations(&self, rotations: usize) -> PyResult<()> {
-        let ropes = self.layers.iter().map(|layer| layer.get().highest_rope());
+        let ropes = self
+            .layers
+            .iter()
+            .filter_map(|layer| layer.get().highest_rope());
         match ropes.max() {
             Some(rope) if rope >= rotations => {
                 let reason = format!("must have one for rope {rope} of a layer, not {rotations}");
@@ -176,7 +179,9 @@ impl DecoderStack {
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
     ///
     /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
-    /// Each of `rotations` is (cos, sin): dense float32 of half a head a row.
+    /// Each of `rotations` is (cos, sin): dense float32 of half a head a row. At the cache of a
+    /// convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
+    #[pyo3(signature = (attentions, layer_groups, caches, rotations, x, kept_tokens=None))]
     fn forward(
         &self,
         py: Python<'_>,
@@ -185,6 +190,7 @@ impl DecoderStack {
         caches: Numbers<names::Caches>,
         rotations: List<names::Rotations, Angles>,
         x: Number<names::X>,
+        kept_tokens: Option<Number<names::KeptTokens>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -201,8 +207,20 @@ impl DecoderStack {
         let rows = steps[0].plan.num_queries();
         let half = attentions[0].attention.head_dim() / 2;
         let angles = |address| Matrix::dense_at("rotations", address, rows, half);
-        let cache =
-            |(&group, address): (&usize, usize)| attentions[group].cache(steps[group], address);
+        let kept_tokens = kept_tokens.map_or(0, |kept| kept.0);
+        let cache = |((layer, &group), address): ((&Py<DecoderLayer>, &usize), usize)| {
+            let (attention, step) = (attentions[group], steps[group]);
+            let Some(least) = layer.get().least_kept(step.plan.block_size()) else {
+                return Ok(attention.cache(step, address));
+            };
+            if kept_tokens < least {
+                let reason = format!("must be at least {least} for a convolution");
+                return Err(out_of_range("kept_tokens", reason));
+            }
+            let width = kept_tokens.saturating_mul(self.hidden);
+            Ok(attention.page_parts(step, address, width))
+        };
+        let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
         let tensors = Tensors {
             rotations: rotations
                 .0
@@ -210,7 +228,7 @@ impl DecoderStack {
                 .map(|r| [r.cos, r.sin].map(angles))
                 .collect(),
             x: Matrix::dense(x, rows, self.hidden),
-            caches: layer_groups.iter().zip(caches.0).map(cache).collect(),
+            caches: places.map(cache).collect::<PyResult<_>>()?,
         };
         let groups = groups(&steps)?;
         let linears = self.layers.iter().map(Linears::of);

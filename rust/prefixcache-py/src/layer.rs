@@ -1,8 +1,9 @@
-//! The Python classes `AttentionMixer`, `DenseFeedForward`, `ExpertsFeedForward` and `DecoderLayer`.
+//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward` and
+//! `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
-use prefixcache_attention::Attention;
+use prefixcache_attention::{Attention, MAX_TAPS, ShortConv};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
@@ -77,6 +78,90 @@ impl AttentionMixer {
         let (queries, keys) = (attention.heads(), attention.kv_heads());
         let dims = attention.head_dim();
         out.inputs == queries * dims && qkv.outputs == (queries + 2 * keys) * dims
+    }
+}
+
+/// A short convolution of a layer on the CPU: its weights.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct ShortConvMixer {
+    in_proj: Py<PackedLinear>,
+    taps: usize,
+    weight: usize,
+    bias: Option<usize>,
+    out: Py<PackedLinear>,
+}
+
+#[pymethods]
+impl ShortConvMixer {
+    /// A convolution over the last `taps` tokens, channel by channel, between these linears.
+    ///
+    /// `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
+    /// first, at `bias` [channels].
+    #[new]
+    #[pyo3(signature = (*, in_proj, taps, weight, bias=None, out))]
+    fn new(
+        in_proj: Py<PackedLinear>,
+        taps: Number<names::Taps>,
+        weight: Number<names::Weight>,
+        bias: Option<Number<names::Bias>>,
+        out: Py<PackedLinear>,
+    ) -> PyResult<Self> {
+        if !(1..=MAX_TAPS).contains(&taps.0) {
+            let reason = format!("must be from 1 to {MAX_TAPS}, not {}", taps.0);
+            return Err(out_of_range("taps", reason));
+        }
+        Ok(Self {
+            in_proj,
+            taps: taps.0,
+            weight: weight.0,
+            bias: bias.map(|bias| bias.0),
+            out,
+        })
+    }
+}
+
+impl ShortConvMixer {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        [self.in_proj.get(), self.out.get()]
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = self.linears();
+        let [in_proj, out] = linears;
+        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+        let stream = [in_proj.inputs, out.inputs, out.outputs];
+        of_type && stream == [hidden; 3] && in_proj.outputs == 3 * hidden
+    }
+
+    /// Whether the plans of this attention list the pages that it needs.
+    fn is_seen_by(&self, attention: &Attention) -> bool {
+        attention
+            .window_left
+            .is_none_or(|left| left >= self.taps - 1)
+    }
+
+    /// # Safety
+    /// The weight and the bias are addresses of numbers of type E.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        hidden: usize,
+        group: usize,
+        linears: &'a Linears<'_>,
+    ) -> PyResult<decoder::ShortConvMixer<'a, E>> {
+        let rows = |name, address, count| {
+            // SAFETY: the caller's promise.
+            unsafe { Matrix::dense_at(name, address, count, hidden).rows::<E>() }
+        };
+        let bias = self.bias.map(|address| rows("bias", address, 1));
+        Ok(decoder::ShortConvMixer {
+            in_proj: linears.mixer(0),
+            conv: ShortConv {
+                weight: rows("weight", self.weight, self.taps)?,
+                bias: bias.transpose()?.map(|rows| rows.row(0)),
+            },
+            out: linears.mixer(1),
+            group,
+        })
     }
 }
 
@@ -201,6 +286,16 @@ impl ExpertsFeedForward {
 /// The mixer of a layer.
 enum Mixer {
     Attention(Py<AttentionMixer>),
+    ShortConv(Py<ShortConvMixer>),
+}
+
+impl Mixer {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        match self {
+            Self::Attention(mixer) => mixer.get().linears(),
+            Self::ShortConv(mixer) => mixer.get().linears(),
+        }
+    }
 }
 
 impl Value for Mixer {
@@ -208,7 +303,14 @@ impl Value for Mixer {
         if let Ok(mixer) = value.cast() {
             return Ok(Self::Attention(mixer.clone().unbind()));
         }
-        Err(wrong_type(argument, "an AttentionMixer", value))
+        if let Ok(mixer) = value.cast() {
+            return Ok(Self::ShortConv(mixer.clone().unbind()));
+        }
+        Err(wrong_type(
+            argument,
+            "an AttentionMixer or a ShortConvMixer",
+            value,
+        ))
     }
 }
 
@@ -295,30 +397,46 @@ impl DecoderLayer {
 impl DecoderLayer {
     /// Whether the linears fit each other and a stream of `hidden` numbers of this type.
     pub fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let Mixer::Attention(mixer) = &self.mixer;
+        let mixer_fits = match &self.mixer {
+            Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
+            Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
+        };
         let feed_forward_fits = match &self.feed_forward {
             FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
             FeedForward::Experts(experts) => experts.get().fits(hidden, dtype),
         };
-        mixer.get().fits(hidden, dtype) && feed_forward_fits
+        mixer_fits && feed_forward_fits
     }
 
     /// Whether the layer can compute with this attention.
     pub fn has_heads_of(&self, attention: &Attention) -> bool {
-        let Mixer::Attention(mixer) = &self.mixer;
-        mixer.get().has_heads_of(attention)
+        match &self.mixer {
+            Mixer::Attention(mixer) => mixer.get().has_heads_of(attention),
+            Mixer::ShortConv(mixer) => mixer.get().is_seen_by(attention),
+        }
     }
 
-    /// The highest number of a rotation that the layer takes.
-    pub fn highest_rope(&self) -> usize {
-        let Mixer::Attention(mixer) = &self.mixer;
-        mixer.get().rope.max(mixer.get().query_rope)
+    /// The highest number of a rotation that the layer takes, if it takes any.
+    pub fn highest_rope(&self) -> Option<usize> {
+        match &self.mixer {
+            Mixer::Attention(mixer) => Some(mixer.get().rope.max(mixer.get().query_rope)),
+            Mixer::ShortConv(_) => None,
+        }
+    }
+
+    /// Tokens whose inputs a block must keep, where the layer is a convolution.
+    pub fn least_kept(&self, block_size: usize) -> Option<usize> {
+        match &self.mixer {
+            Mixer::Attention(_) => None,
+            Mixer::ShortConv(mixer) => Some((mixer.get().taps - 1).clamp(1, block_size)),
+        }
     }
 
     /// The layer as the decoder computes it, of group `group` of the step with this attention.
     ///
     /// # Safety
-    /// The norms are addresses of numbers of type E; sinks and selection bias of float32.
+    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks and
+    /// selection bias of float32.
     pub unsafe fn read<'a, E: LayerElement>(
         &self,
         eps: f32,
@@ -340,33 +458,41 @@ impl DecoderLayer {
             address.map(read).transpose()
         };
         let of_stream = |name, address| norm(name, address, hidden, hidden);
-        let Mixer::Attention(mixer) = &self.mixer;
-        let mixer = mixer.get();
-        let dims = attention.head_dim();
-        let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
-        let (qk_norm, key_norm) = if mixer.whole_norms {
-            let after = |address: usize| address.saturating_add(queries * size_of::<E>());
-            let of_keys = mixer.qk_norm.map(after);
-            (
-                norm("qk_norm", mixer.qk_norm, queries, queries)?,
-                norm("qk_norm", of_keys, keys, keys)?,
-            )
-        } else {
-            (norm("qk_norm", mixer.qk_norm, queries + keys, dims)?, None)
+        let mixer = match &self.mixer {
+            Mixer::Attention(mixer) => {
+                let mixer = mixer.get();
+                let dims = attention.head_dim();
+                let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
+                let (qk_norm, key_norm) = if mixer.whole_norms {
+                    let after = |address: usize| address.saturating_add(queries * size_of::<E>());
+                    let of_keys = mixer.qk_norm.map(after);
+                    (
+                        norm("qk_norm", mixer.qk_norm, queries, queries)?,
+                        norm("qk_norm", of_keys, keys, keys)?,
+                    )
+                } else {
+                    (norm("qk_norm", mixer.qk_norm, queries + keys, dims)?, None)
+                };
+                decoder::Mixer::Attention(decoder::AttentionMixer {
+                    qkv: linears.mixer(0),
+                    qk_norm,
+                    key_norm,
+                    // SAFETY: the caller's promise.
+                    sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
+                    out: linears.mixer(1),
+                    group,
+                    rope: mixer.rope,
+                    query_rope: mixer.query_rope,
+                })
+            }
+            Mixer::ShortConv(mixer) => {
+                // SAFETY: the caller's promise.
+                decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
+            }
         };
         Ok(decoder::DecoderLayer {
             input_norm: of_stream("input_norm", self.norms.input)?,
-            mixer: decoder::Mixer::Attention(decoder::AttentionMixer {
-                qkv: linears.mixer(0),
-                qk_norm,
-                key_norm,
-                // SAFETY: the caller's promise.
-                sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
-                out: linears.mixer(1),
-                group,
-                rope: mixer.rope,
-                query_rope: mixer.query_rope,
-            }),
+            mixer,
             mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
             mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
             // SAFETY: the caller's promise.
@@ -436,13 +562,12 @@ pub struct Linears<'a> {
 
 impl<'a> Linears<'a> {
     pub fn of(layer: &'a Py<DecoderLayer>) -> PyResult<Self> {
-        let Mixer::Attention(mixer) = &layer.get().mixer;
         let read = |linears: &[&'a PackedLinear]| {
             let guards = linears.iter().map(|linear| linear.read());
             guards.collect::<PyResult<Vec<_>>>()
         };
         Ok(Self {
-            mixer: read(&mixer.get().linears())?,
+            mixer: read(&layer.get().mixer.linears())?,
             feed_forward: read(&layer.get().feed_forward.linears())?,
         })
     }

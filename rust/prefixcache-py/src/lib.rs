@@ -70,7 +70,9 @@ mod _core {
     #[pymodule_export]
     use crate::kv_file::{KVFile, describe_kv_file};
     #[pymodule_export]
-    use crate::layer::{AttentionMixer, DecoderLayer, DenseFeedForward, ExpertsFeedForward};
+    use crate::layer::{
+        AttentionMixer, DecoderLayer, DenseFeedForward, ExpertsFeedForward, ShortConvMixer,
+    };
     #[pymodule_export]
     use crate::linear::PackedLinear;
     #[pymodule_export]

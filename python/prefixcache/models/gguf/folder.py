@@ -34,6 +34,7 @@ _ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 _MODULES = {
@@ -63,6 +64,17 @@ _RENORMALISE = {"qwen3moe": True, "olmoe": False, "gpt-oss": True}
 # the names of Llama's.
 _OWN_MODULES = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "lfm2": {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -97,6 +109,7 @@ _GEMMA_27B_LAYERS = 62
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
     "output.weight": "lm_head.weight",
 }
 # Those whose name begins so have tensors of formats that do not run.
@@ -105,7 +118,7 @@ _UNSUPPORTED_TYPES = {
     for kind in LlamaFileType
     if kind.name.startswith(("MOSTLY_IQ1", "MOSTLY_IQ2", "MOSTLY_IQ3", "MOSTLY_TQ"))
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 
 
 def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
@@ -201,7 +214,23 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _gpt_oss_config(metadata, config)
     if metadata.architecture == "granite":
         return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
+    if metadata.architecture == "lfm2":
+        return config | _lfm2_config(metadata, config)
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
+
+
+def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are convolutions."""
+    heads = config["num_key_value_heads"]
+    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        raise ModelLoadError("its lfm2.attention.head_count_kv has no number for each layer.")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if one else "conv" for one in heads],
+        "conv_L_cache": metadata.shape("shortconv.l_cache"),
+        "norm_eps": config["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _experts_config(metadata: _Metadata) -> dict[str, Any]:
@@ -298,12 +327,18 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
             part=part,
             name=_checkpoint_name(tensor.name, modules),
             format=tensor.format,
-            shape=tensor.shape,
+            shape=_checkpoint_shape(tensor),
             offset=tensor.offset,
             paired_heads=_paired_heads(tensor, config),
             # llama.cpp keeps what its norms multiply by.
             offset_by=1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0,
         )
+
+
+def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
+    """A convolution has one input for each output in a checkpoint, which llama.cpp leaves out."""
+    shape = tensor.shape
+    return (shape[0], 1, shape[1]) if tensor.name.endswith(".shortconv.conv.weight") else shape
 
 
 def _split(tensor: GgufTensor, name: re.Match[str]) -> Iterator[IndexedTensor]:

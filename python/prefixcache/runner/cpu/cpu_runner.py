@@ -15,7 +15,7 @@ from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
-from prefixcache.kv.specs import KVLayout, kv_layout
+from prefixcache.kv.specs import KVLayout
 from prefixcache.models.arrays import DTYPES
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import choose_dtype, load_model
@@ -32,6 +32,7 @@ from prefixcache.runner.sizing import (
     choose_num_blocks,
     fitting_model_len,
     host_memory,
+    layout_of,
     pool_sizes,
 )
 from prefixcache.runner.threads import default_threads
@@ -66,7 +67,7 @@ class CpuRunner:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, cpu = self._config, self._cpu
         dtype = _choose_dtype(config, model, cpu)
-        layout = kv_layout(model)
+        layout = layout_of(config, model)
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
@@ -201,6 +202,10 @@ def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> 
             "head size": layout.head_dim,
             "groups": layout.kinds,
             "layers": [group.layers for group in layout.groups],
+            "convolutions": [
+                (group.conv_width, group.kept_tokens, group.layers_per_tensor)
+                for group in layout.groups
+            ],
             "program": program_digest(),
         },
         num_tensors=layout.num_tensors,

@@ -27,7 +27,7 @@ _LEAST_RUN = 4
 
 @dataclass(slots=True, kw_only=True)
 class KVMemory(PoolMemory):
-    """One tensor [P, 2, K, B, D] a layer of the largest group, reserved for `max_blocks`.
+    """The tensors [P, 2, K, B, D] of the layout, reserved for `max_blocks`.
 
     With a `file` they lie there, and begin with what another process left.
     """

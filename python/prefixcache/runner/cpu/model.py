@@ -46,16 +46,18 @@ from prefixcache._core import (
     ExpertsFeedForward,
     PagedAttention,
     RowOps,
+    ShortConvMixer,
 )
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVLayout, layer_places
+from prefixcache.kv.specs import KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
     AttentionShape,
+    ConvShape,
     DecoderShape,
     DenseShape,
     ExpertsShape,
@@ -63,11 +65,13 @@ from prefixcache.models.parameters import (
     LinearShape,
     NormShape,
     VectorShape,
+    conv_slots,
     linear_slots,
     norm_slots,
     vector_slot,
 )
 from prefixcache.models.weights import Slot
+from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
 
 
@@ -75,12 +79,15 @@ from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, 
 class StepKernels:
     """Attention of a step: a kernel for each KV cache group, planned for the step's rows.
 
-    Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`.
+    Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
+    convolution takes from it where the tokens stand, and a block has the inputs of its last
+    `kept_tokens` tokens.
     """
 
     attentions: list[PagedAttention]
     layer_groups: list[int]
     caches: list[int]
+    kept_tokens: int = 0
 
 
 class CpuModel:
@@ -143,6 +150,7 @@ class CpuModel:
             kernels.caches,
             [(address(cos), address(sin)) for cos, sin in rotations],
             address(x_TE),
+            kernels.kept_tokens,
         )
         return x_TE
 
@@ -171,12 +179,31 @@ class CpuModel:
     def _layer(self, shape: LayerShape) -> DecoderLayer:
         return DecoderLayer(
             input_norm=self._optional_norm(shape.input_norm),
-            mixer=self._attention(shape.mixer),
+            mixer=self._mixer(shape.mixer),
             mixer_out_norm=self._optional_norm(shape.mixer_out_norm),
             mlp_norm=self._optional_norm(shape.mlp_norm),
             feed_forward=self._feed_forward(shape.feed_forward),
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
+        )
+
+    def _mixer(self, shape: AttentionShape | ConvShape) -> AttentionMixer | ShortConvMixer:
+        return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
+
+    def _conv(self, shape: ConvShape) -> ShortConvMixer:
+        dtype, channels = DTYPES[self.dtype_name], shape.out.inputs
+        weight_LE = new_array((shape.taps, channels), dtype)
+        bias_E = new_array((channels,), dtype)
+        self._norms += [weight_LE, bias_E]
+        weight_E1L = weight_LE.T[:, np.newaxis]
+        writes = partial(_write, weight_E1L), partial(_write, bias_E)
+        self.slots.update(conv_slots(shape, *writes, self.dtype_name))
+        return ShortConvMixer(
+            in_proj=self._linear(shape.in_proj).packed,
+            taps=shape.taps,
+            weight=address(weight_LE),
+            bias=address(bias_E) if shape.bias else None,
+            out=self._linear(shape.out).packed,
         )
 
     def _attention(self, shape: AttentionShape) -> AttentionMixer:
@@ -241,6 +268,10 @@ class CpuModel:
         return made
 
 
+def _write(target: Array, numbers: Array) -> None:
+    target[...] = numbers
+
+
 def _write_rows(norm: Array, rows: slice, numbers: Array) -> None:
     norm[rows] = numbers
 
@@ -268,13 +299,18 @@ def attention_kernels(
         ) from None
 
 
-def step_kernels(
-    attentions: Sequence[PagedAttention], layout: KVLayout, tensors: Sequence[int]
-) -> StepKernels:
-    """What the layers of a model attend with, over KV tensors at these addresses."""
-    places = layer_places(group.layers for group in layout.groups)
+def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKernels:
+    """What the layers of a model attend with, over these KV tensors."""
+    groups = kv.layout.groups
+    places = layer_places(group.layers for group in groups)
+
+    def cache(group: KVGroup, number: int) -> int:
+        tensor, part = group.part(number)
+        return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
+
     return StepKernels(
         attentions=list(attentions),
         layer_groups=[group for group, _ in places],
-        caches=[tensors[number] for _, number in places],
+        caches=[cache(groups[group], number) for group, number in places],
+        kept_tokens=max(group.kept_tokens for group in groups),
     )

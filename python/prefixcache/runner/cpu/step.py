@@ -51,7 +51,7 @@ class StepComputer:
         self._weights = weights
         self._kv = kv
         self._sampler = sampler
-        self._kernels = step_kernels(attentions, kv.layout, kv.addresses)
+        self._kernels = step_kernels(attentions, kv)
 
     def compute(self, plan: StepPlan) -> StepResult:
         """One output for each sequence of the plan: an empty one where nothing was due."""

@@ -18,6 +18,7 @@ from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
     AttentionShape,
+    ConvShape,
     DecoderShape,
     DenseShape,
     ExpertsShape,
@@ -25,6 +26,7 @@ from prefixcache.models.parameters import (
     LinearShape,
     NormShape,
     VectorShape,
+    conv_slots,
     linear_slots,
     norm_slots,
     vector_slot,
@@ -61,6 +63,15 @@ class Builder:
         write = partial(_write_rows, made)
         self.slots.update(norm_slots(shape, write, dtype_name(made.dtype)))
         return made if shape.rows > 1 else made[0]
+
+    def conv(self, shape: ConvShape) -> tuple[Tensor, Tensor | None]:
+        """The weight of a convolution [L, E], and its bias [E] where it has one."""
+        channels = shape.out.inputs
+        weight_LE, bias_E = self.ops.empty(shape.taps, channels), self.ops.empty(channels)
+        self._tensors += [weight_LE, bias_E]
+        writes = partial(_write, weight_LE.T.unsqueeze(1)), partial(_write, bias_E)
+        self.slots.update(conv_slots(shape, *writes, dtype_name(weight_LE.dtype)))
+        return weight_LE, bias_E if shape.bias else None
 
     def linear(self, shape: LinearShape) -> Linear:
         """A linear layer."""
@@ -151,6 +162,24 @@ class AttentionMixer:
         return torch.cat(normed, dim=1)
 
 
+class ShortConvMixer:
+    """A convolution of layer `layer` over the last tokens, without what `out` makes of it."""
+
+    def __init__(self, layer: int, shape: ConvShape, builder: Builder) -> None:
+        self._layer = layer
+        self._in_proj = builder.linear(shape.in_proj)
+        self._weight_LE, self._bias_E = builder.conv(shape)
+        self.out = builder.linear(shape.out)
+
+    def __call__(
+        self, x_TE: Tensor, _rotations: Sequence[Rotation], attention: GroupedAttention
+    ) -> Tensor:
+        """What `out` takes: [T, E]."""
+        b_TE, c_TE, x_TE = self._in_proj(x_TE).chunk(3, dim=-1)
+        sums_TE = attention.convolve(self._layer, b_TE * x_TE, self._weight_LE, self._bias_E)
+        return (c_TE.float() * sums_TE).to(c_TE.dtype)
+
+
 class DenseFeedForward:
     """A gated MLP, without what `out` makes of it."""
 
@@ -208,7 +237,7 @@ class DecoderLayer:
     ) -> None:
         self._rms_norm = _norm_of(config, builder.ops)
         self._input_norm_E = _optional(shape.input_norm, builder)
-        self._mixer = AttentionMixer(config, layer, shape.mixer, builder)
+        self._mixer = _mixer(config, layer, shape.mixer, builder)
         self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
         self._feed_forward = _feed_forward(shape.feed_forward, builder)
@@ -312,6 +341,14 @@ class DecoderModel:
         return logits_RV if divisor == 1.0 else logits_RV.div_(divisor)
 
 
+def _mixer(
+    config: ModelConfig, layer: int, shape: AttentionShape | ConvShape, builder: Builder
+) -> AttentionMixer | ShortConvMixer:
+    if isinstance(shape, ConvShape):
+        return ShortConvMixer(layer, shape, builder)
+    return AttentionMixer(config, layer, shape, builder)
+
+
 def _feed_forward(
     shape: DenseShape | ExpertsShape, builder: Builder
 ) -> DenseFeedForward | ExpertsFeedForward:
@@ -327,6 +364,11 @@ def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor
 
 def _optional(shape: NormShape | None, builder: Builder) -> Tensor | None:
     return None if shape is None else builder.norm(shape)
+
+
+@torch.inference_mode()
+def _write(target: Tensor, numbers: Array | Tensor) -> None:
+    target.copy_(tensor_of(numbers))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import torch
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.exceptions import ConfigError, FieldError
-from prefixcache.kv.specs import PoolSizes, kv_layout
+from prefixcache.kv.specs import PoolSizes
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.cuda_graph import (
     Capture,
@@ -28,7 +28,7 @@ from prefixcache.runner.cuda.profile_run import (
     measure_peak,
     run_largest_step,
 )
-from prefixcache.runner.sizing import MemorySize, host_memory
+from prefixcache.runner.sizing import MemorySize, host_memory, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def kv_tensors(
     With `sizes` it can be resized, where the device allows it. Raises `ConfigError` where that is
     asked for and cannot be.
     """
-    layout = kv_layout(model.config)
+    layout = layout_of(config, model.config)
     max_blocks = num_blocks if sizes is None else sizes.ceiling
     return KVTensors(
         layout=layout,
@@ -162,7 +162,7 @@ def make_graphs(
         return None
     max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
     sizes = graph_sizes(max_seqs)
-    layout = kv_layout(model.config)
+    layout = layout_of(config, model.config)
     max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)
     logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
     return DecodeGraphs(

@@ -79,7 +79,7 @@ class KVTensors(PoolMemory):
             tensor.index_copy_(0, there, tensor.index_select(0, here))
 
     def _make(self, num_blocks: int) -> list[Tensor]:
-        """One zeroed tensor a layer of the largest group, of the attention's shape.
+        """The zeroed tensors of the layout, of the attention's shape.
 
         Where memory is reserved they have room for `max_blocks`, and the first `num_blocks` are
         usable. Raises `OutOfMemoryError`.
@@ -119,7 +119,11 @@ class KVTensors(PoolMemory):
 def attention_groups(layout: KVLayout, spec: AttentionSpec) -> tuple[AttentionGroup, ...]:
     """What attention is made with: a group for each of the layout, the rest as in `spec`."""
     return tuple(
-        AttentionGroup(replace(spec, sliding_window=group.sliding_window), group.layers)
+        AttentionGroup(
+            replace(spec, sliding_window=group.sliding_window),
+            group.layers,
+            group if group.conv_width else None,
+        )
         for group in layout.groups
     )
 

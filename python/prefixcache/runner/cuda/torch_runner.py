@@ -14,7 +14,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError, FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.kv.specs import PoolSizes, kv_layout
+from prefixcache.kv.specs import PoolSizes
 from prefixcache.models.checkpoint import read_checkpoint
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.replaceable import ReplaceableModel
@@ -38,7 +38,7 @@ from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.runner.cuda.ops.arrays import given_tensor
 from prefixcache.runner.cuda.ops.sets import Ops
 from prefixcache.runner.cuda.results import LaunchedStep
-from prefixcache.runner.sizing import choose_num_blocks, fitting_model_len, pool_sizes
+from prefixcache.runner.sizing import choose_num_blocks, fitting_model_len, layout_of, pool_sizes
 from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
@@ -177,7 +177,7 @@ def _model_and_pool(
 
     Where a profile run sizes the pool, the model must be there first.
     """
-    layout = kv_layout(model_config)
+    layout = layout_of(config, model_config)
 
     def load(max_positions: int) -> DecoderModel:
         make = partial(DecoderModel, model_config, Ops(dtype, device), max_positions)
@@ -211,7 +211,7 @@ def _attention(config: EngineConfig, model: DecoderModel) -> GroupedAttention:
         dtype=model.dtype,
         batch_invariant=config.keeps_batch_invariant(model.device.type),
     )
-    groups = attention_groups(kv_layout(model.config), model.attention_spec)
+    groups = attention_groups(layout_of(config, model.config), model.attention_spec)
     attention = make_attention(config.attention, groups, options)
     if config.batch_invariant and not attention.batch_invariant:
         raise ConfigError(

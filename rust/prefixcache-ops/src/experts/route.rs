@@ -40,31 +40,27 @@ impl<E> Router<'_, E> {
     fn choose(&self, logits: &[f32], chosen: &mut [usize], weights: &mut [f32]) {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let power = |logit: f32| (logit - highest).exp();
+        let total: f32 = match self.scores {
+            Scores::Softmax => logits.iter().copied().map(power).sum(),
+            Scores::Sigmoid => 1.0,
+        };
         let score = |expert: usize| match self.scores {
-            Scores::Softmax => power(logits[expert]),
+            Scores::Softmax => power(logits[expert]) / total,
             Scores::Sigmoid => 1.0 / (1.0 + (-logits[expert]).exp()),
         };
         match self.selection_bias {
+            // Scores grow with their logits.
             None => best(logits.len(), |expert| logits[expert], chosen),
-            Some(bias) => {
-                let total: f32 = match self.scores {
-                    Scores::Softmax => logits.iter().copied().map(power).sum(),
-                    Scores::Sigmoid => 1.0,
-                };
-                let key = |expert: usize| score(expert) / total + bias[expert];
-                best(logits.len(), key, chosen);
-            }
+            Some(bias) => best(logits.len(), |expert| score(expert) + bias[expert], chosen),
         }
         for (weight, &expert) in weights.iter_mut().zip(&*chosen) {
             *weight = score(expert);
         }
-        let total = match (self.renormalise, self.scores) {
-            (Some(more), _) => weights.iter().sum::<f32>() + more,
-            (None, Scores::Softmax) => logits.iter().copied().map(power).sum(),
-            (None, Scores::Sigmoid) => 1.0,
-        };
+        let divisor = self
+            .renormalise
+            .map_or(1.0, |more| weights.iter().sum::<f32>() + more);
         for weight in weights {
-            *weight = *weight / total * self.scale;
+            *weight = *weight / divisor * self.scale;
         }
     }
 }

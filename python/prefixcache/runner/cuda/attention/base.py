@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
+from prefixcache.kv.specs import KVGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +69,15 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Layers of a model with the same attention and block table, by their numbers in the model."""
+    """Layers of a model with the same attention and block table, by their numbers in the model.
+
+    Where the layers are convolutions, `conv` is their group of the layout, and the spec says the
+    shape of the KV tensors alone.
+    """
 
     spec: AttentionSpec
     layers: tuple[int, ...]
+    conv: KVGroup | None = None
 
 
 class AttentionBackend(Protocol):

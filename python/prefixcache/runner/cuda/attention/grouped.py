@@ -1,8 +1,12 @@
-"""Attention of a whole model: one backend for each group of layers that share a block table."""
+"""Attention of a whole model: one backend for each group of layers that share a block table.
+
+Convolutions are groups too, with a cache of their own kind over the same tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -13,20 +17,22 @@ from prefixcache.runner.cuda.attention.base import (
     AttentionGroup,
     GraphAttention,
 )
+from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
 
 Rotation = tuple[Tensor, Tensor]
+GroupBackend: TypeAlias = AttentionBackend | ShortConvCache
 
 
 class GroupedAttention:
-    """Leads each layer of a model to its group's backend; all of them are of one kind.
+    """Leads each layer of a model to its group's backend; those that attend are of one kind.
 
-    `bind` once, `plan` once a step, then `run` for each layer, by its number in the model.
+    `bind` once, `plan` once a step, then `run` or `convolve` for each layer, by its number in the
+    model. The first group attends.
     """
 
-    def __init__(
-        self, groups: Sequence[AttentionGroup], backends: Sequence[AttentionBackend]
-    ) -> None:
+    def __init__(self, groups: Sequence[AttentionGroup], backends: Sequence[GroupBackend]) -> None:
         first = backends[0]
+        assert not isinstance(first, ShortConvCache)
         self.groups = tuple(groups)
         self.backends = tuple(backends)
         self.name = first.name
@@ -42,7 +48,10 @@ class GroupedAttention:
         return len(self.groups)
 
     def bind(self, kv_tensors: Sequence[Tensor]) -> None:
-        """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group."""
+        """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group.
+
+        Several convolutions share a tensor.
+        """
         for group, backend in zip(self.groups, self.backends, strict=True):
             backend.bind(kv_tensors[: len(group.layers)])
 
@@ -60,18 +69,33 @@ class GroupedAttention:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The attention of a layer of the model; see `AttentionBackend.run`."""
-        backend, number = self._layers[layer]
+        backend, number = self._attention(layer)
         return backend.run(number, q_THD, k_TKD, v_TKD, sinks_H)
+
+    def convolve(
+        self, layer: int, bx_TE: Tensor, weight_LE: Tensor, bias_E: Tensor | None
+    ) -> Tensor:
+        """The convolution of a layer of the model; see `ShortConvCache.convolve`."""
+        backend, number = self._layers[layer]
+        assert isinstance(backend, ShortConvCache)
+        return backend.convolve(number, bx_TE, weight_LE, bias_E)
 
     @property
     def rotate_and_run(self) -> Callable[[int, Tensor, Tensor, Rotation], Tensor] | None:
         """`run` of queries and keys that it rotates; None where the model must do that."""
-        return None if self.backends[0].rotate_and_run is None else self._rotate_and_run
+        first = self.backends[0]
+        assert not isinstance(first, ShortConvCache)
+        return None if first.rotate_and_run is None else self._rotate_and_run
+
+    def _attention(self, layer: int) -> tuple[AttentionBackend, int]:
+        backend, number = self._layers[layer]
+        assert not isinstance(backend, ShortConvCache)
+        return backend, number
 
     def _rotate_and_run(
         self, layer: int, qk_TND: Tensor, v_TKD: Tensor, rotation: Rotation
     ) -> Tensor:
-        backend, number = self._layers[layer]
+        backend, number = self._attention(layer)
         assert backend.rotate_and_run is not None
         return backend.rotate_and_run(number, qk_TND, v_TKD, rotation)
 

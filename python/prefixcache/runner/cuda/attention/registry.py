@@ -10,7 +10,8 @@ import torch
 
 from prefixcache.exceptions import ConfigError
 from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
-from prefixcache.runner.cuda.attention.grouped import GroupedAttention
+from prefixcache.runner.cuda.attention.grouped import GroupBackend, GroupedAttention
+from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
 
 _CPU = torch.device("cpu")
 
@@ -97,7 +98,12 @@ def make_attention(
     factory = _best if name == "auto" else _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
-    return GroupedAttention(groups, factory([group.spec for group in groups], options))
+    made = iter(factory([group.spec for group in groups if group.conv is None], options))
+    backends: list[GroupBackend] = [
+        next(made) if group.conv is None else ShortConvCache(group.spec, group.conv)
+        for group in groups
+    ]
+    return GroupedAttention(groups, backends)
 
 
 def _best(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:

@@ -162,10 +162,10 @@ class Family:
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
     Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
-    "router", "experts", "selection_bias", and "qkv" and "gate_up" where these are one tensor; of the
-    model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a head
-    may be turned in part. With `has_fused_experts` checkpoints hold all experts of a layer as one tensor, whose blocks may be
-    those of the `quantization` that the file names.
+    "router", "experts", "selection_bias", and "qkv" and "gate_up" where these are one tensor; of
+    the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a
+    head may be turned in part. With `has_fused_experts` checkpoints hold all experts of a layer as
+    one tensor, whose blocks may be those of the `quantization` that the file names.
     """
 
     model_type: str

@@ -37,7 +37,18 @@ def some(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[dict[st
 
 _SCALED = st.sampled_from([1.0, 2.0, 4, 8.0])
 _LENGTH = st.sampled_from([64, 128, 512])
+_FACTORS = st.sampled_from([4, 8, 32]).map(lambda count: [1.0 + i / 2 for i in range(count)])
 _ROPES = st.one_of(
+    some(
+        {"rope_type": "longrope"},
+        short_factor=_FACTORS,
+        long_factor=_FACTORS,
+        factor=_SCALED,
+        original_max_position_embeddings=_LENGTH,
+        rope_theta=_THETA,
+        attention_factor=st.sampled_from([1.0, 0.5]),
+        partial_rotary_factor=st.sampled_from([1.0, 0.5]),
+    ),
     some({}, rope_type=st.just("default"), rope_theta=_THETA),
     some({"rope_type": "linear"}, factor=_SCALED, rope_theta=_THETA),
     some(
@@ -185,6 +196,7 @@ def _file(name: str, **fields: Any) -> dict[str, Any]:
 
 
 _LINEAR = {"rope_type": "linear", "factor": 2.0}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @settings(max_examples=bounded(usual=600, long=20_000), deadline=None)
@@ -197,6 +209,15 @@ _LINEAR = {"rope_type": "linear", "factor": 2.0}
 )
 @example(_file("Llama", rope_parameters={"rope_type": "llama3", "factor": 2.0}))
 @example(_file("Llama", head_dim=16, hidden_size=66))
+@example(_file("Phi3", partial_rotary_factor=0.5, rope_scaling={"type": "longrope", **_LONG}))
+@example(
+    _file(
+        "Phi3",
+        rope_parameters={"rope_type": "longrope", "partial_rotary_factor": 0.5, **_LONG},
+        original_max_position_embeddings=128,
+        sliding_window=600,
+    )
+)
 @example(_file("Qwen2", use_sliding_window=True, sliding_window=16))
 @example(_file("Qwen3", use_sliding_window=True, max_position_embeddings=8192, max_window_layers=1))
 @example(_file("Gemma3", rope_parameters={"sliding_attention": {}}, rope_scaling=_LINEAR))

@@ -263,10 +263,10 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     is_conv = layer in config.conv_layers
     return LayerShape(
-        input_norm=norm(names.get("input_norm", "input_layernorm")),
+        input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
         mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(names.get("mlp_norm", mlp_norm)),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
@@ -278,17 +278,16 @@ def _names(config: ModelConfig) -> Mapping[str, str]:
 
 def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+    counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
     hidden, names = config.hidden_size, _names(config)
+    qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
+    if "qkv" in names:
+        qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
     q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
-        qkv=LinearShape(
-            hidden,
-            {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in projections},
-            config.qkv_bias,
-        ),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias),
         qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,

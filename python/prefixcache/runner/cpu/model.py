@@ -121,7 +121,7 @@ class CpuModel:
         self._rows = RowOps(cpu, dtype)
         self._head = self._linear(shape.head)
         self._embedding = self._make_embedding(shape.head)
-        self._rotations = [one.tables(config.head_dim, max_positions) for one in shape.rotations]
+        self._rotations = [one.tables(config.rotary_dim, max_positions) for one in shape.rotations]
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
         rounded = np.array(config.embedding_scale, DTYPES[dtype])
         self._embedding_scale = np.float32(rounded) / np.float32(config.residual_scale)
@@ -151,6 +151,7 @@ class CpuModel:
             [(address(cos), address(sin)) for cos, sin in rotations],
             address(x_TE),
             kernels.kept_tokens,
+            rotated=self.config.rotary_dim,
         )
         return x_TE
 

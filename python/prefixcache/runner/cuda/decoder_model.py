@@ -305,7 +305,7 @@ class DecoderModel:
             shape.head, self._head if config.tie_word_embeddings else None
         )
         self._ropes = [
-            RotaryEmbedding(one, config.head_dim, max_positions, self.device)
+            RotaryEmbedding(one, config.rotary_dim, max_positions, self.device)
             for one in shape.rotations
         ]
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.

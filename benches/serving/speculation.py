@@ -109,6 +109,7 @@ class Row:
     plain: list[float] = field(default_factory=list[float])
     guessed: list[float] = field(default_factory=list[float])
     ratios: list[float] = field(default_factory=list[float])
+    plain_ratio: float = 1.0
     tokens_a_step: float = 0.0
     drafted: int = 0
     accepted: int = 0
@@ -367,8 +368,9 @@ def write(path: Path, rows: Sequence[Row], threads: int) -> None:
     names = ("text", "model", "activations", "streams", "force", "which_pass")
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in old if tuple(str(row[name]) for name in names) not in keys]
+    to = sys.argv.index("--output")
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv[:to], *sys.argv[to + 2 :]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine_facts(),
         "threads": threads,

@@ -23,11 +23,17 @@ from prefixcache.runner.cuda.ops.sets import Ops
 CPU = torch.device("cpu")
 
 
+def served_config(folder: Path) -> ModelConfig:
+    """That of a server which takes sequences of all lengths."""
+    config = ModelConfig.from_hf(folder)
+    return config.for_length(config.max_context_length)
+
+
 def torch_model(
     folder: Path, dtype: torch.dtype = torch.float32, config: ModelConfig | None = None
 ) -> DecoderModel:
     """On torch's own kernels: the reference."""
-    config = config or ModelConfig.from_hf(folder)
+    config = config or served_config(folder)
     make = partial(DecoderModel, config, Ops(dtype, CPU), config.max_context_length)
     return load_model(make, config, folder)
 
@@ -40,7 +46,7 @@ def cpu_model(
     config: ModelConfig | None = None,
 ) -> CpuModel:
     """On the CPU's kernels, whose rows do not depend on the batch."""
-    config = config or ModelConfig.from_hf(folder)
+    config = config or served_config(folder)
     context = config.max_context_length
     make = partial(CpuModel, config, cpu or Cpu(2), dtype, context, activations)
     return load_model(make, config, folder)

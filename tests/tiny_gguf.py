@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 
@@ -47,6 +49,10 @@ _PIECES = [
     "\u2581c",
     "\u2581\u2581",
 ]
+_OLMO_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _OWN_NAMES = {
     "gpt_oss": {
         "post_attention_layernorm": "post_attention_norm",
@@ -67,6 +73,9 @@ _OWN_NAMES = {
         "conv.out_proj": "shortconv.out_proj",
     },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "olmo2": _OLMO_NAMES,
+    "olmo3": _OLMO_NAMES,
     "gemma3_text": {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
@@ -116,6 +125,7 @@ def write_gguf(
     config = model.config
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
+    architecture = architecture.replace("olmo3", "olmo2")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
@@ -127,22 +137,7 @@ def write_gguf(
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    _add_experts_shape(writer, config)
-    if architecture == "granite":
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    if rope["rope_type"] == "yarn":
-        _add_yarn(writer, rope)
-    if architecture in ("gemma3", "gpt-oss"):
-        writer.add_sliding_window(config.sliding_window)
-    if architecture == "gemma3":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_add_space_prefix(False)
-        if config.final_logit_softcapping:
-            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _add_features(writer, architecture, config, rope)
     if architecture == "gemma3" or pre == "sentencepiece":
         _add_sentencepiece(writer)
     else:
@@ -173,6 +168,43 @@ def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
+def _add_features(
+    writer: gguf.GGUFWriter, architecture: str, config: PreTrainedConfig, rope: dict[str, Any]
+) -> None:
+    """What families have that Llama has not."""
+    _add_experts_shape(writer, config)
+    if architecture == "granite":
+        _add_multipliers(writer, config)
+    if rope["rope_type"] == "yarn":
+        _add_yarn(writer, rope)
+    if config.model_type in ("olmo3", "phi3", "gemma3_text", "gpt_oss") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "olmo3":
+        slides = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(slides)
+    if config.model_type == "phi3":
+        _add_longrope(writer, rope, config)
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    if architecture == "gemma3":
+        _add_gemma(writer, config, rope)
+
+
+def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_gemma(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_add_space_prefix(False)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     if not getattr(config, "num_experts", 0):
         return
@@ -181,6 +213,23 @@ def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> Non
     size = getattr(config, "moe_intermediate_size", config.intermediate_size)
     if config.model_type != "olmoe":
         writer.add_expert_feed_forward_length(size)
+
+
+def _add_longrope(writer: gguf.GGUFWriter, rope: dict[str, Any], config: PreTrainedConfig) -> None:
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    for kind in ("short", "long") if "long_factor" in rope else ():
+        factors = np.array(rope[f"{kind}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+
+
+def _llama3_factors(config: PreTrainedConfig) -> np.ndarray:
+    """What the frequencies are divided by."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    head_dim = config.hidden_size // config.num_attention_heads
+    plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return (plain / scaled).float().numpy()
 
 
 def _add_yarn(writer: gguf.GGUFWriter, rope: dict[str, float]) -> None:

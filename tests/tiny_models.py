@@ -24,11 +24,15 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -174,6 +178,37 @@ _GPT_OSS = {
     "sliding_window": 24,
     "rope_parameters": _YARN_ROPE | {"truncate": False},
 }
+_PHI3 = {
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 512,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.3, 2.0],
+        "long_factor": [1.0, 1.5, 3.0, 8.0],
+    },
+}
+# Three layers with a window to one without; YaRN in that one alone.
+_OLMO3 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 24,
+    "rope_parameters": {
+        "full_attention": _YARN_ROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+# The first layer is dense.
+_LFM2_MOE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "tie_word_embeddings": True,
+}
 _MISTRAL = {"sliding_window": None, "head_dim": 32}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -195,6 +230,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
+    # Half of a head is rotated; one has a longer context than it was made with.
+    "phi3": Architecture(Phi3Config, _PHI3),
+    "phi3-short": Architecture(Phi3Config, _PHI3 | {"original_max_position_embeddings": 512}),
+    "olmo2": Architecture(Olmo2Config, {}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
     "granite4": Architecture(
@@ -203,6 +242,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "lfm2": Architecture(Lfm2Config, _LFM2),
+    "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
     "lfm2-bias": Architecture(
         Lfm2Config,
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
@@ -222,6 +262,8 @@ WINDOWED: dict[str, Architecture] = {
             "sliding_window": 24,
         },
     ),
+    "phi3-window": Architecture(Phi3Config, {"sliding_window": 24}),
+    "olmo3": Architecture(Olmo3Config, _OLMO3),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
@@ -320,6 +362,9 @@ def _stir(model: PreTrainedModel) -> None:
     # Gemma's norms multiply by their weight and 1.
     offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
     with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if name.endswith("expert_bias"):
+                bias.normal_(std=0.2)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)

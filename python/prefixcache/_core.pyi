@@ -943,13 +943,15 @@ class DecoderStack:
         rotations: list[tuple[int, int]],
         x: int,
         kept_tokens: int | None = None,
+        *,
+        rotated: int | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
         In place. Layer i computes with `attentions[layer_groups[i]]`, over keys and values at
-        `caches[i]`. Each of `rotations` is (cos, sin): dense float32 of half a head a row. At the
-        cache of a convolution a block has the inputs of its last `kept_tokens` tokens, among those
-        of others.
+        `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
+        row. They turn the first `rotated` numbers of a head, by default all. At the cache of a
+        convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
         """
 
 @final

@@ -37,7 +37,18 @@ def some(required: dict[str, Any], **optional: Any) -> st.SearchStrategy[dict[st
 
 _SCALED = st.sampled_from([1.0, 2.0, 4, 8.0])
 _LENGTH = st.sampled_from([64, 128, 512])
+_FACTORS = st.sampled_from([4, 8, 32]).map(lambda count: [1.0 + i / 2 for i in range(count)])
 _ROPES = st.one_of(
+    some(
+        {"rope_type": "longrope"},
+        short_factor=_FACTORS,
+        long_factor=_FACTORS,
+        factor=_SCALED,
+        original_max_position_embeddings=_LENGTH,
+        rope_theta=_THETA,
+        attention_factor=st.sampled_from([1.0, 0.5]),
+        partial_rotary_factor=st.sampled_from([1.0, 0.5]),
+    ),
     some({}, rope_type=st.just("default"), rope_theta=_THETA),
     some({"rope_type": "linear"}, factor=_SCALED, rope_theta=_THETA),
     some(
@@ -89,6 +100,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
     fixed = {field: st.just(value) for field, value in required.items()} | {"hidden_size": hidden}
+    if family.convolves and "layer_types" in fixed:
+        fixed["layer_types"] = st.lists(types, min_size=LAYERS, max_size=LAYERS)
     optional = {
         **sizes,
         **_ropes(family),
@@ -127,6 +140,9 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "block_auto_adjust_ff_dim": st.booleans(),
         "block_ffn_dim_multiplier": st.sampled_from([1.0, 1.3]),
         "block_multiple_of": st.sampled_from([1, 32, 256]),
+        "num_dense_layers": st.integers(0, LAYERS + 1),
+        "use_expert_bias": st.booleans(),
+        "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
         "bos_token_id": st.just(1),
         "eos_token_id": st.just([2, 3]),
         "dtype": st.just("bfloat16"),
@@ -163,6 +179,8 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
         found.head_dim = getattr(found, "head_dim", None) or (
             found.hidden_size // found.num_attention_heads
         )
+        if not hasattr(found, "num_local_experts") and hasattr(found, "num_experts"):
+            found.num_local_experts = found.num_experts
         found.layer_types = getattr(found, "layer_types", None) or []
         if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
             # It checks and completes the ropes of those types alone that some layer has.
@@ -178,6 +196,7 @@ def _file(name: str, **fields: Any) -> dict[str, Any]:
 
 
 _LINEAR = {"rope_type": "linear", "factor": 2.0}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @settings(max_examples=bounded(usual=600, long=20_000), deadline=None)
@@ -190,6 +209,15 @@ _LINEAR = {"rope_type": "linear", "factor": 2.0}
 )
 @example(_file("Llama", rope_parameters={"rope_type": "llama3", "factor": 2.0}))
 @example(_file("Llama", head_dim=16, hidden_size=66))
+@example(_file("Phi3", partial_rotary_factor=0.5, rope_scaling={"type": "longrope", **_LONG}))
+@example(
+    _file(
+        "Phi3",
+        rope_parameters={"rope_type": "longrope", "partial_rotary_factor": 0.5, **_LONG},
+        original_max_position_embeddings=128,
+        sliding_window=600,
+    )
+)
 @example(_file("Qwen2", use_sliding_window=True, sliding_window=16))
 @example(_file("Qwen3", use_sliding_window=True, max_position_embeddings=8192, max_window_layers=1))
 @example(_file("Gemma3", rope_parameters={"sliding_attention": {}}, rope_scaling=_LINEAR))

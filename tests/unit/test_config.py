@@ -112,7 +112,7 @@ def test_llama3_scaling_is_already_in_the_context_length() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*Supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that are not all"),
@@ -325,7 +325,7 @@ def test_a_gemma_of_short_context_keeps_the_rope_of_its_windows(window: int | No
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters of one set for all layers"),
         ({"rope_parameters": {"chunked_attention": {}}}, "rope_parameters of chunked_attention"),
-        ({"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}}, "'longrope'"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
         ({"rope_scaling": {"full_attention": {}}}, "rope_scaling that differ by layer type"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(file: Path) -> None:
     index = read_index(Path(resolve_model(str(file))))
     tensors = index.read(index.tensors)
     next(tensors)
-    os.truncate(index.file, index.tensors[-1].offset + 1)
+    os.truncate(index.files[0], index.tensors[-1].offset + 1)
     with pytest.raises(ModelLoadError, match="it ends before byte"):
         list(tensors)
 

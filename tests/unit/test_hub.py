@@ -109,6 +109,7 @@ def test_a_hub_that_fails_on_the_way_is_a_clear_error(monkeypatch, error):
     "architecture",
     [
         *("smollm2", "llama", "llama-bias", "qwen2", "qwen2-yarn", "qwen3"),
+        *("llama-llama3", "phi3", "phi3-window", "olmo2", "olmo3"),
         *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "olmoe"),
     ],
 )
@@ -120,7 +121,7 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     config = ModelConfig.from_hf(folder)
     assert config.checkpoint_dtype == "float16"
     assert config.eos_token_ids == (2,)
-    model = torch_model(folder, config=config)
+    model = torch_model(folder)
     tokens = list(range(3, 103))
     ours = PagedDriver(model).forward([(0, 0, tokens)])
     with torch.inference_mode():

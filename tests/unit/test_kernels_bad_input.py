@@ -241,6 +241,12 @@ def forward(layers: list[DecoderLayer], **changed: Any) -> None:
     DecoderStack(CPU, "float32", 4, 1e-5, layers).forward(**sound | changed)
 
 
+@pytest.mark.parametrize("rotated", [0, 3, 18, 2**63])
+def test_more_of_a_head_is_turned_than_there_is(rotated: int) -> None:
+    with pytest.raises(ValueError, match=f"rotated must be even, and from 2 to 16, not {rotated}"):
+        forward([decoder_layer()], rotated=rotated)
+
+
 def test_a_sound_stack_is_computed() -> None:
     forward([decoder_layer(), decoder_layer(gate="silu")])
 

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from loaded import cpu_model
 from loaded import torch_model as load
 from paged_driver import CpuDriver, Driver, PagedDriver
+from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
+from prefixcache.engine.build import build
 from prefixcache.models.loader import choose_dtype
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
@@ -145,6 +147,18 @@ _GRANITE_PARTS = [
     {"logits_divisor": 1.0},
     {"rms_norm_eps": 1e-6},
 ]
+_PHI3_ROPE = RopeConfig(
+    kind="longrope",
+    factor=32.0,
+    original_max_position=16,
+    long_factor=(1.0, 1.5, 3.0, 8.0),
+    partial_rotary_factor=0.5,
+)
+_PHI3_PARTS = [
+    {"long_factor": (1.0, 1.1, 1.3, 2.0)},
+    {"attention_factor": 1.0},
+    {"long_factor": (1.0, 1.5, 3.0, 8.0) * 2, "partial_rotary_factor": 1.0},
+]
 _EXPERTS = ExpertsConfig(
     count=8, top_k=3, intermediate_size=32, renormalise=True, dense_layers=(1,)
 )
@@ -166,6 +180,10 @@ _GEMMA3_PARTS = [
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
         *(("granite", part) for part in _GRANITE_PARTS),
+        *(("phi3", {"rope": dataclasses.replace(_PHI3_ROPE, **part)}) for part in _PHI3_PARTS),
+        ("olmo3", {"local_rope": None}),
+        ("olmo3", {"layer_windows": (24, 24, 24, 24)}),
+        ("olmo3", {"layer_windows": ()}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, renormalise=False)}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, top_k=2)}),
         ("gpt-oss", {"activation": "silu"}),
@@ -185,6 +203,23 @@ def test_nothing_that_makes_a_family_can_be_left_out_unnoticed(
     tokens = prompt_of(100)
     worst = (PagedDriver(model).forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
     assert worst > 0.05
+
+
+def test_a_server_keeps_to_the_factors_of_its_longest_sequences(tiny_checkpoint):
+    config = ModelConfig.from_hf(tiny_checkpoint("phi3"))
+    short, long = config.for_length(16), config.for_length(17)
+    assert long.rope == _PHI3_ROPE
+    assert (short.rope.short_factor, short.rope.long_factor) == ((1.0, 1.1, 1.3, 2.0), ())
+    engine = EngineConfig(
+        model=str(tiny_checkpoint("phi3")), device="cpu", cache=CacheConfig(num_blocks=64)
+    )
+    roots = [
+        build(dataclasses.replace(engine, scheduler=SchedulerConfig(max_model_len=longest)))
+        .engine.control.prefix_hash_info()
+        .root_hash
+        for longest in (8, 16, 17, None)
+    ]
+    assert roots[0] == roots[1] != roots[2] == roots[3]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -21,7 +21,7 @@ from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelErro
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 NumLayers = Annotated[PositiveInt, Le(1 << 16)]
 TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
 
@@ -84,6 +84,9 @@ _FIELDS: dict[str, Any] = {
     "block_auto_adjust_ff_dim": bool,
     "block_ffn_dim_multiplier": PositiveFloat,
     "block_multiple_of": PositiveInt,
+    "num_dense_layers": Count,
+    "use_expert_bias": bool,
+    "routed_scaling_factor": PositiveFloat,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -99,6 +102,8 @@ _ROPE_FIELDS: dict[str, Any] = {
     "mscale_all_dim": float,
     "truncate": bool,
     "llama_4_scaling_beta": float,
+    "short_factor": list[PositiveFloat],
+    "long_factor": list[PositiveFloat],
 }
 # Fields of the whole model, which a file with a `text_config` may have next to it.
 _OUTER_FIELDS = (
@@ -133,6 +138,7 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -156,9 +162,10 @@ class Family:
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
     Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
-    "router", and "gate_up" where both are one tensor; of the model "norm". With `has_fused_experts`
-    checkpoints hold all experts of a layer as one tensor, whose blocks may be those of the
-    `quantization` that the file names.
+    "router", "experts", "selection_bias", and "qkv" and "gate_up" where these are one tensor; of
+    the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a
+    head may be turned in part. With `has_fused_experts` checkpoints hold all experts of a layer as
+    one tensor, whose blocks may be those of the `quantization` that the file names.
     """
 
     model_type: str
@@ -177,6 +184,8 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     has_fused_experts: bool = False
     quantization: str | None = None
+    rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)
+    rotates_partly: bool = False
 
 
 def _unrotated(whole: Any) -> tuple[int, ...]:
@@ -226,6 +235,11 @@ def _gpt_oss_flags(whole: Any) -> dict[str, Any]:
     return {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu"} | experts
 
 
+def _olmo2_flags(_whole: Any) -> dict[str, Any]:
+    norms = {"qk_norm": True, "whole_qk_norms": True, "input_norms": False}
+    return norms | {"sandwich_norms": True}
+
+
 def _granite_flags(whole: Any) -> dict[str, Any]:
     return {
         "embedding_scale": whole.embedding_multiplier,
@@ -243,15 +257,33 @@ def _granite4_flags(whole: Any) -> dict[str, Any]:
     }
 
 
-def _lfm2_flags(whole: Any) -> dict[str, Any]:
+def _conv_flags(whole: Any) -> dict[str, Any]:
     return {
         "qk_norm": True,
         "rms_norm_eps": whole.norm_eps,
-        "intermediate_size": _lfm2_intermediate_size(whole),
         "conv_layers": tuple(i for i, kind in enumerate(whole.layer_types) if kind == CONV),
         "conv_taps": whole.conv_L_cache,
         "conv_bias": whole.conv_bias,
     }
+
+
+def _lfm2_flags(whole: Any) -> dict[str, Any]:
+    return _conv_flags(whole) | {"intermediate_size": _lfm2_intermediate_size(whole)}
+
+
+def _lfm2_moe_flags(whole: Any) -> dict[str, Any]:
+    dense = tuple(range(min(whole.num_dense_layers, whole.num_hidden_layers)))
+    experts = _experts(
+        whole,
+        whole.moe_intermediate_size,
+        scores="sigmoid",
+        selection_bias=whole.use_expert_bias,
+        renormalise=whole.norm_topk_prob,
+        added_to_sum=1e-6,
+        scale=whole.routed_scaling_factor,
+        dense_layers=dense,
+    )
+    return _conv_flags(whole) | (experts if len(dense) < whole.num_hidden_layers else {})
 
 
 def _lfm2_intermediate_size(whole: Any) -> int:
@@ -325,6 +357,25 @@ _GRANITE_DEFAULTS = {
     "logits_scaling": 1.0,
 }
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_LFM2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
+_LFM2_NAMES = {
+    "input_norm": "operator_norm",
+    "q_norm": "self_attn.q_layernorm",
+    "k_norm": "self_attn.k_layernorm",
+    "out": "self_attn.out_proj",
+    "mlp_norm": "ffn_norm",
+    "gate": "feed_forward.w1",
+    "up": "feed_forward.w3",
+    "down": "feed_forward.w2",
+    "norm": "embedding_norm",
+}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama", biases=("attention_bias", "mlp_bias"), heads_divide_hidden=True
@@ -411,6 +462,39 @@ FAMILIES: dict[str, Family] = {
         has_fused_experts=True,
         quantization="mxfp4",
     ),
+    "Phi3ForCausalLM": Family(
+        model_type="phi3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            # The file's own field goes before that of the rope.
+            "original_max_position_embeddings": 4096,
+        },
+        windows="one",
+        names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+        rope_kinds=("default", "longrope"),
+        rotates_partly=True,
+    ),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2",
+        defaults={"rms_norm_eps": 1e-5},
+        biases=("attention_bias",),
+        flags=_olmo2_flags,
+    ),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {FULL: {}},
+            "rope_theta": 500_000.0,
+            "rope_local_base_freq": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        biases=("attention_bias",),
+        windows="by_layer",
+        ropes_by_layer=True,
+        flags=_olmo2_flags,
+    ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
@@ -453,14 +537,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Lfm2ForCausalLM": Family(
         model_type="lfm2",
-        defaults={
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "rope_theta": 1_000_000.0,
-            "norm_eps": 1e-5,
+        defaults=_LFM2_DEFAULTS
+        | {
             "full_attn_idxs": None,
-            "conv_L_cache": 3,
-            "conv_bias": False,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
@@ -468,16 +547,30 @@ FAMILIES: dict[str, Family] = {
         convolves=True,
         spellings={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
         flags=_lfm2_flags,
-        names={
-            "input_norm": "operator_norm",
-            "q_norm": "self_attn.q_layernorm",
-            "k_norm": "self_attn.k_layernorm",
-            "out": "self_attn.out_proj",
-            "mlp_norm": "ffn_norm",
-            "gate": "feed_forward.w1",
-            "up": "feed_forward.w3",
-            "down": "feed_forward.w2",
-            "norm": "embedding_norm",
+        names=_LFM2_NAMES,
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        model_type="lfm2_moe",
+        required=(*_SIZES, "layer_types"),
+        defaults=_LFM2_DEFAULTS
+        | {
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "full_attn_idxs": None,
+        },
+        convolves=True,
+        spellings={"tie_embedding": "tie_word_embeddings"},
+        flags=_lfm2_moe_flags,
+        names=_LFM2_NAMES
+        | {
+            "router": "feed_forward.gate",
+            "experts": "feed_forward.experts",
+            "selection_bias": "feed_forward.expert_bias",
         },
     ),
     "Gemma3ForCausalLM": _GEMMA3,
@@ -652,26 +745,26 @@ def _given_ropes(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
             form = "that differ by layer type" if by_layer else "of one set for all layers"
             raise UnsupportedModelError(f"{name} {form} are not supported for {family.model_type}.")
         if rope:
-            checked[name] = _ropes_by_layer(rope) if by_layer else _rope(rope)
+            checked[name] = _ropes_by_layer(family, rope) if by_layer else _rope(family, rope)
         elif name == "rope_parameters" and not family.ropes_by_layer:
             checked[name] = {}  # which says more than nothing: no scaling, whatever the family's
     return checked
 
 
-def _ropes_by_layer(ropes: Mapping[str, Any]) -> dict[str, Any]:
+def _ropes_by_layer(family: Family, ropes: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(ropes.keys() - {FULL, SLIDING}):
         raise UnsupportedModelError(
             f"rope_parameters of {unknown[0]} are not supported. Supported: {FULL}, {SLIDING}."
         )
     given = _read(dict.fromkeys((FULL, SLIDING), dict[str, Any]), ropes)
-    return {kind: _rope(rope) for kind, rope in given.items()}
+    return {kind: _rope(family, rope) for kind, rope in given.items()}
 
 
-def _rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(family: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in get_args(RopeKind):
+    if kind not in family.rope_kinds:
         raise UnsupportedModelError(
-            f"Rope scaling {kind!r} is not supported. Supported: {', '.join(get_args(RopeKind))}."
+            f"Rope scaling {kind!r} is not supported. Supported: {', '.join(family.rope_kinds)}."
         )
     for name in _ROPE_NEEDS.get(kind, ()):
         if rope.get(name) is None:
@@ -713,6 +806,9 @@ def _whole(family: Family, given: dict[str, Any]) -> SimpleNamespace:
         whole.sliding_window = None
     whole.layer_types = given.get("layer_types") or _default_layer_types(family, whole)
     ropes = _ropes_of_types(whole, given) if family.ropes_by_layer else _one_rope(whole, given)
+    original = "original_max_position_embeddings"
+    if original in family.defaults and ropes["rope_type"] != "default":
+        ropes[original] = getattr(whole, original)
     whole.rope_parameters = ropes
     return whole
 
@@ -756,7 +852,7 @@ def _ropes_of_types(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[st
 
 def _whole_rope(whole: SimpleNamespace, rope: Mapping[str, Any], theta: float) -> dict[str, Any]:
     found = {"rope_type": "default", "rope_theta": theta, **rope}
-    if found["rope_type"] in ("llama3", "yarn"):
+    if found["rope_type"] in ("llama3", "yarn", "longrope"):
         found.setdefault("original_max_position_embeddings", whole.max_position_embeddings)
     return found
 

@@ -10,8 +10,10 @@ from typing import Any, Literal, cast
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
 from prefixcache.config.hf_config import (
+    FAMILIES,
     FULL,
     SLIDING,
+    HFConfig,
     NumLayers,
     RopeKind,
     TokenId,
@@ -41,7 +43,10 @@ class RopeConfig(Checked):
 
     Scaling kinds and field names are those of Hugging Face's `rope_parameters`. Fields that a kind
     does not use stay at their defaults. `original_max_position` is in tokens; None of
-    `attention_factor` lets YaRN derive it from `factor` and the two `mscale` values.
+    `attention_factor` lets YaRN derive it from `factor` and the two `mscale` values, LongRoPE from
+    `factor`. LongRoPE divides a pair's frequency by its `short_factor`, or by its `long_factor`
+    where there are no short ones: `ModelConfig.for_length` leaves those of one kind. Of a head the
+    first `partial_rotary_factor` are turned.
     """
 
     theta: PositiveFloat = 10_000.0
@@ -56,10 +61,13 @@ class RopeConfig(Checked):
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factor: tuple[PositiveFloat, ...] = ()
+    long_factor: tuple[PositiveFloat, ...] = ()
+    partial_rotary_factor: PositiveFloat = 1.0
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if self.kind in ("llama3", "yarn") and not self.original_max_position:
+        if self.kind in ("llama3", "yarn", "longrope") and not self.original_max_position:
             raise FieldError("original_max_position", f"is needed for rope {self.kind}.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise FieldError(
@@ -73,8 +81,10 @@ class RopeConfig(Checked):
 class ExpertsConfig(Checked):
     """The experts of a layer: `count` gated MLPs of `intermediate_size`, `top_k` of them a token.
 
-    A token's experts are those of the highest scores, which are the softmax of the router's logits.
-    With `renormalise` they are divided by their sum before they weigh what the experts make.
+    A token's experts are those of the highest scores, which are the softmax of the router's logits,
+    or the sigmoid of each; with `selection_bias` a number of each expert is added before they are
+    compared. With `renormalise` they are divided by their sum plus `added_to_sum` before they weigh
+    what the experts make, times `scale`.
     `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
     have one. `dense_layers` have one MLP in place of experts.
     """
@@ -82,7 +92,11 @@ class ExpertsConfig(Checked):
     count: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
     renormalise: bool = False
+    added_to_sum: float = 0.0
+    scale: PositiveFloat = 1.0
     router_bias: bool = False
     dense_layers: tuple[Count, ...] = ()
 
@@ -121,7 +135,8 @@ class ModelConfig(Checked):
     layer: how many of the last tokens a token sees, itself among them, or None for all; with no
     entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
     others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
-    `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too.
+    `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too, and without
+    `input_norms` what they read is not.
     `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
     products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
@@ -154,6 +169,7 @@ class ModelConfig(Checked):
     conv_bias: bool = False
     norm_offset: float = 0.0
     sandwich_norms: bool = False
+    input_norms: bool = True
     activation: Activation = "silu"
     embedding_scale: PositiveFloat = 1.0
     attention_scale: PositiveFloat | None = None
@@ -191,10 +207,38 @@ class ModelConfig(Checked):
             raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
             raise FieldError("query_growth", "needs original_max_position of the rope.")
+        self._check_rotation()
+
+    def _check_rotation(self) -> None:
         if self.head_dim % 2:
             raise FieldError(
                 "head_dim", f"must be even for rotary embeddings, got {self.head_dim}."
             )
+        rotated, rope = self.rotary_dim, self.rope
+        if not 0 < rotated <= self.head_dim or rotated % 2:
+            raise FieldError(
+                "partial_rotary_factor", f"must turn an even part of a head, not {rotated}."
+            )
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(rope, name)) not in (0, rotated // 2):
+                raise FieldError(name, f"of the rope must have {rotated // 2} entries.")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are turned: the first ones."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """The model that serves sequences of up to this many tokens.
+
+        Of LongRoPE's factors one kind is left, the long one where sequences may exceed the original
+        context: they decide what keys are, so a server keeps to one.
+        """
+        if self.rope.kind != "longrope":
+            return self
+        is_long = max_model_len > self.rope.original_max_position
+        other = {"short_factor" if is_long else "long_factor": ()}
+        return replace(self, rope=replace(self.rope, **other))
 
     @property
     def stream_eps(self) -> float:
@@ -278,8 +322,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_kv_heads=whole.num_key_value_heads,
         head_dim=whole.head_dim,
         max_position_embeddings=whole.max_position_embeddings,
-        rope=_rope(hf.ropes[FULL]),
-        local_rope=_rope(hf.ropes[SLIDING]) if SLIDING in hf.ropes else None,
+        rope=_rope(hf, FULL),
+        local_rope=_rope(hf, SLIDING) if SLIDING in hf.ropes else None,
         layer_windows=hf.layer_windows if any(hf.layer_windows) else (),
         tie_word_embeddings=whole.tie_word_embeddings,
         checkpoint_dtype=hf.checkpoint_dtype,
@@ -289,7 +333,9 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         generation=GenerationDefaults(**read_fields(adapters(GenerationDefaults), generation)),
         **flags,
     )
-    return _with_active_windows(config, hf.given.get("sliding_window"))
+    # Phi-4's files name one that is longer than their context.
+    said = None if hf.architecture.startswith("Phi") else hf.given.get("sliding_window")
+    return _with_active_windows(config, said)
 
 
 def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
@@ -312,12 +358,20 @@ def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
     return replace(config, layer_windows=())
 
 
-def _rope(values: Mapping[str, Any]) -> RopeConfig:
+def _rope(hf: HFConfig, layers: str) -> RopeConfig:
+    values = hf.ropes[layers]
     rotated = values.get("partial_rotary_factor", 1.0)
-    if rotated != 1.0:
+    if rotated != 1.0 and not FAMILIES[hf.architecture].rotates_partly:
         raise UnsupportedModelError(
             f"partial_rotary_factor {rotated} is not supported. Supported: 1.0."
         )
     names = {one.name: _HF_ROPE_NAMES.get(one.name, one.name) for one in fields(RopeConfig)}
     known = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
+    if known.get("kind") == "longrope":
+        # Without a factor it is that of the contexts.
+        if known.get("factor") is None:
+            known["factor"] = hf.whole.max_position_embeddings / known["original_max_position"]
+        known |= {name: tuple(known[name]) for name in ("short_factor", "long_factor")}
+    else:
+        known = {k: v for k, v in known.items() if k not in ("short_factor", "long_factor")}
     return RopeConfig(**known)

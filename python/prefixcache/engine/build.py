@@ -79,6 +79,7 @@ def build(
         check_folder(config.cache.record_trace)
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
+    model = model.for_length(config.scheduler.context_length(model))
     config = _with_activations(config, folder)
     runner = make_runner(config)
     config = config.on(runner.device)

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefixcache._core import derive_digest
 from prefixcache.config.model_config import ModelConfig, without_defaults
@@ -67,19 +68,28 @@ _LATER_FIELDS: dict[str, object] = {
     "unrotated_layers": (),
     "residual_scale": 1.0,
     "whole_qk_norms": False,
+    "input_norms": True,
     "sinks": False,
     "experts": None,
     "logits_divisor": 1.0,
 }
 
+_LATER_ROPE_FIELDS = {"short_factor": (), "long_factor": (), "partial_rotary_factor": 1.0}
+
 
 def model_digest(config: ModelConfig) -> str:
     """A digest of all but the weights that decides what a model computes, in hexadecimal."""
     fields = dataclasses.asdict(without_defaults(config))
-    for name, default in _LATER_FIELDS.items():
+    _drop_unused(fields, _LATER_FIELDS)
+    for rope in filter(None, (fields["rope"], fields["local_rope"])):
+        _drop_unused(rope, _LATER_ROPE_FIELDS)
+    return _derived("model", json.dumps(fields, sort_keys=True).encode())
+
+
+def _drop_unused(fields: dict[str, Any], defaults: Mapping[str, object]) -> None:
+    for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]
-    return _derived("model", json.dumps(fields, sort_keys=True).encode())
 
 
 def formats_digest(formats: Mapping[str, str]) -> str:

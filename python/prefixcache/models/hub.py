@@ -26,6 +26,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.home import cache_home
@@ -161,16 +162,21 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _from_hub(repo_id: str, wanted: str | None, revision: str | None) -> Path:
-    from httpx import HTTPError
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         return _fetched(repo_id, wanted, revision)
     except PrefixCacheError:
         raise
-    # The hub's own client may be of another library than the server's.
-    except (OSError, ValueError, HTTPError, *HfHubHTTPError.__bases__) as error:
+    except (ValueError, *_http_errors()) as error:
         raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
+
+
+def _http_errors() -> tuple[type[Exception], ...]:
+    """The hub's own client may be of another library than the server's."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    of_its_client = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    return (OSError, HTTPError, *of_its_client)
 
 
 def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
@@ -181,7 +187,7 @@ def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
 
     try:
         listed = HfApi().model_info(repo_id, revision=revision)
-    except (OSError, *HfHubHTTPError.__bases__) as error:
+    except _http_errors() as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
         return _of_earlier(repo_id, wanted, revision)

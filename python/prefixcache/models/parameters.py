@@ -156,16 +156,22 @@ class ExpertsShape:
     """
 
     router: LinearShape
+    selection_bias: VectorShape | None
     gate_up: LinearShape
     down: LinearShape
     activation: Activation
-    top_k: int
-    renormalise: bool
+    experts: ExpertsConfig
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
         return (self.router, self.gate_up, self.down)
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        bias = self.selection_bias
+        return {} if bias is None else {bias.name: (bias.width,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +236,8 @@ class DecoderShape:
             found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
         for layer in self.layers:
             found |= layer.mixer.others
+            if isinstance(layer.feed_forward, ExpertsShape):
+                found |= layer.feed_forward.others
         return found
 
     def _linears(self) -> Iterator[LinearShape]:
@@ -255,10 +263,10 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     is_conv = layer in config.conv_layers
     return LayerShape(
-        input_norm=norm(names.get("input_norm", "input_layernorm")),
+        input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
         mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(names.get("mlp_norm", mlp_norm)),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
@@ -270,17 +278,16 @@ def _names(config: ModelConfig) -> Mapping[str, str]:
 
 def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    projections = zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+    counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
     hidden, names = config.hidden_size, _names(config)
+    qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
+    if "qkv" in names:
+        qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
     q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
-        qkv=LinearShape(
-            hidden,
-            {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in projections},
-            config.qkv_bias,
-        ),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias),
         qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
@@ -309,18 +316,23 @@ def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | 
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ExpertsShape:
-    hidden, size = config.hidden_size, experts.intermediate_size
-    router = FAMILIES[config.architecture].names.get("router", "mlp.gate")
-    each = [f"{prefix}.mlp.experts.{i}" for i in range(experts.count)]
-    gate_up = {f"{one}.{name}_proj": size for one in each for name in ("gate", "up")}
-    down = {f"{one}.down_proj": hidden for one in each}
+    hidden, size, names = config.hidden_size, experts.intermediate_size, _names(config)
+    router = f"{prefix}.{names.get('router', 'mlp.gate')}"
+    base = f"{prefix}.{names.get('experts', 'mlp.experts')}"
+    each = [f"{base}.{i}" for i in range(experts.count)]
+    gate, up, down = (
+        names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
+    )
+    bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
     return ExpertsShape(
-        router=LinearShape(hidden, {f"{prefix}.{router}": experts.count}, experts.router_bias),
-        gate_up=LinearShape(hidden, gate_up, config.mlp_bias),
-        down=LinearShape(size, down, config.mlp_bias),
+        router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
+        selection_bias=bias if experts.selection_bias else None,
+        gate_up=LinearShape(
+            hidden, {f"{one}.{part}": size for one in each for part in (gate, up)}, config.mlp_bias
+        ),
+        down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
         activation=config.activation,
-        top_k=experts.top_k,
-        renormalise=experts.renormalise,
+        experts=experts,
     )
 
 

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021) and its scalings, as float32 tables.
 
-Letters of shapes: P positions, D head size, R = D / 2 rotated pairs. A pair is made of elements r
-and r + R of a head, as Hugging Face checkpoints have it.
+Letters of shapes: P positions, D numbers of a head that are rotated, the first ones, R = D / 2
+pairs of them. A pair is made of elements r and r + R of a head, as Hugging Face checkpoints have
+it.
 """
 
 from __future__ import annotations
@@ -100,6 +101,16 @@ def _yarn(config: RopeConfig, inverse_R: Angles) -> tuple[Angles, float]:
     return scaled_R, _yarn_magnitude(config)
 
 
+def _longrope(config: RopeConfig, inverse_R: Angles) -> tuple[Angles, float]:
+    """LongRoPE (Ding et al., 2024): each pair is slowed by a factor of its own."""
+    factors_R = np.array(config.short_factor or config.long_factor, np.float32)
+    magnitude = config.attention_factor
+    if magnitude is None:
+        stretch = math.log(max(config.factor, 1.0)) / math.log(config.original_max_position)
+        magnitude = math.sqrt(1 + stretch)
+    return inverse_R / factors_R, magnitude
+
+
 def _yarn_pair(config: RopeConfig, turns: float, head_dim: int) -> float:
     """The (fractional) pair that makes `turns` turns within the original context."""
     wavelength = config.original_max_position / (turns * 2 * math.pi)
@@ -124,4 +135,5 @@ _SCALINGS: dict[str, _Scaling] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -63,9 +63,9 @@ pub struct Group<'a> {
 
 /// The angles by which queries and keys are turned.
 pub struct Rotation<'a> {
-    /// `[T, D / 2]`: cosines of the tokens' positions.
+    /// `[T, R]`: cosines of the tokens' positions, of the first 2 R numbers of a head.
     pub cos: Rows<'a, f32>,
-    /// `[T, D / 2]`: sines of them.
+    /// `[T, R]`: sines of them.
     pub sin: Rows<'a, f32>,
 }
 

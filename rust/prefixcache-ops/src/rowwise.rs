@@ -74,10 +74,10 @@ pub fn gated<E: Element>(
     each_row(form, team, x, out, &Gated { gate });
 }
 
-/// Turns each head of a row by the row's angles: halves (x, y) become
-/// (x cos - y sin, y cos + x sin).
+/// Turns the first numbers of each head of a row by the row's angles: halves (x, y) of them become
+/// (x cos - y sin, y cos + x sin). A head has `head` numbers, of which the others are copied.
 ///
-/// A row of `cos` and one of `sin` belong to each row of x, and are half as wide as a head.
+/// A row of `cos` and one of `sin` belong to each row of x, and are half as wide as what is turned.
 ///
 /// # Panics
 /// The shapes do not fit.
@@ -86,14 +86,16 @@ pub fn rotate<E: Element>(
     team: &Team,
     cos: Rows<'_, f32>,
     sin: Rows<'_, f32>,
+    head: usize,
     x: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) {
     assert_eq!(cos.shape(), sin.shape(), "shape of sin");
     assert_eq!(x.shape(), out.shape(), "shape of out");
     assert_eq!(cos.rows(), x.rows(), "rows of cos");
-    assert!(x.width().is_multiple_of(2 * cos.width()), "width of cos");
-    each_row(form, team, x, out, &Rotate { cos, sin });
+    assert!(2 * cos.width() <= head, "width of cos");
+    assert!(x.width().is_multiple_of(head), "width of x");
+    each_row(form, team, x, out, &Rotate { cos, sin, head });
 }
 
 /// What a layer makes of one row.
@@ -273,6 +275,7 @@ fn clamped_swiglu<L: Lanes>(lanes: L, gate: L::V, value: L::V) -> L::V {
 struct Rotate<'a> {
     cos: Rows<'a, f32>,
     sin: Rows<'a, f32>,
+    head: usize,
 }
 
 impl<E: Element> RowWork<E> for Rotate<'_> {
@@ -280,10 +283,13 @@ impl<E: Element> RowWork<E> for Rotate<'_> {
     fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
         let (cos, sin) = (self.cos.row(row), self.sin.row(row));
         let heads = x
-            .chunks_exact(2 * cos.len())
-            .zip(out.chunks_exact_mut(2 * cos.len()));
+            .chunks_exact(self.head)
+            .zip(out.chunks_exact_mut(self.head));
         for (head, out) in heads {
-            rotate_head(lanes, head, cos, sin, out);
+            let (turned, copied) = head.split_at(2 * cos.len());
+            let (out, rest) = out.split_at_mut(turned.len());
+            rotate_head(lanes, turned, cos, sin, out);
+            rest.copy_from_slice(copied);
         }
     }
 }

@@ -195,10 +195,11 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     form: Form,
     threads: usize,
     rows: usize,
-    half: usize,
+    (half, copied): (usize, usize),
     heads: usize,
 ) {
-    let (head, width) = (2 * half, 2 * half * heads);
+    let head = 2 * half + copied;
+    let width = head * heads;
     let x = noise::<E>(1, rows * width);
     let (cos, sin) = (noise::<f32>(2, rows * half), noise::<f32>(3, rows * half));
     let team = Team::new(threads).expect("threads");
@@ -213,6 +214,7 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
             &team,
             cos,
             sin,
+            head,
             Rows::new(x, width),
             &RowsMut::new(out, width),
         );
@@ -220,9 +222,13 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     let number = |i: usize| f64::from(x[i].to_f32());
     let want: Vec<f64> = (0..rows * width)
         .map(|i| {
-            let angle = i / width * half + i % half;
+            let at = i % width % head;
+            if at >= 2 * half {
+                return number(i);
+            }
+            let angle = i / width * half + at % half;
             let (c, s) = (f64::from(cos[angle]), f64::from(sin[angle]));
-            match i % head < half {
+            match at < half {
                 true => number(i) * c - number(i + half) * s,
                 false => number(i) * c + number(i - half) * s,
             }
@@ -263,6 +269,7 @@ proptest! {
         threads in 1_usize..=2,
         rows in 1_usize..40,
         half in 1_usize..80,
+        copied in prop_oneof![Just(0), 1_usize..40],
         heads in 1_usize..5,
         gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh, Gate::ClampedSwiglu]),
         offset in prop::sample::select(vec![0.0, 1.0]),
@@ -271,8 +278,8 @@ proptest! {
         check_norm::<Bf16>(form, threads, rows, (half, heads), offset);
         check_gated::<f32>(form, threads, rows, half, gate);
         check_gated::<Bf16>(form, threads, rows, half, gate);
-        check_rotate::<f32>(form, threads, rows, half, heads);
-        check_rotate::<Bf16>(form, threads, rows, half, heads);
+        check_rotate::<f32>(form, threads, rows, (half, copied), heads);
+        check_rotate::<Bf16>(form, threads, rows, (half, copied), heads);
     }
 }
 

@@ -179,9 +179,12 @@ impl DecoderStack {
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
     ///
     /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
-    /// Each of `rotations` is (cos, sin): dense float32 of half a head a row. At the cache of a
-    /// convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
-    #[pyo3(signature = (attentions, layer_groups, caches, rotations, x, kept_tokens=None))]
+    /// Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a row. They turn the first
+    /// `rotated` numbers of a head, by default all. At the cache of a convolution a block has the inputs
+    /// of its last `kept_tokens` tokens, among those of others.
+    #[pyo3(signature = (
+        attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None
+    ))]
     fn forward(
         &self,
         py: Python<'_>,
@@ -191,6 +194,7 @@ impl DecoderStack {
         rotations: List<names::Rotations, Angles>,
         x: Number<names::X>,
         kept_tokens: Option<Number<names::KeptTokens>>,
+        rotated: Option<Number<names::Rotated>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -205,8 +209,13 @@ impl DecoderStack {
         let steps = planned.iter().map(|step| PagedAttention::of_step(step));
         let steps = steps.collect::<PyResult<Vec<_>>>()?;
         let rows = steps[0].plan.num_queries();
-        let half = attentions[0].attention.head_dim() / 2;
-        let angles = |address| Matrix::dense_at("rotations", address, rows, half);
+        let head = attentions[0].attention.head_dim();
+        let rotated = rotated.map_or(head, |rotated| rotated.0);
+        if rotated == 0 || rotated > head || rotated % 2 == 1 {
+            let reason = format!("must be even, and from 2 to {head}, not {rotated}");
+            return Err(out_of_range("rotated", reason));
+        }
+        let angles = |address| Matrix::dense_at("rotations", address, rows, rotated / 2);
         let kept_tokens = kept_tokens.map_or(0, |kept| kept.0);
         let cache = |((layer, &group), address): ((&Py<DecoderLayer>, &usize), usize)| {
             let (attention, step) = (attentions[group], steps[group]);

@@ -130,6 +130,7 @@ names! {
     RetentionBudget = "retention_budget",
     QueryRope = "query_rope",
     Rope = "rope",
+    Rotated = "rotated",
     Rotations = "rotations",
     RowCount = "rows",
     SampledRows = "rows",

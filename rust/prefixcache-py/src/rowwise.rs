@@ -145,7 +145,7 @@ impl RowOps {
                 let (x, out) = unsafe { (x.rows::<E>()?, out.rows_mut()?) };
                 // SAFETY: as above; angles are float32.
                 let (cos, sin) = unsafe { (cos.rows()?, sin.rows()?) };
-                rotate(cpu.form, &cpu.team, cos, sin, x, &out);
+                rotate(cpu.form, &cpu.team, cos, sin, 2 * half.0, x, &out);
             });
             Ok(())
         })

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from gguf import LlamaFileType
 
-from prefixcache.config.hf_config import read_hf_config
+from prefixcache.config.hf_config import FULL, SLIDING, read_hf_config
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import (
     SUPPORTED_FORMATS,
@@ -23,13 +23,15 @@ from prefixcache.models.gguf.header import (
 from prefixcache.models.gguf.index import IndexedTensor, write_index
 from prefixcache.models.gguf.tokenizer import write_tokenizer
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -37,6 +39,7 @@ _ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
+"""The architectures of GGUF files, by their names there."""
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -80,11 +83,23 @@ _OWN_MODULES = {
         "ffn_gate_inp": "mlp.router",
         "attn_sinks": "self_attn.sinks",
     },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+}
+# What the frequencies of pairs are divided by, tensors of a file. Llama 3's are the same at any
+# length, and do not stretch what they turn.
+_FACTORS = {
+    "rope_freqs.weight": ("short_factor", "long_factor"),
+    "rope_factors_short.weight": ("short_factor",),
+    "rope_factors_long.weight": ("long_factor",),
 }
 # Both of YaRN's `mscale` are one number there.
 _ROPE_KEYS = {
@@ -131,7 +146,7 @@ def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) ->
     """
     headers = [read_header(file) for file in files]
     try:
-        config = _config_of(headers)
+        config = _config_of(headers, dict(_factors(files, headers)))
         tensors = list(_indexed(headers, config))
         sizes = [file.stat().st_size for file in files]
         write_index(folder, tensors, list(zip(sizes, sha256s, strict=True)))
@@ -147,7 +162,9 @@ def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) ->
 
 def check_header(parts: Sequence[GgufHeader]) -> None:
     """Raises `UnsupportedModelError` where the model of a file's parts is not supported."""
-    config = _config_of(parts)
+    lengths = {one.name: one.shape[0] for part in parts for one in part.tensors}
+    factors = {name: [1.0] * lengths[name] for name in _FACTORS if name in lengths}
+    config = _config_of(parts, factors)
     for _ in _indexed(parts, config):
         pass
     read_hf_config(config)
@@ -164,10 +181,36 @@ def check_metadata(key: str, value: Any) -> None:
         )
 
 
-def _config_of(parts: Sequence[GgufHeader]) -> dict[str, Any]:
-    """The first part has the metadata of all."""
+def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) -> dict[str, Any]:
+    """The first part has the metadata of all. `factors` are the numbers of `_FACTORS`."""
     names = {tensor.name for part in parts for tensor in part.tensors}
-    return _config(_Metadata(parts[0].metadata)) | _flags(names)
+    metadata = _Metadata(parts[0].metadata)
+    config: dict[str, Any] = _config(metadata) | _flags(names)
+    if factors:
+        original = "original_max_position_embeddings"
+        context = metadata.shape(
+            "rope.scaling.original_context_length", metadata.shape("context_length")
+        )
+        rope = {"rope_type": "longrope", original: context}
+        rope |= {kind: factors[name] for name in factors for kind in _FACTORS[name]}
+        if "rope_freqs.weight" in factors:
+            rope["attention_factor"] = 1.0
+        config |= {original: context, "rope_parameters": config["rope_parameters"] | rope}
+    return config
+
+
+def _factors(
+    files: Sequence[Path], headers: Sequence[GgufHeader]
+) -> Iterator[tuple[str, list[float]]]:
+    for file, header in zip(files, headers, strict=True):
+        for tensor in header.tensors:
+            if tensor.name in _FACTORS:
+                if tensor.format != "F32":
+                    raise UnsupportedModelError(
+                        f"tensor {tensor.name} is {tensor.format}, not F32."
+                    )
+                numbers = np.fromfile(file, "<f4", tensor.nbytes // 4, offset=tensor.offset)
+                yield tensor.name, [float(str(number)) for number in numbers]
 
 
 class _Metadata:
@@ -176,10 +219,10 @@ class _Metadata:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.architecture: str = self.get("general.architecture", "")
-        if self.architecture not in _ARCHITECTURES:
+        if self.architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"architecture {self.architecture!r} is not supported. "
-                f"Supported: {', '.join(_ARCHITECTURES)}."
+                f"Supported: {', '.join(ARCHITECTURES)}."
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -212,6 +255,10 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         config |= _experts_config(metadata)
     if metadata.architecture == "gpt-oss":
         return config | _gpt_oss_config(metadata, config)
+    if metadata.architecture == "phi3":
+        return config | _phi3_config(metadata, config)
+    if metadata.architecture == "olmo2":
+        return config | _olmo_config(metadata, config)
     if metadata.architecture == "granite":
         return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
     if metadata.architecture == "lfm2":
@@ -252,6 +299,31 @@ def _gpt_oss_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, An
     }
 
 
+def _phi3_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = metadata.shape("rope.dimension_count", config["head_dim"])
+    part = {"partial_rotary_factor": rotated / config["head_dim"]}
+    return {
+        "sliding_window": metadata.shape("attention.sliding_window", 0) or None,
+        "rope_parameters": config["rope_parameters"] | part,
+    }
+
+
+def _olmo_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3 is OLMo 2 with windows; their layers turn by the rope without its scaling."""
+    window = metadata.shape("attention.sliding_window", 0)
+    if not window:
+        return {}
+    slides: list[bool] = metadata.shape("attention.sliding_window_pattern")
+    rope = config["rope_parameters"]
+    local = {"rope_theta": rope["rope_theta"], "rope_type": "default"}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": [SLIDING if one else FULL for one in slides],
+        "rope_parameters": {FULL: rope, SLIDING: local},
+    }
+
+
 def _is_gemma(config: dict[str, Any]) -> bool:
     return config["model_type"] == "gemma3"
 
@@ -268,10 +340,10 @@ def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]
         "query_pre_attn_scalar": head_dim,
         "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
         "sliding_window": window or None,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "layer_types": [SLIDING if one else FULL for one in slides],
         "rope_parameters": {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"},
+            FULL: config["rope_parameters"],
+            SLIDING: {"rope_theta": local_theta, "rope_type": "default"},
         },
     }
 
@@ -280,7 +352,7 @@ def _common_config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
     return {
-        "architectures": [_ARCHITECTURES[metadata.architecture]],
+        "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
         "dtype": "float16",
         "hidden_act": "silu",
@@ -320,6 +392,8 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
 def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:
     modules = _MODULES | _OWN_MODULES.get(config["model_type"], {})
     for part, tensor in ((i, one) for i, header in enumerate(parts) for one in header.tensors):
+        if tensor.name in _FACTORS:
+            continue
         if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
             yield from (replace(one, part=part) for one in _split(tensor, experts))
             continue

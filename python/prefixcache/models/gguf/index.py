@@ -103,8 +103,8 @@ def write_index(
     """
     entries = {one.name: _fields_of(one) for one in tensors}
     (size, sha256), *more = parts
-    content = {"version": _VERSION, "size": size, "sha256": sha256, "more": more}
-    content["tensors"] = entries
+    about = {"version": _VERSION, "size": size, "sha256": sha256, "more": more}
+    content = {**about, "tensors": entries}
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -121,7 +121,7 @@ class CpuModel:
         self._rows = RowOps(cpu, dtype)
         self._head = self._linear(shape.head)
         self._embedding = self._make_embedding(shape.head)
-        self._rotations = [one.tables(config.head_dim, max_positions) for one in shape.rotations]
+        self._rotations = [one.tables(config.rotary_dim, max_positions) for one in shape.rotations]
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
         rounded = np.array(config.embedding_scale, DTYPES[dtype])
         self._embedding_scale = np.float32(rounded) / np.float32(config.residual_scale)
@@ -151,6 +151,7 @@ class CpuModel:
             [(address(cos), address(sin)) for cos, sin in rotations],
             address(x_TE),
             kernels.kept_tokens,
+            rotated=self.config.rotary_dim,
         )
         return x_TE
 
@@ -221,11 +222,14 @@ class CpuModel:
         self, shape: DenseShape | ExpertsShape
     ) -> DenseFeedForward | ExpertsFeedForward:
         if isinstance(shape, ExpertsShape):
+            experts, bias = shape.experts, shape.selection_bias
             return ExpertsFeedForward(
                 router=self._linear(shape.router).packed,
-                scores="softmax",
-                top_k=shape.top_k,
-                renormalise=0.0 if shape.renormalise else None,
+                scores=experts.scores,
+                selection_bias=None if bias is None else address(self._vector(bias)),
+                top_k=experts.top_k,
+                renormalise=experts.added_to_sum if experts.renormalise else None,
+                scale=experts.scale,
                 gate_up=self._linear(shape.gate_up).packed,
                 gate=shape.activation,
                 down=self._linear(shape.down).packed,

@@ -122,12 +122,13 @@ impl Step<'_> {
         } else {
             &[(mixer.query_rope, 0..queries), (mixer.rope, queries..all)]
         };
+        let head = self.groups[mixer.group].plan.attention().head_dim();
         for (rope, columns) in ropes {
             let Rotation { cos, sin } = self.rotations[*rope];
             let qk = qk.columns(columns.clone());
             let mut turned = scratch.turned.write(all);
             let turned = turned.columns(columns.clone());
-            rotate(self.form, self.team, cos, sin, qk, &turned);
+            rotate(self.form, self.team, cos, sin, head, qk, &turned);
         }
     }
 }

@@ -193,7 +193,8 @@ class FlashInferAttention:
     ) -> Tensor:
         """`run` of queries and keys [T, H + K, D] that it rotates, in one kernel with the write."""
         step, kv = self._require_step(), self._kv[layer]
-        if (fused := fused_kernels(qk_TND)) is None:
+        is_whole = 2 * rotation[0].shape[-1] == qk_TND.shape[-1]
+        if not is_whole or (fused := fused_kernels(qk_TND)) is None:
             num_queries = qk_TND.shape[1] - v_TKD.shape[1]
             rotated = apply_rope(qk_TND, *rotation)
             return self.run(layer, rotated[:, :num_queries], rotated[:, num_queries:], v_TKD)

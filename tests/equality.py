@@ -433,7 +433,7 @@ class Bench:
     def _drafter(self, schedule: Schedule, expected: Sequence[tuple[Request, Answer]]) -> Drafter:
         """What a server has at times, or the same with short matches too; else all kinds."""
         if schedule.seed % 3 == 0:
-            return server_drafter() if schedule.seed % 2 else plain_drafter()
+            return plain_drafter() if schedule.seed % 2 else server_drafter()
         answers = {
             request.request_id: [*request.prompt_token_ids, *(token for token, _ in answer.tokens)]
             for request, answer in expected
@@ -583,7 +583,8 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
-    parser.add_argument("--architecture", choices=["qwen3", "lfm2"], default="qwen3")
+    architectures = ["qwen3", "lfm2", "qwen3-moe", "olmoe", "gpt-oss"]
+    parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
     arguments = parser.parse_args()

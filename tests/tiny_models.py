@@ -24,6 +24,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -197,6 +198,17 @@ _OLMO3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
+# The first layer is dense.
+_LFM2_MOE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "tie_word_embeddings": True,
+}
 _MISTRAL = {"sliding_window": None, "head_dim": 32}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -230,6 +242,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "lfm2": Architecture(Lfm2Config, _LFM2),
+    "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
     "lfm2-bias": Architecture(
         Lfm2Config,
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
@@ -349,6 +362,9 @@ def _stir(model: PreTrainedModel) -> None:
     # Gemma's norms multiply by their weight and 1.
     offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
     with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if name.endswith("expert_bias"):
+                bias.normal_(std=0.2)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)

@@ -141,6 +141,42 @@ def test_a_damaged_block_is_computed_again(folder, tmp_path):
         assert _ask(server, _PROMPTS[0]) == (first, cached)
 
 
+def test_a_router_learns_what_was_restored(folder, tmp_path):
+    """From a snapshot: the same blocks, each with its parent and its tokens."""
+    msgpack = pytest.importorskip("msgpack")
+    pytest.importorskip("zmq")
+    flags = (
+        "--kv-events-config",
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:*"}',
+    )
+
+    def snapshot(server: ServerProcess) -> dict[int, tuple[int | None, list[int]]]:
+        answer = httpx.get(f"{server.address}/prefix_cache/snapshot", timeout=60)
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(answer.content)
+        blocks = {}
+        for event in list(unpacker)[1:-1]:
+            parent = event["parent_block_hash"]
+            for place, block in enumerate(event["block_hashes"]):
+                blocks[block] = parent, event["token_ids"][16 * place :][:16]
+                parent = block
+        return blocks
+
+    kept = tmp_path / "kept"
+    with _serving(folder, tmp_path, kept, *flags) as (server, _):
+        for prompt in _PROMPTS:
+            _ask(server, prompt)
+        _ask(server, _PROMPTS[0], cache_salt="mine")
+        before = snapshot(server)
+        _wait_until_kept(server, len(before) + 10)
+        _kill(server)
+    with _serving(folder, tmp_path, kept, *flags) as (server, log):
+        assert _restored(log) > len(before) > 30
+        assert snapshot(server) == before
+        hit = _ask(server, _PROMPTS[0])[1]
+        assert hit > 100
+
+
 def test_resizes_and_sleep_leave_what_is_there_right(folder, tmp_path):
     kept = tmp_path / "kept"
 

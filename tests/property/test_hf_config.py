@@ -100,6 +100,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
     fixed = {field: st.just(value) for field, value in required.items()} | {"hidden_size": hidden}
+    if family.convolves and "layer_types" in fixed:
+        fixed["layer_types"] = st.lists(types, min_size=LAYERS, max_size=LAYERS)
     optional = {
         **sizes,
         **_ropes(family),
@@ -138,6 +140,9 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "block_auto_adjust_ff_dim": st.booleans(),
         "block_ffn_dim_multiplier": st.sampled_from([1.0, 1.3]),
         "block_multiple_of": st.sampled_from([1, 32, 256]),
+        "num_dense_layers": st.integers(0, LAYERS + 1),
+        "use_expert_bias": st.booleans(),
+        "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
         "bos_token_id": st.just(1),
         "eos_token_id": st.just([2, 3]),
         "dtype": st.just("bfloat16"),
@@ -174,6 +179,8 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
         found.head_dim = getattr(found, "head_dim", None) or (
             found.hidden_size // found.num_attention_heads
         )
+        if not hasattr(found, "num_local_experts") and hasattr(found, "num_experts"):
+            found.num_local_experts = found.num_experts
         found.layer_types = getattr(found, "layer_types", None) or []
         if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
             # It checks and completes the ropes of those types alone that some layer has.

@@ -20,6 +20,7 @@ from fake_runner import answer_alone
 from plain_drafts import MOST_DRAFTS, HostileDrafter, plain_drafter
 from plain_runner import VOCAB_SIZE
 from plans import plan_of
+from prefixcache._core import DraftIndex
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
@@ -251,6 +252,18 @@ def test_what_cannot_be_guessed_costs_no_more_than_a_row_in_200() -> None:
     assert accepted == 0
     assert refused > 0, "it is tried"
     assert steps / (steps + refused) >= 0.995
+
+
+def test_noise_is_computed_in_as_many_rows_as_without_guesses() -> None:
+    drafter = Drafter(DraftIndex(1 << 14), RowTimes(), shares=True, most=MOST_DRAFTS)
+    clock = itertools.count().__next__
+    sizes = {"num_blocks": 400, "block_size": 16, "max_model_len": 1024}
+    engine, runner, _ = make_engine(drafter=drafter, clock=clock, **sizes)
+    outputs, _ = serve(engine, *(make_request(f"{n}", [n], max_tokens=1000) for n in range(4)))
+    assert sum(map(len, map(tokens_of, outputs.values()))) == 4000
+    rows = sum(plan.num_tokens for plan in runner.plans)
+    assert 4000 / rows >= 0.995
+    assert sum(drafter.counts().drafted.values()) > 0, "by chance three tokens come again"
 
 
 def test_what_can_be_guessed_often_enough_is() -> None:

@@ -84,6 +84,9 @@ _FIELDS: dict[str, Any] = {
     "block_auto_adjust_ff_dim": bool,
     "block_ffn_dim_multiplier": PositiveFloat,
     "block_multiple_of": PositiveInt,
+    "num_dense_layers": Count,
+    "use_expert_bias": bool,
+    "routed_scaling_factor": PositiveFloat,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -159,10 +162,10 @@ class Family:
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
     Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
-    "router", and "qkv" and "gate_up" where these are one tensor; of the model "norm". `rope_kinds`
-    are those of ropes that it knows, `rotates_partly` says that a head may be turned in part. With
-    `has_fused_experts` checkpoints hold all experts of a layer as one tensor, whose blocks may be
-    those of the `quantization` that the file names.
+    "router", "experts", "selection_bias", and "qkv" and "gate_up" where these are one tensor; of
+    the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a
+    head may be turned in part. With `has_fused_experts` checkpoints hold all experts of a layer as
+    one tensor, whose blocks may be those of the `quantization` that the file names.
     """
 
     model_type: str
@@ -254,15 +257,33 @@ def _granite4_flags(whole: Any) -> dict[str, Any]:
     }
 
 
-def _lfm2_flags(whole: Any) -> dict[str, Any]:
+def _conv_flags(whole: Any) -> dict[str, Any]:
     return {
         "qk_norm": True,
         "rms_norm_eps": whole.norm_eps,
-        "intermediate_size": _lfm2_intermediate_size(whole),
         "conv_layers": tuple(i for i, kind in enumerate(whole.layer_types) if kind == CONV),
         "conv_taps": whole.conv_L_cache,
         "conv_bias": whole.conv_bias,
     }
+
+
+def _lfm2_flags(whole: Any) -> dict[str, Any]:
+    return _conv_flags(whole) | {"intermediate_size": _lfm2_intermediate_size(whole)}
+
+
+def _lfm2_moe_flags(whole: Any) -> dict[str, Any]:
+    dense = tuple(range(min(whole.num_dense_layers, whole.num_hidden_layers)))
+    experts = _experts(
+        whole,
+        whole.moe_intermediate_size,
+        scores="sigmoid",
+        selection_bias=whole.use_expert_bias,
+        renormalise=whole.norm_topk_prob,
+        added_to_sum=1e-6,
+        scale=whole.routed_scaling_factor,
+        dense_layers=dense,
+    )
+    return _conv_flags(whole) | (experts if len(dense) < whole.num_hidden_layers else {})
 
 
 def _lfm2_intermediate_size(whole: Any) -> int:
@@ -336,6 +357,25 @@ _GRANITE_DEFAULTS = {
     "logits_scaling": 1.0,
 }
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_LFM2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
+_LFM2_NAMES = {
+    "input_norm": "operator_norm",
+    "q_norm": "self_attn.q_layernorm",
+    "k_norm": "self_attn.k_layernorm",
+    "out": "self_attn.out_proj",
+    "mlp_norm": "ffn_norm",
+    "gate": "feed_forward.w1",
+    "up": "feed_forward.w3",
+    "down": "feed_forward.w2",
+    "norm": "embedding_norm",
+}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama", biases=("attention_bias", "mlp_bias"), heads_divide_hidden=True
@@ -497,14 +537,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Lfm2ForCausalLM": Family(
         model_type="lfm2",
-        defaults={
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "rope_theta": 1_000_000.0,
-            "norm_eps": 1e-5,
+        defaults=_LFM2_DEFAULTS
+        | {
             "full_attn_idxs": None,
-            "conv_L_cache": 3,
-            "conv_bias": False,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
@@ -512,16 +547,30 @@ FAMILIES: dict[str, Family] = {
         convolves=True,
         spellings={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
         flags=_lfm2_flags,
-        names={
-            "input_norm": "operator_norm",
-            "q_norm": "self_attn.q_layernorm",
-            "k_norm": "self_attn.k_layernorm",
-            "out": "self_attn.out_proj",
-            "mlp_norm": "ffn_norm",
-            "gate": "feed_forward.w1",
-            "up": "feed_forward.w3",
-            "down": "feed_forward.w2",
-            "norm": "embedding_norm",
+        names=_LFM2_NAMES,
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        model_type="lfm2_moe",
+        required=(*_SIZES, "layer_types"),
+        defaults=_LFM2_DEFAULTS
+        | {
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "full_attn_idxs": None,
+        },
+        convolves=True,
+        spellings={"tie_embedding": "tie_word_embeddings"},
+        flags=_lfm2_moe_flags,
+        names=_LFM2_NAMES
+        | {
+            "router": "feed_forward.gate",
+            "experts": "feed_forward.experts",
+            "selection_bias": "feed_forward.expert_bias",
         },
     ),
     "Gemma3ForCausalLM": _GEMMA3,

@@ -81,8 +81,10 @@ class RopeConfig(Checked):
 class ExpertsConfig(Checked):
     """The experts of a layer: `count` gated MLPs of `intermediate_size`, `top_k` of them a token.
 
-    A token's experts are those of the highest scores, which are the softmax of the router's logits.
-    With `renormalise` they are divided by their sum before they weigh what the experts make.
+    A token's experts are those of the highest scores, which are the softmax of the router's logits,
+    or the sigmoid of each; with `selection_bias` a number of each expert is added before they are
+    compared. With `renormalise` they are divided by their sum plus `added_to_sum` before they weigh
+    what the experts make, times `scale`.
     `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
     have one. `dense_layers` have one MLP in place of experts.
     """
@@ -90,7 +92,11 @@ class ExpertsConfig(Checked):
     count: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
     renormalise: bool = False
+    added_to_sum: float = 0.0
+    scale: PositiveFloat = 1.0
     router_bias: bool = False
     dense_layers: tuple[Count, ...] = ()
 
@@ -304,7 +310,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     hf = read_hf_config(source)
     whole = hf.whole
     names = ("intermediate_size", "rms_norm_eps")
-    flags = {name: getattr(whole, name, None) for name in names} | hf.flags
+    flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
     if "experts" in flags:
         flags["experts"] = ExpertsConfig(**flags["experts"])
     config = ModelConfig(

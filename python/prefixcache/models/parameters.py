@@ -156,16 +156,22 @@ class ExpertsShape:
     """
 
     router: LinearShape
+    selection_bias: VectorShape | None
     gate_up: LinearShape
     down: LinearShape
     activation: Activation
-    top_k: int
-    renormalise: bool
+    experts: ExpertsConfig
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
         return (self.router, self.gate_up, self.down)
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        bias = self.selection_bias
+        return {} if bias is None else {bias.name: (bias.width,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +236,8 @@ class DecoderShape:
             found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
         for layer in self.layers:
             found |= layer.mixer.others
+            if isinstance(layer.feed_forward, ExpertsShape):
+                found |= layer.feed_forward.others
         return found
 
     def _linears(self) -> Iterator[LinearShape]:
@@ -308,18 +316,23 @@ def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | 
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ExpertsShape:
-    hidden, size = config.hidden_size, experts.intermediate_size
-    router = FAMILIES[config.architecture].names.get("router", "mlp.gate")
-    each = [f"{prefix}.mlp.experts.{i}" for i in range(experts.count)]
-    gate_up = {f"{one}.{name}_proj": size for one in each for name in ("gate", "up")}
-    down = {f"{one}.down_proj": hidden for one in each}
+    hidden, size, names = config.hidden_size, experts.intermediate_size, _names(config)
+    router = f"{prefix}.{names.get('router', 'mlp.gate')}"
+    base = f"{prefix}.{names.get('experts', 'mlp.experts')}"
+    each = [f"{base}.{i}" for i in range(experts.count)]
+    gate, up, down = (
+        names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
+    )
+    bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
     return ExpertsShape(
-        router=LinearShape(hidden, {f"{prefix}.{router}": experts.count}, experts.router_bias),
-        gate_up=LinearShape(hidden, gate_up, config.mlp_bias),
-        down=LinearShape(size, down, config.mlp_bias),
+        router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
+        selection_bias=bias if experts.selection_bias else None,
+        gate_up=LinearShape(
+            hidden, {f"{one}.{part}": size for one in each for part in (gate, up)}, config.mlp_bias
+        ),
+        down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
         activation=config.activation,
-        top_k=experts.top_k,
-        renormalise=experts.renormalise,
+        experts=experts,
     )
 
 

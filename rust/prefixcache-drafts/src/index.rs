@@ -157,7 +157,8 @@ impl Index {
 
     /// What may come next in a stream: up to `max_tokens` tokens, and no more than [`MAX_DRAFT`].
     ///
-    /// They follow the longest match that is found by the last 32 tokens, else by the last 2; of several, the latest.
+    /// They follow the longest match that is found by the last 32 tokens, else by the last 2; of several, the latest. A
+    /// vote among these guesses recorded chats and edits no better.
     pub fn draft(&mut self, stream: &Stream, max_tokens: usize) -> Draft {
         let Some(end) = self.ring.end(stream.tail) else {
             return Draft::default();

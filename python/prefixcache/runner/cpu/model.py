@@ -222,11 +222,14 @@ class CpuModel:
         self, shape: DenseShape | ExpertsShape
     ) -> DenseFeedForward | ExpertsFeedForward:
         if isinstance(shape, ExpertsShape):
+            experts, bias = shape.experts, shape.selection_bias
             return ExpertsFeedForward(
                 router=self._linear(shape.router).packed,
-                scores="softmax",
-                top_k=shape.top_k,
-                renormalise=0.0 if shape.renormalise else None,
+                scores=experts.scores,
+                selection_bias=None if bias is None else address(self._vector(bias)),
+                top_k=experts.top_k,
+                renormalise=experts.added_to_sum if experts.renormalise else None,
+                scale=experts.scale,
                 gate_up=self._linear(shape.gate_up).packed,
                 gate=shape.activation,
                 down=self._linear(shape.down).packed,

@@ -198,8 +198,9 @@ class ExpertsFeedForward:
 
     def __init__(self, shape: ExpertsShape, builder: Builder) -> None:
         self._gate = builder.gate(shape.activation)
-        self._count, self._top_k = shape.router.outputs, shape.top_k
-        self._renormalise = shape.renormalise
+        self._experts = shape.experts
+        bias = shape.selection_bias
+        self._selection_bias_N = None if bias is None else builder.vector(bias)
         self._router = builder.linear(shape.router)
         self._gate_up = builder.stacked(shape.gate_up)
         self._down = builder.stacked(shape.down)
@@ -209,19 +210,30 @@ class ExpertsFeedForward:
 
         It is taken in the order of their scores.
         """
-        scores_TN = torch.softmax(self._router.wide(x_TE).float(), dim=-1)
-        weights_TK, experts_TK = scores_TN.topk(self._top_k, dim=-1)
-        if self._renormalise:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        weights_TK, experts_TK = self._route(self._router.wide(x_TE).float())
+        count, top_k = self._experts.count, self._experts.top_k
         made_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1], dtype=torch.float32)
         for expert in experts_TK.unique().tolist():
             token, rank = (experts_TK == expert).nonzero(as_tuple=True)
-            gated = self._gate(self._gate_up.block(expert, self._count, x_TE[token]))
-            made_TKE[token, rank] = self._down.block(expert, self._count, gated).float()
+            gated = self._gate(self._gate_up.block(expert, count, x_TE[token]))
+            made_TKE[token, rank] = self._down.block(expert, count, gated).float()
         sum_TE = torch.zeros_like(made_TKE[:, 0])
-        for rank in range(self._top_k):
+        for rank in range(top_k):
             sum_TE += made_TKE[:, rank] * weights_TK[:, rank, None]
         return sum_TE
+
+    def _route(self, logits_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, and their numbers."""
+        experts = self._experts
+        softmax = experts.scores == "softmax"
+        scores_TN = torch.softmax(logits_TN, dim=-1) if softmax else logits_TN.sigmoid()
+        bias_N = self._selection_bias_N
+        compared_TN = scores_TN if bias_N is None else scores_TN + bias_N
+        experts_TK = compared_TN.topk(experts.top_k, dim=-1).indices
+        weights_TK = scores_TN.gather(1, experts_TK)
+        if experts.renormalise:
+            weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + experts.added_to_sum
+        return weights_TK * experts.scale, experts_TK
 
     @staticmethod
     def out(sum_TE: Tensor, residual_TE: Tensor | None = None) -> Tensor:

@@ -319,7 +319,7 @@ def modelled(turns: Sequence[Turn], a_row: float) -> list[float]:
 
 
 def of_rows(count: int) -> Any:
-    """As much of a step's plan as its time depends on: one decode of so many rows."""
+    """As much of a step's plan as its time depends on: one decode of that many rows."""
     return SimpleNamespace(num_decodes=1, sequences=[0], num_tokens=count)
 
 

@@ -4,13 +4,11 @@
 //! ([`Writer::keep_in`](crate::Writer::keep_in)). Then the single writer reports each change of what blocks hold,
 //! in order, before whoever caused it can write to a block. `docs/explanation/tiers.md` has the states of a block.
 
-use std::borrow::Cow;
 use std::fmt::Debug;
 
 use crate::band::Band;
-use crate::events::ShortHash;
-use crate::id::BlockId;
-use crate::store::BlockKey;
+pub use crate::events::BlockTokens;
+use crate::id::{BlockId, BlockKey};
 
 /// What a backing store must know of a pool's blocks.
 ///
@@ -51,15 +49,6 @@ pub trait BackingStore: Debug + Send + Sync {
 
     /// Whether other processes may find what is published from now on. Before the first call they may not.
     fn set_durable(&self, durable: bool);
-}
-
-/// The tokens of a block, and the block before it in its prompt; None at the prompt's beginning.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockTokens<'a> {
-    /// The block before.
-    pub parent: Option<ShortHash>,
-    /// As many as a block has.
-    pub tokens: Cow<'a, [u32]>,
 }
 
 /// Content that a backing store has kept from another process.

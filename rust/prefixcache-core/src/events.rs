@@ -14,14 +14,13 @@
 
 mod replica;
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use crossbeam_queue::SegQueue;
 
-use crate::backing::BlockTokens;
-use crate::id::{BlockHash, GroupId};
-use crate::store::BlockKey;
+use crate::id::{BlockHash, BlockKey, GroupId};
 use crate::sync::{Arc, AtomicU64, Ordering};
 
 pub use replica::Snapshot;
@@ -44,6 +43,15 @@ impl From<&BlockHash> for ShortHash {
         let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
         Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
     }
+}
+
+/// The tokens of a block, and the block before it in its prompt; None at the prompt's beginning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockTokens<'a> {
+    /// The block before.
+    pub parent: Option<ShortHash>,
+    /// As many as a block has.
+    pub tokens: Cow<'a, [u32]>,
 }
 
 /// Blocks of one group, each the one after the block before it in a prompt.

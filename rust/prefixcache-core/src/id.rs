@@ -130,3 +130,20 @@ impl fmt::Debug for BlockHash {
         formatter.write_str("..")
     }
 }
+
+/// What a block is found by: the hash of its content, and the group whose layers filled it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockKey {
+    /// The hash of the content.
+    pub hash: BlockHash,
+    /// The group that the block belongs to.
+    pub group: GroupId,
+}
+
+impl BlockKey {
+    /// The key of content `hash` in `group`.
+    #[must_use]
+    pub const fn new(hash: BlockHash, group: GroupId) -> Self {
+        Self { hash, group }
+    }
+}

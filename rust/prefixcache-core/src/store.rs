@@ -36,33 +36,16 @@ use std::collections::HashMap;
 use std::iter;
 use std::time::Duration;
 
-use crate::backing::BlockTokens;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
-use crate::events::EventLog;
-use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
+use crate::events::{BlockTokens, EventLog};
+pub use crate::id::BlockKey;
+use crate::id::{BlockId, Epoch, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
 pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
-
-/// What a block is found by: the hash of its content, and the group whose layers filled it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BlockKey {
-    /// The hash of the content.
-    pub hash: BlockHash,
-    /// The group that the block belongs to.
-    pub group: GroupId,
-}
-
-impl BlockKey {
-    /// The key of content `hash` in `group`.
-    #[must_use]
-    pub const fn new(hash: BlockHash, group: GroupId) -> Self {
-        Self { hash, group }
-    }
-}
 
 /// Where a released block without a valid hash goes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

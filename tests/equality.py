@@ -433,7 +433,7 @@ class Bench:
     def _drafter(self, schedule: Schedule, expected: Sequence[tuple[Request, Answer]]) -> Drafter:
         """What a server has at times, or the same with short matches too; else all kinds."""
         if schedule.seed % 3 == 0:
-            return server_drafter() if schedule.seed % 2 else plain_drafter()
+            return plain_drafter() if schedule.seed % 2 else server_drafter()
         answers = {
             request.request_id: [*request.prompt_token_ids, *(token for token, _ in answer.tokens)]
             for request, answer in expected

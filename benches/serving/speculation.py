@@ -9,8 +9,9 @@ With `--force recorded` each row's token is the recorded answer's next one, what
 guesses are right as often as the record says, and every row is computed and sampled. Groups of
 turns are decoded plainly and with guesses, in alternation, in one engine. They are spread over the
 text, and the index is given what lies between them; a second pass asks for all of them again. Steps
-that compute a prompt are left out of the times. `--simulate` asks the index of guesses alone,
-without a model. Rows of other settings that `--output` has are kept.
+that compute a prompt are left out of the times. Rows of other settings that `--output` has are
+kept. `--simulate` takes no model: what the index guesses, and how much faster answers would be if a
+row cost some share of a step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -46,6 +48,7 @@ from prefixcache.tools.bench.machine import machine_facts, usable_cores
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
+from prefixcache.types.token_ids import TokenBuffer, as_token_ids
 
 HERE = Path(__file__).parent
 MOST_DRAFTS = 7
@@ -55,6 +58,8 @@ HISTORY = 1 << 20
 LONGEST_PROMPT = 3000
 NOISE_GROUPS = 9
 """Groups of noise, which is asked for once: a second time all of it can be guessed."""
+ROW_COSTS = (0.31, 0.136, 0.041)
+"""Of a step: the default model; a 1.1B shape, exact; with int8 activations."""
 TURNS = 350
 """Of a text, at most."""
 WAYS = ("plain", "guessed")
@@ -244,6 +249,11 @@ def simulate(texts: Texts, names: Sequence[str], count: int) -> Iterator[str]:
             for length, right in found.first_right.items():
                 by_length[source][length] += right
             yield f"| {name} | {source} | {found} |"
+    yield "\n| text | " + " | ".join(f"a row costs {a_row:.0%}" for a_row in ROW_COSTS) + " |"
+    yield "|---|" + "--:|" * len(ROW_COSTS)
+    for name in names:
+        found = [modelled(texts.turns(name, count), a_row) for a_row in ROW_COSTS]
+        yield f"| {name} | " + " | ".join(f"{one:.2f}, {two:.2f}" for one, two in found) + " |"
     for source, lengths in by_length.items():
         shares = (f"{2**n // 2}: {statistics.mean(r):.2f}" for n, r in sorted(lengths.items()))
         yield f"\nNext token right by the length of the match from, {source}: {', '.join(shares)}"
@@ -272,8 +282,7 @@ class Simulated:
             tokens, length, _ = stream.draft(min(MOST_DRAFTS, len(turn.answer) - place - 1))
             self.draft_seconds += time.perf_counter() - appended
             self.append_seconds += appended - begun
-            pairs = zip(tokens, turn.answer[place:], strict=False)
-            count = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            count = num_right(tokens, turn.answer[place:])
             self.steps += 1
             self.appended += len(due)
             self.drafted += len(tokens)
@@ -290,6 +299,61 @@ class Simulated:
         right = self.accepted / max(self.drafted, 1)
         pace = 1 + self.accepted / self.steps
         return f"{pace:.2f} | {right:.2f} | {append * 1e9:.0f} | {draft * 1e6:.1f}"
+
+
+def modelled(turns: Sequence[Turn], a_row: float) -> list[float]:
+    """Tokens a second next to plain decoding in each pass, if a row costs that share of a step."""
+    index, rows, ratios = OneScope(), RowTimes(), list[float]()
+    drafter = Drafter(index, rows, shares=True, most=MOST_DRAFTS)
+    groups = grouped(turns, min(len(turns), 60), 1, 300)
+    for which_pass in range(2):
+        tokens = seconds = 0.0
+        for number, group in enumerate(groups):
+            index.say(() if which_pass else group.before)
+            for count, num_drafts in decode(drafter, group.turns[0], str(number)):
+                took = 1 + a_row * num_drafts
+                rows.observe(of_rows(1 + num_drafts), took)
+                tokens, seconds = tokens + count, seconds + took
+        ratios.append(tokens / seconds)
+    return ratios
+
+
+def of_rows(count: int) -> Any:
+    """As much of a step's plan as its time depends on: one decode of that many rows."""
+    return SimpleNamespace(num_decodes=1, sequences=[0], num_tokens=count)
+
+
+def decode(drafter: Drafter, turn: Turn, name: str) -> Iterator[tuple[int, int]]:
+    """The steps of an answer without a model: the tokens and the guesses of each."""
+    prompt, params = as_token_ids(turn.prompt), SamplingParams(max_tokens=len(turn.answer))
+    known = TokenBuffer(prompt)
+    state: Any = SimpleNamespace(
+        request_id=name,
+        request=Request(request_id=name, prompt_token_ids=prompt, params=params),
+        tokens=known,
+        max_num_tokens=len(turn.prompt) + len(turn.answer),
+        end_token_ids=(),
+        may_be_drafted=True,
+        num_cached_tokens=0,
+    )
+    count, place = 1, 0
+    while True:
+        for token in turn.answer[place : place + count]:
+            known.append(token)
+        place, state.num_tokens = place + count, len(known)
+        if place == len(turn.answer):
+            break
+        guesses = drafter.propose([state], 64, lambda _, wanted: wanted).get(name, ())
+        count = 1 + num_right(guesses, turn.answer[place:])
+        drafter.observe({name: count - 1})
+        yield count, len(guesses)
+    drafter.end(state)
+
+
+def num_right(guesses: Sequence[int], answer: Sequence[int]) -> int:
+    """How many guesses the answer begins with."""
+    pairs = zip(guesses, answer, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def llama_row(python: str, text: str, model: str, groups: Sequence[Group], longest: int) -> Row:

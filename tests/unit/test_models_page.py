@@ -60,7 +60,7 @@ def table_of_families() -> Iterator[str]:
         yield rows(
             f"`{name}`",
             named(files) or "none",
-            WINDOWS[family.windows],
+            "short convolutions" if family.convolves else WINDOWS[family.windows],
             has_experts(family),
             f"{ropes}; in part" if family.rotates_partly else ropes,
             named(family.refused) or "nothing",

@@ -310,7 +310,7 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     hf = read_hf_config(source)
     whole = hf.whole
     names = ("intermediate_size", "rms_norm_eps")
-    flags = {name: getattr(whole, name, None) for name in names} | hf.flags
+    flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
     if "experts" in flags:
         flags["experts"] = ExpertsConfig(**flags["experts"])
     config = ModelConfig(

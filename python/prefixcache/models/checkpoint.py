@@ -66,6 +66,9 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
 _LATER_FIELDS: dict[str, object] = {
     "query_growth": 0.0,
     "unrotated_layers": (),
+    "conv_layers": (),
+    "conv_taps": 0,
+    "conv_bias": False,
     "residual_scale": 1.0,
     "whole_qk_norms": False,
     "input_norms": True,

@@ -121,4 +121,4 @@ def _gguf_blocks(codes: Array, exponents: Array) -> npt.NDArray[np.uint8]:
     each = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*exponents.shape, _NUMBERS)
     halves = each[..., : _NUMBERS // 2] | each[..., _NUMBERS // 2 :] << 4
     blocks = np.concatenate([exponents[..., None], halves], axis=-1)
-    return blocks.reshape(len(blocks), -1)
+    return blocks.reshape(len(blocks), -1).astype(np.uint8, copy=False)

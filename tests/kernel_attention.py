@@ -59,7 +59,10 @@ class KernelAttention:
             None if batch.first_pages is None else batch.first_pages.numpy(),
         )
 
-    def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def run(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "the kernel takes sinks from the decoder's call alone"
         parts = [part.contiguous() for part in (queries, keys, values)]
         out = torch.empty_like(parts[0])
         places = [number for part in parts for number in (part.data_ptr(), part.stride(0))]

@@ -162,6 +162,8 @@ def test_tokens_of_all_choices_are_those_of_each(
             token_ids=(5,) * num_tokens,
             num_cached_tokens=cached,
             num_written_tokens=written,
+            num_accepted_drafts=cached,
+            num_refused_drafts=written,
             restarted=not restarts,
         )
         choices.add(place % len(choices), output)
@@ -172,6 +174,8 @@ def test_tokens_of_all_choices_are_those_of_each(
         cached=sum(choice.num_cached_tokens for choice in firsts),
         written=sum(choice.num_written_tokens for choice in firsts),
         reasoning=sum(choice.num_reasoning_tokens for choice in choices),
+        accepted=sum(choice.num_accepted_drafts for choice in choices),
+        refused=sum(choice.num_refused_drafts for choice in choices),
     )
 
 

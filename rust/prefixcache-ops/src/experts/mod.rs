@@ -1,6 +1,6 @@
 //! A mixture of experts: each row goes through a few of many gated MLPs, and adds up what they make.
 //!
-//! The router scores the experts and chooses some ([`route`]). The rows of each chosen expert are
+//! The router scores the experts and chooses some ([`Router`]). The rows of each chosen expert are
 //! gathered, multiplied with that expert's weights at once, and added where they came from:
 //!
 //! - A row's experts are ordered by their scores, the lower number first where two are equal. Its sum is

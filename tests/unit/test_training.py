@@ -75,6 +75,15 @@ def test_an_optimizers_changes_reach_the_engine(policy: Policy, model: PreTraine
     assert [one.tolist() for one in policy.logprobs(again)] == [one.logprobs for one in again]
 
 
+def test_parameters_in_other_memory_reach_the_engine(
+    policy: Policy, model: PreTrainedModel
+) -> None:
+    before = rollouts_of(policy)
+    norm = model.model.norm.weight
+    norm.data = norm.data * 2  # counts as no write
+    assert [one.tolist() for one in policy.logprobs(before)] != [one.logprobs for one in before]
+
+
 def test_an_engine_with_other_weights_is_found(
     policy: Policy, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

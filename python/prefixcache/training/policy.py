@@ -58,7 +58,7 @@ class Policy:
         self._llm = llm
         self._model = model
         self._batch_size = batch_size
-        self._pushed: tuple[int, ...] | None = None
+        self._pushed: tuple[tuple[int, int], ...] | None = None
 
     def push(self) -> int:
         """Gives the module's parameters to the engine; returns their version.
@@ -137,9 +137,9 @@ class Policy:
         if self._pushed != self._changes():
             self.push()
 
-    def _changes(self) -> tuple[int, ...]:
-        """How often each parameter was written in place, as optimizers do."""
-        return tuple(one._version for one in self._model.parameters())  # noqa: SLF001
+    def _changes(self) -> tuple[tuple[int, int], ...]:
+        """Where each parameter is, and how often it was written there, as optimizers do."""
+        return tuple((one.data_ptr(), one._version) for one in self._model.parameters())  # noqa: SLF001
 
 
 def _with_values(own_A: Tensor, values: Sequence[float]) -> Tensor:

@@ -201,7 +201,9 @@ def test_reading_refused_and_cache_off() -> None:
     room = Room()
     room.send(PROMPT)
     room.check(PROMPT, 0, "cache_read_off", reads=False)
-    assert room.explain(PROMPT, wants_prompt_logprobs=True).miss == Miss(0, "prompt_logprobs")
+    assert room.explain(PROMPT, num_unscored=0).miss == Miss(0, "prompt_logprobs")
+    assert room.explain(PROMPT, num_unscored=9).miss == Miss(8, "prompt_logprobs")
+    assert room.explain(PROMPT, num_unscored=1 << 40).miss == room.explain(PROMPT).miss
     room = Room(enable_prefix_caching=False)
     room.check(PROMPT, 0, "cache_off")
     room.check(PROMPT, 0, "cache_off", reads=False)

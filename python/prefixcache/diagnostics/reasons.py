@@ -55,14 +55,14 @@ class Asked:
     `hit_tokens` and `window_missed_tokens` are those of its admission; None where it was not sent,
     and what the cache has now counts. It arrived and was started then, in seconds of
     `time.monotonic`: only prompts that arrived before, and blocks that were evicted before, have to
-    do with it. `reads` is whether it may read the cache.
+    do with it. `reads` is whether it may read the cache, `num_unscored` is as in `SamplingParams`.
     """
 
     token_ids: TokenIds
     owner: str | None
     salt: str | None
     reads: bool = True
-    wants_prompt_logprobs: bool = False
+    num_unscored: int | None = None
     hit_tokens: int | None = None
     window_missed_tokens: int = 0
     arrival: float = math.inf
@@ -142,13 +142,11 @@ class Reasons:
     def _hit_tokens(self, asked: Asked, known: KnownPrefix) -> int:
         if asked.hit_tokens is not None:
             return asked.hit_tokens
-        reads = self._caches_prefixes and asked.reads and not asked.wants_prompt_logprobs
-        return min(known.hit_tokens, self._most_hits(asked)) if reads else 0
+        reads = self._caches_prefixes and asked.reads
+        return min(known.hit_tokens, self._full_blocks(_most_hits(asked))) if reads else 0
 
-    def _most_hits(self, asked: Asked) -> int:
-        """The last token is computed in any case."""
-        size = self._block_size
-        return (len(asked.token_ids) - 1) // size * size
+    def _full_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._block_size * self._block_size
 
     def _nearest(self, asked: Asked, *, sees_all: bool) -> tuple[_Found, _Found]:
         """Of what was sent under the same salt, and of all that may be known."""
@@ -172,9 +170,9 @@ class Reasons:
             return "cache_off", None
         if not asked.reads:
             return "cache_read_off", None
-        if hit >= self._most_hits(asked):
+        if hit >= self._full_blocks(len(asked.token_ids) - 1):
             return "tail", None
-        if asked.wants_prompt_logprobs:
+        if hit >= self._full_blocks(_most_hits(asked)):
             return "prompt_logprobs", None
         if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
             return "window_lost", None
@@ -254,6 +252,12 @@ def _eviction_in_words(evicted: EvictedContent | None) -> str:
         f"{_PRESSURES[evicted.pressure]} {evicted.ago_s:.1f} s ago, {evicted.age_s:.1f} s after it "
         f"was computed and {evicted.idle_s:.1f} s after its last use"
     )
+
+
+def _most_hits(asked: Asked) -> int:
+    """The last token is computed in any case, and what log probabilities are wanted of."""
+    last = len(asked.token_ids) - 1
+    return last if asked.num_unscored is None else min(asked.num_unscored, last)
 
 
 def _went_by(evicted: EvictedBlock, before: float) -> bool:

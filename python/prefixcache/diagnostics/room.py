@@ -55,7 +55,7 @@ class Admitted:
     started_at: float
     window_missed_tokens: int = 0
     reads: bool = True
-    wants_prompt_logprobs: bool = False
+    num_unscored: int | None = None
 
 
 class CacheDiagnostics:
@@ -123,7 +123,7 @@ def asked_of(prompt: RememberedPrompt, admitted: Admitted) -> Asked:
         owner=prompt.owner,
         salt=prompt.salt,
         reads=admitted.reads,
-        wants_prompt_logprobs=admitted.wants_prompt_logprobs,
+        num_unscored=admitted.num_unscored,
         hit_tokens=admitted.hit_tokens,
         window_missed_tokens=admitted.window_missed_tokens,
         arrival=prompt.arrival,

@@ -101,7 +101,7 @@ class RequestState:
         self.matcher = matcher
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
-        self.num_prompt_logprobs = self._num_unwanted_logprobs()
+        self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_resets = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
@@ -179,7 +179,7 @@ class RequestState:
         self.tokens.forget_answer()
         if self.matcher is not None:
             self.matcher.reset()
-        self.num_prompt_logprobs = self._num_unwanted_logprobs()
+        self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_cached_tokens = None
         self.num_written_tokens = 0
         self.restart()
@@ -267,10 +267,6 @@ class RequestState:
         first = max(start, self.num_prompt_logprobs)
         followers = self.tokens.prompt[first + 1 : stop + 1]
         return PromptLogprobsInput(followers, count, first) if len(followers) else None
-
-    def _num_unwanted_logprobs(self) -> int:
-        """Tokens after the prompt's first one that precede those whose scores are wanted."""
-        return max(self.request.params.logprob_start_len - 1, 0)
 
     def _banned_after(self, num_tokens: int) -> tuple[int, ...]:
         """What may not follow that many tokens: what ends the answer, while it is too short."""

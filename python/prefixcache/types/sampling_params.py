@@ -105,6 +105,11 @@ class SamplingParams:
         return choice
 
     @property
+    def num_unscored(self) -> int | None:
+        """Tokens of the prompt that its log probabilities leave to the cache; None without any."""
+        return None if self.prompt_logprobs is None else max(self.logprob_start_len - 1, 0)
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < _TEMPERATURE_FLOOR

@@ -469,7 +469,7 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
         started_at=choice.started_at or request.arrival_time,
         window_missed_tokens=choice.num_window_missed_tokens,
         reads=request.cache.read,
-        wants_prompt_logprobs=request.params.prompt_logprobs is not None,
+        num_unscored=request.params.num_unscored,
     )
 
 

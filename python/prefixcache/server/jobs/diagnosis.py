@@ -266,5 +266,5 @@ def _unsent(request: Request, prompt: RememberedPrompt) -> Asked:
         owner=prompt.owner,
         salt=prompt.salt,
         reads=request.cache.read,
-        wants_prompt_logprobs=request.params.prompt_logprobs is not None,
+        num_unscored=request.params.num_unscored,
     )

@@ -57,6 +57,8 @@ pub struct DeltaHeads {
     pub value_dim: usize,
     /// Tokens that the convolution is over: from 1 to [`MAX_TAPS`].
     pub taps: usize,
+    /// Value heads of a key head are `key_heads` apart, and not neighbours: what GGUF files have.
+    pub tiled: bool,
 }
 
 impl DeltaHeads {
@@ -115,16 +117,26 @@ impl DeltaHeads {
         self.group() * self.matrix() + (self.taps - 1) * self.width()
     }
 
+    /// The number of a key head's value head.
+    fn value_head(&self, head: usize, number: usize) -> usize {
+        if self.tiled {
+            head + number * self.key_heads
+        } else {
+            head * self.group() + number
+        }
+    }
+
     /// Where queries, keys and values of a key head stand in a token's row.
-    fn columns(&self, head: usize) -> [Range<usize>; 3] {
-        let (keys, size) = (self.key_heads * self.key_dim, self.key_dim);
-        let values = self.group() * self.value_dim;
-        let first = 2 * keys + head * values;
-        [
-            head * size..(head + 1) * size,
-            keys + head * size..keys + (head + 1) * size,
-            first..first + values,
-        ]
+    fn columns(&self, head: usize) -> impl Iterator<Item = Range<usize>> {
+        let heads = *self;
+        let keys = self.key_heads * self.key_dim;
+        let of_keys = [0, keys].map(|first| (first + head * self.key_dim, self.key_dim));
+        let of_values = (0..self.group()).map(move |number| {
+            let value_head = heads.value_head(head, number);
+            (2 * keys + value_head * heads.value_dim, heads.value_dim)
+        });
+        let all = of_keys.into_iter().chain(of_values);
+        all.map(|(first, size)| first..first + size)
     }
 }
 
@@ -397,7 +409,7 @@ impl<E: Element> HeadRun<'_, E> {
     #[inline(always)]
     fn rates(&self, rows: Range<usize>, value_head: usize, room: &mut Room) {
         let heads = self.rule.heads;
-        let value_head = self.head * heads.group() + value_head;
+        let value_head = heads.value_head(self.head, value_head);
         let first = heads.channels() + heads.values();
         for (token, row) in rows.enumerate() {
             let row = &self.x.row(row)[first..];
@@ -488,8 +500,7 @@ impl<E: Element> HeadRun<'_, E> {
     #[inline(always)]
     fn write<L: Lanes>(&self, lanes: L, row: usize, value_head: usize, read: &[f32]) {
         let heads = self.rule.heads;
-        let head = self.head * heads.group() + value_head;
-        let first = head * heads.value_dim;
+        let first = heads.value_head(self.head, value_head) * heads.value_dim;
         let gates = &self.x.row(row)[heads.channels() + first..][..read.len()];
         // SAFETY: a value head of a row belongs to one task.
         let out = unsafe { self.out.part(row, first, read.len()) };

@@ -125,6 +125,7 @@ impl Layer {
             key_dim,
             value_dim,
             taps,
+            tiled,
         } = self.heads;
         let (inputs, channels) = (self.heads.inputs(), self.heads.channels());
         let at = |row: usize, column: usize| f64::from(x[row * inputs + column].to_f32());
@@ -140,7 +141,11 @@ impl Layer {
         let mut out = Vec::new();
         for row in 0..x.len() / inputs {
             for (head, state) in states.iter_mut().enumerate() {
-                let key_head = head / (value_heads / key_heads);
+                let key_head = if tiled {
+                    head % key_heads
+                } else {
+                    head / (value_heads / key_heads)
+                };
                 let of_length = |first: usize| {
                     let all: Vec<_> = (0..key_dim)
                         .map(|i| convolved(row, first + key_head * key_dim + i))
@@ -184,6 +189,7 @@ fn heads(
         key_dim,
         value_dim,
         taps,
+        tiled: value_dim == 48,
     }
 }
 

@@ -81,9 +81,6 @@ def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
 # Blocks of 16 tokens hold the convolutions of two layers in a tensor, those of 8 one.
 LFM2 = {name: size for name, size in WIDE.items() if name != "head_dim"}
 
-# The state of a layer takes several blocks, and more where a block's numbers are bfloat16.
-QWEN3_5 = WIDE
-
 BLOCK = 16
 MAX_ANSWER = 64
 GRAMMARS = (
@@ -414,7 +411,8 @@ class Bench:
         engine = self._engine(schedule, self._folder)
         if schedule.speculates:
             engine._scheduler.drafter = self._drafter(schedule, expected)
-        with late_masks(schedule.seed) as late:
+        states = engine._runner.kv.layout.states  # type: ignore[attr-defined]
+        with late_masks(schedule.seed, held=bool(states)) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
         gauges = engine.metrics.gauges()
@@ -522,6 +520,7 @@ def make_engine(
         cache=CacheConfig(
             num_blocks=len(layout.groups) * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
+            state_block_size=1,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
         ),

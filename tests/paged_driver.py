@@ -143,9 +143,7 @@ class PagedDriver(Driver):
         block_size: int = 16,
         attention: str = "torch",
     ) -> None:
-        super().__init__(
-            model.config, num_sequences, max_tokens, block_size, model.dtype.itemsize
-        )
+        super().__init__(model.config, num_sequences, max_tokens, block_size, model.dtype.itemsize)
         self.model = model
         self.attention = make_attention(
             attention,
@@ -183,9 +181,7 @@ class CpuDriver(Driver):
         cpu: Cpu | None = None,
     ) -> None:
         self._dtype = DTYPES[model.dtype_name]
-        super().__init__(
-            model.config, num_sequences, max_tokens, block_size, self._dtype.itemsize
-        )
+        super().__init__(model.config, num_sequences, max_tokens, block_size, self._dtype.itemsize)
         self.model = model
         self.attentions = attention_kernels(
             model.config, self.layout, cpu or Cpu(2), model.dtype_name

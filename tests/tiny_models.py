@@ -36,9 +36,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3_5Config,
     Qwen3_5TextConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -163,9 +163,10 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
-# Three layers of the delta rule to one of attention; two value heads share a key head.
+# Two layers of the delta rule to one of attention; two value heads share a key head.
 _QWEN3_5 = {
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
     "head_dim": 32,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,

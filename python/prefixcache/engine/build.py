@@ -80,7 +80,7 @@ def build(
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
     model = model.for_length(config.scheduler.context_length(model))
-    config = _with_activations(config, folder)
+    config = _with_activations(config.for_model(model), folder)
     runner = make_runner(config)
     config = config.on(runner.device)
     with ThreadPoolExecutor(1) as loads:

@@ -431,67 +431,28 @@ impl<E: Element> HeadRun<'_, E> {
         columns: Range<usize>,
         room: &mut Room,
     ) {
-        let DeltaHeads {
-            key_dim, value_dim, ..
-        } = self.rule.heads;
-        let width = self.rule.heads.width();
-        let first = value_head * key_dim * value_dim + columns.start * key_dim;
-        let matrix = &mut room.state[first..first + key_dim * N * L::LANES];
-        for token in 0..tokens {
-            let qkv = &room.qkv[token * width..(token + 1) * width];
-            let (queries, keys) = (&qkv[..key_dim], &qkv[key_dim..2 * key_dim]);
-            let values = &qkv[2 * key_dim + value_head * value_dim + columns.start..];
-            let (decay, rate) = (
-                lanes.splat(room.decay[token]),
-                lanes.splat(room.rate[token]),
-            );
-            let zero = lanes.splat(0.0);
-            let mut known = [[zero; N]; CHAINS];
-            for (rows, keys) in matrix
-                .chunks_exact(CHAINS * N * L::LANES)
-                .zip(keys.chunks_exact(CHAINS))
+        let heads = self.rule.heads;
+        let (keys, width) = (heads.key_dim, heads.width());
+        let first = value_head * heads.matrix() + columns.start * keys;
+        let matrix = &mut room.state[first..first + keys * N * L::LANES];
+        let first_value = 2 * keys + value_head * heads.value_dim + columns.start;
+        for (token, qkv) in room.qkv.chunks_exact(width).take(tokens).enumerate() {
+            let (decay, rate) = (lanes.splat(room.decay[token]), room.rate[token]);
+            let mut change = products::<L, N>(lanes, matrix, &qkv[keys..2 * keys]);
+            for (known, value) in change
+                .iter_mut()
+                .zip(qkv[first_value..].chunks_exact(L::LANES))
             {
-                for chain in 0..CHAINS {
-                    let key = lanes.splat(keys[chain]);
-                    for n in 0..N {
-                        // SAFETY: the chunk has CHAINS rows of N vectors.
-                        let s =
-                            unsafe { lanes.load(rows.as_ptr().add((chain * N + n) * L::LANES)) };
-                        known[chain][n] = lanes.mul_add(key, s, known[chain][n]);
-                    }
-                }
-            }
-            let mut change = [zero; N];
-            for (n, change) in change.iter_mut().enumerate() {
-                let known = lanes.mul(decay, lanes.add(known[0][n], known[1][n]));
-                // SAFETY: a strip has N vectors.
-                let value = unsafe { lanes.load(values[n * L::LANES..][..L::LANES].as_ptr()) };
-                *change = lanes.mul(lanes.sub(value, known), rate);
-            }
-            let mut read = [[zero; N]; CHAINS];
-            for ((rows, keys), queries) in matrix
-                .chunks_exact_mut(CHAINS * N * L::LANES)
-                .zip(keys.chunks_exact(CHAINS))
-                .zip(queries.chunks_exact(CHAINS))
-            {
-                for chain in 0..CHAINS {
-                    let (key, query) = (lanes.splat(keys[chain]), lanes.splat(queries[chain]));
-                    for n in 0..N {
-                        // SAFETY: the chunk has CHAINS rows of N vectors.
-                        unsafe {
-                            let place = rows.as_mut_ptr().add((chain * N + n) * L::LANES);
-                            let kept = lanes.mul(decay, lanes.load(place));
-                            let s = lanes.mul_add(key, change[n], kept);
-                            lanes.store(place, s);
-                            read[chain][n] = lanes.mul_add(query, s, read[chain][n]);
-                        }
-                    }
-                }
-            }
-            let to = &mut room.read[token * value_dim + columns.start..][..N * L::LANES];
-            for (n, to) in to.chunks_exact_mut(L::LANES).enumerate() {
                 // SAFETY: the chunk is a vector.
-                unsafe { lanes.store(to.as_mut_ptr(), lanes.add(read[0][n], read[1][n])) };
+                let value = unsafe { lanes.load(value.as_ptr()) };
+                let missing = lanes.sub(value, lanes.mul(decay, *known));
+                *known = lanes.mul(missing, lanes.splat(rate));
+            }
+            let read = update::<L, N>(lanes, matrix, qkv, decay, &change);
+            let to = &mut room.read[token * heads.value_dim + columns.start..];
+            for (to, read) in to.chunks_exact_mut(L::LANES).zip(read) {
+                // SAFETY: the chunk is a vector.
+                unsafe { lanes.store(to.as_mut_ptr(), read) };
             }
         }
     }
@@ -516,6 +477,68 @@ impl<E: Element> HeadRun<'_, E> {
             }
         }
     }
+}
+
+/// The products of a row with the columns of a strip.
+#[inline(always)]
+fn products<L: Lanes, const N: usize>(lanes: L, matrix: &[f32], row: &[f32]) -> [L::V; N] {
+    let mut sums = [[lanes.splat(0.0); N]; CHAINS];
+    let lines = matrix.chunks_exact(CHAINS * N * L::LANES);
+    for (lines, numbers) in lines.zip(row.chunks_exact(CHAINS)) {
+        let lines = lines.chunks_exact(N * L::LANES).zip(numbers);
+        for ((line, &number), sums) in lines.zip(&mut sums) {
+            let number = lanes.splat(number);
+            for (s, sum) in line.chunks_exact(L::LANES).zip(sums) {
+                // SAFETY: the chunk is a vector.
+                *sum = lanes.mul_add(number, unsafe { lanes.load(s.as_ptr()) }, *sum);
+            }
+        }
+    }
+    added(lanes, sums)
+}
+
+/// Changes a strip as keys say, and gives the products of the queries with it. `qk` begins with both.
+#[inline(always)]
+fn update<L: Lanes, const N: usize>(
+    lanes: L,
+    matrix: &mut [f32],
+    qk: &[f32],
+    decay: L::V,
+    change: &[L::V; N],
+) -> [L::V; N] {
+    let mut sums = [[lanes.splat(0.0); N]; CHAINS];
+    let (queries, keys) = qk.split_at(matrix.len() / (N * L::LANES));
+    let pairs = keys.chunks_exact(CHAINS).zip(queries.chunks_exact(CHAINS));
+    let lines = matrix.chunks_exact_mut(CHAINS * N * L::LANES);
+    for (lines, (keys, queries)) in lines.zip(pairs) {
+        let lines = lines
+            .chunks_exact_mut(N * L::LANES)
+            .zip(keys.iter().zip(queries));
+        for ((line, (&key, &query)), sums) in lines.zip(&mut sums) {
+            let (key, query) = (lanes.splat(key), lanes.splat(query));
+            let each = line.chunks_exact_mut(L::LANES).zip(change);
+            for ((place, &change), sum) in each.zip(sums) {
+                // SAFETY: the chunk is a vector.
+                unsafe {
+                    let kept = lanes.mul(decay, lanes.load(place.as_ptr()));
+                    let s = lanes.mul_add(key, change, kept);
+                    lanes.store(place.as_mut_ptr(), s);
+                    *sum = lanes.mul_add(query, s, *sum);
+                }
+            }
+        }
+    }
+    added(lanes, sums)
+}
+
+/// The sums of the chains.
+#[inline(always)]
+fn added<L: Lanes, const N: usize>(lanes: L, sums: [[L::V; N]; CHAINS]) -> [L::V; N] {
+    let [mut first, second] = sums;
+    for (first, second) in first.iter_mut().zip(second) {
+        *first = lanes.add(*first, second);
+    }
+    first
 }
 
 /// x / (1 + e^-x)

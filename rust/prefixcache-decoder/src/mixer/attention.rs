@@ -99,7 +99,13 @@ impl Step<'_> {
         let mut attended = scratch.attended.read(queries);
         if mixer.gated {
             let opened = scratch.turned.write(queries); // which nobody reads any more
-            open(self.form, self.team, qkv.columns(0..gates), attended, &opened);
+            open(
+                self.form,
+                self.team,
+                qkv.columns(0..gates),
+                attended,
+                &opened,
+            );
             attended = scratch.turned.read(queries);
         }
         self.add(sum, |residual, out| {

@@ -386,7 +386,7 @@ def test_numbers_at_an_address_that_is_none(name: str, address: int) -> None:
         forward([decoder_layer(**changed)])
 
 
-@pytest.mark.parametrize("changed", [{"qkv": linear(4, 160)}, {"gated": True}], ids=str)
+@pytest.mark.parametrize("changed", [{"qkv": linear(4, 160)}, {"gated": True}])
 def test_a_layer_that_has_other_heads_than_its_attention(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"attentions\[0\] must have the type and the heads"):
         forward([decoder_layer(), decoder_layer(**changed)])

@@ -39,6 +39,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -170,6 +171,13 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+# All layers attend, and the head is rotated in part.
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "layer_types": ["full_attention"] * 3,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "mlp_only_layers": [0, 1, 2],
+}
 _GPT_OSS = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -229,6 +237,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
     "phi3": Architecture(Phi3Config, _PHI3),
@@ -359,8 +368,8 @@ def _config_arguments() -> dict[str, Any]:
 
 def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
-    # Gemma's norms multiply by their weight and 1.
-    offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
+    # These norms multiply by their weight and 1.
+    offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_next")) else 0.0
     with torch.no_grad():
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):

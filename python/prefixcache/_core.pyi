@@ -828,6 +828,7 @@ class AttentionMixer:
         cls,
         *,
         qkv: PackedLinear,
+        gated: bool = False,
         qk_norm: int | None = None,
         whole_norms: bool = False,
         sinks: int | None = None,
@@ -838,7 +839,8 @@ class AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
 
         It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
-        the address of a float32 a head.
+        the address of a float32 a head. With `gated` outputs of `qkv` before those of queries are
+        gates, whose sigmoid multiplies what heads make.
 
         `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
         queries where it is another.

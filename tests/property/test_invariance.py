@@ -47,6 +47,7 @@ SHAPES = {
     "lfm2": ("lfm2", LFM2),
     "lfm2-moe": ("lfm2-moe", LFM2),
     "qwen3-moe": ("qwen3-moe", WIDE),
+    "qwen3-next": ("qwen3-next", WIDE),
     "olmoe": ("olmoe", WIDE),
     "gpt-oss": ("gpt-oss", WIDE),
 }
@@ -68,6 +69,7 @@ RUNS = [
     ("bfloat16", 2, "lfm2-moe"),
     ("float32", 1, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-moe"),
+    ("bfloat16", 2, "qwen3-next"),
     ("bfloat16", 1, "olmoe"),
     ("bfloat16", 2, "gpt-oss"),
 ]

@@ -186,6 +186,8 @@ _GEMMA3_PARTS = [
         ("olmo3", {"layer_windows": ()}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, renormalise=False)}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, top_k=2)}),
+        ("qwen3-next", {"norm_offset": 0.0}),
+        ("qwen3-next", {"rope": RopeConfig()}),
         ("gpt-oss", {"activation": "silu"}),
         ("gpt-oss", {"layer_windows": (24, 24, 24, 24)}),
         ("granite4-nope", {"unrotated_layers": ()}),

@@ -220,6 +220,10 @@ def _qwen3_moe_flags(whole: Any) -> dict[str, Any]:
     return {"qk_norm": True} | (experts if len(dense) < len(layers) else {})
 
 
+def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
+    return _qwen3_moe_flags(whole) | {"norm_offset": 1.0, "output_gate": True}
+
+
 def _olmoe_flags(whole: Any) -> dict[str, Any]:
     experts = _experts(whole, whole.intermediate_size, renormalise=whole.norm_topk_prob)
     return {"qk_norm": True, "whole_qk_norms": True} | experts
@@ -426,6 +430,24 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias",),
         refused=("use_sliding_window",),
         flags=_qwen3_moe_flags,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        required=(*_SIZES, "layer_types"),
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "num_local_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": (),
+        },
+        biases=("attention_bias",),
+        flags=_qwen3_next_flags,
+        rotates_partly=True,
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
@@ -831,7 +853,8 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
 
 def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
     rope = given.get("rope_scaling") or whole.rope_parameters
-    outer = {name: given[name] for name in ("partial_rotary_factor",) if name in given}
+    factor = getattr(whole, "partial_rotary_factor", None)
+    outer = {} if factor is None else {"partial_rotary_factor": factor}
     return _whole_rope(whole, outer | rope, whole.rope_theta)
 
 

@@ -130,11 +130,12 @@ class ModelConfig(Checked):
 
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
     query and key head is RMS-normalised before rotation; with `whole_qk_norms` all queries of a
-    token are at once, and all keys. With `sinks` each head has one more score, without a value.
-    Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry for each
-    layer: how many of the last tokens a token sees, itself among them, or None for all; with no
-    entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
-    others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
+    token are at once, and all keys. With `sinks` each head has one more score, without a value;
+    with `output_gate` what heads make is multiplied by the sigmoid of gates, which come with the
+    queries. Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry
+    for each layer: how many of the last tokens a token sees, itself among them, or None for all;
+    with no entries every layer sees all. Layers with a window rotate by `local_rope` where it is
+    given, all others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
     `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too, and without
     `input_norms` what they read is not.
     `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
@@ -176,6 +177,7 @@ class ModelConfig(Checked):
     query_growth: float = 0.0
     whole_qk_norms: bool = False
     sinks: bool = False
+    output_gate: bool = False
     experts: ExpertsConfig | None = None
     residual_scale: PositiveFloat = 1.0
     logits_divisor: PositiveFloat = 1.0

@@ -73,6 +73,7 @@ _LATER_FIELDS: dict[str, object] = {
     "whole_qk_norms": False,
     "input_norms": True,
     "sinks": False,
+    "output_gate": False,
     "experts": None,
     "logits_divisor": 1.0,
 }

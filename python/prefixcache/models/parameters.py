@@ -7,10 +7,12 @@ F intermediate size, H query heads, K key-value heads, D head size, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
+
+import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import Activation, ExpertsConfig, ModelConfig
@@ -24,11 +26,16 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear layer that is fused of projections: their names, and how many outputs each has."""
+    """A linear layer that is fused of projections: their names, and how many outputs each has.
+
+    Outputs of the first part are halves of `halved_heads` heads, where there are some: in a
+    checkpoint the two of a head stand together, here all second halves come first.
+    """
 
     inputs: int
     parts: Mapping[str, int]
     bias: bool = False
+    halved_heads: int = 0
 
     @property
     def outputs(self) -> int:
@@ -77,10 +84,12 @@ class AttentionShape:
     `qk_norm` has a row for each query and key head [H + K, D], of which those of queries share a
     mean square, and those of keys, where it is whole; `rope` is the number of the keys' rotation
     among the model's, `query_rope` that of the queries'. `sinks` names a number for each query
-    head, where there are some.
+    head, where there are some. Where it is `gated`, `qkv` makes a gate for each number that heads
+    make, before the queries, whose sigmoid multiplies that number.
     """
 
     qkv: LinearShape
+    gated: bool
     qk_norm: NormShape | None
     sinks: VectorShape | None
     out: LinearShape
@@ -280,6 +289,8 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
     hidden, names = config.hidden_size, _names(config)
+    gated_heads = heads if config.output_gate else 0
+    counts["q"] += gated_heads
     qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
@@ -287,7 +298,8 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
-        qkv=LinearShape(hidden, qkv, config.qkv_bias),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias, gated_heads),
+        gated=config.output_gate,
         qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
@@ -396,13 +408,15 @@ def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[s
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
         rows = shape.parts[name]
+        heads = shape.halved_heads if start == 0 else 0
         write, kept_format = (
-            partial(_copy_matrix, linear, start),
+            partial(_in_halves, heads, partial(_copy_matrix, linear, start)),
             partial(linear.kept_format, start),
         )
         yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
         if shape.bias:
             write = partial(_copy_numbers, partial(linear.copy_bias, start))
+            write = partial(_in_halves, heads, write)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -439,6 +453,19 @@ def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str
 
 def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
     write(numbers.reshape(shape))
+
+
+def _in_halves(
+    heads: int, write: Callable[[Array | QuantizedTensor], None], tensor: Array | QuantizedTensor
+) -> None:
+    """Writes outputs with the second halves of all heads first."""
+    if heads:
+        order = np.arange(tensor.shape[0]).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).ravel()
+        if isinstance(tensor, QuantizedTensor):
+            tensor = replace(tensor, blocks=tensor.blocks[order])
+        else:
+            tensor = tensor[order]
+    write(tensor)
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

@@ -21,6 +21,7 @@ use crate::names;
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
+    gated: bool,
     qk_norm: Option<usize>,
     whole_norms: bool,
     sinks: Option<usize>,
@@ -32,16 +33,18 @@ pub struct AttentionMixer {
 #[pymethods]
 impl AttentionMixer {
     /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
-    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head.
+    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head. With
+    /// `gated` outputs of `qkv` before those of queries are gates, whose sigmoid multiplies what heads make.
     ///
     /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
     /// queries where it is another.
     #[new]
     #[pyo3(signature = (
-        *, qkv, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
+        *, qkv, gated=false, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
     ))]
     fn new(
         qkv: Py<PackedLinear>,
+        gated: bool,
         qk_norm: Option<Number<names::QkNorm>>,
         whole_norms: bool,
         sinks: Option<Number<names::Sinks>>,
@@ -51,6 +54,7 @@ impl AttentionMixer {
     ) -> Self {
         Self {
             qkv,
+            gated,
             qk_norm: qk_norm.map(|norm| norm.0),
             whole_norms,
             sinks: sinks.map(|sinks| sinks.0),
@@ -76,8 +80,8 @@ impl AttentionMixer {
     fn has_heads_of(&self, attention: &Attention) -> bool {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
-        let dims = attention.head_dim();
-        out.inputs == queries * dims && qkv.outputs == (queries + 2 * keys) * dims
+        let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
+        out.inputs == queries * dims && qkv.outputs == (gates + queries + 2 * keys) * dims
     }
 }
 
@@ -475,6 +479,7 @@ impl DecoderLayer {
                 };
                 decoder::Mixer::Attention(decoder::AttentionMixer {
                     qkv: linears.mixer(0),
+                    gated: mixer.gated,
                     qk_norm,
                     key_norm,
                     // SAFETY: the caller's promise.

@@ -210,6 +210,7 @@ class CpuModel:
     def _attention(self, shape: AttentionShape) -> AttentionMixer:
         return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
+            gated=shape.gated,
             qk_norm=self._optional_norm(shape.qk_norm),
             whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
             sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),

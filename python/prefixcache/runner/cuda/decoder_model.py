@@ -127,6 +127,7 @@ class AttentionMixer:
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
         self._qkv = builder.linear(shape.qkv)
+        self._gates = config.num_heads if shape.gated else 0
         # One row a head, so that one call normalises the queries and the keys.
         self._qk_norm = _optional(shape.qk_norm, builder)
         self._whole_norms = shape.qk_norm is not None and shape.qk_norm.whole
@@ -137,8 +138,17 @@ class AttentionMixer:
         self, x_TE: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
     ) -> Tensor:
         """What `out` takes; the rotations hold the cosines and sines of the step's positions."""
+        qkv = self._qkv(x_TE).view(-1, self._gates + sum(self._heads), self._head_dim)
+        gates_THD, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
+        attended_TI = self._attended(qkv, rotations, attention)
+        if not self._gates:
+            return attended_TI
+        return (attended_TI.float() * gates_THD.flatten(1).float().sigmoid()).to(attended_TI)
+
+    def _attended(
+        self, qkv: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
+    ) -> Tensor:
         num_q, num_k, _ = self._heads
-        qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self._qk_norm is not None:
             qk = self._normed(qk, self._qk_norm)

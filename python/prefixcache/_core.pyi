@@ -27,6 +27,7 @@ __all__ = [
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DeltaMixer",
     "DenseFeedForward",
     "DraftIndex",
     "DraftStream",
@@ -866,6 +867,34 @@ class ShortConvMixer:
         """
 
 @final
+class DeltaMixer:
+    """The gated delta rule of a layer on the CPU: its weights."""
+
+    def __new__(
+        cls,
+        *,
+        in_proj: PackedLinear,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        tiled: bool = False,
+        conv: int,
+        decay: int,
+        time_bias: int,
+        norm: int,
+        out: PackedLinear,
+    ) -> DeltaMixer:
+        """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
+
+        Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
+        keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
+        channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
+        [value_dim].
+        """
+
+@final
 class DenseFeedForward:
     """A gated MLP of a layer on the CPU."""
 
@@ -911,7 +940,7 @@ class DecoderLayer:
         cls,
         *,
         input_norm: int | None = None,
-        mixer: AttentionMixer | ShortConvMixer,
+        mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
         feed_forward: DenseFeedForward | ExpertsFeedForward,
@@ -947,6 +976,7 @@ class DecoderStack:
         kept_tokens: int | None = None,
         *,
         rotated: int | None = None,
+        states: _Iterable[tuple[int, int, int, int]] | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
@@ -954,6 +984,8 @@ class DecoderStack:
         `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
         row. They turn the first `rotated` numbers of a head, by default all. At the cache of a
         convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
+        `states` has the parts of states, in their order: of which layer, in which group, where that
+        is in page 0, and how many float32 numbers.
         """
 
 @final

@@ -69,6 +69,7 @@ _LATER_FIELDS: dict[str, object] = {
     "conv_layers": (),
     "conv_taps": 0,
     "conv_bias": False,
+    "delta": None,
     "residual_scale": 1.0,
     "whole_qk_norms": False,
     "input_norms": True,

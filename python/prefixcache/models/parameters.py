@@ -6,16 +6,19 @@ F intermediate size, H query heads, K key-value heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, ExpertsConfig, ModelConfig
+from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -144,6 +147,41 @@ class ConvShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The gated delta rule between two linears: see `DeltaConfig`.
+
+    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
+    begin with `name`, and are kept in float32.
+    """
+
+    in_proj: LinearShape
+    name: str
+    delta: DeltaConfig
+    out: LinearShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.in_proj, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """It has none that is like others."""
+        return ()
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        delta = self.delta
+        return {
+            f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
+            f"{self.name}.A_log": (delta.value_heads,),
+            f"{self.name}.dt_bias": (delta.value_heads,),
+            f"{self.name}.norm.weight": (delta.value_dim,),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
     """A gated MLP: `gate_up` has the gates, then what they let pass."""
 
@@ -192,7 +230,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape | ConvShape
+    mixer: AttentionShape | ConvShape | DeltaShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
@@ -270,15 +308,24 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     # "post-attention" is another norm where there are four.
     sandwich, names = config.sandwich_norms, _names(config)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    is_conv = layer in config.conv_layers
     return LayerShape(
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
-        mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
+        mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
+
+
+def _mixer(
+    config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
+) -> AttentionShape | ConvShape | DeltaShape:
+    if layer in config.conv_layers:
+        return _conv(config, prefix)
+    if config.delta is not None and layer in config.delta.layers:
+        return _delta(config, config.delta, f"{prefix}.linear_attn")
+    return _attention(config, prefix, ropes)
 
 
 def _names(config: ModelConfig) -> Mapping[str, str]:
@@ -318,6 +365,18 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
         taps=config.conv_taps,
         bias=bias,
         out=LinearShape(hidden, {f"{prefix}.conv.out_proj": hidden}, bias),
+    )
+
+
+def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+    outputs = {"qkv": delta.channels, "z": delta.values}
+    outputs |= dict.fromkeys("ba", delta.value_heads)
+    parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
+    return DeltaShape(
+        in_proj=LinearShape(config.hidden_size, parts),
+        name=name,
+        delta=delta,
+        out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
     )
 
 
@@ -444,6 +503,50 @@ def conv_slots(
     for name, size in shape.others.items():
         write = write_bias if name.endswith(".bias") else write_weight
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a delta rule computes with, float32: of numpy or of torch.
+
+    `decay` are e^A_log of each value head, `conv` is [taps, channels].
+    """
+
+    conv: Any
+    decay: Any
+    time_bias: Any
+    norm: Any
+
+    @classmethod
+    def of(cls, shape: DeltaShape, empty: Callable[..., Any]) -> DeltaWeights:
+        """Unfilled; `empty` makes an array of a shape."""
+        delta = shape.delta
+        heads = (delta.value_heads,)
+        return cls(
+            empty((delta.taps, delta.channels)),
+            empty(heads),
+            empty(heads),
+            empty((delta.value_dim,)),
+        )
+
+    def slots(
+        self, shape: DeltaShape, write: Callable[[Any, Array], None]
+    ) -> Iterator[tuple[str, Slot]]:
+        """Where the tensors go; `write` fills an array."""
+        writes: tuple[Callable[[Array], None], ...] = (
+            lambda conv_C1L: write(self.conv.T, conv_C1L[:, 0]),
+            partial(_write_exp, partial(write, self.decay)),
+            partial(write, self.time_bias),
+            partial(write, self.norm),
+        )
+        for (name, size), fill in zip(shape.others.items(), writes, strict=True):
+            yield name, Slot(size, partial(_copy_numbers, fill), lambda: "float32")
+
+
+def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
+    """In float64, so that every processor rounds to the same."""
+    wide = np.array([math.exp(float(one)) for one in numbers])
+    write(wide.astype(np.float32))
 
 
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:

@@ -21,6 +21,7 @@ from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.kv_folder import KeptFile
+from prefixcache.kv.prompt_groups import PromptGroups
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.metrics import FileCounts
@@ -82,6 +83,8 @@ class CacheManager:
     `num_released_blocks` those that no request held any more after one gave its blocks back.
     """
 
+    _keeps_groups = True
+
     def __init__(
         self,
         num_blocks: int,
@@ -129,6 +132,7 @@ class CacheManager:
         self.num_resets = 0
         self.num_released_blocks = 0
         self._hints_expire = False
+        self._groups = PromptGroups(self._cache)
         self._file: KeptFile | None = None
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
@@ -307,6 +311,8 @@ class CacheManager:
             self._retention.apply(sequence, request)
         if hashed and request.cache.retention:
             self._set_hints(sequence, request.cache)
+        if hashed and self._keeps_groups:
+            self._hints_expire |= self._groups.join(request, sequence)
         if not hashed:
             self._unhashed.add(request.request_id)
         if not self._publish_answers:
@@ -321,6 +327,7 @@ class CacheManager:
     def demote_expired(self) -> None:
         """Gives blocks whose hints ended their default priority, a bounded number at a call."""
         if self._hints_expire:
+            self._groups.end_overdue()
             self._cache.demote_expired()
 
     def count_hits(self, request_id: str, max_tokens: int) -> int:
@@ -470,7 +477,7 @@ class CacheManager:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
-        self._release(self._of(request_ids))
+        self._release(request_ids)
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
@@ -484,18 +491,20 @@ class CacheManager:
         held = {name: ended[name] for name in ended if ended[name].is_committed}
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
-        self._release(list(held.values()))
+        self._release(list(held))
         if self._pins:
             self._demote_beyond_share()
+        self._groups.leave(ended)
         for request_id in ended:
             del self._sequences[request_id]
             self._prompt_lengths.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
 
-    def _release(self, sequences: list[CoreSequence]) -> None:
+    def _release(self, request_ids: Sequence[str]) -> None:
         free = self.num_free_blocks
-        self._cache.release(sequences)
+        self._cache.release(self._of(request_ids))
+        self._groups.note_released(request_ids, self._sequences)
         self.num_released_blocks += self.num_free_blocks - free
 
     def free_all(self) -> None:

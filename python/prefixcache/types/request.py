@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 RoleSpan = tuple[str, int, int]
 """A role, and the tokens of a prompt from the first number to before the second."""
+
+_MAX_GROUP_ID = 256
 
 ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 
@@ -32,6 +35,21 @@ def _check_salt(value: str) -> None:
         value.encode()
     except (AttributeError, UnicodeEncodeError):
         raise wrong("cache_salt", "must be text that UTF-8 can hold") from None
+
+
+def _check_group(group_id: object, size: object) -> None:
+    if group_id is None:
+        if size is not None:
+            raise wrong("group_size", "needs a group_id")
+        return
+    is_name = isinstance(group_id, str) and 0 < len(group_id) <= _MAX_GROUP_ID
+    if not (is_name and group_id.isprintable()):
+        raise wrong(
+            "group_id",
+            f"must be 1 to {_MAX_GROUP_ID} printable characters, got {shown(group_id)}",
+        )
+    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        raise wrong("group_size", f"must be a number of requests, 1 or more, got {shown(size)}")
 
 
 def _check_write_upto(value: object) -> None:
@@ -66,8 +84,14 @@ class CacheOptions:
     `owner`: without one that of the salt, or of all who have none. Only full blocks of the first
     `write_upto` tokens are published; None sets no limit.
 
+    Requests of one `group_id` start one after the other, so that a prompt which they share is
+    computed once, and the cache keeps their prompts, within a budget of their own, until as many
+    as `group_size` have ended, or until five minutes after the last use. Choices of one prompt are
+    such a group by themselves.
+
     Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
-    from 0 to 1, for ranges that `check_ranges` refuses, and for a negative `write_upto`.
+    from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, and for a
+    group without a name or with a size that is no count.
     """
 
     salt: str | None = None
@@ -77,6 +101,8 @@ class CacheOptions:
     retention: tuple[RetentionRange, ...] = ()
     owner: str | None = None
     write_upto: int | None = None
+    group_id: str | None = None
+    group_size: int | None = None
 
     @property
     def retention_owner(self) -> str:
@@ -89,12 +115,20 @@ class CacheOptions:
         if self.retention:
             object.__setattr__(self, "retention", tuple(self.retention))
             check_ranges(self.retention)
+        _check_group(self.group_id, self.group_size)
         if self.write_upto is not None:
             _check_write_upto(self.write_upto)
         if self.salt is not None:
             _check_salt(self.salt)
         if self.hit_threshold is not None:
             _check_hit_threshold(self.hit_threshold)
+
+
+class Group(NamedTuple):
+    """Requests with one prompt: a name that is theirs alone, and how many there are, if known."""
+
+    name: tuple[str | None, ...]
+    size: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,7 +143,8 @@ class Request:
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
     `affinity` is a key whose requests a router sends to one replica where nothing
     speaks against it. `hashes` are those of the prompt under its salt, where they are known:
-    they must be made of these very tokens. `prediction` is what the answer may look like, a source
+    they must be made of these very tokens. Choices of one prompt share an id in `choices`, which
+    says how many there are too. `prediction` is what the answer may look like, a source
     of drafts.
 
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
@@ -124,6 +159,7 @@ class Request:
     arrival_time: float = 0.0
     job_id: str | None = None
     client: str | None = None
+    choices: tuple[str, int] | None = None
     roles: tuple[RoleSpan, ...] = ()
     affinity: str | None = None
     hashes: BlockHashes | None = None
@@ -142,6 +178,14 @@ class Request:
     def job(self) -> str:
         """The id of the job that the request belongs to."""
         return self.job_id or self.request_id
+
+    @property
+    def group(self) -> Group | None:
+        """The requests that it shares a prompt with, where that is said."""
+        if self.cache.group_id is not None:
+            name = (self.client, self.cache.salt, self.cache.group_id)
+            return Group(name, self.cache.group_size)
+        return self.choices and Group(self.choices[:1], self.choices[1])
 
 
 @dataclass(frozen=True, slots=True)

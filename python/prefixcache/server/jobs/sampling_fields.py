@@ -122,6 +122,8 @@ class SamplingFields(RequestFields, GuidedFields):
     cache_hit_threshold: float | None = None
     cache_diagnostics: bool | None = None
     retention: list[RetentionFields] | None = None
+    group_id: str | None = None
+    group_size: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None

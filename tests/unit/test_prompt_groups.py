@@ -15,6 +15,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.jobs import GROUP_TURN
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.token_ids import as_token_ids
 
 SIZE = 4
 PROMPTS = [[(7 * k + 3 * i) % 50 + 1 for i in range(33)] for k in range(8)]
@@ -33,7 +34,7 @@ def request(
 ) -> Request:
     return Request(
         request_id=name,
-        prompt_token_ids=prompt,
+        prompt_token_ids=as_token_ids(prompt),
         params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         cache=CacheOptions(group_id=group, group_size=size),
         job_id=None if choices is None else choices[0],
@@ -132,14 +133,14 @@ def test_a_group_ends_when_its_last_request_never_started() -> None:
 def test_a_group_without_a_size_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     engine, _, cache = make_engine(num_blocks=65)
-    monkeypatch.setattr(cache._groups, "_clock", lambda: now[0])
+    monkeypatch.setattr(cache.prompt_groups, "_clock", lambda: now[0])
     run(engine, [request("a", PROMPTS[0], "g")])
     now[0] = prompt_groups.GROUP_TTL - 1
     run(engine, [request("b", PROMPTS[1])])
     assert raised(cache) == FULL // SIZE
     now[0] += 1
     run(engine, [request("c", PROMPTS[1])])
-    assert raised(cache) == len(cache._groups) == 0
+    assert raised(cache) == len(cache.prompt_groups) == 0
 
 
 def test_a_prefix_of_two_groups_is_kept_until_both_end() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
+from prefixcache.types.weight_spans import WeightLabel
 
 if TYPE_CHECKING:
     from prefixcache.core import BlockHashes
@@ -42,14 +44,19 @@ def _check_group(group_id: object, size: object) -> None:
         if size is not None:
             raise wrong("group_size", "needs a group_id")
         return
-    is_name = isinstance(group_id, str) and 0 < len(group_id) <= _MAX_GROUP_ID
-    if not (is_name and group_id.isprintable()):
+    name = group_id if isinstance(group_id, str) else ""
+    if not (0 < len(name) <= _MAX_GROUP_ID and name.isprintable()):
         raise wrong(
             "group_id",
             f"must be 1 to {_MAX_GROUP_ID} printable characters, got {shown(group_id)}",
         )
     if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
         raise wrong("group_size", f"must be a number of requests, 1 or more, got {shown(size)}")
+
+
+def _check_staleness(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise wrong("max_weight_staleness", f"must be a count of updates, got {shown(value)}")
 
 
 def _check_write_upto(value: object) -> None:
@@ -89,9 +96,15 @@ class CacheOptions:
     as `group_size` have ended, or until five minutes after the last use. Choices of one prompt are
     such a group by themselves.
 
+    `max_weight_staleness` is how many updates of the weights ago hits may have been computed: 0
+    takes those of the current weights alone, None as many as the engine allows, which bounds it.
+    `on_weight_update` says what becomes of the request when the weights change while it is in
+    flight, whatever the update says: see `engine.control`.
+
     Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
-    from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, and for a
-    group without a name or with a size that is no count.
+    from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, for a
+    group without a name or with a size that is no count, for a negative staleness, and for a mode
+    that is none.
     """
 
     salt: str | None = None
@@ -103,6 +116,8 @@ class CacheOptions:
     write_upto: int | None = None
     group_id: str | None = None
     group_size: int | None = None
+    max_weight_staleness: int | None = None
+    on_weight_update: InFlightMode | None = None
 
     @property
     def retention_owner(self) -> str:
@@ -116,6 +131,10 @@ class CacheOptions:
             object.__setattr__(self, "retention", tuple(self.retention))
             check_ranges(self.retention)
         _check_group(self.group_id, self.group_size)
+        if self.max_weight_staleness is not None:
+            _check_staleness(self.max_weight_staleness)
+        if self.on_weight_update not in (None, *get_args(InFlightMode)):
+            raise wrong("on_weight_update", f"is no mode: {shown(self.on_weight_update)}")
         if self.write_upto is not None:
             _check_write_upto(self.write_upto)
         if self.salt is not None:
@@ -231,6 +250,8 @@ class RequestOutput:
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
     says that the weights were replaced: all that came before is void, the answer begins again.
+    `weight_version` is that of the weights that the tokens came from, and `hit_staleness` how many
+    updates before the request's start the oldest of its hits was computed.
     """
 
     request_id: str
@@ -250,6 +271,8 @@ class RequestOutput:
     error_code: ErrorCode | None = None
     started_at: float | None = None
     restarted: bool = False
+    weight_version: WeightLabel | None = None
+    hit_staleness: int = 0
 
     @property
     def finished(self) -> bool:

@@ -233,4 +233,6 @@ def _cache_options(
         write_upto=caching.write_upto,
         group_id=fields.group_id,
         group_size=fields.group_size,
+        max_weight_staleness=fields.max_weight_staleness,
+        on_weight_update=fields.on_weight_update,
     )

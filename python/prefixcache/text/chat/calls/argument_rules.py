@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from prefixcache.exceptions import wrong
-from prefixcache.text.chat.calls.schemas import Schema, resolved
+from prefixcache.text.chat.calls.schemas import Schema, kinds_of, resolved
 from prefixcache.text.chat.grammars import SPACING, Markers, escaped, literal
 from prefixcache.text.chat.tools import Tool
 from prefixcache.text.grammar.json_schema import known_schema
@@ -29,7 +29,8 @@ class ArgumentStyle:
 
     `opening` and `key` hold a name in place of `{}`. With `nested` lists and objects are written in
     the same style, else as JSON. With `in_order` names stand in the order of the alphabet. A text
-    stands between `quote` and `end_quote`; with `escapes` in either of two kinds of quotes.
+    stands between `quote` and `end_quote`; with `escapes` in either of two kinds of quotes. Without
+    a `quote` every value ends at `end_quote`.
     """
 
     opening: str
@@ -98,7 +99,7 @@ QWEN_STYLE = ArgumentStyle(
     closing="</function>",
     key="<parameter={}>\n",
     end_quote="\n</parameter>",
-    after="\n</parameter>\n",
+    after="\n",
     words=_PYTHON_WORDS,
 )
 SEED_STYLE = ArgumentStyle(
@@ -106,7 +107,7 @@ SEED_STYLE = ArgumentStyle(
     closing="</function>",
     key="<parameter={}>",
     end_quote="</parameter>",
-    after="</parameter>\n",
+    after="\n",
     words=_PYTHON_WORDS,
 )
 
@@ -195,10 +196,10 @@ class _Writer:
         if self._num_values > _MOST_VALUES:
             depth = _MOST_NESTED
         if "const" in schema:
-            return self._text_of(schema["const"])
+            return self._constant(schema["const"])
         values: Any = schema.get("enum")
         if isinstance(values, list) and values:
-            return f"({' | '.join(map(self._text_of, cast('list[Any]', values)))})"
+            return f"({' | '.join(map(self._constant, cast('list[Any]', values)))})"
         for union in ("anyOf", "oneOf"):
             parts: Any = schema.get(union)
             if isinstance(parts, list) and parts and depth < _MOST_NESTED:
@@ -214,6 +215,8 @@ class _Writer:
 
     def _union(self, parts: Sequence[Any], name: str, depth: int) -> str:
         schemas = [part if isinstance(part, Mapping) else {} for part in parts]
+        if not self._style.quote and any("string" in _kinds(one, self._tool) for one in schemas):
+            return self._any()  # any value is a text
         written = [
             self._value(cast("Schema", one), f"{name}_{place}", depth + 1)
             for place, one in enumerate(schemas)
@@ -223,13 +226,13 @@ class _Writer:
     def _of_kind(self, kind: str, schema: Schema, name: str, depth: int) -> str:
         words = self._style.words
         if kind == "boolean":
-            return f"({literal(words['true'])} | {literal(words['false'])})"
+            return self._ended(f"({literal(words['true'])} | {literal(words['false'])})")
         if kind == "null":
-            return literal(words["null"])
+            return self._ended(literal(words["null"]))
         if kind == "string":
             return self._string(schema)
         if kind in ("integer", "number") or not self._style.nested:
-            return self._json(schema, name)
+            return self._ended(self._json(schema, name))
         if kind == "array":
             return self._array(schema, name, depth)
         if not self._is_kept(schema):
@@ -270,18 +273,22 @@ class _Writer:
             kinds = (rf"/{q}([^{q}\\\n]|\\[{q}\\nrt]){many}{q}/" for q in ("'", '"'))
             return f"({' | '.join(kinds)})"
         quote, end = map(self._markers.terminal, (style.quote, style.end_quote))
-        stop = style.end_quote.strip()
-        free = f"/(?s:.){many}/"
-        if not self._markers.is_special(stop):
-            free += f" & ~/(?s:.*){escaped(re.escape(stop))}(?s:.*)/"
-        terminal = self._terminal(free)
-        return f"{quote} {terminal} {end if style.quote else ''}"
+        text = f"text_{self._tool.index}_{len(self.rules)}"
+        if self._markers.is_special(style.end_quote):
+            self.rules += [f"{text}: {text.upper()} {end}", f"{text.upper()}: /(?s:.){many}/"]
+        else:  # the first end is the end
+            stop = escaped(re.escape(style.end_quote))
+            self.rules.append(f"{text}[lazy]: /(?s:.){many}{stop}/")
+        return f"{quote} {text}"
 
-    def _terminal(self, expression: str) -> str:
-        """The name of a terminal with this expression."""
-        name = f"TEXT_{self._tool.index}_{len(self.rules)}"
-        self.rules.append(f"{name}: {expression}")
-        return name
+    def _ended(self, value: str) -> str:
+        """A value that is no text."""
+        style = self._style
+        bare = style.end_quote and not style.quote
+        return f"{value} {literal(style.end_quote)}" if bare else value
+
+    def _constant(self, value: Any) -> str:
+        return self._ended(self._text_of(value))
 
     def _text_of(self, value: Any) -> str:
         """One value as it is written."""
@@ -323,3 +330,7 @@ class _Writer:
         ]
 
 
+
+
+def _kinds(schema: Any, tool: Tool) -> frozenset[str]:
+    return kinds_of(schema, tool.parameters) or frozenset(("string",))

@@ -97,11 +97,18 @@ class ToolFormat:
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls as text, for templates that show none. For formats of JSON."""
-        listed = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        listed = [self._written(call["function"]) for call in calls]
         if not self.repeats:
             return f"{self.opening}{self.before}{self.between.join(listed)}{self.after}{self.closing}"
         whole = (f"{self.opening}{self.before}{one}{self.after}{self.closing}" for one in listed)
         return self.between.join(whole)
+
+    def _written(self, function: Mapping[str, Any]) -> str:
+        given = json.dumps(function["arguments"], ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        if self.named:
+            return f"{function['name']}[ARGS]{given}"
+        return f'{{"name": {name}, "{self.arguments}": {given}}}'
 
 
 HERMES = ToolFormat(

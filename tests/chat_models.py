@@ -54,7 +54,7 @@ _HARMONY = """\
 {%- if rest | length < messages | length %}
 {{- '# Instructions\n\n' + messages[0].content + '\n\n' }}
 {%- endif %}
-{%- for tool in tools %}
+{%- for tool in tools or [] %}
 {{- '// ' + tool.function.description + '\ntype ' + tool.function.name + ' = ' }}
 {{- tool.function.parameters | default({}) | tojson }}
 {%- endfor %}
@@ -137,7 +137,7 @@ _CALLS = {
 {%- endmacro %}""",
 }
 _CALLS["seed-oss"] = (
-    _CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>")
+    _CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}"
 ).replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'").replace(
     "'\n</parameter>", "'</parameter>"
 )
@@ -156,7 +156,16 @@ TEMPLATES = {
     "ministral3": _LISTED + "{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
     "granite3": _LISTED + "{# <|tool_call|> #}",
     "gpt-oss": _HARMONY,
+    # As Microsoft's own, which has no variable for tools.
+    "phi4-mini-own": """\
+{%- for m in messages %}
+{{- '<|' + m['role'] + '|>' + m['content'] }}
+{%- if m['role'] == 'system' and m['tools'] %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}""",
     **{family: calls + _WITH_CALLS for family, calls in _CALLS.items()},
+    "gemma4-thinking": _CALLS["gemma4"] + _WITH_CALLS + "{# <|channel>thought <channel|> #}",
     "unknown": _LISTED,
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
@@ -214,6 +223,7 @@ _SPECIAL = {
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
+    "phi4-mini-own": ("<|tool_call|>", "<|/tool_call|>"),
     "granite3": ("<|tool_call|>",),
 }
 
@@ -229,7 +239,7 @@ def tokenizer(family: str) -> Tokenizer:
     if family.startswith("qwen"):
         texts = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         backend.add_tokens([AddedToken(text, special=False) for text in texts])
-    special = _SPECIAL.get(family, ())
+    special = _SPECIAL.get(family.removesuffix("-thinking"), ())
     backend.add_special_tokens([AddedToken(text) for text in special])
     template = ChatTemplate(TEMPLATES[family])
     return Tokenizer(

@@ -51,7 +51,7 @@ ARGUMENTS = st.fixed_dictionaries(
         "sure": st.booleans(),
         "many": st.lists(TEXT, max_size=3),
         "data": st.dictionaries(MEMBER, INNER | st.lists(INNER, max_size=2), max_size=3),
-        "maybe": TEXT.filter(lambda text: text != "null") | st.none(),
+        "maybe": TEXT | st.none(),
         "kind": st.sampled_from(["a b", "it's", 3, None, True]),
     },
 )
@@ -91,11 +91,15 @@ def gemma(value: object) -> str:
 
 
 def tagged(name: str, given: dict, tag: str, line: str) -> str:
-    plain = {key: v if isinstance(v, str) else json.dumps(v) for key, v in given.items()}
+    plain = {key: v if isinstance(v, str) else tag_text(v) for key, v in given.items()}
     parameters = "".join(
         f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in plain.items()
     )
     return f"<{tag}>\n<function={name}>\n{parameters}</function>\n</{tag}>"
+
+
+def tag_text(value: object) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value)
 
 
 def plan(family: str, choice: object = None, tools=(TOOL, PLAIN), **options):
@@ -104,7 +108,7 @@ def plan(family: str, choice: object = None, tools=(TOOL, PLAIN), **options):
 
 
 def is_writable(family: str, given: dict) -> bool:
-    """Not all texts can be told from what they look like where nothing is quoted."""
+    """Line breaks around a value are no part of it, so Seed-OSS cannot write them."""
     if family == "seed-oss":
         return all(v == v.strip("\n") for v in given.values() if isinstance(v, str))
     return True
@@ -126,6 +130,7 @@ def test_calls_are_read_as_they_are_written(family, content, calls, places):
 @settings(max_examples=bounded(25, 2000))
 @given(calls=CALLS.filter(bool), data=st.data(), places=st.lists(st.integers(0, 999), max_size=6))
 def test_a_cut_answer_tells_the_same_however_it_comes(family, calls, data, places):
+    calls = [(name, given) for name, given in calls if is_writable(family, given)]
     text = written(family, calls)
     text = text[: data.draw(st.integers(0, len(text)))]
     whole = read(plan(family).new_parser(), [text])

@@ -12,6 +12,7 @@ from typing import Any
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.text.chat.answer_grammar import answer_grammar, tool_grammar
 from prefixcache.text.chat.calls.formats import (
+    PHI4_MINI,
     SMOLLM2,
     TOOL_FORMATS,
     ToolFormat,
@@ -21,11 +22,10 @@ from prefixcache.text.chat.calls.formats import (
 from prefixcache.text.chat.grammars import Markers
 from prefixcache.text.chat.harmony.grammar import harmony_grammar
 from prefixcache.text.chat.harmony.parser import HarmonyParser
-from prefixcache.text.chat.harmony.turns import harmony_messages
 from prefixcache.text.chat.history import read_messages
 from prefixcache.text.chat.message import MessageParser, PlainParser
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
-from prefixcache.text.chat.prompted_tools import prompted
+from prefixcache.text.chat.prompt_writer import PromptWriter
 from prefixcache.text.chat.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -35,7 +35,7 @@ from prefixcache.text.chat.reasoning import (
 )
 from prefixcache.text.chat.response_template import ResponseTemplate
 from prefixcache.text.chat.tools import NO_TOOLS, ToolUse
-from prefixcache.text.tokenization.chat_template import ChatTemplate, plain_message
+from prefixcache.text.tokenization.chat_template import ChatTemplate
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.structured_output import StructuredOutput
@@ -94,8 +94,6 @@ class ChatFormat:
         # Templates leave out what has a role that they do not know, or show it as they may.
         knows_developer = template is not None and "developer" in template.source
         self._developer = "developer" if knows_developer else "system"
-        # Some templates name the reasoning of earlier answers so.
-        self._reads_thinking = template is not None and ".thinking" in template.source
         self._is_harmony = template is not None and _speaks_harmony(template, tool_call_parser)
         self._stop_token_ids = tuple(
             tokenizer.added_token_ids[one]
@@ -103,6 +101,9 @@ class ChatFormat:
             if self._is_harmony and one in tokenizer.added_token_ids
         )
         self._tools = self._tool_format(tool_call_parser)
+        self._writer = template and PromptWriter(
+            template, self._tools, is_harmony=self._is_harmony
+        )
         self._library = self._response_template(tokenizer, tool_call_parser)
         self._reasoning = self._reasoning_format(reasoning_parser)
 
@@ -110,6 +111,8 @@ class ChatFormat:
         if self._template is None or self._is_harmony:
             return None
         if not self._shows_tools:
+            if "<|/tool|>" in self._template.source and name in ("auto", PHI4_MINI.name):
+                return PHI4_MINI
             if name not in ("auto", SMOLLM2.name, "response_template"):
                 raise ModelLoadError(
                     f"The model's chat template shows no tools, so answers in the form {name!r} "
@@ -165,9 +168,11 @@ class ChatFormat:
         """
         knows_calls = self._library is not None or self._is_harmony
         calls = None if knows_calls else self._calls(tool_use)
-        prompt = self._render(
+        if self._writer is None:
+            raise InvalidRequestError("This model has no chat template.", param="messages")
+        prompt = self._writer.write(
             read_messages(messages, developer=self._developer),
-            tool_use,
+            tool_use.tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self._variables, **(variables or {})},
@@ -217,33 +222,6 @@ class ChatFormat:
             )
         return self._tools
 
-    def _render(self, messages: list[dict[str, Any]], use: ToolUse, **options: Any) -> str:
-        template = self._known_template()
-        if self._is_harmony:
-            tools = [_with_description(tool.spec) for tool in use.tools]
-            return template.render(harmony_messages(messages), tools=tools, **options)
-        if self._reads_thinking:
-            messages = [_with_thinking(message) for message in messages]
-        if self._shows_tools:
-            if "tool_calls" not in template.for_tools and self._tools is not None:
-                messages = [self._with_calls_as_text(message) for message in messages]
-            return template.render(messages, tools=[tool.spec for tool in use.tools], **options)
-        plain = [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
-        return template.render(prompted(plain, use.tools), **options)
-
-    def _with_calls_as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The template shows no calls of earlier answers: they become text of the answer."""
-        if not message.get("tool_calls") or self._tools is None:
-            return message
-        plain = plain_message(message, "messages")
-        calls = self._tools.text(plain.pop("tool_calls"))
-        return {**plain, "content": f"{plain.get('content', '')}{calls}"}
-
-    def _known_template(self) -> ChatTemplate:
-        if self._template is None:
-            raise InvalidRequestError("This model has no chat template.", param="messages")
-        return self._template
-
     def _marked_specially(self, calls: ToolFormat | None, start: ReasoningStart) -> bool:
         markers = () if calls is None else calls.markers
         tags = start.reasoning.opening, start.reasoning.closing
@@ -278,14 +256,3 @@ def _speaks_harmony(template: ChatTemplate, name: ToolCallParserName) -> bool:
     """Whether the template writes messages in channels, or the parser's name says so."""
     shown = all(one in template.source for one in ("<|channel|>", "<|message|>", "<|call|>"))
     return name == "openai" or (name == "auto" and shown)
-
-
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    thought = message.get("reasoning_content")
-    return {**message, "thinking": thought} if thought else message
-
-
-def _with_description(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """gpt-oss's template fails on a function without one."""
-    function = spec["function"]
-    return {**spec, "function": {**function, "description": function.get("description") or ""}}

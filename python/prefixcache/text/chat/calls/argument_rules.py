@@ -30,7 +30,8 @@ class ArgumentStyle:
     `opening` and `key` hold a name in place of `{}`. With `nested` lists and objects are written in
     the same style, else as JSON. With `in_order` names stand in the order of the alphabet. A text
     stands between `quote` and `end_quote`; with `escapes` in either of two kinds of quotes. Without
-    a `quote` every value ends at `end_quote`.
+    a `quote` every value ends at `end_quote`. `words` are true, false and null in each spelling,
+    the template's first.
     """
 
     opening: str
@@ -41,7 +42,7 @@ class ArgumentStyle:
     quote: str = ""
     end_quote: str = ""
     escapes: bool = False
-    words: Mapping[str, str]
+    words: tuple[Mapping[str, str], ...]
     nested: bool = False
     in_order: bool = False
 
@@ -61,6 +62,7 @@ class ArgumentStyle:
         return "\n".join((f"call: {' | '.join(calls)}", *rules))
 
 
+_WORDS_OF = {"boolean": ("true", "false"), "null": ("null",)}
 _JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 LFM2_STYLE = ArgumentStyle(
@@ -71,7 +73,7 @@ LFM2_STYLE = ArgumentStyle(
     quote="'",
     end_quote="'",
     escapes=True,
-    words=_PYTHON_WORDS,
+    words=(_PYTHON_WORDS,),
 )
 OLMO3_STYLE = ArgumentStyle(
     opening="{}(",
@@ -81,7 +83,7 @@ OLMO3_STYLE = ArgumentStyle(
     quote="'",
     end_quote="'",
     escapes=True,
-    words=_JSON_WORDS,
+    words=(_JSON_WORDS,),
 )
 GEMMA_STYLE = ArgumentStyle(
     opening="call:{}{{",
@@ -90,7 +92,7 @@ GEMMA_STYLE = ArgumentStyle(
     separator=",",
     quote='<|"|>',
     end_quote='<|"|>',
-    words=_JSON_WORDS,
+    words=(_JSON_WORDS,),
     nested=True,
     in_order=True,
 )
@@ -100,7 +102,7 @@ QWEN_STYLE = ArgumentStyle(
     key="<parameter={}>\n",
     end_quote="\n</parameter>",
     after="\n",
-    words=_PYTHON_WORDS,
+    words=(_PYTHON_WORDS, _JSON_WORDS),
 )
 SEED_STYLE = ArgumentStyle(
     opening="<function={}>\n",
@@ -108,7 +110,7 @@ SEED_STYLE = ArgumentStyle(
     key="<parameter={}>",
     end_quote="</parameter>",
     after="\n",
-    words=_PYTHON_WORDS,
+    words=(_PYTHON_WORDS, _JSON_WORDS),
 )
 
 
@@ -224,11 +226,9 @@ class _Writer:
         return f"({' | '.join(written)})"
 
     def _of_kind(self, kind: str, schema: Schema, name: str, depth: int) -> str:
-        words = self._style.words
-        if kind == "boolean":
-            return self._ended(f"({literal(words['true'])} | {literal(words['false'])})")
-        if kind == "null":
-            return self._ended(literal(words["null"]))
+        if kind in _WORDS_OF:
+            words = (literal(kinds[word]) for word in _WORDS_OF[kind] for kinds in self._style.words)
+            return self._ended(f"({' | '.join(words)})")
         if kind == "string":
             return self._string(schema)
         if kind in ("integer", "number") or not self._style.nested:
@@ -292,9 +292,9 @@ class _Writer:
 
     def _text_of(self, value: Any) -> str:
         """One value as it is written."""
-        style, words = self._style, self._style.words
+        style = self._style
         if isinstance(value, bool) or value is None:
-            return literal(words[json.dumps(value)])
+            return literal(style.words[0][json.dumps(value)])
         if not isinstance(value, str):
             return literal(json.dumps(value, ensure_ascii=False))
         if style.escapes:

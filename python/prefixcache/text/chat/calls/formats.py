@@ -203,7 +203,6 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<function_calls>",), OLMO3),
     (("<|tool_call>", "call:"), GEMMA4),
     (("<|/tool_call|>",), PHI4_MINI),
-    (("<|/tool|>",), PHI4_MINI),
     (("functools[",), FUNCTOOLS),
     (("<|tool_call|>",), GRANITE),
     (("<seed:tool_call>",), SEED_OSS),

@@ -209,6 +209,14 @@ class Sequence:
         the one before; with `pin_prefix` so is, by `pin_anchors`, all before them in groups that
         need it.
         """
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that its hashes stand for."""
+    def at_version(self, version: int) -> Sequence | None:
+        """The same tokens under the weights of another version, with which the new sequence stays.
+
+        None for a version that has not been, or whose content was forgotten. It holds nothing.
+        """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
     def set_hints(
@@ -388,11 +396,21 @@ class PrefixCache:
         """
     def clear_cache_index(self) -> None:
         """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
-    def new_weight_version(self, weights: str | None = None) -> int:
+    def new_weight_version(self, weights: str | None = None, *, keep: bool = False) -> int:
         """Forget everything cached, and hash under other weights from now on; their version.
 
         Every hash calls them `weights`, or by the version's digits. A name may come back: what was
         cached under it before does not, and sequences that hold blocks publish no more.
+
+        With `keep` nothing is forgotten, unless the name comes back: what older weights computed is
+        found by sequences of their version (`Sequence.at_version`), and sequences that hold blocks
+        publish on in the chain of theirs. Nothing is kept in a file from then on.
+        """
+    def end_hints(self, owner: str, sequence: Sequence, first: int) -> int:
+        """End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
+
+        Whoever released them. Returns how many moved to another priority. The owner may have raised
+        nothing behind them.
         """
     @property
     def weight_version(self) -> int:

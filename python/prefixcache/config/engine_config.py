@@ -148,6 +148,7 @@ def parse_tokens(value: object) -> int:
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
+Staleness = Annotated[int, Ge(0), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
@@ -295,6 +296,12 @@ class CacheConfig(Checked):
         "Pin the blocks of full attention before a pinned window too: it is no use without them.",
         "Cache",
     )
+    max_weight_staleness: Staleness = flag(
+        0,
+        "Updates of the weights after which what older weights computed may still be hit, by "
+        "requests that ask for no less; 0: never. For reinforcement learning: docs/tutorials/rl.md.",
+        "Cache",
+    )
     retention_budget: Fraction = flag(
         0.2,
         "Most of the cache that the retention hints of one salt or API key raise; beyond it its "
@@ -313,6 +320,10 @@ class CacheConfig(Checked):
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
+        if self.max_weight_staleness:
+            for name in ("kv_cache_dir", "record_trace"):
+                if getattr(self, name) is not None:
+                    raise FieldError("max_weight_staleness", f"excludes {name}.")
         if self.kv_cache_dir is not None and self.record_trace is not None:
             raise FieldError(
                 "record_trace",

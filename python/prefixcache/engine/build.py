@@ -172,6 +172,7 @@ def _make_cache(
         merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,
+        max_weight_staleness=config.cache.max_weight_staleness,
     )
 
 

@@ -61,6 +61,7 @@ class RequestState:
         "end_token_ids",
         "first_wait_step",
         "has_ended",
+        "hit_staleness",
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
@@ -106,6 +107,7 @@ class RequestState:
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_resets = 0
+        self.hit_staleness = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
         self.write_limit = write_limit

@@ -105,6 +105,15 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
 
 
+def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) -> None:
+    """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
+    said, _ = answer(built(folder), tokens(300))
+    large = built(folder, num_blocks=40, state_block_size=128)
+    assert len(large.engine._runner.kv.layout.groups) == 2
+    assert answer(large, tokens(300)) == (said, 0)
+    assert answer(large, tokens(300)) == (said, 256)
+
+
 def test_short_prompts_hit(folder: Path) -> None:
     engine = built(folder)
     said, _ = answer(engine, tokens(60))

@@ -340,6 +340,8 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
     places = layer_places(group.layers for group in groups)
 
     def cache(group: KVGroup, number: int) -> int:
+        if group.state_tensors:
+            return 0  # `states` says where they lie.
         tensor, part = group.part(number)
         return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
@@ -137,9 +139,9 @@ _CALLS = {
 {%- endmacro %}""",
 }
 _CALLS["seed-oss"] = (
-    _CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}"
-).replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'").replace(
-    "'\n</parameter>", "'</parameter>"
+    (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
+    .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
+    .replace("'\n</parameter>", "'</parameter>")
 )
 _WITH_CALLS = _LISTED.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}"
@@ -248,6 +250,20 @@ def tokenizer(family: str) -> Tokenizer:
         chat_template=template,
         response_template=RESPONSE_TEMPLATE if family == "described" else None,
     )
+
+
+def with_special_tokens(folder: Path, family: str) -> Path:
+    """A copy of a tiny model's folder with a family's template, and its markers as tokens.
+
+    The model needs some rows in addition to the tokenizer's own tokens.
+    """
+    copy = folder.parent / f"{folder.name}-{family}"
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    backend = Backend.from_file(str(copy / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text) for text in _SPECIAL.get(family, ())])
+    backend.save(str(copy / "tokenizer.json"))
+    (copy / "chat_template.jinja").write_text(TEMPLATES[family])
+    return copy
 
 
 def chat_format(family: str, **options: Any) -> ChatFormat:

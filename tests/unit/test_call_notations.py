@@ -7,13 +7,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_parsers import cut, read
+from test_chat_plan import holds
 
 from chat_models import QUESTION, chat_format
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.text.chat.tools import read_tool_use
 from repeatable import bounded
-from test_chat_parsers import cut, read
-from test_chat_plan import holds
 
 FAMILIES = ["lfm2", "olmo3", "qwen3-coder", "seed-oss", "gemma4"]
 TREE = {
@@ -64,7 +64,9 @@ def written(family: str, calls: list[tuple[str, dict]]) -> str:
     if not calls:
         return ""
     if family == "gemma4":
-        return "".join(f"<|tool_call>call:{name}{gemma(given)}<tool_call|>" for name, given in calls)
+        return "".join(
+            f"<|tool_call>call:{name}{gemma(given)}<tool_call|>" for name, given in calls
+        )
     if family == "lfm2":
         return f"<|tool_call_start|>[{', '.join(python(*c, repr) for c in calls)}]<|tool_call_end|>"
     if family == "olmo3":
@@ -151,13 +153,15 @@ def test_a_cut_answer_tells_the_same_however_it_comes(family, calls, data, place
         ("lfm2", "[f(text='a'", None, [("f", '{"text": "a"')]),
         ("lfm2", f"[f(data={'[' * 9999}", None, [("f", '{"data": ' + "[" * 48)]),
         ("olmo3", "f(sure=true)\nh()", "", [("f", '{"sure": true}'), ("h", "{}")]),
-        ("gemma4", "call:f{text:<|\"|>a<b<|\"|>}", "", [("f", '{"text": "a<b"}')]),
+        ("gemma4", 'call:f{text:<|"|>a<b<|"|>}', "", [("f", '{"text": "a<b"}')]),
         ("gemma4", "call:f", None, []),
         (
             "qwen3-coder",
-            "<function=f>\n<parameter=text>1</parameter>\n<parameter=count>\n1\n</parameter>\n"
-            "<parameter=sure>True</parameter>\n<parameter=data>{'a': None}</parameter>\n"
-            "<parameter=other>x</parameter>\n</function>",
+            (
+                "<function=f>\n<parameter=text>1</parameter>\n<parameter=count>\n1\n</parameter>\n"
+                "<parameter=sure>True</parameter>\n<parameter=data>{'a': None}</parameter>\n"
+                "<parameter=other>x</parameter>\n</function>"
+            ),
             "",
             [("f", '{"text": "1", "count": 1, "sure": true, "data": {"a": null}, "other": "x"}')],
         ),

@@ -8,6 +8,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_parsers import cut, read
+from test_chat_plan import holds
 
 from chat_models import QUESTION, TOOLS, assistant, chat_format, tokenizer
 from prefixcache.exceptions import InvalidRequestError
@@ -17,8 +19,6 @@ from prefixcache.types.request import RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.structured_output import StructuredOutput
 from repeatable import bounded
-from test_chat_parsers import cut, read
-from test_chat_plan import holds
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
@@ -195,10 +195,10 @@ def test_the_final_message_is_what_was_asked_for(tools):
         StructuredOutput("choice", '["\\"a/b\\""]'),
     ):
         output = plan(tools=tools, structured_output=answer).structured_output
-        assert holds("gpt-oss", output, f"{ANALYSIS}c{NEXT}{FINAL}\"a/b\"")
-        assert holds("gpt-oss", output, f"<|channel|>final <|constrain|>json<|message|>\"a/b\"")
+        assert holds("gpt-oss", output, f'{ANALYSIS}c{NEXT}{FINAL}"a/b"')
+        assert holds("gpt-oss", output, '<|channel|>final <|constrain|>json<|message|>"a/b"')
         assert not holds("gpt-oss", output, f"{FINAL}c")
-        assert not holds("gpt-oss", output, f"{PREAMBLE}c{NEXT}{FINAL}\"a/b\"")
+        assert not holds("gpt-oss", output, f'{PREAMBLE}c{NEXT}{FINAL}"a/b"')
         assert holds("gpt-oss", output, f"{CALL}{ARGUMENTS}") == (tools is not None)
 
 
@@ -223,7 +223,9 @@ def test_instructions_are_one_message_of_the_developers():
         *QUESTION,
     ]
     prompt = plan(tools=None, messages=messages).prompt
-    assert "<|start|>developer<|message|># Instructions\n\nBe kind.\n\nBe short.\n\n<|end|>" in prompt
+    assert (
+        "<|start|>developer<|message|># Instructions\n\nBe kind.\n\nBe short.\n\n<|end|>" in prompt
+    )
     assert prompt.endswith(f"{QUESTION[0]['content']}<|end|><|start|>assistant")
 
 

@@ -187,7 +187,9 @@ class _Writer:
         """Any members of any values."""
         before, _, behind = self._style.key.partition("{}")
         ends = self._markers.terminal(after)
-        member = f"{literal(before)} /[A-Za-z_][A-Za-z0-9_]*/ {literal(behind)} {self._any()} {ends}"
+        member = (
+            f"{literal(before)} /[A-Za-z_][A-Za-z0-9_]*/ {literal(behind)} {self._any()} {ends}"
+        )
         separator = literal(self._style.separator)
         return f"({member} ({separator} {member})*)?"
 
@@ -227,7 +229,9 @@ class _Writer:
 
     def _of_kind(self, kind: str, schema: Schema, name: str, depth: int) -> str:
         if kind in _WORDS_OF:
-            words = (literal(kinds[word]) for word in _WORDS_OF[kind] for kinds in self._style.words)
+            words = (
+                literal(kinds[word]) for word in _WORDS_OF[kind] for kinds in self._style.words
+            )
             return self._ended(f"({' | '.join(words)})")
         if kind == "string":
             return self._string(schema)
@@ -328,8 +332,6 @@ class _Writer:
             f"{name}_list: {name} ({comma} {name})*",
             f"{name}_members: {member} ({comma} {member})*",
         ]
-
-
 
 
 def _kinds(schema: Any, tool: Tool) -> frozenset[str]:

@@ -99,7 +99,9 @@ class HarmonyParser:
         while True:
             piece, token = self._stream.take_before(TOKENS)
             text += piece
-            if len(text) > _LONGEST_PART or not (self._part in (*TOKENS[:4],) or _may_be_role(text)):
+            if len(text) > _LONGEST_PART or not (
+                self._part in (*TOKENS[:4],) or _may_be_role(text)
+            ):
                 if token:
                     self._stream.unread(token)
                 return text, None

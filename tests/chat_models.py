@@ -157,6 +157,8 @@ TEMPLATES = {
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
     "ministral3": _LISTED + "{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
     "granite3": _LISTED + "{# <|tool_call|> #}",
+    # As the first of LFM2, which shows no calls of earlier answers.
+    "lfm2-own": "<|tool_list_start|>" + _LISTED,
     "gpt-oss": _HARMONY,
     # As Microsoft's own, which has no variable for tools.
     "phi4-mini-own": """\
@@ -225,7 +227,6 @@ _SPECIAL = {
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
-    "phi4-mini-own": ("<|tool_call|>", "<|/tool_call|>"),
     "granite3": ("<|tool_call|>",),
 }
 
@@ -241,7 +242,7 @@ def tokenizer(family: str) -> Tokenizer:
     if family.startswith("qwen"):
         texts = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         backend.add_tokens([AddedToken(text, special=False) for text in texts])
-    special = _SPECIAL.get(family.removesuffix("-thinking"), ())
+    special = _SPECIAL.get(family.removesuffix("-thinking").removesuffix("-own"), ())
     backend.add_special_tokens([AddedToken(text) for text in special])
     template = ChatTemplate(TEMPLATES[family])
     return Tokenizer(

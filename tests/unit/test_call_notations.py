@@ -185,6 +185,18 @@ def test_answers_that_are_no_model_of_form(family, text, content, calls):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=bounded(25, 2000))
+@given(calls=CALLS.filter(bool))
+def test_calls_as_text_are_read_back(family, calls):
+    """As they stand in a prompt whose template shows none."""
+    calls = [(name, given) for name, given in calls if is_writable(family, given)]
+    listed = [{"function": {"name": name, "arguments": given}} for name, given in calls]
+    text = chat_format(family)._tools.text(listed) if calls else ""
+    _, _, found = read(plan(family).new_parser(), [text])
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=bounded(15, 500), deadline=None)
 @given(calls=CALLS.filter(bool))
 def test_grammars_hold_what_schemas_allow(family, calls):

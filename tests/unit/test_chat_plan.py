@@ -211,6 +211,7 @@ def test_a_template_without_tools_is_given_them_as_text():
         ("phi4-mini", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("phi4-mini-own", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("granite3", f"<|tool_call|>[{CALL}]"),
+        ("lfm2-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("olmo3", "<function_calls>\nget_weather(city='Rome', unit='C')\n</function_calls>"),
         (

@@ -12,7 +12,7 @@ from test_chat_parsers import cut, read
 from test_chat_plan import holds
 
 from chat_models import QUESTION, TOOLS, assistant, chat_format, tokenizer
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.server.jobs.answers import Choice
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import RequestOutput, TokenLogprobs
@@ -209,6 +209,15 @@ def test_a_grammar_of_the_clients_begins_with_the_final_message():
     with pytest.raises(InvalidRequestError):
         plan("auto", structured_output=answer)
     assert plan("none").structured_output is None
+
+
+@pytest.mark.parametrize(
+    "named", [{"tool_call_parser": "openai"}, {"reasoning_parser": "openai_gptoss"}]
+)
+def test_channels_are_read_where_the_template_has_them(named):
+    assert chat_format("gpt-oss", **named).plan(QUESTION).stop_token_ids
+    with pytest.raises(ModelLoadError, match="no channels"):
+        chat_format("qwen3", **named)
 
 
 def test_reasoning_effort_reaches_the_template():

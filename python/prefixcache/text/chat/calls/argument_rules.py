@@ -46,6 +46,36 @@ class ArgumentStyle:
     nested: bool = False
     in_order: bool = False
 
+    def text(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call as it is written."""
+        keys = sorted(arguments, key=str.lower) if self.in_order else arguments
+        members = (self._member(self.key.format(key), arguments[key]) for key in keys)
+        return f"{self.opening.format(name)}{self.separator.join(members)}{self.closing}"
+
+    def _member(self, key: str, value: Any) -> str:
+        end = "" if self.quote else self.end_quote
+        return f"{key}{self.value_text(value)}{end}{self.after}"
+
+    def value_text(self, value: Any) -> str:
+        """A value as it is written."""
+        if isinstance(value, bool) or value is None:
+            return self.words[0][json.dumps(value)]
+        if isinstance(value, str):
+            inner = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"')
+            escaped_inner = inner.replace("'", "\\'")
+            return f"'{escaped_inner}'" if self.escapes else f"{self.quote}{value}{self._end}"
+        if self.nested and isinstance(value, list):
+            return f"[{self.separator.join(map(self.value_text, cast('list[Any]', value)))}]"
+        if self.nested and isinstance(value, dict):
+            members = sorted(cast("dict[str, Any]", value).items(), key=lambda one: one[0].lower())
+            written = (f"{self.key.format(key)}{self.value_text(one)}" for key, one in members)
+            return f"{{{self.separator.join(written)}}}"
+        return json.dumps(value, ensure_ascii=False)
+
+    @property
+    def _end(self) -> str:
+        return self.end_quote if self.quote else ""
+
     def rules(self, tools: Sequence[Tool], markers: Markers) -> str:
         """The rule `call`: one of the tools with its arguments.
 
@@ -297,13 +327,8 @@ class _Writer:
     def _text_of(self, value: Any) -> str:
         """One value as it is written."""
         style = self._style
-        if isinstance(value, bool) or value is None:
-            return literal(style.words[0][json.dumps(value)])
-        if not isinstance(value, str):
-            return literal(json.dumps(value, ensure_ascii=False))
-        if style.escapes:
-            inner = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"')
-            return literal(f"'{inner.replace(chr(39), chr(92) + chr(39))}'")
+        if not isinstance(value, str) or style.escapes:
+            return literal(style.value_text(value))
         if not style.quote:
             return literal(value) or '""'
         quote, end = map(self._markers.terminal, (style.quote, style.end_quote))

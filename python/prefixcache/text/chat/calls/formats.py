@@ -100,7 +100,7 @@ class ToolFormat:
         )
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Calls as text, for templates that show none. For formats of JSON."""
+        """Calls as they are written, for templates that show none."""
         listed = [self._written(call["function"]) for call in calls]
         if not self.repeats:
             return (
@@ -110,6 +110,8 @@ class ToolFormat:
         return self.between.join(whole)
 
     def _written(self, function: Mapping[str, Any]) -> str:
+        if self.style is not None:
+            return self.style.text(function["name"], function["arguments"])
         given = json.dumps(function["arguments"], ensure_ascii=False)
         name = json.dumps(function["name"], ensure_ascii=False)
         if self.named:
@@ -202,6 +204,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_tag|>",), LLAMA3_JSON),
     (("ipython", '"parameters": '), LLAMA3_JSON),
     (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
     (("<function_calls>",), OLMO3),
     (("<|tool_call>", "call:"), GEMMA4),
     (("<|/tool_call|>",), PHI4_MINI),

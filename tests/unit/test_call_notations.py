@@ -254,6 +254,27 @@ def test_a_strict_tool_is_refused_where_its_schema_cannot_be_kept(family, schema
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_further_arguments_are_allowed_where_the_schema_says_so(family):
+    for more in (False, True):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        parameters["additionalProperties"] = more
+        tool = {"type": "function", "function": {"name": "m", "parameters": parameters}}
+        output = plan(family, "required", [tool]).structured_output
+        assert holds(family, output, written(family, [("m", {"a": 1})]))
+        for given in ({"b": "x"}, {"a": 1, "b": "x", "c": 2}):
+            assert holds(family, output, written(family, [("m", given)])) == more
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_type_that_nobody_knows_is_named(family):
+    parameters = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    tool = {"type": "function", "function": {"name": "b", "parameters": parameters}}
+    with pytest.raises(InvalidRequestError, match="strin") as caught:
+        plan(family, "auto", [PLAIN, tool])
+    assert caught.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_schema_of_any_size_makes_a_grammar_of_bounded_size(family):
     wide = {f"p{number}": {"anyOf": [{"$ref": "#/$defs/A"}] * 9} for number in range(9)}
     nested = {"type": "object", "properties": wide}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.calls.schemas import Schema, kinds_of, resolved
 from prefixcache.text.chat.grammars import SPACING, Markers, escaped, literal
@@ -153,6 +154,7 @@ class _Writer:
         self._tool = tool
         self._markers = markers
         self._name = f"args_{tool.index}"
+        self._field = f"tools[{tool.index}].function.parameters"
         self._has_any = False
         self._num_values = 0
 
@@ -167,8 +169,7 @@ class _Writer:
     def _lose(self, what: str) -> None:
         """Notes that something is not kept, which a strict tool refuses."""
         if self._tool.strict:
-            field = f"tools[{self._tool.index}].function.parameters"
-            raise wrong(field, f"has {what}, which this model's calls cannot be made to keep")
+            raise wrong(self._field, f"has {what}, which this model's calls cannot be made to keep")
 
     def _is_kept(self, schema: Schema) -> bool:
         schema = resolved(schema, self._tool.parameters)
@@ -189,12 +190,15 @@ class _Writer:
             written = self._value(value, f"{name}_{place}", depth)
             member = f"{self._key(key)} {written} {self._markers.terminal(after)}"
             self._place(name, place, member, optional=key not in required)
-        end = '""'
+        more, more_behind = '""', '""'
         if schema.get("additionalProperties") not in (None, False):
-            end = f'"" | {self._free_members(after)}'
-        for started in ("", "s"):
-            self.rules.append(f"{name}_at_{len(members)}{started}: {end}")
-        self.rules.append(f"{name}: {name}_at_0")
+            more = self._free_members(after)
+            more_behind = f"({literal(self._style.separator)} {self._free_member(after)})*"
+        self.rules += [
+            f"{name}_at_{len(members)}: {more}",
+            f"{name}_at_{len(members)}s: {more_behind}",
+            f"{name}: {name}_at_0",
+        ]
 
     def _properties(self, schema: Schema) -> Mapping[str, Schema]:
         found: Any = schema.get("properties")
@@ -215,13 +219,13 @@ class _Writer:
 
     def _free_members(self, after: str) -> str:
         """Any members of any values."""
-        before, _, behind = self._style.key.partition("{}")
-        ends = self._markers.terminal(after)
-        member = (
-            f"{literal(before)} /[A-Za-z_][A-Za-z0-9_]*/ {literal(behind)} {self._any()} {ends}"
-        )
-        separator = literal(self._style.separator)
+        member, separator = self._free_member(after), literal(self._style.separator)
         return f"({member} ({separator} {member})*)?"
+
+    def _free_member(self, after: str) -> str:
+        before, _, behind = map(literal, self._style.key.partition("{}"))
+        ends = self._markers.terminal(after)
+        return f"{before} /[A-Za-z_][A-Za-z0-9_]*/ {behind} {self._any()} {ends}"
 
     def _value(self, schema: Schema, name: str, depth: int) -> str:
         """The terminals and rules that one value is made of."""
@@ -242,6 +246,8 @@ class _Writer:
         if isinstance(kinds, list) and kinds:
             parts = [{**schema, "type": kind} for kind in cast("list[Any]", kinds)]
             return self._union(parts, name, depth)
+        if isinstance(kinds, str) and kinds not in _TYPES:
+            raise wrong(self._field, f"has no known type: {shown(kinds)}")
         if kinds not in _TYPES or depth >= _MOST_NESTED or any(one in schema for one in _COMPOSED):
             self._lose("a value of no single type")
             return self._any()

@@ -22,7 +22,9 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -37,6 +39,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -147,6 +150,7 @@ _GRANITE = {
     "logits_scaling": 1.5,
     "rms_norm_eps": 0.5,
 }
+_GRANITE_MOE = _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 _GRANITE4 = _GRANITE | {
     "layer_types": ["attention"] * 2,
     "num_local_experts": 0,
@@ -171,12 +175,12 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 112}
 # All layers attend, and the head is rotated in part.
-_QWEN3_NEXT = _QWEN3_MOE | {
+_QWEN3_NEXT = _SHARED_EXPERT | {
     "layer_types": ["full_attention"] * 3,
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
-    "mlp_only_layers": [0, 1, 2],
 }
 _GPT_OSS = {
     "num_hidden_layers": 4,
@@ -237,6 +241,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen2-moe": Architecture(Qwen2MoeConfig, _SHARED_EXPERT),
     "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
@@ -245,6 +250,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(Olmo2Config, {}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
+    "granite-moe": Architecture(GraniteMoeConfig, _GRANITE_MOE),
+    "granite-moe-shared": Architecture(
+        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 80}
+    ),
     "granite4": Architecture(
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),

@@ -894,13 +894,16 @@ class ExpertsFeedForward:
         gate_up: PackedLinear,
         gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         down: PackedLinear,
+        shared: DenseFeedForward | None = None,
+        shared_weight: PackedLinear | None = None,
     ) -> ExpertsFeedForward:
         """The experts of these linears, as many as the router has outputs.
 
         `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
         `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
         float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
-        divided by their sum plus this, and then multiplied by `scale`.
+        divided by their sum plus this, and then multiplied by `scale`. All rows go through `shared`
+        too, which the sigmoid of the output of `shared_weight` weighs, if it is given.
         """
 
 @final

@@ -161,7 +161,8 @@ class DenseShape:
 class ExpertsShape:
     """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
 
-    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert.
+    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert. All
+    tokens go through `shared` too, which the sigmoid of what `shared_weight` makes weighs.
     """
 
     router: LinearShape
@@ -170,11 +171,15 @@ class ExpertsShape:
     down: LinearShape
     activation: Activation
     experts: ExpertsConfig
+    shared: DenseShape | None
+    shared_weight: LinearShape | None
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
-        return (self.router, self.gate_up, self.down)
+        shared = () if self.shared is None else self.shared.linears
+        weight = () if self.shared_weight is None else (self.shared_weight,)
+        return (self.router, self.gate_up, self.down, *shared, *weight)
 
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
@@ -323,7 +328,7 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
 
 def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
     if config.experts is None or layer in config.experts.dense_layers:
-        return _dense(config, prefix)
+        return _dense(config, prefix, config.intermediate_size, _names(config))
     return _experts(config, config.experts, prefix)
 
 
@@ -336,6 +341,9 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
     )
     bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
+    shared = names.get("shared", "mlp.shared_expert")
+    of_shared = {part: f"{shared}.{part}_proj" for part in ("gate", "up", "down")}
+    weight = LinearShape(hidden, {f"{prefix}.{shared}_gate": 1})
     return ExpertsShape(
         router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
         selection_bias=bias if experts.selection_bias else None,
@@ -345,12 +353,15 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
         activation=config.activation,
         experts=experts,
+        shared=_dense(config, prefix, experts.shared_size, of_shared)
+        if experts.shared_size
+        else None,
+        shared_weight=weight if experts.shared_weight else None,
     )
 
 
-def _dense(config: ModelConfig, prefix: str) -> DenseShape:
-    hidden, size = config.hidden_size, config.intermediate_size
-    names = _names(config)
+def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]) -> DenseShape:
+    hidden = config.hidden_size
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
         gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),

@@ -175,7 +175,7 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
-_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 112}
+_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 128}
 # All layers attend, and the head is rotated in part.
 _QWEN3_NEXT = _SHARED_EXPERT | {
     "layer_types": ["full_attention"] * 3,
@@ -252,7 +252,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
     "granite-moe": Architecture(GraniteMoeConfig, _GRANITE_MOE),
     "granite-moe-shared": Architecture(
-        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 80}
+        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 128}
     ),
     "granite4": Architecture(
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}

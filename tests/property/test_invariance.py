@@ -48,6 +48,7 @@ SHAPES = {
     "lfm2-moe": ("lfm2-moe", LFM2),
     "qwen3-moe": ("qwen3-moe", WIDE),
     "qwen3-next": ("qwen3-next", WIDE),
+    "granite-moe-shared": ("granite-moe-shared", WIDE),
     "olmoe": ("olmoe", WIDE),
     "gpt-oss": ("gpt-oss", WIDE),
 }
@@ -70,6 +71,7 @@ RUNS = [
     ("float32", 1, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-next"),
+    ("float32", 1, "granite-moe-shared"),
     ("bfloat16", 1, "olmoe"),
     ("bfloat16", 2, "gpt-oss"),
 ]

@@ -28,6 +28,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 # Tokens that a convolution of the kernels is made of, at most.
 _MAX_TAPS = 8
+# Heads of the delta rule's kernel are multiples of this.
+_HEAD_STEP = 16
 
 # How fields of a rope are called in a config.json; the others have one name.
 _HF_ROPE_NAMES = {
@@ -110,6 +112,56 @@ class ExpertsConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig(Checked):
+    """The gated delta rule of `layers`, in the place of attention.
+
+    `value_heads` heads of `value_dim` numbers share `key_heads` heads of queries and keys of
+    `key_dim` numbers: neighbours one, or where they are `tiled` those that are `key_heads` apart.
+    All pass a convolution over the last `taps` tokens first. `by_key_head` says that checkpoints
+    have all that is of a key head together.
+    """
+
+    layers: tuple[Count, ...]
+    key_heads: PositiveInt
+    value_heads: PositiveInt
+    key_dim: PositiveInt
+    value_dim: PositiveInt
+    taps: PositiveInt
+    tiled: bool = False
+    by_key_head: bool = False
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.value_heads % self.key_heads:
+            raise FieldError(
+                "value_heads",
+                f"must be a multiple of {self.key_heads} (key_heads), got {self.value_heads}.",
+            )
+        for name in ("key_dim", "value_dim"):
+            if getattr(self, name) % _HEAD_STEP:
+                raise FieldError(
+                    name, f"must be a multiple of {_HEAD_STEP}, got {getattr(self, name)}."
+                )
+        if self.taps > _MAX_TAPS:
+            raise FieldError("taps", f"must be at most {_MAX_TAPS}, got {self.taps}.")
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a layer's state: its matrices, and what the convolution needs of tokens."""
+        return self.values * self.key_dim + (self.taps - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults(Checked):
     """Sampling values a model's authors recommend; None where they say nothing."""
 
@@ -146,7 +198,8 @@ class ModelConfig(Checked):
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
     the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
     `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
-    attention, with biases where `conv_bias` says so; entries of windows say nothing of them.
+    attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
+    those that `delta` names.
     `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
@@ -171,6 +224,7 @@ class ModelConfig(Checked):
     conv_layers: tuple[Count, ...] = ()
     conv_taps: Count = 0
     conv_bias: bool = False
+    delta: DeltaConfig | None = None
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     input_norms: bool = True
@@ -206,8 +260,9 @@ class ModelConfig(Checked):
             )
         if self.conv_layers and not 1 <= self.conv_taps <= _MAX_TAPS:
             raise FieldError("conv_taps", f"must be from 1 to {_MAX_TAPS}, got {self.conv_taps}.")
-        if len(self.conv_layers) >= self.num_layers:
-            raise FieldError("conv_layers", "must leave a layer of attention.")
+        for name, layers in (("conv_layers", self.conv_layers), ("layers", self.state_layers)):
+            if len(layers) >= self.num_layers:
+                raise FieldError(name, "must leave a layer of attention.")
         if self.residual_scale != 1.0 and (self.qk_norm or self.sandwich_norms):
             raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
@@ -227,6 +282,11 @@ class ModelConfig(Checked):
         for name in ("short_factor", "long_factor"):
             if len(getattr(rope, name)) not in (0, rotated // 2):
                 raise FieldError(name, f"of the rope must have {rotated // 2} entries.")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers of the gated delta rule."""
+        return () if self.delta is None else self.delta.layers
 
     @property
     def rotary_dim(self) -> int:
@@ -318,6 +378,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
     if "experts" in flags:
         flags["experts"] = ExpertsConfig(**flags["experts"])
+    if "delta" in flags:
+        flags["delta"] = DeltaConfig(**flags["delta"])
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,

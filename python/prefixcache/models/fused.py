@@ -29,6 +29,10 @@ _HALVED_NAME = re.compile(
 # Dimensions of each kind of tensor: of numbers [N, I, O], biases [N, O], codes [N, O, G, 16], two
 # a byte, and exponents [N, O, G].
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+_PART = re.compile(
+    r"(.*\.(?:mlp\.experts|block_sparse_moe|shared_mlp))(?:\.\d+)?"
+    r"\.(gate|up|down)_proj\.(weight|bias)"
+)
 _NUMBERS, _BYTES = quant_block_size("MXFP4")
 
 
@@ -41,6 +45,7 @@ class HalvedTensor:
 
     base: str
     has_gates: bool
+    is_quantized = False
 
     @classmethod
     def of(cls, name: str, dimensions: int) -> HalvedTensor | None:
@@ -85,6 +90,11 @@ class FusedTensor:
             return None
         return cls(match[1], match[2], match[3])
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it holds codes or exponents, and no numbers."""
+        return self.kind in ("_blocks", "_scales")
+
     def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The tensors of the experts, by name; exponents are none of their own."""
         count, outputs = shape[0], shape[2] if self.kind is None else shape[1]
@@ -122,16 +132,33 @@ class FusedTensor:
                 yield f"{self.base}.{expert}.{part}_proj.{kind}", expert, rows
 
 
-def fused_tensor(name: str, dimensions: int, order: RowOrder) -> FusedTensor | HalvedTensor | None:
+def fused_tensor(
+    name: str, dimensions: int, order: RowOrder | None
+) -> FusedTensor | HalvedTensor | None:
     """What the name says in checkpoints of this order; None for a tensor of one expert or none."""
+    if order is None:
+        return None
     return (HalvedTensor if order == "halves" else FusedTensor).of(name, dimensions)
+
+
+def fused_names(own: str) -> tuple[str, ...]:
+    """Tensors of all experts, less "_blocks" or "_scales", that may have a model's own tensor."""
+    match = _PART.fullmatch(own)
+    if match is None:
+        return ()
+    names = ("gate_up_proj", "input_linear.weight")
+    if match[2] == "down":
+        names = ("down_proj", "output_linear.weight")
+    if match[3] == "bias":
+        names = (f"{names[0]}_bias",)
+    return tuple(f"{match[1]}.{name}" for name in names)
 
 
 class FusedReader:
     """Takes tensors apart as they come: codes wait for their exponents."""
 
-    def __init__(self, order: RowOrder) -> None:
-        self._order: RowOrder = order
+    def __init__(self, order: RowOrder | None) -> None:
+        self._order: RowOrder | None = order
         self._waiting: dict[str, tuple[str, Array]] = {}
 
     def split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:
@@ -142,8 +169,9 @@ class FusedReader:
         fused = fused_tensor(name, len(tensor.shape), self._order)
         if fused is None:
             return [(name, tensor)]
-        if isinstance(fused, HalvedTensor) or fused.kind not in ("_blocks", "_scales"):
+        if isinstance(fused, HalvedTensor) or not fused.is_quantized:
             return fused.dense(tensor)
+        assert fused.kind is not None
         base = name.removesuffix(fused.kind)
         if base not in self._waiting:
             self._waiting[base] = (fused.kind, tensor)

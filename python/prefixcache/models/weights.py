@@ -67,17 +67,14 @@ def read_folder(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     """
     if has_index(folder):
         yield from _read_indexed(folder, names)
-    elif names.fused_experts:
-        yield from _split(_read(folder, names), names.fused_experts)
     else:
-        yield from _read(folder, names)
+        yield from _split(_read(folder, names), names.fused_experts)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
     tensors = _indexed_shapes(folder) if has_index(folder) else _read_shapes(folder)
-    if names.fused_experts:
-        tensors = _split_shapes(tensors, names.fused_experts)
+    tensors = _split_shapes(tensors, names.fused_experts)
     found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
     _check_complete(shapes.keys() - found, folder)
 
@@ -210,7 +207,7 @@ def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _split(tensors: Iterable[NamedTensor], order: RowOrder) -> Iterator[NamedTensor]:
+def _split(tensors: Iterable[NamedTensor], order: RowOrder | None) -> Iterator[NamedTensor]:
     """The tensors of each expert in the place of those of all experts of a layer."""
     reader = FusedReader(order)
     for one in tensors:
@@ -220,7 +217,7 @@ def _split(tensors: Iterable[NamedTensor], order: RowOrder) -> Iterator[NamedTen
 
 
 def _split_shapes(
-    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder
+    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder | None
 ) -> Iterator[tuple[str, Sequence[int], str]]:
     for name, shape, source in found:
         fused = fused_tensor(name, len(shape), order)

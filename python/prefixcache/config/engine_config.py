@@ -299,7 +299,7 @@ class CacheConfig(Checked):
     max_weight_staleness: Staleness = flag(
         0,
         "Updates of the weights after which what older weights computed may still be hit, by "
-        "requests that ask for no less; 0: never. For reinforcement learning: docs/tutorials/rl.md.",
+        "requests that ask for no less; 0: never. See docs/tutorials/rl.md.",
         "Cache",
     )
     retention_budget: Fraction = flag(

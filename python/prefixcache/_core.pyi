@@ -27,6 +27,7 @@ __all__ = [
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DeltaMixer",
     "DenseFeedForward",
     "DraftIndex",
     "DraftStream",
@@ -846,6 +847,7 @@ class AttentionMixer:
         cls,
         *,
         qkv: PackedLinear,
+        gated: bool = False,
         qk_norm: int | None = None,
         whole_norms: bool = False,
         sinks: int | None = None,
@@ -856,7 +858,8 @@ class AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
 
         It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
-        the address of a float32 a head.
+        the address of a float32 a head. With `gated` outputs of `qkv` before those of queries are
+        gates, whose sigmoid multiplies what heads make.
 
         `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
         queries where it is another.
@@ -879,6 +882,34 @@ class ShortConvMixer:
 
         `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
         first, at `bias` [channels].
+        """
+
+@final
+class DeltaMixer:
+    """The gated delta rule of a layer on the CPU: its weights."""
+
+    def __new__(
+        cls,
+        *,
+        in_proj: PackedLinear,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        tiled: bool = False,
+        conv: int,
+        decay: int,
+        time_bias: int,
+        norm: int,
+        out: PackedLinear,
+    ) -> DeltaMixer:
+        """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
+
+        Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
+        keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
+        channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
+        [value_dim].
         """
 
 @final
@@ -927,7 +958,7 @@ class DecoderLayer:
         cls,
         *,
         input_norm: int | None = None,
-        mixer: AttentionMixer | ShortConvMixer,
+        mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
         feed_forward: DenseFeedForward | ExpertsFeedForward,
@@ -963,6 +994,7 @@ class DecoderStack:
         kept_tokens: int | None = None,
         *,
         rotated: int | None = None,
+        states: _Iterable[tuple[int, int, int, int]] | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
@@ -970,6 +1002,8 @@ class DecoderStack:
         `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
         row. They turn the first `rotated` numbers of a head, by default all. At the cache of a
         convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
+        `states` has the parts of states, in their order: of which layer, in which group, where that
+        is in page 0, and how many float32 numbers.
         """
 
 @final

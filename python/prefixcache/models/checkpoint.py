@@ -80,10 +80,12 @@ _LATER_FIELDS: dict[str, object] = {
     "conv_layers": (),
     "conv_taps": 0,
     "conv_bias": False,
+    "delta": None,
     "residual_scale": 1.0,
     "whole_qk_norms": False,
     "input_norms": True,
     "sinks": False,
+    "output_gate": False,
     "experts": None,
     "logits_divisor": 1.0,
 }

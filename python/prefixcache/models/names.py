@@ -14,8 +14,10 @@ _TEXT_PREFIXES = {
 _IMAGE_PREFIXES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+# Layers that guess several tokens.
+_GUESSING_PREFIX = "mtp."
 
 
 class TensorNames:
@@ -36,10 +38,11 @@ class TensorNames:
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.
 
-        None for what it does not read: parts that see images, and copies of what is known already.
+        None for what it does not read: parts that see images or guess, and copies of what is known
+        already.
         """
         if self._sees_images:
-            if name.startswith(_IMAGE_PREFIXES):
+            if name.startswith((*_IMAGE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _text_name(name)
         return None if name in self._copies else name

@@ -91,7 +91,8 @@ class Scheduler:
     seconds, times how long requests wait where the policy asks.
 
     With a `drafter` decodes compute guesses along with their own token, in steps without chunks of
-    prompts: in others rows are dear. Nothing is preempted for guesses.
+    prompts: in others rows are dear. Nothing is preempted for guesses. With `computes_once` no
+    token may be computed again that is in a sequence's blocks, as it is in its state.
     """
 
     def __init__(
@@ -104,10 +105,12 @@ class Scheduler:
         step_times: StepTimeModel | None = None,
         max_step_ms: float = 0,
         drafter: Drafter | None = None,
+        computes_once: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self.drafter = drafter
+        self._computes_once = computes_once
         self._step_times = step_times
         self._max_step_seconds = max_step_ms / 1000
         limits = config.limits()
@@ -232,6 +235,7 @@ class Scheduler:
             end_token_ids=end_token_ids,
             matcher=matcher,
             write_limit=self._write_limit(request.cache),
+            computes_once=self._computes_once,
         )
         self._start_sequence(request)
         state.turn = self._jobs.add(request)

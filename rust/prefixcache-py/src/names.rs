@@ -18,6 +18,15 @@ macro_rules! names {
 }
 
 names! {
+    States = "states",
+    Norm = "norm",
+    TimeBias = "time_bias",
+    Decay = "decay",
+    Conv = "conv",
+    ValueDim = "value_dim",
+    KeyDim = "key_dim",
+    ValueHeads = "value_heads",
+    KeyHeads = "key_heads",
     Address = "address",
     Affinity = "affinity",
     AgeBounds = "age_bounds",

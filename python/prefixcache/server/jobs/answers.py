@@ -142,11 +142,12 @@ class Choice:
         self.stop_reason = output.stop_reason
 
     def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
-        """Tokens count as reasoning with the markers around it."""
+        """Tokens count as reasoning with the markers around it. Markup has no log probabilities."""
         parser = self.parser = self.parser or new_parser()
-        reasoned = parser.in_reasoning
+        reasoned, marked = parser.in_reasoning, parser.in_markup
         self.delta = parser.push(output.text, finished=output.finished)
-        logprobs = output.logprobs if self.keeps_logprobs else ()
+        is_markup = (marked or parser.in_markup) and not self.delta.content
+        logprobs = output.logprobs if self.keeps_logprobs and not is_markup else ()
         self.content_logprobs = self.message.add(self.delta, logprobs, finished=output.finished)
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)

@@ -110,7 +110,7 @@ def _planned(
         structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
         continue_final_message=continued,
-        variables=fields.chat_template_kwargs,
+        variables=fields.template_variables(),
     )
     tools = [tool.spec for tool in tool_use.tools]
     return plan, PromptSource(plan.prompt, messages, tools, size)

@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -152,6 +154,48 @@ _GRANITE4 = _GRANITE | {
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
 }
+# Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
+# and 6 that of layer 2.
+_GEMMA4 = {
+    "num_hidden_layers": 7,
+    "layer_types": [*("sliding_attention",) * 2, "full_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+}
+# As the larger ones: fewer heads without a window, whose values are their keys; nothing is shared.
+_GEMMA4_LARGE = _GEMMA4 | {
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SENSES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "audio_config": None,
+}
 # Three layers of convolutions to two of attention.
 _LFM2 = {
     "num_hidden_layers": 5,
@@ -266,6 +310,11 @@ WINDOWED: dict[str, Architecture] = {
     "olmo3": Architecture(Olmo3Config, _OLMO3),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
+    "gemma4": Architecture(Gemma4TextConfig, _GEMMA4),
+    "gemma4-large": Architecture(Gemma4TextConfig, _GEMMA4_LARGE),
+    "gemma4-vision": Architecture(
+        Gemma4Config, {"text_config": _GEMMA4, "tie_word_embeddings": True, **_GEMMA4_SENSES}
+    ),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }
 
@@ -311,7 +360,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, Mistral3Config)
+    sees_images = isinstance(config, (Mistral3Config, Gemma4Config))
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
@@ -361,13 +410,18 @@ def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
     # Gemma's norms multiply by their weight and 1.
     offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
+    is_gemma4 = model.config.model_type.startswith("gemma4")
     with torch.no_grad():
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):
                 bias.normal_(std=0.2)
+            elif name.endswith("layer_scalar"):
+                bias.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
+                if is_gemma4 and name.endswith("q_norm.weight"):
+                    parameter.mul_(0.3)  # which do what others' scale of scores does
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
             elif name.endswith("bias"):

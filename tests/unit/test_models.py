@@ -19,6 +19,7 @@ from prefixcache.config.engine_config import CacheConfig, EngineConfig, Schedule
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from prefixcache.engine.build import build
 from prefixcache.models.loader import choose_dtype
+from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
 
@@ -62,7 +63,10 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3", "lfm2", "lfm2-bias"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3", "qwen3-window", "gemma3", "gemma4", "gemma4-large", "lfm2", "lfm2-bias"],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_give_transformers_logits(
     tiny_checkpoint: TinyCheckpoint, architecture: str, form: str
@@ -175,10 +179,27 @@ _GEMMA3_PARTS = [
 ]
 
 
+_GEMMA4_ROPE = RopeConfig(theta=1e3, kind="proportional", partial_rotary_factor=0.25)
+_GEMMA4_PARTS = [
+    {"activation": "silu"},
+    {"local_rope": None},
+    {"rope": RopeConfig(theta=1e3)},
+    {"rope": RopeConfig(theta=1e3, partial_rotary_factor=0.25)},
+    {"rope": dataclasses.replace(_GEMMA4_ROPE, partial_rotary_factor=0.5)},
+    {"embedding_scale": 1.0},
+    {"attention_scale": None},
+    {"value_norms": False},
+    {"logits_softcap": None},
+    {"layer_windows": (512, 512, None, 512, 512, None, None)},
+]
+
+
 @pytest.mark.parametrize(
     ("architecture", "left_out"),
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
+        *(("gemma4", part) for part in _GEMMA4_PARTS),
+        ("gemma4-large", {"value_norms": False}),
         *(("granite", part) for part in _GRANITE_PARTS),
         *(("phi3", {"rope": dataclasses.replace(_PHI3_ROPE, **part)}) for part in _PHI3_PARTS),
         ("olmo3", {"local_rope": None}),
@@ -232,6 +253,50 @@ def test_sinks_cannot_be_left_out_unnoticed(tiny_checkpoint, form):
     worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
     assert len(names) == 4
     assert worst > 0.05
+
+
+# What a tensor is where a model leaves out what it is for.
+_GEMMA4_WEIGHTS = {
+    "layer_scalar": 1.0,
+    "embed_tokens_per_layer.weight": 0.0,
+    "per_layer_model_projection.weight": 0.0,
+    "per_layer_projection_norm.weight": 1.0,
+    "per_layer_input_gate.weight": 0.0,
+    "post_per_layer_input_norm.weight": 1.0,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("part", _GEMMA4_WEIGHTS)
+def test_own_inputs_and_scales_of_layers_cannot_be_left_out_unnoticed(tiny_checkpoint, form, part):
+    folder, tokens = tiny_checkpoint("gemma4"), prompt_of(100)
+    driver = driver_of(form, folder)
+    names = [name for name in driver.model.slots if name.endswith(part)]
+    for name in names:
+        slot = driver.model.slots[name]
+        slot.write(np.full(slot.shape, _GEMMA4_WEIGHTS[part], np.float32))
+    worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert len(names) == (7 if "layers" in names[0] else 1)
+    assert worst > 0.05
+
+
+def test_a_layer_that_reads_the_keys_of_another_than_it_should_is_found(tiny_checkpoint):
+    folder, tokens = tiny_checkpoint("gemma4"), prompt_of(100)
+    driver = driver_of("cpu", folder)
+    caches = driver._kernels.caches
+    assert (caches[4], caches[5], caches[6]) == (caches[3], caches[2], caches[2])
+    caches[4] = caches[0]  # of the same kind and block table
+    worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert worst > 0.05
+
+
+def test_keys_of_layers_that_read_others_may_stand_in_a_checkpoint(tiny_checkpoint):
+    """As they do in published ones."""
+    names = TensorNames(ModelConfig.from_hf(tiny_checkpoint("gemma4-vision")))
+    kept, unread = (f"model.language_model.layers.{i}.self_attn.k_proj.weight" for i in (3, 4))
+    assert names.own(kept) == "model.layers.3.self_attn.k_proj.weight"
+    senses = ("vision_tower.a", "embed_vision.a", "audio_tower.a", "embed_audio.a")
+    assert [names.own(name) for name in (unread, *(f"model.{one}" for one in senses))] == [None] * 5
 
 
 def test_embeddings_are_scaled_in_the_models_type(tiny_checkpoint: TinyCheckpoint) -> None:

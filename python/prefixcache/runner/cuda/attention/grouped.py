@@ -10,11 +10,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from prefixcache.kv.specs import layer_places
+from prefixcache.kv.specs import KVGroup, layer_places
 from prefixcache.runner.cuda.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionGroup,
+    AttentionSpec,
     GraphAttention,
 )
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
@@ -39,7 +40,7 @@ class GroupedAttention:
         self.batch_invariant = all(backend.batch_invariant for backend in backends)
         self.decode_matches_prefill = all(backend.decode_matches_prefill for backend in backends)
         self.kv_shape = first.kv_shape
-        places = layer_places(group.layers for group in groups)
+        places = layer_places(groups)
         self._layers = [(backends[group], number) for group, number in places]
 
     @property
@@ -50,10 +51,13 @@ class GroupedAttention:
     def bind(self, kv_tensors: Sequence[Tensor]) -> None:
         """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group.
 
-        Several convolutions share a tensor.
+        Several convolutions share a tensor, and layers that differ in their heads.
         """
         for group, backend in zip(self.groups, self.backends, strict=True):
-            backend.bind(kv_tensors[: len(group.layers)])
+            if group.parts is None or isinstance(backend, ShortConvCache):
+                backend.bind(kv_tensors[: len(group.layers)])
+            else:
+                backend.bind(_parts(group.parts, group.spec, backend, kv_tensors))
 
     def plan(self, batches: Sequence[AttentionBatch]) -> None:
         """Prepares for the step; the batches, one a group, must not change until its last `run`."""
@@ -64,8 +68,8 @@ class GroupedAttention:
         self,
         layer: int,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The attention of a layer of the model; see `AttentionBackend.run`."""
@@ -119,3 +123,14 @@ class GroupedAttention:
 
     def _graph_backends(self) -> list[GraphAttention]:
         return [backend for backend in self.backends if isinstance(backend, GraphAttention)]
+
+
+def _parts(
+    group: KVGroup, spec: AttentionSpec, backend: AttentionBackend, kv_tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """The part of each layer of the group, of the backend's shape, without a copy."""
+    heads = (spec.num_kv_heads, spec.head_dim)
+    block_size = group.part_numbers // (2 * heads[0] * heads[1])
+    places = [group.part(number) for number in range(len(group.layers))]
+    shape = backend.kv_shape(1, block_size, *heads)[1:]
+    return [kv_tensors[tensor].flatten(1)[:, part].unflatten(1, shape) for tensor, part in places]

@@ -196,6 +196,51 @@ _GEMMA4_SENSES = {
     },
     "audio_config": None,
 }
+_S, _F = "sliding_attention", "full_attention"
+_K_EQ_V = {"attention_k_eq_v": True, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+# What published files of the family say of their layers.
+GEMMA4_SHAPES: dict[str, dict[str, Any]] = {
+    name: {"architectures": ["Gemma4ForCausalLM"], **shape}
+    for name, shape in {
+        "E2B": {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": [*[_S] * 4, _F] * 7,
+        },
+        "E4B": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "layer_types": [*[_S] * 5, _F] * 7,
+        },
+        "31B": _K_EQ_V
+        | {
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "layer_types": [*[_S] * 5, _F] * 10,
+        },
+        "26B-A4B": _K_EQ_V
+        | {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "layer_types": [*[_S] * 5, _F] * 5,
+        },
+    }.items()
+}
 # Three layers of convolutions to two of attention.
 _LFM2 = {
     "num_hidden_layers": 5,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
+from tiny_models import GEMMA4_SHAPES
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -182,64 +182,27 @@ def test_no_two_convolutions_share_a_number_and_all_lie_in_their_block(
         assert {tensor for tensor, _ in taken} <= {*range(layout.num_tensors)}
 
 
-S, F = "sliding_attention", "full_attention"
-_GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "intermediate_size": 96}
-_E2B = {
-    "hidden_size": 1536,
-    "num_hidden_layers": 35,
-    "num_key_value_heads": 1,
-    "num_kv_shared_layers": 20,
-    "layer_types": [*[S] * 4, F] * 7,
-}
-_E4B = {
-    "hidden_size": 2560,
-    "num_hidden_layers": 42,
-    "num_key_value_heads": 2,
-    "num_kv_shared_layers": 18,
-    "layer_types": [*[S] * 5, F] * 7,
-}
-_31B = {
-    "hidden_size": 5376,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-    "attention_k_eq_v": True,
-    "layer_types": [*[S] * 5, F] * 10,
-}
-_26B_A4B = {
-    "hidden_size": 2816,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_global_key_value_heads": 2,
-    "attention_k_eq_v": True,
-    "layer_types": [*[S] * 5, F] * 5,
-}
-
-
 # Bfloat16, blocks of 16 tokens: what a block takes, layers of each group, what is not used.
 @pytest.mark.parametrize(
     ("shape", "block_bytes", "groups", "unused"),
     [
-        (_E2B, 98_304, [3, 6, 6], 0),
-        (_E4B, 262_144, [4, 7, 7, 6], 1 / 8),
-        (_31B, 1_310_720, [10, *[5] * 10], 0),
-        (_26B_A4B, 327_680, [5, *[2] * 12, 1], 15 / 70),
+        ("E2B", 98_304, [3, 6, 6], 0),
+        ("E4B", 262_144, [4, 7, 7, 6], 1 / 8),
+        ("31B", 1_310_720, [10, *[5] * 10], 0),
+        ("26B-A4B", 327_680, [5, *[2] * 12, 1], 15 / 70),
     ],
-    ids=["E2B", "E4B", "31B", "26B-A4B"],
 )
 def test_layers_of_two_sizes_share_blocks(
-    shape: dict[str, Any], block_bytes: int, groups: list[int], unused: float
+    shape: str, block_bytes: int, groups: list[int], unused: float
 ) -> None:
-    layout = kv_layout(ModelConfig.from_hf(_GEMMA4 | shape))
+    model = ModelConfig.from_hf(GEMMA4_SHAPES[shape])
+    layout = kv_layout(model)
     assert [len(group.layers) for group in layout.groups] == groups
     assert layout.num_tensors == 1
     assert layout.bytes_per_block(16, 2) == block_bytes
     assert layout.unused_share == pytest.approx(unused)
     assert layout.groups[0].kind == "full"
     places = layer_places(layout.groups)
-    model = ModelConfig.from_hf(_GEMMA4 | shape)
     for layer in range(model.num_layers):
         group, number = places[layer]
         assert layout.groups[group].layers[number] == model.kv_owner(layer)

@@ -299,8 +299,8 @@ class CpuModel:
 
     def _ones(self, shape: AttentionShape) -> Array:
         """A weight of values' norms that changes nothing."""
-        made = np.full(shape.kv_heads * shape.head_dim, 1, DTYPES[self.dtype_name])
-        made -= self.config.norm_offset
+        size, number = shape.kv_heads * shape.head_dim, 1 - self.config.norm_offset
+        made = np.full(size, number, DTYPES[self.dtype_name])
         self._norms.append(made)  # as above
         return made
 
@@ -335,10 +335,11 @@ class OwnInputs:
     def __call__(self, token_ids_T: npt.NDArray[np.int64], x_TE: Array) -> Array:
         """Returns [T, L * I] of tokens and their embeddings."""
         made_TI = self._projection(x_TE)
-        normed_TI, width = np.empty_like(made_TI), self._norm_1I.shape[-1]
+        normed_TI, norm = np.empty_like(made_TI), self._norm_1I.shape[-1]
+        rows, width = made_TI.shape
         self._rows.rms_norm(
-            address(made_TI), *made_TI.shape, made_TI.shape[1], address(self._norm_1I), width,
-            width, self._eps, address(normed_TI),
+            address(made_TI), rows, width, width, address(self._norm_1I), norm, norm, self._eps,
+            address(normed_TI),
         )  # fmt: skip
         sum_TI = self._table(token_ids_T).astype(np.float32)
         sum_TI *= self._scale

@@ -113,7 +113,10 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        attention = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        gated = self.choose.choice([False, False, True])
+        attention = _core.AttentionMixer(
+            qkv=linears["qkv"], gated=gated, out=linears["out"], rope=0
+        )
         square = _core.PackedLinear(self.cpu, 4, 4, "float32")
         conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
         mixer: Any = self.choose.choice([attention, conv])

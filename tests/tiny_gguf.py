@@ -77,6 +77,18 @@ _OWN_NAMES = {
         "conv.in_proj": "shortconv.in_proj",
         "conv.out_proj": "shortconv.out_proj",
     },
+    "qwen3_5_text": {
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "olmo2": _OLMO_NAMES,
@@ -136,7 +148,7 @@ def write_gguf(
     config = model.config
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
-    architecture = architecture.replace("olmo3", "olmo2")
+    architecture = architecture.replace("olmo3", "olmo2").replace("qwen3_5", "qwen35")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
@@ -203,6 +215,18 @@ def _add_features(
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     if architecture == "gemma3":
         _add_gemma(writer, config, rope)
+    if architecture == "qwen35":
+        _add_states(writer, config, rope)
+
+
+def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
+    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    writer.add_full_attention_interval(3)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -328,29 +352,55 @@ def _add_tensor(
     if ".experts." in name:
         _add_experts(writer, name, parameter, config, matrix_format, seed)
         return
-    for bare in (".sinks", ".layer_scalar"):
-        name = name.replace(bare, f"{bare}.weight")
-    module, kind = name.rsplit(".", 1)
-    is_gemma = config.model_type == "gemma3_text"
+    name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
+    name = name.replace(".layer_scalar", ".layer_scalar.weight")
+    module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
+    has_offset = config.model_type in ("gemma3_text", "qwen3_5_text")
     if module in _TOP_LEVEL:
         target = _TOP_LEVEL[module]
     else:
         _, _, layer, part = module.split(".", 3)
         names = _NAMES | _OWN_NAMES.get(config.model_type, {})
         target = f"blk.{layer}.{names[part]}"
-    offset = np.float32(is_gemma and target.endswith("norm"))
+    offset = np.float32(has_offset and target.endswith("norm") and not target.endswith("ssm_norm"))
     values = parameter.detach().numpy()
+    if ".linear_attn." in name:
+        values = _tiled(name, values, config)
+    if target.endswith("ssm_a"):
+        values = -np.exp(values)
     stored_format = gguf.GGMLQuantizationType[matrix_format if values.ndim == 2 else "F32"]
     # A convolution of one input for each output is a matrix there.
     flat = values.squeeze(1) if values.ndim == 3 else values
     stored = _stored(flat + offset, stored_format, seed)
     read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
+    if target.endswith("ssm_a"):
+        read = np.log(-read)
+    if ".linear_attn." in name:
+        read = _tiled(name, read, config, back=True)
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     part = target.rpartition(".")[2]
     if config.model_type in _PAIRED and part in heads:
         stored = _permuted(stored, getattr(config, heads[part]))
-    writer.add_tensor(f"{target}.{kind}", stored, raw_dtype=stored_format)
+    writer.add_tensor(f"{target}.{kind}".rstrip("."), stored, raw_dtype=stored_format)
+
+
+def _tiled(
+    name: str, values: np.ndarray, config: PreTrainedConfig, *, back: bool = False
+) -> np.ndarray:
+    """Value heads of a key head apart, where it has several, as llama.cpp wants them."""
+    if name.endswith("linear_attn.norm.weight"):
+        return values
+    keys = config.linear_num_key_heads
+    shape = (keys, config.linear_num_value_heads // keys)
+    count = config.linear_num_value_heads
+    axis = 1 if "out_proj" in name else 0
+    moved = np.moveaxis(values, axis, 0)
+    first = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    heads = moved[first:].reshape(count, -1, *moved.shape[1:])
+    order = np.arange(count).reshape(shape).T.ravel()
+    heads = heads[np.argsort(order) if back else order].reshape(moved[first:].shape)
+    return np.ascontiguousarray(np.moveaxis(np.concatenate([moved[:first], heads]), 0, axis))
 
 
 def _add_experts(

@@ -39,8 +39,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -249,6 +252,27 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+# Two layers of the delta rule to one of attention; two value heads share a key head.
+_QWEN3_5 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": True,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 # The middle one of three layers is dense.
 _QWEN3_MOE = {
     "num_hidden_layers": 3,
@@ -258,6 +282,13 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
+}
+# All layers attend, and the head is rotated in part.
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "layer_types": ["full_attention"] * 3,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "mlp_only_layers": [0, 1, 2],
 }
 _GPT_OSS = {
     "num_hidden_layers": 4,
@@ -318,6 +349,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
     "phi3": Architecture(Phi3Config, _PHI3),
@@ -330,6 +362,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
+    "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
+    "qwen3.5-vision": Architecture(
+        Qwen3_5Config, {"text_config": _QWEN3_5, "vision_config": _QWEN_VISION}
+    ),
     "lfm2": Architecture(Lfm2Config, _LFM2),
     "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
     "lfm2-bias": Architecture(
@@ -405,7 +441,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, (Mistral3Config, Gemma4Config))
+    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config | Gemma4Config)
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
@@ -453,26 +489,41 @@ def _config_arguments() -> dict[str, Any]:
 
 def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
-    # Gemma's norms multiply by their weight and 1.
-    offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
-    is_gemma4 = model.config.model_type.startswith("gemma4")
+    # These norms multiply by their weight and 1.
+    offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0.0
     with torch.no_grad():
-        for name, bias in model.named_buffers():
-            if name.endswith("expert_bias"):
-                bias.normal_(std=0.2)
-            elif name.endswith("layer_scalar"):
-                bias.uniform_(0.5, 1.5)
+        _stir_buffers(model)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
-                if is_gemma4 and name.endswith("q_norm.weight"):
-                    parameter.mul_(0.3)  # which do what others' scale of scores does
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3.0, 0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
             else:
                 parameter.normal_(std=0.15)
+    if model.config.model_type.startswith("gemma4"):
+        _scale_queries(model)
+
+
+def _stir_buffers(model: PreTrainedModel) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(std=0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+
+
+@torch.no_grad()
+def _scale_queries(model: PreTrainedModel) -> None:
+    """By norms, which do what others' scale of scores does."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            parameter.mul_(0.3)
 
 
 def save_tokenizer(folder: Path) -> None:

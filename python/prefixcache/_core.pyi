@@ -27,6 +27,7 @@ __all__ = [
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DeltaMixer",
     "DenseFeedForward",
     "DraftIndex",
     "DraftStream",
@@ -208,6 +209,14 @@ class Sequence:
         the one before; with `pin_prefix` so is, by `pin_anchors`, all before them in groups that
         need it.
         """
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that its hashes stand for."""
+    def at_version(self, version: int) -> Sequence | None:
+        """The same tokens under the weights of another version, with which the new sequence stays.
+
+        None for a version that has not been, or whose content was forgotten. It holds nothing.
+        """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
     def set_hints(
@@ -387,11 +396,21 @@ class PrefixCache:
         """
     def clear_cache_index(self) -> None:
         """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
-    def new_weight_version(self, weights: str | None = None) -> int:
+    def new_weight_version(self, weights: str | None = None, *, keep: bool = False) -> int:
         """Forget everything cached, and hash under other weights from now on; their version.
 
         Every hash calls them `weights`, or by the version's digits. A name may come back: what was
         cached under it before does not, and sequences that hold blocks publish no more.
+
+        With `keep` nothing is forgotten, unless the name comes back: what older weights computed is
+        found by sequences of their version (`Sequence.at_version`), and sequences that hold blocks
+        publish on in the chain of theirs. Nothing is kept in a file from then on.
+        """
+    def end_hints(self, owner: str, sequence: Sequence, first: int) -> int:
+        """End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
+
+        Whoever released them. Returns how many moved to another priority. The owner may have raised
+        nothing behind them.
         """
     @property
     def weight_version(self) -> int:
@@ -828,6 +847,7 @@ class AttentionMixer:
         cls,
         *,
         qkv: PackedLinear,
+        gated: bool = False,
         makes: Literal["all", "queries_and_keys", "queries"] | None = None,
         qk_norm: int | None = None,
         whole_norms: bool = False,
@@ -840,7 +860,8 @@ class AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
 
         It is of each head, or with `whole_norms` of all queries at once and all keys; `value_norm`
-        is that of values. `sinks` is the address of a float32 a head.
+        is that of values. `sinks` is the address of a float32 a head. With `gated` outputs of `qkv`
+        before those of queries are gates, whose sigmoid multiplies what heads make.
 
         `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys
         are the values too, neither normalised nor turned; or "queries" alone: keys and values are
@@ -867,6 +888,34 @@ class ShortConvMixer:
 
         `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
         first, at `bias` [channels].
+        """
+
+@final
+class DeltaMixer:
+    """The gated delta rule of a layer on the CPU: its weights."""
+
+    def __new__(
+        cls,
+        *,
+        in_proj: PackedLinear,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        tiled: bool = False,
+        conv: int,
+        decay: int,
+        time_bias: int,
+        norm: int,
+        out: PackedLinear,
+    ) -> DeltaMixer:
+        """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
+
+        Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
+        keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
+        channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
+        [value_dim].
         """
 
 @final
@@ -932,7 +981,7 @@ class DecoderLayer:
         cls,
         *,
         input_norm: int | None = None,
-        mixer: AttentionMixer | ShortConvMixer,
+        mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
         feed_forward: DenseFeedForward | ExpertsFeedForward,
@@ -970,7 +1019,8 @@ class DecoderStack:
         x: int,
         kept_tokens: int | None = None,
         *,
-        rotated: list[int] | None = None,
+        rotated: _Iterable[int] | None = None,
+        states: _Iterable[tuple[int, int, int, int]] | None = None,
         page_stride: int | None = None,
         own_inputs: int | None = None,
     ) -> None:
@@ -981,8 +1031,9 @@ class DecoderStack:
         where that ends. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers
         a row. They turn the first `rotated` numbers of a head, one entry a rotation, by default
         all. At the cache of a convolution a block has the inputs of its last `kept_tokens` tokens,
-        among those of others. `own_inputs` are dense rows of what each layer with an `own_input`
-        has, one layer after the other.
+        among those of others. `states` has the parts of states, in their order: of which layer, in
+        which group, where that is in page 0, and how many float32 numbers. `own_inputs` are dense
+        rows of what each layer with an `own_input` has, one layer after the other.
         """
 
 @final

@@ -179,7 +179,7 @@ def linear(inputs: int, outputs: int, dtype: Any = "float32") -> PackedLinear:
 _, NUMBERS = zeros(4 * 2 * 2 * 16 * 16)
 
 
-OF_ATTENTION = ("qk_norm", "query_rope", "sinks", "makes", "value_norm")
+_OF_ATTENTION = ("gated", "qk_norm", "query_rope", "sinks", "makes", "value_norm")
 
 
 def decoder_layer(**changed: Any) -> DecoderLayer:
@@ -192,7 +192,7 @@ def decoder_layer(**changed: Any) -> DecoderLayer:
     }
     sound: dict[str, Any] = {
         "input_norm": NUMBERS,
-        "mixer": AttentionMixer(**_changed(mixer, changed, *OF_ATTENTION)),
+        "mixer": AttentionMixer(**_changed(mixer, changed, *_OF_ATTENTION)),
         "mlp_norm": NUMBERS,
         "feed_forward": DenseFeedForward(**_changed(dense, changed)),
         "norm_offset": 1.0,
@@ -332,6 +332,7 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
         {"qk_norm": NUMBERS, "input_norm": None, "mlp_norm": None},
         {"mixer_out_norm": NUMBERS},
         {"mlp_out_norm": NUMBERS},
+        {"qkv": linear(4, 192), "gated": True},
     ],
 )
 def test_layers_may_differ(changed: dict[str, Any]) -> None:
@@ -449,9 +450,10 @@ def test_numbers_at_an_address_that_is_none(name: str, address: int) -> None:
         forward([decoder_layer(**changed)])
 
 
-def test_a_layer_that_has_other_heads_than_its_attention() -> None:
+@pytest.mark.parametrize("changed", [{"qkv": linear(4, 160)}, {"gated": True}])
+def test_a_layer_that_has_other_heads_than_its_attention(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"attentions\[0\] must have the type and the heads"):
-        forward([decoder_layer(), decoder_layer(qkv=linear(4, 160))])
+        forward([decoder_layer(), decoder_layer(**changed)])
 
 
 @pytest.mark.parametrize("name", ["input_norm", "mlp_norm", "qk_norm", "mixer_out_norm"])

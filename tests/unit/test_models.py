@@ -63,10 +63,11 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["qwen3", "qwen3-window", "gemma3", "gemma4", "gemma4-large", "lfm2", "lfm2-bias"],
-)
+CHUNKED = ["qwen3", "qwen3-window", "gemma3", "gemma4", "gemma4-large"]
+CHUNKED += ["lfm2", "lfm2-bias", "qwen3.5"]
+
+
+@pytest.mark.parametrize("architecture", CHUNKED)
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_give_transformers_logits(
     tiny_checkpoint: TinyCheckpoint, architecture: str, form: str
@@ -88,7 +89,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architect
     assert ours == reference_greedy(folder, prompt, 64)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias"])
+@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 17, 18])
 def test_a_convolution_sees_what_there_is_and_what_the_block_before_kept(
@@ -207,6 +208,8 @@ _GEMMA4_PARTS = [
         ("olmo3", {"layer_windows": ()}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, renormalise=False)}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, top_k=2)}),
+        ("qwen3-next", {"norm_offset": 0.0}),
+        ("qwen3-next", {"rope": RopeConfig()}),
         ("gpt-oss", {"activation": "silu"}),
         ("gpt-oss", {"layer_windows": (24, 24, 24, 24)}),
         ("granite4-nope", {"unrotated_layers": ()}),

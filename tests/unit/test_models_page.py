@@ -63,11 +63,17 @@ def table_of_families() -> Iterator[str]:
         yield rows(
             f"`{name}`",
             named(files) or "none",
-            "short convolutions" if family.convolves else WINDOWS[family.windows],
+            seen_by(family),
             has_experts(family),
             f"{ropes}; in part" if family.rotates_partly else ropes,
             named(family.refused) or "nothing",
         )
+
+
+def seen_by(family: Family) -> str:
+    if family.recurs:
+        return "gated delta rule"
+    return "short convolutions" if family.convolves else WINDOWS[family.windows]
 
 
 def table_of_formats() -> Iterator[str]:
@@ -136,8 +142,8 @@ def page() -> str:
         "",
         *table_of_shapes(),
         "",
-        "Layers of Gemma 4 without a window have heads of 512 numbers, the others of 256. A block",
-        "of 16 tokens is cut into the parts of a group's layers, so that any block serves any group.",
+        "Layers of Gemma 4 without a window have heads of 512 numbers, others of 256. A block of",
+        "16 tokens is cut into the parts of a group's layers, so that any block serves any group.",
         "Layers that read the keys and values of another take nothing.",
         "",
         *table_of_gemma4(),

@@ -28,6 +28,7 @@ TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONV = "conv"
+LINEAR = "linear_attention"
 
 _SIZES = (
     "vocab_size",
@@ -97,6 +98,13 @@ _FIELDS: dict[str, Any] = {
     "vocab_size_per_layer_input": PositiveInt,
     "final_logit_softcapping": PositiveFloat,
     "use_bidirectional_attention": bool | str,
+    "full_attention_interval": PositiveInt,
+    "linear_conv_kernel_dim": PositiveInt,
+    "linear_key_head_dim": PositiveInt,
+    "linear_value_head_dim": PositiveInt,
+    "linear_num_key_heads": PositiveInt,
+    "linear_num_value_heads": PositiveInt,
+    "linear_heads_tiled": bool,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -169,7 +177,9 @@ class Family:
     `use_sliding_window` switches on; or one for layers that do not rotate, each
     `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
     `ropes_by_layer` says that ropes go by these types too. With `convolves` layers may be short
-    convolutions; all but `full_attn_idxs` are where the file names no types. `spellings` are other
+    convolutions; all but `full_attn_idxs` are where the file names no types. With `recurs` layers
+    may be of the gated delta rule; all but each `full_attention_interval`-th are where the file
+    names no types. `spellings` are other
     names of fields, which go before. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
@@ -190,6 +200,7 @@ class Family:
     ends_full: bool = False
     ropes_by_layer: bool = False
     convolves: bool = False
+    recurs: bool = False
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
@@ -231,6 +242,10 @@ def _qwen3_moe_flags(whole: Any) -> dict[str, Any]:
     size, renormalise = whole.moe_intermediate_size, whole.norm_topk_prob
     experts = _experts(whole, size, renormalise=renormalise, dense_layers=dense)
     return {"qk_norm": True} | (experts if len(dense) < len(layers) else {})
+
+
+def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
+    return _qwen3_moe_flags(whole) | {"norm_offset": 1.0, "output_gate": True}
 
 
 def _olmoe_flags(whole: Any) -> dict[str, Any]:
@@ -297,6 +312,27 @@ def _lfm2_moe_flags(whole: Any) -> dict[str, Any]:
         dense_layers=dense,
     )
     return _conv_flags(whole) | (experts if len(dense) < whole.num_hidden_layers else {})
+
+
+def _delta_flags(whole: Any) -> dict[str, Any]:
+    layers = tuple(i for i, kind in enumerate(whole.layer_types) if kind == LINEAR)
+    if not layers:
+        return {}
+    delta = {
+        "layers": layers,
+        "key_heads": whole.linear_num_key_heads,
+        "value_heads": whole.linear_num_value_heads,
+        "key_dim": whole.linear_key_head_dim,
+        "value_dim": whole.linear_value_head_dim,
+        "taps": whole.linear_conv_kernel_dim,
+        "tiled": whole.linear_heads_tiled,
+    }
+    return {"delta": delta}
+
+
+def _qwen3_5_flags(whole: Any) -> dict[str, Any]:
+    norms = {"qk_norm": True, "norm_offset": 1.0}
+    return norms | {"output_gate": True} | _delta_flags(whole)
 
 
 def _lfm2_intermediate_size(whole: Any) -> int:
@@ -369,6 +405,26 @@ def _others(said: Mapping[int, Mapping[str, int]], names: tuple[str, ...]) -> It
     return (name for values in said.values() for name in values if name not in names)
 
 
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_heads_tiled": False,
+    },
+    biases=("attention_bias",),
+    recurs=True,
+    sees_images=True,
+    rotates_partly=True,
+    flags=_qwen3_5_flags,
+)
 _GEMMA3 = Family(
     model_type="gemma3_text",
     # Published files leave out the others.
@@ -527,6 +583,24 @@ FAMILIES: dict[str, Family] = {
         refused=("use_sliding_window",),
         flags=_qwen3_moe_flags,
     ),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        required=(*_SIZES, "layer_types"),
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "num_local_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": (),
+        },
+        biases=("attention_bias",),
+        flags=_qwen3_next_flags,
+        rotates_partly=True,
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
         defaults={
@@ -673,6 +747,8 @@ FAMILIES: dict[str, Family] = {
             "selection_bias": "feed_forward.expert_bias",
         },
     ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,
@@ -879,7 +955,7 @@ def _check_layer_types(family: Family, given: dict[str, Any]) -> None:
     if types is None:
         return
     types = given["layer_types"] = [FULL if kind == "attention" else kind for kind in types]
-    known = (FULL, CONV) if family.convolves else (FULL, SLIDING)
+    known = (FULL, CONV if family.convolves else LINEAR if family.recurs else SLIDING)
     if unknown := [kind for kind in types if kind not in known]:
         raise UnsupportedModelError(
             f"layer_types {unknown[0]!r} is not supported. Supported: {', '.join(known)}."
@@ -930,12 +1006,15 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
         return [SLIDING if i >= first else FULL for i in layers]
     if family.convolves and whole.full_attn_idxs is not None:
         return [FULL if i in whole.full_attn_idxs else CONV for i in layers]
+    if family.recurs:
+        return [LINEAR if (i + 1) % whole.full_attention_interval else FULL for i in layers]
     return []
 
 
 def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
     rope = given.get("rope_scaling") or whole.rope_parameters
-    outer = {name: given[name] for name in ("partial_rotary_factor",) if name in given}
+    factor = getattr(whole, "partial_rotary_factor", None)
+    outer = {} if factor is None else {"partial_rotary_factor": factor}
     return _whole_rope(whole, outer | rope, whole.rope_theta)
 
 
@@ -969,7 +1048,7 @@ def _layer_windows(family: Family, whole: Any) -> tuple[int | None, ...]:
     types: list[str] = whole.layer_types
     if family.windows in ("none", "one") or not types:
         alike = FULL if window is None else SLIDING
-        if any(kind not in (alike, CONV) for kind in types):
+        if any(kind not in (alike, CONV, LINEAR) for kind in types):
             raise UnsupportedModelError(
                 f"layer_types that are not all {alike} are not supported for {family.model_type} "
                 f"with sliding_window {window}."

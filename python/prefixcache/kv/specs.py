@@ -13,6 +13,9 @@ from prefixcache.exceptions import FieldError
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 """What a group's layers need: all tokens before, or a window of tokens, itself counted."""
 
+STATE_BYTES = 4
+"""Of a number of a state, which is float32 whatever keys and values are."""
+
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
 _MOST_BY_FEWEST = 1.25
@@ -25,9 +28,11 @@ class KVGroup:
 
     Where `conv_width` is given they are short convolutions over the window, of that many channels:
     a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` layers share a
-    block's part of one tensor. `heads`, key-value heads and the numbers of one, are given where
-    groups differ in them: a layer then has `part_numbers` of a block. `readers` are pairs, a layer
-    that has no KV and the layer of the group whose KV it reads.
+    block's part of one tensor. Where `state_tensors` is given a block keeps states, in its parts of
+    that many tensors: where those of a layer lie is said by the layout, and the layers are those
+    whose states begin here. `heads`, key-value heads and the numbers of one, are given where groups
+    differ in them: a layer then has `part_numbers` of a block. `readers` are pairs, a layer that
+    has no KV and the layer of the group whose KV it reads.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +40,7 @@ class KVGroup:
     conv_width: int = 0
     kept_tokens: int = 0
     layers_per_tensor: int = 1
+    state_tensors: int = 0
     heads: tuple[int, int] | None = None
     part_numbers: int = 0
     readers: tuple[tuple[int, int], ...] = ()
@@ -47,7 +53,7 @@ class KVGroup:
     @property
     def num_tensors(self) -> int:
         """Tensors of which a block of the group uses its part."""
-        return -(-len(self.layers) // self.layers_per_tensor)
+        return self.state_tensors or -(-len(self.layers) // self.layers_per_tensor)
 
     def part(self, number: int) -> tuple[int, slice]:
         """The tensor of the group's layer of that number, and which of a block's numbers there."""
@@ -69,17 +75,33 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePart:
+    """Where float32 numbers of a layer's state lie: in a block's part of a tensor, for a group.
+
+    `numbers` of them, with `start` others before them.
+    """
+
+    layer: int
+    group: int
+    tensor: int
+    start: int
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """A model's groups, in the order of their ids, and what is the same for all of attention.
 
     Tensor j serves the j-th layers of every group, so any block can serve any group. Where layers
     differ in their heads there is one tensor, of which a block has `num_kv_heads` times `head_dim`
-    keys and values a token for all of a group's layers.
+    keys and values a token for all of a group's layers. `states` are the parts of layers' states,
+    in the order of their numbers.
     """
 
     groups: tuple[KVGroup, ...]
     num_kv_heads: int
     head_dim: int
+    states: tuple[StatePart, ...] = ()
 
     @property
     def num_tensors(self) -> int:
@@ -94,7 +116,7 @@ class KVLayout:
     @property
     def unused_share(self) -> float:
         """Of a block of every group, the share of the bytes that no layer of attention uses."""
-        groups = [group for group in self.groups if not group.conv_width]
+        groups = [one for one in self.groups if not (one.conv_width or one.state_tensors)]
         own = (self.num_kv_heads, self.head_dim)
         used = [len(group.layers) * prod(group.heads or own) for group in groups]
         return 1 - sum(used) / (len(groups) * self.num_tensors * prod(own))
@@ -138,17 +160,21 @@ class PoolSizes:
         return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
-def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -> KVLayout:
+def kv_layout(
+    model: ModelConfig, block_size: int = 16, most_refused: int = 1, itemsize: int = 4
+) -> KVLayout:
     """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
 
     Full attention comes first, then windows in the order of their first layers, then convolutions,
-    which take no more tensors than attention does: as many share one as fit into its blocks.
-    `most_refused` tokens at the end of a sequence may have to be computed again. Raises
-    `FieldError` where not even one convolution fits.
+    which take no more tensors than attention does: as many share one as fit into its blocks. States
+    come last: they fill blocks one after the other, cut anywhere. `most_refused` tokens at the end
+    of a sequence may have to be computed again. Numbers of keys and values have `itemsize` bytes.
+    Raises `FieldError` where not even one convolution fits.
     """
     kinds: dict[int | None, list[int]] = {}
+    others = {*model.conv_layers, *model.state_layers}
     for layer in range(model.num_layers):
-        if layer not in model.conv_layers and model.kv_owner(layer) == layer:
+        if layer not in others and model.kv_owner(layer) == layer:
             kinds.setdefault(model.window_of(layer), []).append(layer)
     in_order = dict(sorted(kinds.items(), key=lambda kind: kind[0] is not None))
     if len({model.heads_of(window) for window in kinds}) > 1:
@@ -162,7 +188,10 @@ def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -
     if model.conv_layers:
         kept = min(model.conv_taps - 1 + most_refused, block_size)
         groups += tuple(_convolutions(model, size, block_size, kept))
-    return KVLayout(groups, *model.heads_of(next(iter(kinds))))
+    heads = model.heads_of(next(iter(kinds)))
+    part = 2 * block_size * prod(heads) * itemsize // STATE_BYTES
+    states = tuple(_states(model, len(groups), size, part))
+    return KVLayout(groups + tuple(_state_groups(states, len(groups))), *heads, states)
 
 
 def _group_size(kinds: Sequence[int]) -> int:
@@ -202,6 +231,33 @@ def _readers(model: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, int]
     """The layers that read the KV of these, each with the one that it reads."""
     owners = ((layer, model.kv_owner(layer)) for layer in range(model.num_layers))
     return tuple((layer, owner) for layer, owner in owners if owner != layer and owner in layers)
+
+
+def _states(model: ModelConfig, group: int, num_tensors: int, most: int) -> Iterator[StatePart]:
+    """The states of all layers one after the other, `most` numbers a tensor, from `group` on."""
+    tensor = start = 0
+    for layer in model.state_layers:
+        assert model.delta is not None
+        left = model.delta.state_numbers
+        while left:
+            numbers = min(left, most - start)
+            yield StatePart(layer, group, tensor, start, numbers)
+            left, start = left - numbers, start + numbers
+            if start == most:
+                tensor, start = tensor + 1, 0
+            if tensor == num_tensors:
+                group, tensor = group + 1, 0
+
+
+def _state_groups(states: Sequence[StatePart], first: int) -> Iterator[KVGroup]:
+    begins = dict[int, int]()
+    for part in states:
+        begins.setdefault(part.layer, part.group)
+    # What a token needs is the state after the one before.
+    for group in range(first, max((part.group + 1 for part in states), default=first)):
+        layers = tuple(layer for layer, begin in begins.items() if begin == group)
+        tensors = 1 + max(part.tensor for part in states if part.group == group)
+        yield KVGroup(layers, 2, state_tensors=tensors)
 
 
 def _convolutions(

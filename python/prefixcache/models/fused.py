@@ -22,6 +22,7 @@ _NAME = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scal
 # Dimensions of each kind of tensor: of numbers [N, I, O], biases [N, O], codes [N, O, G, 16], two
 # a byte, and exponents [N, O, G].
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+_PART = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 _NUMBERS, _BYTES = quant_block_size("MXFP4")
 
 
@@ -40,6 +41,11 @@ class FusedTensor:
         if match is None or _DIMENSIONS[match[3]] != dimensions:
             return None
         return cls(match[1], match[2], match[3])
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it holds codes or exponents, and no numbers."""
+        return self.kind in ("_blocks", "_scales")
 
     def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The tensors of the experts, by name; exponents are none of their own."""
@@ -78,6 +84,15 @@ class FusedTensor:
                 yield f"{self.base}.{expert}.{part}_proj.{kind}", expert, rows
 
 
+def fused_name(own: str) -> str | None:
+    """The tensor of all experts, without "_blocks" or "_scales", that has a model's own tensor."""
+    match = _PART.fullmatch(own)
+    if match is None:
+        return None
+    projection = "down" if match[2] == "down" else "gate_up"
+    return f"{match[1]}.{projection}_proj" + ("_bias" if match[3] == "bias" else "")
+
+
 class FusedReader:
     """Takes tensors apart as they come: codes wait for their exponents."""
 
@@ -92,8 +107,9 @@ class FusedReader:
         fused = FusedTensor.of(name, len(tensor.shape))
         if fused is None:
             return [(name, tensor)]
-        if fused.kind not in ("_blocks", "_scales"):
+        if not fused.is_quantized:
             return fused.dense(tensor)
+        assert fused.kind is not None
         base = name.removesuffix(fused.kind)
         if base not in self._waiting:
             self._waiting[base] = (fused.kind, tensor)

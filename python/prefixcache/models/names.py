@@ -13,8 +13,11 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_SENSES = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+_SENSES = ("vision_tower", "multi_modal_projector", "visual", "embed_vision")
+_SENSES += ("audio_tower", "embed_audio")
 _SENSE_PREFIXES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _SENSES)
+# Layers that guess several tokens.
+_GUESSING_PREFIX = "mtp."
 
 
 class TensorNames:
@@ -36,11 +39,11 @@ class TensorNames:
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.
 
-        None for what it does not read: parts that see or hear, copies of what is known already, and
-        keys and values of layers that read those of another.
+        None for what it does not read: parts that see, hear or guess, copies of what is known
+        already, and keys and values of layers that read those of another.
         """
         if self._sees_images:
-            if name.startswith(_SENSE_PREFIXES):
+            if name.startswith((*_SENSE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _text_name(name)
         return None if name in self._copies else name

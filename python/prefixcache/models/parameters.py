@@ -6,14 +6,17 @@ F intermediate size, H query heads, K key-value heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, ExpertsConfig, ModelConfig
+from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -27,11 +30,16 @@ Makes: TypeAlias = Literal["all", "queries_and_keys", "queries"]
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear layer that is fused of projections: their names, and how many outputs each has."""
+    """A linear layer that is fused of projections: their names, and how many outputs each has.
+
+    Outputs of the first part are halves of `halved_heads` heads, where there are some: in a
+    checkpoint the two of a head stand together, here all second halves come first.
+    """
 
     inputs: int
     parts: Mapping[str, int]
     bias: bool = False
+    halved_heads: int = 0
 
     @property
     def outputs(self) -> int:
@@ -82,13 +90,16 @@ class AttentionShape:
     each query and key head [H + K, D], of which those of queries share a mean square, and those of
     keys, where it is whole; with `value_norm` each head of values is normalised, without a weight.
     `rope` is the number of the keys' rotation among the model's, `query_rope` that of the queries'.
-    `sinks` names a number for each query head, where there are some.
+    `sinks` names a number for each query head, where there are some. Where it
+    is `gated`, `qkv` makes a gate for each number that heads make, before the queries, whose
+    sigmoid multiplies that number.
     """
 
     kv_heads: int
     head_dim: int
     qkv: LinearShape
     makes: Makes
+    gated: bool
     qk_norm: NormShape | None
     value_norm: bool
     sinks: VectorShape | None
@@ -141,6 +152,41 @@ class ConvShape:
         channels = self.out.inputs
         bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
         return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The gated delta rule between two linears: see `DeltaConfig`.
+
+    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
+    begin with `name`, and are kept in float32.
+    """
+
+    in_proj: LinearShape
+    name: str
+    delta: DeltaConfig
+    out: LinearShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.in_proj, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """It has none that is like others."""
+        return ()
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        delta = self.delta
+        return {
+            f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
+            f"{self.name}.A_log": (delta.value_heads,),
+            f"{self.name}.dt_bias": (delta.value_heads,),
+            f"{self.name}.norm.weight": (delta.value_dim,),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +265,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape | ConvShape
+    mixer: AttentionShape | ConvShape | DeltaShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
@@ -319,10 +365,9 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     # "post-attention" is another norm where there are four.
     sandwich, names = config.sandwich_norms, _names(config)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    is_conv = layer in config.conv_layers
     return LayerShape(
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
-        mixer=_conv(config, prefix) if is_conv else _attention(config, layer, prefix, ropes),
+        mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
@@ -352,6 +397,16 @@ def _own_inputs(config: ModelConfig) -> OwnInputsShape:
     )
 
 
+def _mixer(
+    config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
+) -> AttentionShape | ConvShape | DeltaShape:
+    if layer in config.conv_layers:
+        return _conv(config, prefix)
+    if config.delta is not None and layer in config.delta.layers:
+        return _delta(config, config.delta, f"{prefix}.linear_attn")
+    return _attention(config, prefix, ropes)
+
+
 def _names(config: ModelConfig) -> Mapping[str, str]:
     return FAMILIES[config.architecture].names
 
@@ -371,6 +426,8 @@ def _attention(
     parts = {"all": "qkv", "queries_and_keys": "qk", "queries": "q"}[makes]
     counts = {one: heads if one == "q" else kv_heads for one in parts}
     hidden, names = config.hidden_size, _names(config)
+    gated_heads = heads if config.output_gate else 0
+    counts["q"] += gated_heads
     qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
@@ -381,8 +438,9 @@ def _attention(
     return AttentionShape(
         kv_heads=kv_heads,
         head_dim=head_dim,
-        qkv=LinearShape(hidden, qkv, config.qkv_bias),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias, gated_heads),
         makes=makes,
+        gated=config.output_gate,
         qk_norm=NormShape(head_dim, normed, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
@@ -402,6 +460,18 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
         taps=config.conv_taps,
         bias=bias,
         out=LinearShape(hidden, {f"{prefix}.conv.out_proj": hidden}, bias),
+    )
+
+
+def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+    outputs = {"qkv": delta.channels, "z": delta.values}
+    outputs |= dict.fromkeys("ba", delta.value_heads)
+    parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
+    return DeltaShape(
+        in_proj=LinearShape(config.hidden_size, parts),
+        name=name,
+        delta=delta,
+        out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
     )
 
 
@@ -495,13 +565,15 @@ def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[s
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
         rows = shape.parts[name]
+        heads = shape.halved_heads if start == 0 else 0
         write, kept_format = (
-            partial(_copy_matrix, linear, start),
+            partial(_in_halves, heads, partial(_copy_matrix, linear, start)),
             partial(linear.kept_format, start),
         )
         yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
         if shape.bias:
             write = partial(_copy_numbers, partial(linear.copy_bias, start))
+            write = partial(_in_halves, heads, write)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -531,6 +603,50 @@ def conv_slots(
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a delta rule computes with, float32: of numpy or of torch.
+
+    `decay` are e^A_log of each value head, `conv` is [taps, channels].
+    """
+
+    conv: Any
+    decay: Any
+    time_bias: Any
+    norm: Any
+
+    @classmethod
+    def of(cls, shape: DeltaShape, empty: Callable[..., Any]) -> DeltaWeights:
+        """Unfilled; `empty` makes an array of a shape."""
+        delta = shape.delta
+        heads = (delta.value_heads,)
+        return cls(
+            empty((delta.taps, delta.channels)),
+            empty(heads),
+            empty(heads),
+            empty((delta.value_dim,)),
+        )
+
+    def slots(
+        self, shape: DeltaShape, write: Callable[[Any, Array], None]
+    ) -> Iterator[tuple[str, Slot]]:
+        """Where the tensors go; `write` fills an array."""
+        writes: tuple[Callable[[Array], None], ...] = (
+            lambda conv_C1L: write(self.conv.T, conv_C1L[:, 0]),
+            partial(_write_exp, partial(write, self.decay)),
+            partial(write, self.time_bias),
+            partial(write, self.norm),
+        )
+        for (name, size), fill in zip(shape.others.items(), writes, strict=True):
+            yield name, Slot(size, partial(_copy_numbers, fill), lambda: "float32")
+
+
+def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
+    """In float64, so that every processor rounds to the same."""
+    wide = np.array([math.exp(float(one)) for one in numbers])
+    write(wide.astype(np.float32))
+
+
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
     """Where the tensor goes."""
     return shape.name, Slot((shape.width,), partial(_copy_numbers, write), lambda: "float32")
@@ -538,6 +654,19 @@ def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str
 
 def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
     write(numbers.reshape(shape))
+
+
+def _in_halves(
+    heads: int, write: Callable[[Array | QuantizedTensor], None], tensor: Array | QuantizedTensor
+) -> None:
+    """Writes outputs with the second halves of all heads first."""
+    if heads:
+        order = np.arange(tensor.shape[0]).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).ravel()
+        if isinstance(tensor, QuantizedTensor):
+            tensor = replace(tensor, blocks=tensor.blocks[order])
+        else:
+            tensor = tensor[order]
+    write(tensor)
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

@@ -235,6 +235,7 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
         mixer: Mixer::Attention(AttentionMixer {
             qkv: &linears.qkv,
             makes: Makes::All,
+            gated: false,
             qk_norm: None,
             key_norm: None,
             value_norm: None,

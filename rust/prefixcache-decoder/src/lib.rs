@@ -23,6 +23,7 @@ use prefixcache_ops::rowwise::{Gate, RmsNorm, add_and_scale, gated, rms_norm};
 pub use feed_forward::{Dense, FeedForward};
 pub use mixer::Mixer;
 pub use mixer::attention::{AttentionMixer, Makes};
+pub use mixer::delta::DeltaMixer;
 pub use mixer::short_conv::ShortConvMixer;
 
 /// A layer: a mixer, then a feed-forward, each with a residual connection; then what it makes of an
@@ -118,6 +119,7 @@ pub struct Scratch<E> {
     opened: Buffer<E>,
     attention: mixer::attention::Scratch<E>,
     short_conv: mixer::short_conv::Scratch<E>,
+    delta: mixer::delta::Scratch<E>,
     feed_forward: feed_forward::Scratch<E>,
 }
 
@@ -137,11 +139,15 @@ impl<E: KvElement> Scratch<E> {
         };
         let of_attention = layers.iter().filter_map(|layer| match &layer.mixer {
             Mixer::Attention(mixer) => Some(mixer),
-            Mixer::ShortConv(_) => None,
+            _ => None,
         });
         let of_short_conv = layers.iter().filter_map(|layer| match &layer.mixer {
             Mixer::ShortConv(mixer) => Some(mixer),
-            Mixer::Attention(_) => None,
+            _ => None,
+        });
+        let of_delta = layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::Delta(mixer) => Some(mixer),
+            _ => None,
         });
         let widths = |times: usize| {
             let inputs = layers.iter().filter_map(|layer| layer.own_input.as_ref());
@@ -158,6 +164,7 @@ impl<E: KvElement> Scratch<E> {
             opened: Buffer::new(rows, widths(1))?,
             attention: mixer::attention::Scratch::new(rows, of_attention)?,
             short_conv: mixer::short_conv::Scratch::new(rows, of_short_conv)?,
+            delta: mixer::delta::Scratch::new(rows, of_delta)?,
             feed_forward: feed_forward::Scratch::new(
                 rows,
                 layers.iter().map(|layer| &layer.feed_forward),
@@ -182,6 +189,7 @@ impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
     /// values to `cache` [P, 2 * K * B * D], or the inputs of a convolution to `cache` [P, kept * E].
     /// `own` [T, I] is the input that the layer alone has, where it has one.
+    /// States have places of their own.
     ///
     /// # Errors
     /// There is no memory for the attention's sums or for quantized activations; `x` is as it was, the
@@ -260,6 +268,7 @@ impl Step<'_> {
             Mixer::ShortConv(mixer) => {
                 self.convolve(mixer, cache, normed, &mut scratch.short_conv, sum)
             }
+            Mixer::Delta(mixer) => self.read_states(mixer, normed, &mut scratch.delta, sum),
         }
     }
 

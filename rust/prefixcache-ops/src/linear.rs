@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
-use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
+use prefixcache_cpu::tile::{MAX_HEIGHT, TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
     Bf16, ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
 };
@@ -547,49 +547,55 @@ impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
         let results = &self.task.results;
         let used = PANEL.min(results.outputs.len() - results.panel * PANEL);
         for (first, height) in heights(results.rows.len()) {
+            let row = results.rows.start + first;
+            // What is added to sums is compiled once, and not for every height.
+            let mut sums = [[0.0; PANEL]; MAX_HEIGHT];
             for column in (0..used).step_by(L::WIDTH * L::LANES) {
-                let row = results.rows.start + first;
                 run_tile(
                     height,
                     L::WIDTH,
                     Tile {
-                        task: &self.task,
+                        x: self.task.x,
                         panel: self.panel,
                         lanes,
                         row,
                         column,
+                        sums: &mut sums,
                     },
                 );
             }
+            results.finish_rows(lanes, row, &sums[..height]);
         }
     }
 }
 
 /// A register tile: a few rows times a few vectors of the panel, from `row` and `column`.
-struct Tile<'a, E, O, L> {
-    task: &'a PanelTask<'a, E, O>,
+struct Tile<'a, E, L> {
+    x: Rows<'a, E>,
     panel: &'a [u32],
     lanes: L,
     row: usize,
     column: usize,
+    sums: &'a mut [Sums; MAX_HEIGHT],
 }
 
-impl<E: Element, O: Element, L: Lanes> TileWork for Tile<'_, E, O, L> {
+impl<E: Element, L: Lanes> TileWork for Tile<'_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
-        let (task, lanes) = (self.task, self.lanes);
-        let depth = task.x.width() / E::PER_WORD;
-        let rows = std::array::from_fn(|r| task.x.row(self.row + r).as_ptr().cast());
+        let lanes = self.lanes;
+        let depth = self.x.width() / E::PER_WORD;
+        let rows = std::array::from_fn(|r| self.x.row(self.row + r).as_ptr().cast());
         let panel = &self.panel[self.column..];
         let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
         let mut acc = [[lanes.splat(0.0); W]; H];
         // SAFETY: a row of x holds `depth` words, and a panel `depth` lines of 64 of which
         // `column` starts a group of W * LANES.
         unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
-        for (r, sums) in acc.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                let column = self.column + c * L::LANES;
-                task.results.finish(lanes, self.row + r, column, sum);
+        for (to, sums) in self.sums.iter_mut().zip(&acc) {
+            let to = to[self.column..].chunks_exact_mut(L::LANES);
+            for (to, &sum) in to.zip(sums) {
+                // SAFETY: the chunk holds LANES numbers.
+                unsafe { lanes.store(to.as_mut_ptr(), sum) };
             }
         }
     }
@@ -665,13 +671,8 @@ impl<O: Element> Kernel for Finish<'_, O> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        for (row, sums) in self.results.rows.clone().zip(self.sums) {
-            for (i, sums) in sums.chunks_exact(L::LANES).enumerate() {
-                // SAFETY: the chunk holds LANES numbers.
-                let sums = unsafe { lanes.load(sums.as_ptr()) };
-                self.results.finish(lanes, row, i * L::LANES, sums);
-            }
-        }
+        let first = self.results.rows.start;
+        self.results.finish_rows(lanes, first, self.sums);
     }
 }
 
@@ -682,6 +683,18 @@ impl<O: Element> Results<'_, O> {
             finish_f32(form, Finish { results, sums });
         } else if let Some(results) = self.of_type() {
             finish_bf16(form, Finish { results, sums });
+        }
+    }
+
+    /// Writes the outputs that the sums of rows from `first` on become.
+    #[inline(always)]
+    fn finish_rows<L: Lanes>(&self, lanes: L, first: usize, sums: &[Sums]) {
+        for (row, sums) in (first..).zip(sums) {
+            for (i, sums) in sums.chunks_exact(L::LANES).enumerate() {
+                // SAFETY: the chunk holds LANES numbers.
+                let sums = unsafe { lanes.load(sums.as_ptr()) };
+                self.finish(lanes, row, i * L::LANES, sums);
+            }
         }
     }
 

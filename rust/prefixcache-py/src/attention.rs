@@ -111,6 +111,12 @@ impl PagedAttention {
     pub fn page_numbers(&self, step: &PlannedStep) -> usize {
         2 * self.attention.kv_heads() * step.plan.block_size() * self.attention.head_dim()
     }
+
+    /// A part of each page at an address, of `numbers` float32 numbers of a state.
+    pub fn state_parts(&self, step: &PlannedStep, address: usize, numbers: usize) -> Matrix {
+        let stride = self.page_numbers(step) * self.dtype.size() / size_of::<f32>();
+        Matrix::strided_at("states", address, (step.plan.num_pages(), numbers), stride)
+    }
 }
 
 #[pymethods]

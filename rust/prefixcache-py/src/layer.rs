@@ -3,7 +3,7 @@
 
 use std::sync::RwLockReadGuard;
 
-use prefixcache_attention::{Attention, MAX_TAPS, ShortConv};
+use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_decoder::Makes;
@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Number, One, OneOf, Real, Value, Word, wrong_type};
 use crate::cpu::{DType, Matrix};
+use crate::delta::{DeltaMixer, sees_states};
 use crate::errors::out_of_range;
 use crate::linear::{Layer, LayerElement, PackedLinear};
 use crate::names;
@@ -23,6 +24,7 @@ use crate::names;
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
     makes: Makes,
+    gated: bool,
     qk_norm: Option<usize>,
     whole_norms: bool,
     value_norm: Option<usize>,
@@ -45,7 +47,8 @@ impl Word for Makes {
 impl AttentionMixer {
     /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
     /// `whole_norms` of all queries at once and all keys; `value_norm` is that of values. `sinks` is the
-    /// address of a float32 a head.
+    /// address of a float32 a head. With `gated` outputs of `qkv` before those of queries are gates, whose
+    /// sigmoid multiplies what heads make.
     ///
     /// `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys are the
     /// values too, neither normalised nor turned; or "queries" alone: keys and values are then those of an
@@ -55,11 +58,12 @@ impl AttentionMixer {
     /// queries where it is another.
     #[new]
     #[pyo3(signature = (
-        *, qkv, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None, out, rope,
-        query_rope=None
+        *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
+        out, rope, query_rope=None
     ))]
     fn new(
         qkv: Py<PackedLinear>,
+        gated: bool,
         makes: Option<OneOf<Makes>>,
         qk_norm: Option<Number<names::QkNorm>>,
         whole_norms: bool,
@@ -72,6 +76,7 @@ impl AttentionMixer {
         Self {
             qkv,
             makes: makes.map_or(Makes::All, |makes| makes.0),
+            gated,
             qk_norm: qk_norm.map(|norm| norm.0),
             whole_norms,
             value_norm: value_norm.map(|norm| norm.0),
@@ -98,13 +103,13 @@ impl AttentionMixer {
     fn has_heads_of(&self, attention: &Attention) -> bool {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
-        let dims = attention.head_dim();
+        let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
         let made = match self.makes {
             Makes::All => queries + 2 * keys,
             Makes::QueriesAndKeys => queries + keys,
             Makes::Queries => queries,
         };
-        out.inputs == queries * dims && qkv.outputs == made * dims
+        out.inputs == queries * dims && qkv.outputs == (gates + made) * dims
     }
 }
 
@@ -356,6 +361,7 @@ impl OwnInput {
 enum Mixer {
     Attention(Py<AttentionMixer>),
     ShortConv(Py<ShortConvMixer>),
+    Delta(Py<DeltaMixer>),
 }
 
 impl Mixer {
@@ -363,6 +369,7 @@ impl Mixer {
         match self {
             Self::Attention(mixer) => mixer.get().linears(),
             Self::ShortConv(mixer) => mixer.get().linears(),
+            Self::Delta(mixer) => mixer.get().linears(),
         }
     }
 }
@@ -375,11 +382,11 @@ impl Value for Mixer {
         if let Ok(mixer) = value.cast() {
             return Ok(Self::ShortConv(mixer.clone().unbind()));
         }
-        Err(wrong_type(
-            argument,
-            "an AttentionMixer or a ShortConvMixer",
-            value,
-        ))
+        if let Ok(mixer) = value.cast() {
+            return Ok(Self::Delta(mixer.clone().unbind()));
+        }
+        let wanted = "an AttentionMixer, a ShortConvMixer or a DeltaMixer";
+        Err(wrong_type(argument, wanted, value))
     }
 }
 
@@ -476,6 +483,7 @@ impl DecoderLayer {
         let mixer_fits = match &self.mixer {
             Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
             Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
+            Mixer::Delta(mixer) => mixer.get().fits(hidden, dtype),
         };
         let feed_forward_fits = match &self.feed_forward {
             FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
@@ -490,6 +498,7 @@ impl DecoderLayer {
         match &self.mixer {
             Mixer::Attention(mixer) => mixer.get().has_heads_of(attention),
             Mixer::ShortConv(mixer) => mixer.get().is_seen_by(attention),
+            Mixer::Delta(_) => sees_states(attention),
         }
     }
 
@@ -497,7 +506,15 @@ impl DecoderLayer {
     pub fn ropes(&self) -> Vec<usize> {
         match &self.mixer {
             Mixer::Attention(mixer) => vec![mixer.get().rope, mixer.get().query_rope],
-            Mixer::ShortConv(_) => Vec::new(),
+            Mixer::ShortConv(_) | Mixer::Delta(_) => Vec::new(),
+        }
+    }
+
+    /// Numbers of the layer's state; 0 where it has none.
+    pub fn state(&self) -> usize {
+        match &self.mixer {
+            Mixer::Delta(mixer) => mixer.get().state(),
+            Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
         }
     }
 
@@ -510,12 +527,13 @@ impl DecoderLayer {
     /// Tokens whose inputs a block must keep, where the layer is a convolution.
     pub fn least_kept(&self, block_size: usize) -> Option<usize> {
         match &self.mixer {
-            Mixer::Attention(_) => None,
+            Mixer::Attention(_) | Mixer::Delta(_) => None,
             Mixer::ShortConv(mixer) => Some((mixer.get().taps - 1).clamp(1, block_size)),
         }
     }
 
-    /// The layer as the decoder computes it, of group `group` of the step with this attention.
+    /// The layer as the decoder computes it, of group `group` of the step with this attention, with its state
+    /// in `states`.
     ///
     /// # Safety
     /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
@@ -525,6 +543,7 @@ impl DecoderLayer {
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
+        states: Vec<StatePart<'a>>,
         linears: &'a Linears<'_>,
     ) -> PyResult<decoder::DecoderLayer<'a, E>> {
         let norm = |name, address: Option<usize>, width, group| {
@@ -563,6 +582,7 @@ impl DecoderLayer {
                 decoder::Mixer::Attention(decoder::AttentionMixer {
                     qkv: linears.mixer(0),
                     makes: mixer.makes,
+                    gated: mixer.gated,
                     qk_norm,
                     key_norm,
                     value_norm: norm("value_norm", mixer.value_norm, keys, dims)?,
@@ -577,6 +597,10 @@ impl DecoderLayer {
             Mixer::ShortConv(mixer) => {
                 // SAFETY: the caller's promise.
                 decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
+            }
+            Mixer::Delta(mixer) => {
+                // SAFETY: the caller's promise.
+                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
             }
         };
         let own_input = |own: &'a Py<OwnInput>| {
@@ -680,7 +704,7 @@ impl<'a> Linears<'a> {
         })
     }
 
-    fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+    pub fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.mixer[number]).expect("types were checked with the shapes")
     }
 

@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
 }
@@ -83,6 +84,18 @@ _OWN_MODULES = {
         "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    },
+    "qwen35": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
     },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
@@ -148,6 +161,8 @@ _UNSUPPORTED_TYPES = {
     if kind.name.startswith(("MOSTLY_IQ1", "MOSTLY_IQ2", "MOSTLY_IQ3", "MOSTLY_TQ"))
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+# Parameters that are not a module's: those have no "weight" or "bias" behind their names.
+_LONE = re.compile(r"(sinks|A_log|dt_bias)\.(weight|bias)")
 
 
 def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
@@ -279,6 +294,8 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
     if metadata.architecture == "lfm2":
         return config | _lfm2_config(metadata, config)
+    if metadata.architecture == "qwen35":
+        return config | _qwen35_config(metadata, config)
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
 
 
@@ -293,6 +310,22 @@ def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "conv_L_cache": metadata.shape("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _qwen35_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp has value heads of a key head apart, and layers that guess behind the others."""
+    value_heads = metadata.shape("ssm.time_step_rank")
+    guessing = metadata.shape("nextn_predict_layers", 0)
+    return _partly_rotated(metadata, config) | {
+        "num_hidden_layers": config["num_hidden_layers"] - guessing,
+        "full_attention_interval": metadata.shape("full_attention_interval", 4),
+        "linear_conv_kernel_dim": metadata.shape("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.shape("ssm.state_size"),
+        "linear_value_head_dim": metadata.shape("ssm.inner_size") // value_heads,
+        "linear_num_key_heads": metadata.shape("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_heads_tiled": True,
     }
 
 
@@ -316,12 +349,14 @@ def _gpt_oss_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, An
 
 
 def _phi3_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    window = metadata.shape("attention.sliding_window", 0) or None
+    return {"sliding_window": window} | _partly_rotated(metadata, config)
+
+
+def _partly_rotated(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     rotated = metadata.shape("rope.dimension_count", config["head_dim"])
     part = {"partial_rotary_factor": rotated / config["head_dim"]}
-    return {
-        "sliding_window": metadata.shape("attention.sliding_window", 0) or None,
-        "rope_parameters": config["rope_parameters"] | part,
-    }
+    return {"rope_parameters": config["rope_parameters"] | part}
 
 
 def _olmo_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -456,7 +491,7 @@ def _token_ids(metadata: _Metadata) -> dict[str, int]:
 def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:
     modules = _MODULES | _OWN_MODULES.get(config["model_type"], {})
     for part, tensor in ((i, one) for i, header in enumerate(parts) for one in header.tensors):
-        if tensor.name in _FACTORS:
+        if tensor.name in _FACTORS or _layer_of(tensor) >= config["num_hidden_layers"]:
             continue
         if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
             yield from (replace(one, part=part) for one in _split(tensor, experts))
@@ -468,15 +503,29 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
             shape=_checkpoint_shape(tensor),
             offset=tensor.offset,
             paired_heads=_paired_heads(tensor, config),
-            # llama.cpp keeps what its norms multiply by.
-            offset_by=1.0 if _is_gemma(config) and tensor.name.endswith("norm.weight") else 0.0,
+            offset_by=_offset_by(tensor, config),
+            is_minus_exp=tensor.name.endswith(".ssm_a"),
         )
+
+
+def _layer_of(tensor: GgufTensor) -> int:
+    """Its layer; -1 of what is of none."""
+    number = tensor.name.removeprefix("blk.").partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
+    """llama.cpp keeps what norms multiply by."""
+    has_offset = _is_gemma(config) or config["model_type"] == "qwen35"
+    is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
+    return 1.0 if has_offset and is_norm else 0.0
 
 
 def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
     """A convolution has one input for each output in a checkpoint, which llama.cpp leaves out."""
     shape = tensor.shape
-    return (shape[0], 1, shape[1]) if tensor.name.endswith(".shortconv.conv.weight") else shape
+    is_conv = tensor.name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight"))
+    return (shape[0], 1, shape[1]) if is_conv else shape
 
 
 def _split(tensor: GgufTensor, name: re.Match[str]) -> Iterator[IndexedTensor]:
@@ -508,10 +557,10 @@ def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
 
 
 def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
-    match = _LAYER_NAME.fullmatch(name)
+    match = _LAYER_NAME.fullmatch(f"{name}.weight" if name.endswith(".ssm_a") else name)
     if match is not None and match[2] in modules:
         name = f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
-        return name.replace(".sinks.weight", ".sinks").replace("_scalar.weight", "_scalar")
+        return _LONE.sub(r"\1", name).replace("_scalar.weight", "_scalar")
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     raise UnsupportedModelError(f"it holds a tensor {name} that no supported model has.")

@@ -42,6 +42,7 @@ from prefixcache._core import (
     Cpu,
     DecoderLayer,
     DecoderStack,
+    DeltaMixer,
     DenseFeedForward,
     ExpertsFeedForward,
     OwnInput,
@@ -52,7 +53,7 @@ from prefixcache._core import (
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVGroup, KVLayout, layer_places
+from prefixcache.kv.specs import STATE_BYTES, KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -61,6 +62,8 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
+    DeltaShape,
+    DeltaWeights,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -85,7 +88,8 @@ class StepKernels:
 
     Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
     convolution takes from it where the tokens stand, and a block has the inputs of its last
-    `kept_tokens` tokens. A block begins `page_stride` numbers after the one before.
+    `kept_tokens` tokens. A block begins `page_stride` numbers after the one before. `states` are
+    the parts of layers' states: layer, group, where that is in the null block, and float32 numbers.
     """
 
     attentions: list[PagedAttention]
@@ -93,6 +97,7 @@ class StepKernels:
     caches: list[int]
     page_stride: int
     kept_tokens: int = 0
+    states: Sequence[tuple[int, int, int, int]] = ()
 
 
 class CpuModel:
@@ -161,6 +166,7 @@ class CpuModel:
             address(x_TE),
             kernels.kept_tokens,
             rotated=self._rotated,
+            states=kernels.states,
             page_stride=kernels.page_stride,
             own_inputs=None if own_TI is None else address(own_TI),
         )
@@ -220,8 +226,32 @@ class CpuModel:
             self.config.rms_norm_eps * shape.projection.inputs,
         )
 
-    def _mixer(self, shape: AttentionShape | ConvShape) -> AttentionMixer | ShortConvMixer:
+    def _mixer(
+        self, shape: AttentionShape | ConvShape | DeltaShape
+    ) -> AttentionMixer | ShortConvMixer | DeltaMixer:
+        if isinstance(shape, DeltaShape):
+            return self._delta(shape)
         return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
+
+    def _delta(self, shape: DeltaShape) -> DeltaMixer:
+        weights = DeltaWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
+        self._norms += [weights.conv, weights.decay, weights.time_bias, weights.norm]
+        self.slots.update(weights.slots(shape, _write))
+        delta = shape.delta
+        return DeltaMixer(
+            in_proj=self._linear(shape.in_proj).packed,
+            key_heads=delta.key_heads,
+            value_heads=delta.value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            taps=delta.taps,
+            tiled=delta.tiled,
+            conv=address(weights.conv),
+            decay=address(weights.decay),
+            time_bias=address(weights.time_bias),
+            norm=address(weights.norm),
+            out=self._linear(shape.out).packed,
+        )
 
     def _conv(self, shape: ConvShape) -> ShortConvMixer:
         dtype, channels = DTYPES[self.dtype_name], shape.out.inputs
@@ -243,6 +273,7 @@ class CpuModel:
         return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
             makes=shape.makes,
+            gated=shape.gated,
             qk_norm=self._optional_norm(shape.qk_norm),
             whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
             value_norm=address(self._ones(shape)) if shape.value_norm else None,
@@ -397,4 +428,13 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
         caches=[cache(groups[group], number) for group, number in places],
         page_stride=kv.bytes_per_tensor_block // kv.itemsize,
         kept_tokens=max(group.kept_tokens for group in groups),
+        states=[
+            (
+                part.layer,
+                part.group,
+                kv.addresses[part.tensor] + part.start * STATE_BYTES,
+                part.numbers,
+            )
+            for part in kv.layout.states
+        ],
     )

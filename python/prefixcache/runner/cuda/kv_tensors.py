@@ -123,10 +123,11 @@ def attention_groups(layout: KVLayout, spec: AttentionSpec) -> tuple[AttentionGr
             _spec_of(group, spec),
             group.layers,
             conv=group if group.conv_width else None,
+            states=tuple(part for part in layout.states if part.group == number),
             parts=group if group.heads else None,
             readers=group.readers,
         )
-        for group in layout.groups
+        for number, group in enumerate(layout.groups)
     )
 
 

@@ -48,6 +48,7 @@ _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
 _NAMES = {
     "messages": "messages",
     "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "structured_output": "output_config.format",
     "stop": "stop_sequences",
@@ -94,6 +95,7 @@ class CountTokensRequest(RequestFields):
             "tools": chat_tools(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
+            "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._format(),
         }
         if self.thinking is not None:

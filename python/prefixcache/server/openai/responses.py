@@ -63,6 +63,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "structured_output": "text.format",
     "tool_call_id": "call_id",

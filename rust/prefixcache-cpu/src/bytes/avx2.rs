@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::ByteLanes;
+use super::{ByteLanes, dots_of_four};
 
 /// Proof that the processor has AVX2, FMA and F16C, and AVX-VNNI where `VNNI` says so.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -34,6 +34,7 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     const LANES: usize = 8;
     const WIDTH: usize = 2;
     const DOT_OF_FOUR: bool = VNNI;
+    const DOTS_LESS_128: bool = !VNNI;
 
     #[inline(always)]
     unsafe fn load(self, from: *const u8) -> __m256i {
@@ -138,6 +139,10 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
         codes: &[__m256i; N],
         x: *const i32,
     ) -> __m256i {
+        if VNNI {
+            // SAFETY: the caller's promise is the same.
+            return unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) };
+        }
         // Pairs of products that 16 bits hold: 2 * 15 * 127, and so on.
         let most = match BITS {
             4 => 8,

@@ -49,6 +49,9 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// keeps sums of pairs in 16 bits for as long as they fit.
     const DOT_OF_FOUR: bool;
 
+    /// Whether [`Self::dots`] counts codes of eight bits less 128.
+    const DOTS_LESS_128: bool = false;
+
     /// All lanes `x`.
     fn splat(self, x: i32) -> Self::I;
 
@@ -132,7 +135,7 @@ pub trait ByteLanes: Copy + Send + Sync {
     fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
 
     /// The products of `4 N` codes of `BITS` bits (4, 5, 6 or 8) in each lane with as many signed bytes, which
-    /// are the same for all lanes and none is -128. Codes of eight bits count less 128.
+    /// are the same for all lanes and none is -128.
     ///
     /// # Safety
     /// `x` is readable for `N` words.
@@ -142,22 +145,8 @@ pub trait ByteLanes: Copy + Send + Sync {
         codes: &[Self::I; N],
         x: *const i32,
     ) -> Self::I {
-        let mut acc = self.splat(0);
-        for (i, &codes) in codes.iter().enumerate() {
-            // SAFETY: the caller vouches for N words.
-            let x = self.splat(unsafe { x.add(i).read_unaligned() });
-            acc = match BITS {
-                8 => {
-                    let zeros = self.dot_bytes(self.splat(0), self.splat(-0x7f7f_7f80), x);
-                    self.add(
-                        acc,
-                        self.sub(self.dot_bytes(self.splat(0), codes, x), zeros),
-                    )
-                }
-                _ => self.dot_codes(acc, codes, x),
-            };
-        }
-        acc
+        // SAFETY: the caller's promise is the same.
+        unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) }
     }
 
     /// Rounds to the nearest number, ties to even.
@@ -166,6 +155,25 @@ pub trait ByteLanes: Copy + Send + Sync {
     fn mul_f32(self, a: Self::F, b: Self::F) -> Self::F;
     /// a * b + c, rounded once in every form.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+}
+
+/// See [`ByteLanes::dots`].
+#[inline(always)]
+unsafe fn dots_of_four<L: ByteLanes, const BITS: usize, const N: usize>(
+    lanes: L,
+    codes: &[L::I; N],
+    x: *const i32,
+) -> L::I {
+    let mut acc = lanes.splat(0);
+    for (i, &codes) in codes.iter().enumerate() {
+        // SAFETY: the caller vouches for N words.
+        let x = lanes.splat(unsafe { x.add(i).read_unaligned() });
+        acc = match BITS {
+            8 => lanes.dot_bytes(acc, codes, x),
+            _ => lanes.dot_codes(acc, codes, x),
+        };
+    }
+    acc
 }
 
 /// A computation written once over [`ByteLanes`]. [`ByteForm::run`] compiles it for each form.

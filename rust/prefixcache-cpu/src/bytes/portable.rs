@@ -1,6 +1,6 @@
 //! Plain Rust that every processor runs.
 
-use super::ByteLanes;
+use super::{ByteLanes, dots_of_four};
 use crate::f16::{e8m0_to_f32, f16_to_f32};
 
 /// Eight lanes in plain Rust.
@@ -129,6 +129,13 @@ impl ByteLanes for Portable {
                 sum.wrapping_add(i32::from(bytes[k]) * i32::from(x[k] as i8))
             })
         })
+    }
+
+    // Not inlined: it would be compiled again for each format.
+    #[inline(never)]
+    unsafe fn dots<const BITS: usize, const N: usize>(self, codes: &[I; N], x: *const i32) -> I {
+        // SAFETY: the caller's promise is the same.
+        unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) }
     }
 
     #[inline(always)]

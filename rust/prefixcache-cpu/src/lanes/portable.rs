@@ -111,7 +111,8 @@ impl Lanes for Portable {
         (each(|i| v[i / 2]), each(|i| v[4 + i / 2]))
     }
 
-    #[inline(always)]
+    // Not inlined: it would be compiled again for each format.
+    #[inline(never)]
     fn round_pairs(self, a: V, b: V) -> V {
         let bits = |x: f32| u32::from(Bf16::from_f32(x).to_bits());
         let (even, odd) = self.unzip(a, b);

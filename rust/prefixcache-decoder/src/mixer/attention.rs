@@ -4,16 +4,19 @@ use prefixcache_attention::{KvElement, append, attend};
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_cpu::{Rows, RowsMut};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{RmsNorm, rotate};
+use prefixcache_ops::rowwise::{RmsNorm, open, rotate};
 
 use crate::{Buffer, Rotation, Step, Sum};
 
 /// Queries, keys and values, attention, and what becomes of it.
 pub struct AttentionMixer<'a, E> {
-    /// E to (H + 2 K) * D: queries, keys, values, as far as the layer makes them.
+    /// E to (H + 2 K) * D: queries, keys, values, as far as the layer makes them; before them H * D gates,
+    /// where it is gated.
     pub qkv: &'a PackedLinear<E>,
     /// Which of them it makes.
     pub makes: Makes,
+    /// Whether what heads make is multiplied by the sigmoid of gates.
+    pub gated: bool,
     /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
     pub qk_norm: Option<RmsNorm<'a, E>>,
     /// Of K * D numbers: that of keys, where `qk_norm` is of all H * D queries at once.
@@ -44,11 +47,17 @@ pub enum Makes {
 }
 
 impl<E: KvElement> AttentionMixer<'_, E> {
+    /// Gates of a token.
+    fn gates(&self) -> usize {
+        if self.gated { self.out.inputs() } else { 0 }
+    }
+
     /// Numbers of a token's queries, and of its keys, if the layer makes them.
     fn turned(&self) -> usize {
+        let made = self.qkv.outputs() - self.gates();
         match self.makes {
-            Makes::All => usize::midpoint(self.out.inputs(), self.qkv.outputs()),
-            Makes::QueriesAndKeys | Makes::Queries => self.qkv.outputs(),
+            Makes::All => usize::midpoint(self.out.inputs(), made),
+            Makes::QueriesAndKeys | Makes::Queries => made,
         }
     }
 }
@@ -94,12 +103,13 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         let group = &self.groups[mixer.group];
         let queries = mixer.out.inputs();
-        let width = mixer.qkv.outputs();
+        let (width, gates) = (mixer.qkv.outputs(), mixer.gates());
         self.linear(mixer.qkv, x, None, &scratch.qkv.write(width))?;
         self.turn(mixer, scratch);
         if mixer.makes != Makes::Queries {
             self.keep(mixer, cache, scratch);
         }
+        let qkv = scratch.qkv.read(width);
         let turned = scratch.turned.read(mixer.turned());
         attend(
             self.form,
@@ -110,7 +120,18 @@ impl Step<'_> {
             mixer.sinks,
             &scratch.attended.write(queries),
         )?;
-        let attended = scratch.attended.read(queries);
+        let mut attended = scratch.attended.read(queries);
+        if mixer.gated {
+            let opened = scratch.turned.write(queries); // which nobody reads any more
+            open(
+                self.form,
+                self.team,
+                qkv.columns(0..gates),
+                attended,
+                &opened,
+            );
+            attended = scratch.turned.read(queries);
+        }
         self.add(sum, |residual, out| {
             self.linear(mixer.out, attended, residual, out)
         })
@@ -125,9 +146,9 @@ impl Step<'_> {
     ) {
         let (width, turned) = (mixer.qkv.outputs(), mixer.turned());
         let keys = mixer.out.inputs()..turned;
-        let made = scratch.qkv.read(width);
+        let made = scratch.qkv.read(width).columns(mixer.gates()..width);
         let mut values = match mixer.makes {
-            Makes::All => made.columns(turned..width),
+            Makes::All => made.columns(turned..made.width()),
             Makes::QueriesAndKeys | Makes::Queries => made.columns(keys.clone()),
         };
         if let Some(norm) = mixer.value_norm {
@@ -142,7 +163,8 @@ impl Step<'_> {
     /// Normalises the queries and keys, where the model does, and turns them by their positions.
     fn turn<E: KvElement>(&self, mixer: &AttentionMixer<'_, E>, scratch: &mut Scratch<E>) {
         let (queries, all) = (mixer.out.inputs(), mixer.turned());
-        let mut qk = scratch.qkv.read(mixer.qkv.outputs()).columns(0..all);
+        let qkv = scratch.qkv.read(mixer.qkv.outputs());
+        let mut qk = qkv.columns(mixer.gates()..mixer.gates() + all);
         if let Some(norm) = mixer.qk_norm {
             let mut normed = scratch.qk.write(all);
             let of_queries = if mixer.key_norm.is_some() {

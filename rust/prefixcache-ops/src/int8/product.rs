@@ -53,6 +53,8 @@ const SUMMED_ROWS: usize = 24;
 /// A format as a type, so that a kernel is compiled for it.
 trait Packed {
     const LAYOUT: Layout;
+    /// See [`Format::is_common`].
+    const IS_COMMON: bool;
 
     /// [`ByteLanes::dots`] of its codes.
     ///
@@ -71,6 +73,7 @@ macro_rules! formats {
             struct $name;
             impl Packed for $name {
                 const LAYOUT: Layout = Layout::of(Format::$name);
+                const IS_COMMON: bool = Format::$name.is_common();
 
                 #[inline(always)]
                 unsafe fn dots<L: ByteLanes, const N: usize>(
@@ -116,7 +119,8 @@ impl PanelTask<'_> {
     fn of_format<P: Packed, L: ByteLanes>(self, lanes: L) {
         let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
         let mut first = self.first;
-        if !L::DOT_OF_FOUR {
+        // A kernel for each number of rows is compiled for the formats that most files are made of.
+        if const { !L::DOT_OF_FOUR || !P::IS_COMMON } {
             for sums in self.sums.chunks_mut(SUMMED_ROWS) {
                 panel.multiply_in_memory(self.x, first, sums);
                 first += sums.len();
@@ -172,14 +176,13 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         // Rows that there are not are the last one, computed for nothing.
         let last = first + sums.len() - 1;
         let rows = std::array::from_fn(|r| x.row(last.min(first + r)).as_ptr());
-        let halves = const { P::LAYOUT.halves() };
         // SAFETY: a row of x has the blocks of the panel's depth.
         unsafe {
-            if L::LANES < TILE {
+            if const { L::LANES < TILE } {
                 self.sums::<H, 2, TILES>(rows, sums);
-            } else if self.width < TILES || H == 1 || H > MAX_HEIGHT {
+            } else if const { H == 1 || H > MAX_HEIGHT } || self.width < TILES {
                 self.sums::<H, 1, TILES>(rows, sums);
-            } else if halves && H > 2 {
+            } else if const { P::LAYOUT.halves() && H > 2 } {
                 // With sums of halves more would not fit into the registers.
                 self.sums::<H, 2, 2>(rows, sums);
             } else {
@@ -342,11 +345,9 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
     unsafe fn add_row(&self, lanes: L, x: &ActivationBlock, to: *mut f32) {
         let layout = const { P::LAYOUT };
         let words = x.codes.as_ptr().cast::<i32>();
-        // Those of eight bits are without it.
-        let offset = if layout.dot_bits == 8 {
-            0
-        } else {
-            layout.offset
+        let offset = match layout.dot_bits {
+            8 if L::DOTS_LESS_128 => 0,
+            _ => layout.offset,
         };
         // SAFETY: a block of x has eight words, and the caller vouches for the sums.
         unsafe {

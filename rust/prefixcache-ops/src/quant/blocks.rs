@@ -125,6 +125,13 @@ impl Format {
         Self::MXFP4,
     ];
 
+    /// Whether most files are made of it. For these more kernels are compiled, where one for any number
+    /// of rows would be slower.
+    pub(crate) const fn is_common(self) -> bool {
+        use Format::{Q4_0, Q4_1, Q4K, Q5K, Q6K, Q8_0};
+        matches!(self, Q4_0 | Q4_1 | Q8_0 | Q4K | Q5K | Q6K)
+    }
+
     const fn row(self) -> Row {
         use Codes::{Above, Of, Signed, Unsigned};
         use Scales::{Group, GroupMinimum, Minimum, Plain, PowerOfTwo, SixteenMinimums, Sixteens};

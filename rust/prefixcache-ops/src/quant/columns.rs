@@ -82,13 +82,13 @@ pub(super) fn code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
     }
 }
 
-/// What becomes of `C` vectors of words.
-trait TakeLines<L: Lanes, const C: usize> {
-    /// Takes the words of the columns at word `line` of the group.
+/// What becomes of the words of columns.
+trait TakeWords<L: Lanes> {
+    /// Takes word `line` of the group, of vector `c` of columns.
     ///
     /// # Safety
     /// There is such a word.
-    unsafe fn take(&mut self, line: usize, words: [L::V; C]);
+    unsafe fn take(&mut self, line: usize, c: usize, words: L::V);
 }
 
 /// `C` vectors of columns of a group of a strip.
@@ -167,38 +167,56 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         }
     }
 
-    /// Dequantizes the group.
+    /// Dequantizes the group, a vector after the other for as many numbers as fill whole words: with those
+    /// of all vectors at once the registers would not do.
     ///
     /// # Safety
-    /// `take` has the lines of a group.
+    /// `take` has the words of a group.
     #[inline(always)]
-    unsafe fn each_line<E: Element>(&self, take: &mut impl TakeLines<L, C>) {
-        let mut words = [self.lanes.splat(0.0); C];
-        for_pairs!(PAIR => {
-            let mut more = words;
-            for c in 0..C {
-                // SAFETY: the stream has 32 codes.
-                let (a, b) = unsafe { (self.number(c, 2 * PAIR), self.number(c, 2 * PAIR + 1)) };
-                let (first, second) = E::column_lines(self.lanes, a, b);
-                words[c] = first;
-                if let Some(second) = second {
-                    more[c] = second;
+    unsafe fn each_word<E: Element>(&self, take: &mut impl TakeWords<L>) {
+        for first in (0..GROUP).step_by(F::PERIOD) {
+            for_pairs!(PAIR => {
+                if const { 2 * PAIR < F::PERIOD } {
+                    for c in 0..C {
+                        // SAFETY: the caller's promise.
+                        unsafe { self.pair::<E>(c, first, 2 * PAIR, take) };
+                    }
                 }
-            }
-            let line = PAIR * (2 / E::PER_WORD);
-            // SAFETY: `take` has these lines.
-            unsafe {
-                take.take(line, words);
-                if E::PER_WORD == 1 {
-                    take.take(line + 1, more);
-                }
-            }
-        });
+            });
+        }
     }
 
-    /// The numbers of vector `c` at a depth.
+    /// Dequantizes the numbers at depth `first + depth` and after it.
+    ///
+    /// # Safety
+    /// As [`Self::each_word`], and there are such numbers.
     #[inline(always)]
-    unsafe fn number(&self, c: usize, depth: usize) -> L::V {
+    unsafe fn pair<E: Element>(
+        &self,
+        c: usize,
+        first: usize,
+        depth: usize,
+        take: &mut impl TakeWords<L>,
+    ) {
+        let line = (first + depth) / E::PER_WORD;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let a = self.number(c, first, depth);
+            let b = self.number(c, first, depth + 1);
+            let (words, more) = E::column_lines(self.lanes, a, b);
+            take.take(line, c, words);
+            if let Some(more) = more {
+                take.take(line + 1, c, more);
+            }
+        }
+    }
+
+    /// The numbers of vector `c` at depth `first + depth`, of which whole words of codes come before `first`.
+    ///
+    /// # Safety
+    /// There are such numbers.
+    #[inline(always)]
+    unsafe fn number(&self, c: usize, first: usize, depth: usize) -> L::V {
         let lanes = self.lanes;
         let CodeAt {
             word,
@@ -206,6 +224,7 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             line,
             ..
         } = code_at::<F>(c * L::LANES, depth);
+        let word = first * F::BITS as usize / 32 * STRIP + word;
         // SAFETY: the stream has this code, so the words with its bits.
         let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
         let mut from = at;
@@ -224,35 +243,33 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             6 => lanes.field::<6, false>(words, from),
             _ => lanes.field::<8, false>(words, from),
         };
-        lanes.mul_add(
-            code,
-            self.scales[depth / 16][c],
-            self.offsets[depth / 16][c],
-        )
+        let half = if F::HAS_HALVES {
+            (first + depth) / 16
+        } else {
+            0
+        };
+        lanes.mul_add(code, self.scales[half][c], self.offsets[half][c])
     }
 }
 
 /// Sums of `H` rows and `C` vectors.
 struct Multiply<L: Lanes, E, const H: usize, const C: usize> {
     lanes: L,
+    /// The words of the group.
     rows: [*const u32; H],
     sums: [[L::V; C]; H],
     element: PhantomData<E>,
 }
 
-impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
-    for Multiply<L, E, H, C>
-{
+impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeWords<L> for Multiply<L, E, H, C> {
     #[inline(always)]
-    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        // By references: to iterate over arrays themselves keeps the sums in memory.
+    unsafe fn take(&mut self, line: usize, c: usize, words: L::V) {
         for r in 0..H {
             // SAFETY: the row has this word, as the caller vouches.
             let x = unsafe { self.rows[r].add(line).read_unaligned() };
             let x = self.lanes.splat_word(x);
-            for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
-                *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
-            }
+            let sum = &mut self.sums[r][c];
+            *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
         }
     }
 }
@@ -271,10 +288,11 @@ impl<E: Element> Product<'_, E> {
         match sums.len() {
             0 => {}
             1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
-            2 => form.run(Few::<_, F, 2, 2>::new(self, sums)),
-            3..=4 => form.run(Few::<_, F, 4, 2>::new(self, sums)),
-            5..=6 => form.run(Few::<_, F, 6, 1>::new(self, sums)),
-            // Four and four.
+            2 if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 2, 2>::new(self, sums)),
+            5..=6 if const { F::FORMAT.is_common() } => {
+                form.run(Few::<_, F, 6, 1>::new(self, sums));
+            }
+            // Eight as four and four.
             _ => form.run(Few::<_, F, 4, 2>::new(self, sums)),
         }
     }
@@ -295,7 +313,7 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if !L::LANE_IS_COLUMN || E::PER_WORD != 1 {
+        if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
             // Not compiled for the forms and types that it is not run with.
             unreachable!("laid out for another form");
         }
@@ -344,7 +362,7 @@ impl<E: Element> Product<'_, E> {
             // SAFETY: the strip has the group, the rows its words.
             unsafe {
                 Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
-                    .each_line::<E>(&mut multiply);
+                    .each_word::<E>(&mut multiply);
                 for row in &mut multiply.rows {
                     *row = row.add(GROUP / E::PER_WORD);
                 }
@@ -380,15 +398,13 @@ struct Store<L> {
     to: *mut u32,
 }
 
-impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
+impl<L: Lanes> TakeWords<L> for Store<L> {
     #[inline(always)]
-    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        for (c, &words) in words.iter().enumerate() {
-            // SAFETY: the panel has this line, as the caller vouches.
-            unsafe {
-                let to = self.to.add(line * PANEL + c * L::LANES);
-                self.lanes.store(to.cast(), words);
-            }
+    unsafe fn take(&mut self, line: usize, c: usize, words: L::V) {
+        // SAFETY: the panel has this line, as the caller vouches.
+        unsafe {
+            let to = self.to.add(line * PANEL + c * L::LANES);
+            self.lanes.store(to.cast(), words);
         }
     }
 }
@@ -407,7 +423,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if !L::LANE_IS_COLUMN {
+        if const { !L::LANE_IS_COLUMN } {
             unreachable!("laid out for another form");
         }
         let lines = self.to.chunks_exact_mut(GROUP / E::PER_WORD);
@@ -421,7 +437,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
                 unsafe {
                     let to = lines.as_mut_ptr().cast::<u32>().add(column);
                     Columns::<L, F, 1>::new(lanes, strip, group, column % STRIP)
-                        .each_line::<E>(&mut Store { lanes, to });
+                        .each_word::<E>(&mut Store { lanes, to });
                 }
             }
         }

@@ -64,6 +64,15 @@ pub(super) trait Layout: Send + Sync {
     } else {
         0
     };
+    /// Numbers whose codes fill whole words.
+    const PERIOD: usize = match Self::BITS {
+        2 | 6 => 16,
+        4 => 8,
+        8 => 4,
+        _ => GROUP,
+    };
+    /// Whether the halves of a group have scales of their own.
+    const HAS_HALVES: bool = matches!(Self::SCALES, Scales::Sixteens | Scales::SixteenMinimums);
     /// The most rows whose products with this format's blocks are taken from registers.
     const MAX_FEW: usize = match Self::SCALES {
         Scales::Plain | Scales::PowerOfTwo | Scales::Group => MAX_FEW,
@@ -582,7 +591,10 @@ impl<E: Element> Product<'_, E> {
         match sums.len() {
             0 => {}
             1 => form.run(Few::<_, F, 1>::new(self, sums)),
-            2 => form.run(Few::<_, F, 2>::new(self, sums)),
+            2 if const { F::MAX_FEW == 2 || F::FORMAT.is_common() } => {
+                form.run(Few::<_, F, 2>::new(self, sums));
+            }
+            _ if const { F::MAX_FEW == 2 } => unreachable!("too many rows"),
             _ => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
         }
     }
@@ -732,36 +744,43 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
     /// `take` has the lines of a group.
     #[inline(always)]
     unsafe fn dequantize<E: Element, const HALF: usize>(&self, take: &mut impl TakeLine<L>) {
-        if !L::UNROLLED {
+        if const { !L::UNROLLED } {
             for pair in 0..GROUP / 2 {
                 // SAFETY: the caller's promise.
-                unsafe { self.dequantize_pair::<E, HALF>(pair, take) };
+                unsafe { self.dequantize_pair::<E, HALF>(0, pair, take) };
             }
             return;
         }
-        for_pairs!(PAIR => {
-            // SAFETY: the caller's promise.
-            unsafe { self.dequantize_pair::<E, HALF>(PAIR, take) };
-        });
+        // As many at once as fill whole words, so that the shifts are constants.
+        for first in (0..GROUP / 2).step_by(F::PERIOD / 2) {
+            for_pairs!(PAIR => {
+                if const { 2 * PAIR < F::PERIOD } {
+                    // SAFETY: the caller's promise.
+                    unsafe { self.dequantize_pair::<E, HALF>(first, PAIR, take) };
+                }
+            });
+        }
     }
 
-    /// Dequantizes two depths of the group.
+    /// Dequantizes two depths of the group: pair `first + pair`, of which whole words of codes come before
+    /// `first`.
     ///
     /// # Safety
     /// As [`Self::dequantize`], and there is such a pair.
     #[inline(always)]
     unsafe fn dequantize_pair<E: Element, const HALF: usize>(
         &self,
+        first: usize,
         pair: usize,
         take: &mut impl TakeLine<L>,
     ) {
+        let half = if L::LANES == TILE { 1 } else { HALF };
         // SAFETY: the tile has 32 codes in each of its streams, and `take` these lines.
         unsafe {
-            let first = self.number::<0>(2 * pair + HALF, pair / 8);
-            let second = 2 * pair + if L::LANES == TILE { 1 } else { HALF };
-            let second = self.number::<1>(second, pair / 8);
-            let (words, more) = E::lines(self.lanes, first, second);
-            let line = pair * (2 / E::PER_WORD);
+            let a = self.number::<0>(first, 2 * pair + HALF);
+            let b = self.number::<1>(first, 2 * pair + half);
+            let (words, more) = E::lines(self.lanes, a, b);
+            let line = (first + pair) * (2 / E::PER_WORD);
             take.take(line, words);
             if let Some(more) = more {
                 take.take(line + 1, more);
@@ -769,11 +788,12 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         }
     }
 
-    /// The numbers of a vector's codes `code`.
+    /// The numbers of a vector's codes `2 * first + code`.
     #[inline(always)]
-    unsafe fn number<const VECTOR: usize>(&self, code: usize, sixteen: usize) -> L::V {
+    unsafe fn number<const VECTOR: usize>(&self, first: usize, code: usize) -> L::V {
         let bit = F::BITS as usize * code;
         let (word, at) = (bit / 32 * TILE, (bit % 32) as u32);
+        let word = 2 * first * F::BITS as usize / 32 * TILE + word;
         // SAFETY: the stream has this code, so the words with its bits.
         let mut words = unsafe { self.lanes.load(self.codes[VECTOR].add(word).cast()) };
         let mut from = at;
@@ -783,7 +803,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             words = self.lanes.join(words, next, at);
             from = 0;
         }
-        let code = match (F::BITS, F::SIGNED) {
+        let number = match (F::BITS, F::SIGNED) {
             (4, _) if F::TABLE.is_some() => self.lanes.lookup(table::<F>(), words, from),
             (2, _) => self.lanes.field::<2, false>(words, from),
             (3, _) => self.lanes.field::<3, true>(words, from),
@@ -794,10 +814,15 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             (6, _) => self.lanes.field::<6, true>(words, from),
             _ => self.lanes.field::<8, true>(words, from),
         };
+        let sixteen = if F::HAS_HALVES {
+            (2 * first + code) / 16
+        } else {
+            0
+        };
         let scale = self.scales[sixteen][VECTOR];
         match self.offsets {
-            Some(offsets) => self.lanes.mul_add(code, scale, offsets[sixteen][VECTOR]),
-            None => self.lanes.mul(code, scale),
+            Some(offsets) => self.lanes.mul_add(number, scale, offsets[sixteen][VECTOR]),
+            None => self.lanes.mul(number, scale),
         }
     }
 }
@@ -846,7 +871,7 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if !L::DOT_IN_REGISTERS {
+        if const { !L::DOT_IN_REGISTERS } {
             // Not compiled for the forms that it is not run with.
             unreachable!("the form dequantizes all panels");
         }
@@ -893,7 +918,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if L::LANE_IS_COLUMN {
+        if const { L::LANE_IS_COLUMN } {
             unreachable!("laid out for another form");
         }
         for (group, lines) in self

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVGroup
+from prefixcache.kv.specs import KVGroup, StatePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +71,23 @@ class AttentionBatch:
 class AttentionGroup:
     """Layers of a model with the same attention and block table, by their numbers in the model.
 
-    Where the layers are convolutions, `conv` is their group of the layout, and the spec says the
-    shape of the KV tensors alone. Where they have a part of a tensor's blocks, `parts` is.
-    `readers` are as in `KVGroup`.
+    Where the layers are convolutions, `conv` is their group of the layout, and where they have
+    states, `states` are the parts that lie in the group; the spec says the shape of the KV tensors
+    alone then. Where they have a part of a tensor's blocks, `parts` is their group. `readers` are
+    as in `KVGroup`.
     """
 
     spec: AttentionSpec
     layers: tuple[int, ...]
     conv: KVGroup | None = None
+    states: tuple[StatePart, ...] = ()
     parts: KVGroup | None = None
     readers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layers attend."""
+        return self.conv is None and not self.states
 
 
 class AttentionBackend(Protocol):

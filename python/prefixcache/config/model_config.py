@@ -317,6 +317,28 @@ class ModelConfig(Checked):
         """The layers of the gated delta rule."""
         return () if self.delta is None else self.delta.layers
 
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens the layer sees, None for all."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    def heads_of(self, window: int | None) -> tuple[int, int]:
+        """Key-value heads, and numbers of a head, of layers with this window."""
+        if window is not None:
+            return self.num_kv_heads, self.head_dim
+        return self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
+
+    def rope_of(self, window: int | None) -> RopeConfig:
+        """What layers with this window rotate by, if they do."""
+        return self.rope if window is None or self.local_rope is None else self.local_rope
+
+    def kv_owner(self, layer: int) -> int:
+        """The layer whose keys and values this one reads: itself, or one before it."""
+        first = self.num_layers - self.num_kv_readers
+        if layer < first:
+            return layer
+        window = self.window_of(layer)
+        return max(one for one in range(first) if self.window_of(one) == window)
+
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The model that serves sequences of up to this many tokens.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from loaded import cpu_model
 from loaded import torch_model as load
@@ -18,6 +19,7 @@ from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from prefixcache.engine.build import build
+from prefixcache.exceptions import UnsupportedModelError
 from prefixcache.models.loader import choose_dtype
 from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import NamedTensor, copy_into
@@ -291,6 +293,48 @@ def test_a_layer_that_reads_the_keys_of_another_than_it_should_is_found(tiny_che
     caches[4] = caches[0]  # of the same kind and block table
     worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
     assert worst > 0.05
+
+
+_GEMMA4_FILE = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+}
+
+
+def test_a_file_of_gemma_4_means_what_transformers_makes_of_it() -> None:
+    """Without its layers, whose last one has no window, and in the newer spelling of heads."""
+    given: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    config = ModelConfig.from_hf(_GEMMA4_FILE | given)
+    theirs = Gemma4TextConfig(**_GEMMA4_FILE | given)
+    written = json.loads(theirs.to_json_string()) | {"architectures": ["Gemma4ForCausalLM"]}
+    assert "per_layer_config" in written
+    again = ModelConfig.from_hf(written)
+    assert config == dataclasses.replace(
+        again, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None
+    )
+    assert config.layer_windows == (*(512,) * 5, None, 512, None)
+    assert [config.heads_of(window) for window in (512, None)] == [(4, 256), (2, 512)]
+    assert config.rope_of(None) == RopeConfig(
+        theta=1e6, kind="proportional", partial_rotary_factor=0.25
+    )
+    assert config.rope_of(512) == RopeConfig(theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+        ({"enable_moe_block": True}, "enable_moe_block True"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config that is not of full"),
+        ({"per_layer_config": {"5": {"num_attention_heads": 8}}}, "per_layer_config that is not"),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config that is not of full"),
+    ],
+)
+def test_what_gemma_4_does_not_run_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_hf(_GEMMA4_FILE | given)
 
 
 def test_keys_of_layers_that_read_others_may_stand_in_a_checkpoint(tiny_checkpoint):

@@ -20,9 +20,13 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -37,7 +41,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -149,11 +156,99 @@ _GRANITE = {
     "logits_scaling": 1.5,
     "rms_norm_eps": 0.5,
 }
+_GRANITE_MOE = _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 _GRANITE4 = _GRANITE | {
     "layer_types": ["attention"] * 2,
     "num_local_experts": 0,
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
+}
+# Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
+# and 6 that of layer 2.
+_GEMMA4 = {
+    "num_hidden_layers": 7,
+    "layer_types": [*("sliding_attention",) * 2, "full_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+}
+# As the larger ones: fewer heads without a window, whose values are their keys; nothing is shared.
+_GEMMA4_LARGE = _GEMMA4 | {
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SENSES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "audio_config": None,
+}
+_S, _F = "sliding_attention", "full_attention"
+_K_EQ_V = {"attention_k_eq_v": True, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+# What published files of the family say of their layers.
+GEMMA4_SHAPES: dict[str, dict[str, Any]] = {
+    name: {"architectures": ["Gemma4ForCausalLM"], **shape}
+    for name, shape in {
+        "E2B": {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": [*[_S] * 4, _F] * 7,
+        },
+        "E4B": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "layer_types": [*[_S] * 5, _F] * 7,
+        },
+        "31B": _K_EQ_V
+        | {
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "layer_types": [*[_S] * 5, _F] * 10,
+        },
+        "26B-A4B": _K_EQ_V
+        | {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "layer_types": [*[_S] * 5, _F] * 5,
+        },
+    }.items()
 }
 # Three layers of convolutions to two of attention.
 _LFM2 = {
@@ -194,12 +289,13 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
-# All layers attend, and the head is rotated in part.
-_QWEN3_NEXT = _QWEN3_MOE | {
-    "layer_types": ["full_attention"] * 3,
+_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 128}
+_QWEN3_5_MOE = {name: value for name, value in _SHARED_EXPERT.items() if name != "mlp_only_layers"}
+_QWEN3_5_MOE |= _QWEN3_5 | {"num_hidden_layers": 3, "layer_types": _QWEN3_5["layer_types"][:3]}
+_QWEN3_NEXT = _QWEN3_5_MOE | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
-    "mlp_only_layers": [0, 1, 2],
+    "mlp_only_layers": [1],
 }
 _GPT_OSS = {
     "num_hidden_layers": 4,
@@ -260,6 +356,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen2-moe": Architecture(Qwen2MoeConfig, _SHARED_EXPERT),
     "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
@@ -268,6 +365,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(Olmo2Config, {}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
+    "granite-moe": Architecture(GraniteMoeConfig, _GRANITE_MOE),
+    "granite-moe-shared": Architecture(
+        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 128}
+    ),
     "granite4": Architecture(
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),
@@ -276,6 +377,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
         Qwen3_5Config, {"text_config": _QWEN3_5, "vision_config": _QWEN_VISION}
+    ),
+    "qwen3.5-moe": Architecture(Qwen3_5MoeTextConfig, _QWEN3_5_MOE),
+    "qwen3.5-moe-vision": Architecture(
+        Qwen3_5MoeConfig, {"text_config": _QWEN3_5_MOE, "vision_config": _QWEN_VISION}
     ),
     "lfm2": Architecture(Lfm2Config, _LFM2),
     "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
@@ -302,6 +407,11 @@ WINDOWED: dict[str, Architecture] = {
     "olmo3": Architecture(Olmo3Config, _OLMO3),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
+    "gemma4": Architecture(Gemma4TextConfig, _GEMMA4),
+    "gemma4-large": Architecture(Gemma4TextConfig, _GEMMA4_LARGE),
+    "gemma4-vision": Architecture(
+        Gemma4Config, {"text_config": _GEMMA4, "tie_word_embeddings": True, **_GEMMA4_SENSES}
+    ),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }
 
@@ -347,7 +457,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config)
+    sees_images = isinstance(
+        config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig | Gemma4Config
+    )
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
@@ -398,9 +510,7 @@ def _stir(model: PreTrainedModel) -> None:
     # These norms multiply by their weight and 1.
     offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0.0
     with torch.no_grad():
-        for name, bias in model.named_buffers():
-            if name.endswith("expert_bias"):
-                bias.normal_(std=0.2)
+        _stir_buffers(model)
         for name, parameter in model.named_parameters():
             if name.endswith("linear_attn.norm.weight"):
                 parameter.uniform_(0.5, 1.5)
@@ -414,6 +524,24 @@ def _stir(model: PreTrainedModel) -> None:
                 parameter.normal_(std=0.5)
             else:
                 parameter.normal_(std=0.15)
+    if model.config.model_type.startswith("gemma4"):
+        _scale_queries(model)
+
+
+def _stir_buffers(model: PreTrainedModel) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(std=0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+
+
+@torch.no_grad()
+def _scale_queries(model: PreTrainedModel) -> None:
+    """By norms, which do what others' scale of scores does."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            parameter.mul_(0.3)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -117,6 +117,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
         "use_sliding_window": st.none() | st.booleans(),
         "max_window_layers": st.integers(0, LAYERS + 1),
+        "qkv_bias": st.booleans(),
+        "shared_expert_intermediate_size": st.just(48),
         "sliding_window_pattern": st.integers(1, LAYERS + 1),
         "layer_types": st.none() | st.lists(types, min_size=LAYERS, max_size=LAYERS),
         "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),
@@ -159,7 +161,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     return given.map(lambda fields: {"architectures": [name], "mamba_n_heads": 1, **fields})
 
 
-_FILES = st.sampled_from(sorted(FAMILIES)).flatmap(_fields)
+# Gemma 4's class says nothing of heads but layer by layer: `test_models.py` compares it.
+_FILES = st.sampled_from([name for name in FAMILIES if "Gemma4" not in name]).flatmap(_fields)
 _WHOLE = "prefixcache.config.hf_config._whole"
 
 

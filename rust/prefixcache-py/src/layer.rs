@@ -1,13 +1,14 @@
-//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward` and
-//! `DecoderLayer`.
+//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward`,
+//! `OwnInput` and `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
+use prefixcache_decoder::Makes;
 use prefixcache_ops as ops;
-use prefixcache_ops::experts::{Experts, Router, Scores};
+use prefixcache_ops::experts::{Experts, Router, Scores, SharedExpert};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use pyo3::prelude::*;
 
@@ -22,32 +23,51 @@ use crate::names;
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
+    makes: Makes,
     gated: bool,
     qk_norm: Option<usize>,
     whole_norms: bool,
+    value_norm: Option<usize>,
     sinks: Option<usize>,
     out: Py<PackedLinear>,
     rope: usize,
     query_rope: usize,
 }
 
+impl Word for Makes {
+    const ARGUMENT: &'static str = "makes";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("all", Self::All),
+        ("queries_and_keys", Self::QueriesAndKeys),
+        ("queries", Self::Queries),
+    ];
+}
+
 #[pymethods]
 impl AttentionMixer {
     /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
-    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head. With
-    /// `gated` outputs of `qkv` before those of queries are gates, whose sigmoid multiplies what heads make.
+    /// `whole_norms` of all queries at once and all keys; `value_norm` is that of values. `sinks` is the
+    /// address of a float32 a head. With `gated` outputs of `qkv` before those of queries are gates, whose
+    /// sigmoid multiplies what heads make.
+    ///
+    /// `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys are the
+    /// values too, neither normalised nor turned; or "queries" alone: keys and values are then those of an
+    /// earlier layer with the same cache.
     ///
     /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
     /// queries where it is another.
     #[new]
     #[pyo3(signature = (
-        *, qkv, gated=false, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
+        *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
+        out, rope, query_rope=None
     ))]
     fn new(
         qkv: Py<PackedLinear>,
         gated: bool,
+        makes: Option<OneOf<Makes>>,
         qk_norm: Option<Number<names::QkNorm>>,
         whole_norms: bool,
+        value_norm: Option<Number<names::ValueNorm>>,
         sinks: Option<Number<names::Sinks>>,
         out: Py<PackedLinear>,
         rope: Number<names::Rope>,
@@ -55,9 +75,11 @@ impl AttentionMixer {
     ) -> Self {
         Self {
             qkv,
+            makes: makes.map_or(Makes::All, |makes| makes.0),
             gated,
             qk_norm: qk_norm.map(|norm| norm.0),
             whole_norms,
+            value_norm: value_norm.map(|norm| norm.0),
             sinks: sinks.map(|sinks| sinks.0),
             out,
             rope: rope.0,
@@ -82,7 +104,12 @@ impl AttentionMixer {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
         let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
-        out.inputs == queries * dims && qkv.outputs == (gates + queries + 2 * keys) * dims
+        let made = match self.makes {
+            Makes::All => queries + 2 * keys,
+            Makes::QueriesAndKeys => queries + keys,
+            Makes::Queries => queries,
+        };
+        out.inputs == queries * dims && qkv.outputs == (gates + made) * dims
     }
 }
 
@@ -219,6 +246,8 @@ pub struct ExpertsFeedForward {
     gate_up: Py<PackedLinear>,
     gate: Gate,
     down: Py<PackedLinear>,
+    shared: Option<Py<DenseFeedForward>>,
+    shared_weight: Option<Py<PackedLinear>>,
 }
 
 #[pymethods]
@@ -228,10 +257,12 @@ impl ExpertsFeedForward {
     /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
     /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
     /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
-    /// their sum plus this, and then multiplied by `scale`.
+    /// their sum plus this, and then multiplied by `scale`. All rows go through `shared` too, which the
+    /// sigmoid of the output of `shared_weight` weighs, if it is given.
     #[new]
     #[pyo3(signature = (
-        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down
+        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down,
+        shared=None, shared_weight=None
     ))]
     fn new(
         router: Py<PackedLinear>,
@@ -243,7 +274,15 @@ impl ExpertsFeedForward {
         gate_up: Py<PackedLinear>,
         gate: OneOf<Gate>,
         down: Py<PackedLinear>,
+        shared: Option<Py<DenseFeedForward>>,
+        shared_weight: Option<Py<PackedLinear>>,
     ) -> PyResult<Self> {
+        if shared.is_none() && shared_weight.is_some() {
+            return Err(out_of_range(
+                "shared_weight",
+                "needs what it weighs, shared",
+            ));
+        }
         let experts = router.get().outputs;
         if !(1..=experts).contains(&top_k.0) {
             let reason = format!("must be from 1 to {experts}, not {}", top_k.0);
@@ -259,6 +298,8 @@ impl ExpertsFeedForward {
             gate_up,
             gate: gate.0,
             down,
+            shared,
+            shared_weight,
         })
     }
 }
@@ -270,12 +311,25 @@ impl Word for Scores {
 }
 
 impl ExpertsFeedForward {
-    fn linears(&self) -> [&PackedLinear; 3] {
-        [self.router.get(), self.gate_up.get(), self.down.get()]
+    /// Those of all routed experts, of the shared one, and of its weight.
+    fn linears(&self) -> Vec<&PackedLinear> {
+        let mut linears = vec![self.router.get(), self.gate_up.get(), self.down.get()];
+        linears.extend(self.shared.iter().flat_map(|shared| shared.get().linears()));
+        linears.extend(self.shared_weight.iter().map(Py::get));
+        linears
     }
 
     fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
+        let shared = self.shared.as_ref();
+        let weight = self.shared_weight.as_ref().map(Py::get);
+        self.routed_fit(hidden, dtype)
+            && shared.is_none_or(|shared| shared.get().fits(hidden, dtype))
+            && weight
+                .is_none_or(|one| one.dtype == dtype && [one.inputs, one.outputs] == [hidden, 1])
+    }
+
+    fn routed_fit(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = [self.router.get(), self.gate_up.get(), self.down.get()];
         let [router, gate_up, down] = linears;
         let (experts, inner) = (router.outputs, down.inputs);
         let of_type = linears.iter().all(|linear| linear.dtype == dtype);
@@ -285,6 +339,48 @@ impl ExpertsFeedForward {
             && [router.inputs, gate_up.inputs] == [hidden; 2]
             && outputs.map(Some) == wanted
             && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
+    }
+}
+
+/// What takes a layer's own input into the stream, on the CPU.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct OwnInput {
+    gate: Py<PackedLinear>,
+    activation: Gate,
+    out: Py<PackedLinear>,
+    norm: usize,
+}
+
+#[pymethods]
+impl OwnInput {
+    /// What gates, made of the stream, let pass of the layer's own input, through a linear and a norm.
+    #[new]
+    #[pyo3(signature = (*, gate, activation, out, norm))]
+    fn new(
+        gate: Py<PackedLinear>,
+        activation: OneOf<Gate>,
+        out: Py<PackedLinear>,
+        norm: Number<names::Norm>,
+    ) -> Self {
+        Self {
+            gate,
+            activation: activation.0,
+            out,
+            norm: norm.0,
+        }
+    }
+}
+
+impl OwnInput {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        [self.gate.get(), self.out.get()]
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = self.linears();
+        let [gate, out] = linears;
+        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+        of_type && [gate.inputs, out.outputs] == [hidden; 2] && gate.outputs == out.inputs
     }
 }
 
@@ -331,7 +427,7 @@ impl FeedForward {
     fn linears(&self) -> Vec<&PackedLinear> {
         match self {
             Self::Dense(dense) => dense.get().linears().into(),
-            Self::Experts(experts) => experts.get().linears().into(),
+            Self::Experts(experts) => experts.get().linears(),
         }
     }
 }
@@ -355,6 +451,8 @@ pub struct DecoderLayer {
     norms: Norms,
     mixer: Mixer,
     feed_forward: FeedForward,
+    own_input: Option<Py<OwnInput>>,
+    stream_scale: Option<usize>,
 }
 
 /// The addresses of a layer's norms.
@@ -371,11 +469,12 @@ impl DecoderLayer {
     /// A layer of these parts, and of norms at these addresses.
     ///
     /// `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
-    /// `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms.
+    /// `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms. In the end
+    /// comes `own_input`, and the stream is multiplied by the float32 at the address `stream_scale`.
     #[new]
     #[pyo3(signature = (
         *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward,
-        mlp_out_norm=None, norm_offset
+        mlp_out_norm=None, norm_offset, own_input=None, stream_scale=None
     ))]
     fn new(
         input_norm: Option<Number<names::InputNorm>>,
@@ -385,6 +484,8 @@ impl DecoderLayer {
         feed_forward: One<names::FeedForward, FeedForward>,
         mlp_out_norm: Option<Number<names::MlpOutNorm>>,
         norm_offset: Real<names::NormOffset>,
+        own_input: Option<Py<OwnInput>>,
+        stream_scale: Option<Number<names::StreamScale>>,
     ) -> Self {
         let norms = Norms {
             input: input_norm.map(|norm| norm.0),
@@ -397,6 +498,8 @@ impl DecoderLayer {
             norms,
             mixer: mixer.0,
             feed_forward: feed_forward.0,
+            own_input,
+            stream_scale: stream_scale.map(|scale| scale.0),
         }
     }
 }
@@ -413,7 +516,8 @@ impl DecoderLayer {
             FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
             FeedForward::Experts(experts) => experts.get().fits(hidden, dtype),
         };
-        mixer_fits && feed_forward_fits
+        let own = self.own_input.as_ref();
+        mixer_fits && feed_forward_fits && own.is_none_or(|own| own.get().fits(hidden, dtype))
     }
 
     /// Whether the layer can compute with this attention.
@@ -425,11 +529,11 @@ impl DecoderLayer {
         }
     }
 
-    /// The highest number of a rotation that the layer takes, if it takes any.
-    pub fn highest_rope(&self) -> Option<usize> {
+    /// The numbers of the rotations that the layer takes.
+    pub fn ropes(&self) -> Vec<usize> {
         match &self.mixer {
-            Mixer::Attention(mixer) => Some(mixer.get().rope.max(mixer.get().query_rope)),
-            Mixer::ShortConv(_) | Mixer::Delta(_) => None,
+            Mixer::Attention(mixer) => vec![mixer.get().rope, mixer.get().query_rope],
+            Mixer::ShortConv(_) | Mixer::Delta(_) => Vec::new(),
         }
     }
 
@@ -439,6 +543,12 @@ impl DecoderLayer {
             Mixer::Delta(mixer) => mixer.get().state(),
             Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
         }
+    }
+
+    /// Numbers of a token's input that the layer alone has.
+    pub fn own_width(&self) -> usize {
+        let own = self.own_input.as_ref();
+        own.map_or(0, |own| own.get().out.get().inputs)
     }
 
     /// Tokens whose inputs a block must keep, where the layer is a convolution.
@@ -453,10 +563,10 @@ impl DecoderLayer {
     /// in `states`.
     ///
     /// # Safety
-    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks and
-    /// selection bias of float32.
+    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
+    /// bias and scale of float32.
     pub unsafe fn read<'a, E: LayerElement>(
-        &self,
+        &'a self,
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
@@ -482,6 +592,10 @@ impl DecoderLayer {
                 let mixer = mixer.get();
                 let dims = attention.head_dim();
                 let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
+                let turned = match mixer.makes {
+                    Makes::All | Makes::QueriesAndKeys => queries + keys,
+                    Makes::Queries => queries,
+                };
                 let (qk_norm, key_norm) = if mixer.whole_norms {
                     let after = |address: usize| address.saturating_add(queries * size_of::<E>());
                     let of_keys = mixer.qk_norm.map(after);
@@ -490,13 +604,15 @@ impl DecoderLayer {
                         norm("qk_norm", of_keys, keys, keys)?,
                     )
                 } else {
-                    (norm("qk_norm", mixer.qk_norm, queries + keys, dims)?, None)
+                    (norm("qk_norm", mixer.qk_norm, turned, dims)?, None)
                 };
                 decoder::Mixer::Attention(decoder::AttentionMixer {
                     qkv: linears.mixer(0),
+                    makes: mixer.makes,
                     gated: mixer.gated,
                     qk_norm,
                     key_norm,
+                    value_norm: norm("value_norm", mixer.value_norm, keys, dims)?,
                     // SAFETY: the caller's promise.
                     sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
                     out: linears.mixer(1),
@@ -514,6 +630,18 @@ impl DecoderLayer {
                 decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
             }
         };
+        let own_input = |own: &'a Py<OwnInput>| {
+            let own = own.get();
+            let norm = norm("norm", Some(own.norm), hidden, hidden)?;
+            Ok::<_, PyErr>(decoder::OwnInput {
+                gate: linears.own_input(0),
+                activation: own.activation,
+                out: linears.own_input(1),
+                norm: norm.expect("it has an address"),
+            })
+        };
+        // SAFETY: the caller's promise.
+        let scale = unsafe { float32_at("stream_scale", self.stream_scale, 1)? };
         Ok(decoder::DecoderLayer {
             input_norm: of_stream("input_norm", self.norms.input)?,
             mixer,
@@ -522,6 +650,8 @@ impl DecoderLayer {
             // SAFETY: the caller's promise.
             feed_forward: unsafe { self.feed_forward.read(linears)? },
             mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
+            own_input: self.own_input.as_ref().map(own_input).transpose()?,
+            scale: scale.map(|scale| scale[0]),
         })
     }
 }
@@ -555,6 +685,15 @@ impl FeedForward {
                     gate_up: linears.feed_forward(1),
                     gate: experts.gate,
                     down: linears.feed_forward(2),
+                    shared: experts.shared.as_ref().map(|shared| SharedExpert {
+                        gate_up: linears.feed_forward(3),
+                        gate: shared.get().gate,
+                        down: linears.feed_forward(4),
+                        weight: experts
+                            .shared_weight
+                            .as_ref()
+                            .map(|_| linears.feed_forward(5)),
+                    }),
                 })
             }
         })
@@ -582,6 +721,7 @@ type Guard<'a> = RwLockReadGuard<'a, Layer>;
 pub struct Linears<'a> {
     mixer: Vec<Guard<'a>>,
     feed_forward: Vec<Guard<'a>>,
+    own_input: Vec<Guard<'a>>,
 }
 
 impl<'a> Linears<'a> {
@@ -593,6 +733,10 @@ impl<'a> Linears<'a> {
         Ok(Self {
             mixer: read(&layer.get().mixer.linears())?,
             feed_forward: read(&layer.get().feed_forward.linears())?,
+            own_input: match &layer.get().own_input {
+                Some(own) => read(&own.get().linears())?,
+                None => Vec::new(),
+            },
         })
     }
 
@@ -602,5 +746,9 @@ impl<'a> Linears<'a> {
 
     fn feed_forward<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.feed_forward[number]).expect("types were checked with the shapes")
+    }
+
+    fn own_input<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+        E::of(&self.own_input[number]).expect("types were checked with the shapes")
     }
 }

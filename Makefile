@@ -31,7 +31,7 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: help setup setup-dev model serve test test-long test-clients test-ray test-rust test-python test-wheel checks format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-long test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -61,6 +61,12 @@ serve: setup                       ## MODEL=... PORT=... ARGS="..."
 model: setup                       ## the default model, fetched once
 	$(BIN)/prefixcache download
 
+environments: .venv/.dev .venv-clients/.built .venv-docs/.built .venv-release/.built
+
+rust-builds:                       ## what the set-up and Rust's tests compile, for .ci/run to do while packages come
+	cargo build --release --workspace --exclude prefixcache-py --exclude prefixcache-oracle --quiet
+	$(RUST_TESTS) --no-run
+
 test: checks test-python           ## what a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
 
 checks: setup-dev                  ## lints and Rust tests
@@ -88,8 +94,10 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	.venv-clients/bin/pip install --disable-pip-version-check --no-deps -r requirements/clients-no-deps.txt
 	touch $@
 
+RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
+
 test-rust:
-	cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
+	$(RUST_TESTS)
 	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
@@ -133,6 +141,9 @@ sanitize:                          ## the stress test under AddressSanitizer
 	  cargo test --package prefixcache-core --release --test stress_pool --target $(HOST)
 
 # The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
+proofs:                            ## loom, sanitize and fuzz, whose builds leave a core idle
+	$(PARALLEL) loom sanitize fuzz
+
 fuzz-build:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --release --locked --manifest-path fuzz/Cargo.toml --target $(HOST)
 

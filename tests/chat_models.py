@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
@@ -41,6 +43,109 @@ _HERMES = """\
 {{- '<think>\n\n</think>\n\n' }}
 {%- endif %}{% endif %}"""
 _LISTED = "{% if tools %}{{ tools | tojson }}{% endif %}" + _PLAIN
+# Harmony, as gpt-oss's template writes it: its instructions are the developer's, the analysis of
+# an answer is shown until a final message follows, a message has one call, and its result the name
+# of the call before.
+_HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + reasoning_effort | default('medium') }}
+{{- '\n\n# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- set rest = messages %}
+{%- if messages[0].role in ('developer', 'system') %}{% set rest = messages[1:] %}{% endif %}
+{%- if tools or rest | length < messages | length %}
+{{- '<|start|>developer<|message|>' }}
+{%- if rest | length < messages | length %}
+{{- '# Instructions\n\n' + messages[0].content + '\n\n' }}
+{%- endif %}
+{%- for tool in tools or [] %}
+{{- '// ' + tool.function.description + '\ntype ' + tool.function.name + ' = ' }}
+{{- tool.function.parameters | default({}) | tojson }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for m in rest %}
+{%- if m.role == 'assistant' and 'tool_calls' in m %}
+{%- if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- set later = rest[loop.index:] | selectattr('role', 'equalto', 'assistant') %}
+{%- if not (later | rejectattr('tool_calls', 'defined') | list) and (m.thinking or m.content) %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.thinking or m.content) + '<|end|>' }}
+{%- endif %}
+{%- set call = m.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- set last.name = call.name %}
+{%- elif m.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'tool' %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- m.content | tojson + '<|end|>' }}
+{%- elif m.role == 'user' %}
+{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+# What the other families' templates do with calls, between the turns of the plain one.
+_CALLS = {
+    "lfm2": """\
+{%- macro value(v) %}
+{{- "'" + v + "'" if v is string else v | tojson if v is mapping else v | string }}
+{%- endmacro %}
+{%- macro calls(m) %}
+{{- '<|tool_call_start|>[' }}
+{%- for c in m.tool_calls %}{{ c.function.name }}(
+{%- for k, v in c.function.arguments.items() %}
+{{- k + '=' + value(v) }}{{ ', ' if not loop.last }}
+{%- endfor %}){{ ', ' if not loop.last }}{% endfor %}
+{{- ']<|tool_call_end|>' }}
+{%- endmacro %}""",
+    "olmo3": """\
+{%- macro calls(m) %}
+{{- '<function_calls>\n' }}
+{%- for c in m.tool_calls %}{{ c.function.name }}(
+{%- for k, v in c.function.arguments.items() %}
+{{- k + '=' + ("'" + v + "'" if v is string else v | tojson) }}{{ ', ' if not loop.last }}
+{%- endfor %}){{ '\n' if not loop.last }}{% endfor %}
+{{- '\n</function_calls>' }}
+{%- endmacro %}""",
+    "qwen3-coder": """\
+{%- macro calls(m) %}
+{%- for c in m.tool_calls %}
+{{- '\n' if m.content or not loop.first }}
+{{- '<tool_call>\n<function=' + c.function.name + '>\n' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+{%- endmacro %}""",
+    "gemma4": """\
+{%- macro value(v) %}
+{%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is mapping %}{
+{%- for k, one in v | dictsort %}{{ k }}:{{ value(one) }}{{ ',' if not loop.last }}{% endfor %}}
+{%- elif v is iterable %}[
+{%- for one in v %}{{ value(one) }}{{ ',' if not loop.last }}{% endfor %}]
+{%- else %}{{ v | tojson }}{% endif %}
+{%- endmacro %}
+{%- macro calls(m) %}
+{%- for c in m.tool_calls %}
+{{- '<|tool_call>call:' + c.function.name + value(c.function.arguments) + '<tool_call|>' }}
+{%- endfor %}
+{%- endmacro %}""",
+    "phi4-mini": """\
+{%- macro calls(m) %}
+{{- '<|tool_call|>' + m.tool_calls | map(attribute='function') | list | tojson }}
+{{- '<|/tool_call|>' }}
+{%- endmacro %}""",
+}
+_CALLS["seed-oss"] = (
+    (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
+    .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
+    .replace("'\n</parameter>", "'</parameter>")
+)
+_WITH_CALLS = _LISTED.replace(
+    "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}"
+)
 
 TEMPLATES = {
     "smollm2": _PLAIN,
@@ -50,6 +155,21 @@ TEMPLATES = {
     "llama3": _LISTED + "{# <|python_tag|> #}",
     "mistral": _LISTED + "{# [TOOL_CALLS] #}",
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
+    "ministral3": _LISTED + "{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
+    "granite3": _LISTED + "{# <|tool_call|> #}",
+    # As the first of LFM2, which shows no calls of earlier answers.
+    "lfm2-own": "<|tool_list_start|>" + _LISTED,
+    "gpt-oss": _HARMONY,
+    # As Microsoft's own, which has no variable for tools.
+    "phi4-mini-own": """\
+{%- for m in messages %}
+{{- '<|' + m['role'] + '|>' + m['content'] }}
+{%- if m['role'] == 'system' and m['tools'] %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}""",
+    **{family: calls + _WITH_CALLS for family, calls in _CALLS.items()},
+    "gemma4-thinking": _CALLS["gemma4"] + _WITH_CALLS + "{# <|channel>thought <channel|> #}",
     "unknown": _LISTED,
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
@@ -95,6 +215,22 @@ TOOLS = [WEATHER, CLOCK]
 QUESTION = [{"role": "user", "content": "What is it like in Rome?"}]
 
 
+_MISTRAL = ("[TOOL_CALLS]", "[ARGS]")
+_SPECIAL = {
+    "mistral": _MISTRAL,
+    "mistral-named": _MISTRAL,
+    "ministral3": (*_MISTRAL, "[THINK]", "[/THINK]"),
+    "gpt-oss": (
+        *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+        *("<|return|>", "<|call|>"),
+    ),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
+    "granite3": ("<|tool_call|>",),
+}
+
+
 @cache
 def tokenizer(family: str) -> Tokenizer:
     """One token a byte, and the family's markers as it has them: special ones show no text."""
@@ -106,15 +242,29 @@ def tokenizer(family: str) -> Tokenizer:
     if family.startswith("qwen"):
         texts = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         backend.add_tokens([AddedToken(text, special=False) for text in texts])
-    if family.startswith("mistral"):
-        backend.add_special_tokens([AddedToken(text) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    special = _SPECIAL.get(family.removesuffix("-thinking").removesuffix("-own"), ())
+    backend.add_special_tokens([AddedToken(text) for text in special])
     template = ChatTemplate(TEMPLATES[family])
     return Tokenizer(
         backend,
-        special_tokens={"eos_token": "<|im_end|>"},
+        special_tokens={"eos_token": "<|return|>" if family == "gpt-oss" else "<|im_end|>"},
         chat_template=template,
         response_template=RESPONSE_TEMPLATE if family == "described" else None,
     )
+
+
+def with_special_tokens(folder: Path, family: str) -> Path:
+    """A copy of a tiny model's folder with a family's template, and its markers as tokens.
+
+    The model needs some rows in addition to the tokenizer's own tokens.
+    """
+    copy = folder.parent / f"{folder.name}-{family}"
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    backend = Backend.from_file(str(copy / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text) for text in _SPECIAL.get(family, ())])
+    backend.save(str(copy / "tokenizer.json"))
+    (copy / "chat_template.jinja").write_text(TEMPLATES[family])
+    return copy
 
 
 def chat_format(family: str, **options: Any) -> ChatFormat:

@@ -346,16 +346,19 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
     """What all layers keep in a sequence's block, in their order: engines may group them apart."""
     kv = engine._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
-    parts = dict[int, bytes]()
+    parts, blocks = dict[int, bytes](), list[int]()
     for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
-        block = int(tables.indices[page])
-        for number, layer in enumerate(group.layers):
+        blocks.append(block := int(tables.indices[page]))
+        for number, layer in enumerate(() if group.state_tensors else group.layers):
             tensor, part = group.part(number)
             numbers = rows[tensor][block].view(f"V{kv.itemsize}")[part]
             if group.conv_width:
                 numbers = _needed_inputs(numbers, group, engine._cache.block_size)
             parts[layer] = numbers.tobytes()
+    for state in kv.layout.states:
+        numbers = rows[state.tensor][blocks[state.group]].view(np.float32)[state.start :]
+        parts[state.layer] = parts.get(state.layer, b"") + numbers[: state.numbers].tobytes()
     return b"".join(parts[layer] for layer in sorted(parts))
 
 
@@ -408,7 +411,8 @@ class Bench:
         engine = self._engine(schedule, self._folder)
         if schedule.speculates:
             engine._scheduler.drafter = self._drafter(schedule, expected)
-        with late_masks(schedule.seed) as late:
+        states = engine._runner.kv.layout.states  # type: ignore[attr-defined]
+        with late_masks(schedule.seed, held=bool(states)) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
         gauges = engine.metrics.gauges()
@@ -503,7 +507,8 @@ def make_engine(
 ) -> Engine:
     speculation = SpeculationConfig(speculate="cache" if schedule.speculates else "off")
     most_refused = 1 + (speculation.most if schedule.speculates else 0)
-    layout = kv_layout(ModelConfig.from_hf(folder), schedule.block_size, most_refused)
+    itemsize = getattr(torch, dtype).itemsize
+    layout = kv_layout(ModelConfig.from_hf(folder), schedule.block_size, most_refused, itemsize)
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
@@ -515,6 +520,7 @@ def make_engine(
         cache=CacheConfig(
             num_blocks=len(layout.groups) * schedule.num_blocks * BLOCK // schedule.block_size,
             block_size=schedule.block_size,
+            state_block_size=1,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
         ),
@@ -549,8 +555,11 @@ def run(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> dict
 
 
 @contextmanager
-def late_masks(seed: int) -> Generator[mock.Mock, None, None]:
-    """Lets every sixth mask be late; the mock is called for each."""
+def late_masks(seed: int, *, held: bool) -> Generator[mock.Mock, None, None]:
+    """Lets every sixth mask be late; the mock is called for each.
+
+    Where answers are `held` until their masks are known, it is found unknown before the step.
+    """
     choose, count, words = random.Random(seed), mock.Mock(), AnswerMatcher.words
 
     def often(matcher: AnswerMatcher, seconds: float, unwanted: tuple[int, ...]) -> Words | None:
@@ -560,6 +569,16 @@ def late_masks(seed: int) -> Generator[mock.Mock, None, None]:
             return None
         return words(matcher, 60, unwanted)
 
+    def unknown(matcher: AnswerMatcher) -> bool:
+        if choose.random() < 1 / 6:
+            count()
+            return False
+        return matcher._track.is_known.is_set()
+
+    if held:
+        with mock.patch.object(AnswerMatcher, "is_known", property(unknown)):
+            yield count
+        return
     with mock.patch.object(AnswerMatcher, "words", often):
         yield count
 
@@ -583,7 +602,8 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
-    architectures = ["qwen3", "lfm2", "qwen3-moe", "olmoe", "gpt-oss"]
+    architectures = ["qwen3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
+    architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"]
     parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
@@ -594,8 +614,12 @@ def main() -> None:
         shape = LFM2
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
+            # Guesses meet experts too.
+            architecture = arguments.architecture
+            if (architecture, arguments.speculate, quant_format) == ("qwen3", "cache", "Q4_1"):
+                architecture = "qwen2-moe"
             folder, dequantized = make_pair(
-                Path(scratch), dtype, quant_format, arguments.architecture, **shape
+                Path(scratch), dtype, quant_format, architecture, **shape
             )
             for threads in (1, 2):
                 bench = Bench(

@@ -113,10 +113,19 @@ class World:
         linears = {k: _core.PackedLinear(self.cpu, *v, "float32") for k, v in sizes.items()}
         gate: Any = self.choose.choice(["silu", "gelu_tanh"])
         norms = {"input_norm": at, "mlp_norm": at, "mlp_out_norm": self.choose.choice([None, at])}
-        attention = _core.AttentionMixer(qkv=linears["qkv"], out=linears["out"], rope=0)
+        gated = self.choose.choice([False, False, True])
+        attention = _core.AttentionMixer(
+            qkv=linears["qkv"], gated=gated, out=linears["out"], rope=0
+        )
         square = _core.PackedLinear(self.cpu, 4, 4, "float32")
         conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
-        mixer: Any = self.choose.choice([attention, conv])
+        delta = _core.DeltaMixer(
+            in_proj=_core.PackedLinear(self.cpu, 4, 66, "float32"),
+            key_heads=1, value_heads=1, key_dim=16, value_dim=16, taps=2,
+            conv=at, decay=at, time_bias=at, norm=at,
+            out=_core.PackedLinear(self.cpu, 16, 4, "float32"),
+        )  # fmt: skip
+        mixer: Any = self.choose.choice([attention, conv, delta])
         dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
         self.mixer, self.feed_forward = mixer, dense
         self.experts = _core.ExpertsFeedForward(
@@ -127,6 +136,8 @@ class World:
             gate_up=_core.PackedLinear(self.cpu, 4, 24, "float32", parts=[6] * 4),
             gate=gate,
             down=_core.PackedLinear(self.cpu, 6, 8, "float32", parts=[4, 4]),
+            shared=dense,
+            shared_weight=self.choose.choice([None, _core.PackedLinear(self.cpu, 4, 1, "float32")]),
         )
         dense = self.choose.choice([dense, self.experts])
         return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
@@ -254,6 +265,7 @@ class World:
             "chunk": lambda: choose.choice([None, 1, 4]),
             "max_tokens": lambda: choose.choice([None, 5, 24]),
             "caches": lambda: self.some_list(lambda: self.sound("address")),
+            "states": lambda: self.some_list(lambda: (0, 0, self.sound("address"), 304)),
             "rotations": lambda: self.some_list(lambda: (self.sound("address"),) * 2),
             "attentions": lambda: self.some_list(lambda: self.attention),
             "layer_groups": lambda: self.some_list(self.number),
@@ -267,7 +279,7 @@ class World:
             "router": lambda: self.layer,
             "scores": lambda: choose.choice(["softmax", "sigmoid"]),
             "renormalise": lambda: choose.choice([None, 0.0]),
-            "whole_norms": lambda: choose.choice([False, True]),
+            **dict.fromkeys(("whole_norms", "tiled"), lambda: choose.choice([False, True])),
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -389,7 +401,7 @@ class World:
 
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
-ADDRESSES |= {"ids", "weight", "x"}
+ADDRESSES |= {"ids", "weight", "x", "conv", "decay", "time_bias", "norm"}
 ADDRESSES |= {
     "input_norm",
     "qk_norm",

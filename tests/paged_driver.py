@@ -66,10 +66,15 @@ class Driver(ABC):
     """
 
     def __init__(
-        self, config: ModelConfig, num_sequences: int, max_tokens: int, block_size: int
+        self,
+        config: ModelConfig,
+        num_sequences: int,
+        max_tokens: int,
+        block_size: int,
+        itemsize: int,
     ) -> None:
         per_sequence = -(-max_tokens // block_size)
-        self.layout = kv_layout(config, block_size)
+        self.layout = kv_layout(config, block_size, itemsize=itemsize)
         shape = (len(self.layout.groups), num_sequences, per_sequence)
         self.num_blocks = math.prod(shape) + 1
         shuffled = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(1))
@@ -101,10 +106,14 @@ class Driver(ABC):
         """What all layers keep, group by group and block by block, in the order of the sequence."""
         parts = list[Tensor]()
         for group, tables in zip(self.layout.groups, self.tables, strict=True):
-            for number in range(len(group.layers)):
+            for number in range(0 if group.state_tensors else len(group.layers)):
                 tensor, part = group.part(number)
                 parts.append(self.blocks_of(tensor, tables[sequence])[:, part].flatten())
-        return torch.cat(parts)
+        for state in self.layout.states:
+            blocks = self.blocks_of(state.tensor, self.tables[state.group][sequence])
+            numbers = blocks.contiguous().view(torch.float32)
+            parts.append(numbers[:, state.start : state.start + state.numbers].flatten())
+        return torch.cat([part.float() for part in parts])
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """Greedy tokens after the prompt, one by one, on sequence 0."""
@@ -134,7 +143,7 @@ class PagedDriver(Driver):
         block_size: int = 16,
         attention: str = "torch",
     ) -> None:
-        super().__init__(model.config, num_sequences, max_tokens, block_size)
+        super().__init__(model.config, num_sequences, max_tokens, block_size, model.dtype.itemsize)
         self.model = model
         self.attention = make_attention(
             attention,
@@ -171,9 +180,9 @@ class CpuDriver(Driver):
         block_size: int = 16,
         cpu: Cpu | None = None,
     ) -> None:
-        super().__init__(model.config, num_sequences, max_tokens, block_size)
-        self.model = model
         self._dtype = DTYPES[model.dtype_name]
+        super().__init__(model.config, num_sequences, max_tokens, block_size, self._dtype.itemsize)
+        self.model = model
         self.attentions = attention_kernels(
             model.config, self.layout, cpu or Cpu(2), model.dtype_name
         )

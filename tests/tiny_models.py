@@ -22,7 +22,9 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -37,8 +39,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -146,6 +154,7 @@ _GRANITE = {
     "logits_scaling": 1.5,
     "rms_norm_eps": 0.5,
 }
+_GRANITE_MOE = _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 _GRANITE4 = _GRANITE | {
     "layer_types": ["attention"] * 2,
     "num_local_experts": 0,
@@ -160,6 +169,27 @@ _LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+# Two layers of the delta rule to one of attention; two value heads share a key head.
+_QWEN3_5 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": True,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 # The middle one of three layers is dense.
 _QWEN3_MOE = {
     "num_hidden_layers": 3,
@@ -168,6 +198,14 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 128}
+_QWEN3_5_MOE = {name: value for name, value in _SHARED_EXPERT.items() if name != "mlp_only_layers"}
+_QWEN3_5_MOE |= _QWEN3_5 | {"num_hidden_layers": 3, "layer_types": _QWEN3_5["layer_types"][:3]}
+_QWEN3_NEXT = _QWEN3_5_MOE | {
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
     "mlp_only_layers": [1],
 }
 _GPT_OSS = {
@@ -229,6 +267,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen2-moe": Architecture(Qwen2MoeConfig, _SHARED_EXPERT),
+    "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
     "phi3": Architecture(Phi3Config, _PHI3),
@@ -236,11 +276,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(Olmo2Config, {}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
+    "granite-moe": Architecture(GraniteMoeConfig, _GRANITE_MOE),
+    "granite-moe-shared": Architecture(
+        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 128}
+    ),
     "granite4": Architecture(
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
+    "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
+    "qwen3.5-vision": Architecture(
+        Qwen3_5Config, {"text_config": _QWEN3_5, "vision_config": _QWEN_VISION}
+    ),
+    "qwen3.5-moe": Architecture(Qwen3_5MoeTextConfig, _QWEN3_5_MOE),
+    "qwen3.5-moe-vision": Architecture(
+        Qwen3_5MoeConfig, {"text_config": _QWEN3_5_MOE, "vision_config": _QWEN_VISION}
+    ),
     "lfm2": Architecture(Lfm2Config, _LFM2),
     "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
     "lfm2-bias": Architecture(
@@ -311,7 +363,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, Mistral3Config)
+    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig)
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
@@ -359,15 +411,19 @@ def _config_arguments() -> dict[str, Any]:
 
 def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
-    # Gemma's norms multiply by their weight and 1.
-    offset = 1.0 if model.config.model_type.startswith("gemma3") else 0.0
+    # These norms multiply by their weight and 1.
+    offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0.0
     with torch.no_grad():
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):
                 bias.normal_(std=0.2)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3.0, 0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
             elif name.endswith("bias"):

@@ -45,6 +45,8 @@ from server_process import PREFIXCACHE, ServerProcess, server_process
 LAST = 32
 """Tokens of the prompt that no earlier prompt has."""
 NUM_BLOCKS = 100_000
+FILLING = 6
+"""Requests of 1,024 + 64 tokens that the pool of `cost` holds: 48 MiB each in float32."""
 COMMAND = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", "1GiB"]
 
 Times = dict[str, float]
@@ -111,24 +113,28 @@ def llama(entry: Entry, tokens: int) -> Generator[Worker]:
 def cost(rounds: int, folder: Path) -> dict[str, list[float]]:
     """Milliseconds of requests, of 1,024 new tokens and 64 generated, with and without it.
 
-    "KiB a token" is what the first makes the system write to the disk.
+    The first requests fill the pool: their blocks have never been written. "KiB a token" is what
+    the folder makes the system write to the disk.
     """
-    times: dict[str, list[float]] = {"with": [], "without": []}
+    times: dict[str, list[float]] = defaultdict(list)
+    command = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", f"{FILLING * 48}MiB"]
     kept = ["--kv-cache-dir", str(folder / "kv")]
     with (
-        server_process([*COMMAND, *kept], folder / "log-with") as one,
-        server_process(COMMAND, folder / "log-without") as other,
+        server_process([*command, *kept], folder / "log-with") as one,
+        server_process(command, folder / "log-without") as other,
     ):
         io = psutil.Process(one.process.pid).io_counters
         before = io().write_bytes
-        for number in range(-1, rounds):
-            prompt = [random.Random(number).randrange(1000, 40000) for _ in range(1024)]
+        for server in (one, other):
+            request_ms(server, [1] * 64)  # Warms up.
+        for number in range(FILLING + rounds):
+            rng = random.Random(number)
+            prompt = [rng.randrange(1000, 40000) for _ in range(1024)]
             turns = [("with", one), ("without", other)]
             for name, server in turns[:: 1 if number % 2 else -1]:
-                found = request_ms(server, prompt, 64)
-                if number >= 0:  # The first one warms up.
-                    times[name].append(found)
-        written = (io().write_bytes - before) / 1024 / (rounds + 1) / (1024 + 63)
+                stage = "filling, " if number < FILLING else ""
+                times[stage + name].append(request_ms(server, prompt, 64))
+        written = (io().write_bytes - before) / 1024 / (FILLING + rounds) / (1024 + 63)
     return times | {"KiB a token": [written]}
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
+    "DeltaMixer",
     "DenseFeedForward",
     "DraftIndex",
     "DraftStream",
@@ -208,6 +209,14 @@ class Sequence:
         the one before; with `pin_prefix` so is, by `pin_anchors`, all before them in groups that
         need it.
         """
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that its hashes stand for."""
+    def at_version(self, version: int) -> Sequence | None:
+        """The same tokens under the weights of another version, with which the new sequence stays.
+
+        None for a version that has not been, or whose content was forgotten. It holds nothing.
+        """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
     def set_hints(
@@ -387,11 +396,21 @@ class PrefixCache:
         """
     def clear_cache_index(self) -> None:
         """Forget everything cached, in constant time; sequences keep blocks and publish no more."""
-    def new_weight_version(self, weights: str | None = None) -> int:
+    def new_weight_version(self, weights: str | None = None, *, keep: bool = False) -> int:
         """Forget everything cached, and hash under other weights from now on; their version.
 
         Every hash calls them `weights`, or by the version's digits. A name may come back: what was
         cached under it before does not, and sequences that hold blocks publish no more.
+
+        With `keep` nothing is forgotten, unless the name comes back: what older weights computed is
+        found by sequences of their version (`Sequence.at_version`), and sequences that hold blocks
+        publish on in the chain of theirs. Nothing is kept in a file from then on.
+        """
+    def end_hints(self, owner: str, sequence: Sequence, first: int) -> int:
+        """End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
+
+        Whoever released them. Returns how many moved to another priority. The owner may have raised
+        nothing behind them.
         """
     @property
     def weight_version(self) -> int:
@@ -800,9 +819,11 @@ class PackedLinear:
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias as they are kept."""
-    @property
-    def formats(self) -> list[_KernelDType | _BlockFormat]:
-        """What the parts are kept as; the layer's type where a part is dense or never written."""
+    def format_at(self, start: int) -> _KernelDType | _BlockFormat:
+        """What the part is kept as that starts at output `start`; ValueError where none does.
+
+        It is the layer's type where the part is dense or never written.
+        """
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
     def forward(
@@ -828,6 +849,7 @@ class AttentionMixer:
         cls,
         *,
         qkv: PackedLinear,
+        gated: bool = False,
         qk_norm: int | None = None,
         whole_norms: bool = False,
         sinks: int | None = None,
@@ -838,7 +860,8 @@ class AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
 
         It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
-        the address of a float32 a head.
+        the address of a float32 a head. With `gated` outputs of `qkv` before those of queries are
+        gates, whose sigmoid multiplies what heads make.
 
         `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
         queries where it is another.
@@ -861,6 +884,34 @@ class ShortConvMixer:
 
         `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
         first, at `bias` [channels].
+        """
+
+@final
+class DeltaMixer:
+    """The gated delta rule of a layer on the CPU: its weights."""
+
+    def __new__(
+        cls,
+        *,
+        in_proj: PackedLinear,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        tiled: bool = False,
+        conv: int,
+        decay: int,
+        time_bias: int,
+        norm: int,
+        out: PackedLinear,
+    ) -> DeltaMixer:
+        """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
+
+        Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
+        keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
+        channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
+        [value_dim].
         """
 
 @final
@@ -892,13 +943,16 @@ class ExpertsFeedForward:
         gate_up: PackedLinear,
         gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         down: PackedLinear,
+        shared: DenseFeedForward | None = None,
+        shared_weight: PackedLinear | None = None,
     ) -> ExpertsFeedForward:
         """The experts of these linears, as many as the router has outputs.
 
         `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
         `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
         float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
-        divided by their sum plus this, and then multiplied by `scale`.
+        divided by their sum plus this, and then multiplied by `scale`. All rows go through `shared`
+        too, which the sigmoid of the output of `shared_weight` weighs, if it is given.
         """
 
 @final
@@ -909,7 +963,7 @@ class DecoderLayer:
         cls,
         *,
         input_norm: int | None = None,
-        mixer: AttentionMixer | ShortConvMixer,
+        mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
         feed_forward: DenseFeedForward | ExpertsFeedForward,
@@ -945,6 +999,7 @@ class DecoderStack:
         kept_tokens: int | None = None,
         *,
         rotated: int | None = None,
+        states: _Iterable[tuple[int, int, int, int]] | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
@@ -952,6 +1007,8 @@ class DecoderStack:
         `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
         row. They turn the first `rotated` numbers of a head, by default all. At the cache of a
         convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
+        `states` has the parts of states, in their order: of which layer, in which group, where that
+        is in page 0, and how many float32 numbers.
         """
 
 @final

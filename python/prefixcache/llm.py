@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
@@ -28,12 +28,14 @@ from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
+from prefixcache.engine.weights_push import Chunk
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
 from prefixcache.text.chat.plan import ChatFormat, ChatPlan
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.text.tokenization.tokenizer import with_bad_words
+from prefixcache.types.modes import InFlightMode
 from prefixcache.types.request import (
     CacheOptions,
     FinishReason,
@@ -43,6 +45,7 @@ from prefixcache.types.request import (
 )
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
+from prefixcache.types.weight_spans import WeightSpan, extend_spans
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
@@ -61,6 +64,7 @@ class Logprob:
 class CompletionOutput:
     """One choice of an answer. `logprobs` has one dict a token, by token id.
 
+    `weight_versions` says which tokens came from which weights.
     Of a chat, `text` is the answer as it was generated, and `message` what it says: content,
     reasoning, and calls of tools.
     """
@@ -73,6 +77,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     message: Message | None = None
+    weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
 
     @property
     def finished(self) -> bool:
@@ -239,6 +244,24 @@ class LLM:
             _read_messages(plan, result)
         return results
 
+    def receive_weights(
+        self,
+        chunks: Iterable[Chunk],
+        mode: InFlightMode = "recompute",
+        *,
+        weight_version: str | None = None,
+        digest: str | None = None,
+        full: bool = True,
+    ) -> int:
+        """New weights in chunks, all or none of which replace the old: `Control.receive_weights`.
+
+        Raises `InvalidRequestError` for tensors that are not of this model and for another digest
+        than `weights_digest` gives for them; the old weights serve on.
+        """
+        return self.control.receive_weights(
+            chunks, mode, weight_version=weight_version, digest=digest, full=full
+        )
+
     def probe(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -289,6 +312,7 @@ class LLM:
                 priority=priority,
                 arrival_time=time.monotonic(),
                 job_id=call,
+                choices=(number, params.n) if params.n > 1 else None,
             )
             for choice in range(params.n)
         ]
@@ -357,7 +381,10 @@ class LLM:
             adjust_pool(self._engine)
 
     def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
+        if new.restarted:
+            _restart(choice)
         choice.text += new.text
+        extend_spans(choice.weight_versions, new.weight_version, len(new.token_ids))
         choice.token_ids.extend(new.token_ids)
         if choice.logprobs is not None:
             choice.logprobs.extend(self._by_id(logprobs) for logprobs in new.logprobs)
@@ -389,6 +416,15 @@ class LLM:
 class _Job:
     requests: list[Request]
     result: GenerationResult
+
+
+def _restart(choice: CompletionOutput) -> None:
+    """The weights were replaced: the answer begins again."""
+    choice.text = ""
+    choice.token_ids.clear()
+    choice.weight_versions.clear()
+    if choice.logprobs is not None:
+        choice.logprobs.clear()
 
 
 def _read_messages(plan: ChatPlan, result: GenerationResult) -> None:

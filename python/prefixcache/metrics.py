@@ -97,6 +97,7 @@ class Gauges:
     num_hints_demoted: int = 0
     num_hints_expired: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     pool: PoolGauges | None = None
     file: FileCounts | None = None
     drafts: DraftCounts | None = None
@@ -264,6 +265,13 @@ class Metrics(Collector):
             "source",
             gauges.num_below_threshold,
         )
+        if gauges.num_stale_tokens:
+            yield _labelled_counter(
+                "prefix_cache_stale_hits",
+                "Tokens hit that older weights had computed, by updates of the weights since.",
+                "updates",
+                {str(age): count for age, count in gauges.num_stale_tokens.items()},
+            )
         if self.miss_counts is not None:
             yield _labelled_counter(
                 "prefix_cache_misses",

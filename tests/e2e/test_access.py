@@ -59,6 +59,8 @@ CONTROL = [
     ("POST", "/wake_up"),
     ("GET", "/is_sleeping"),
     ("POST", "/update_weights_from_disk"),
+    ("GET", "/weights/status"),
+    *(("POST", f"/weights/{path}") for path in ("begin", "chunk", "end", "abort")),
     ("POST", "/reset_prefix_cache"),
     ("GET", "/prefix_cache/misses"),
     ("GET", "/prefix_cache/snapshot"),

@@ -46,7 +46,10 @@ SHAPES = {
     "olmo3": ("olmo3", WIDE),
     "lfm2": ("lfm2", LFM2),
     "lfm2-moe": ("lfm2-moe", LFM2),
+    "qwen3.5": ("qwen3.5", WIDE),
     "qwen3-moe": ("qwen3-moe", WIDE),
+    "qwen3-next": ("qwen3-next", WIDE),
+    "granite-moe-shared": ("granite-moe-shared", WIDE),
     "olmoe": ("olmoe", WIDE),
     "gpt-oss": ("gpt-oss", WIDE),
 }
@@ -66,8 +69,12 @@ RUNS = [
     ("float32", 1, "lfm2"),
     ("bfloat16", 2, "lfm2"),
     ("bfloat16", 2, "lfm2-moe"),
+    ("float32", 2, "qwen3.5"),
+    ("bfloat16", 1, "qwen3.5"),
     ("float32", 1, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-moe"),
+    ("bfloat16", 2, "qwen3-next"),
+    ("float32", 1, "granite-moe-shared"),
     ("bfloat16", 1, "olmoe"),
     ("bfloat16", 2, "gpt-oss"),
 ]
@@ -214,6 +221,7 @@ def assert_same(counts: Counts) -> None:
         ("float32", "all33"),
         ("bfloat16", "gemma3"),
         ("bfloat16", "lfm2"),
+        ("bfloat16", "qwen3.5"),
         ("bfloat16", "qwen3-moe"),
     ],
 )
@@ -255,7 +263,7 @@ def test_preempted_answers_are_those_of_lone_cold_runs(tiny_checkpoint, dtype, s
     _compare_until(all_happened, bench, seed, num_blocks=26, turns=40)
 
 
-@pytest.mark.parametrize("shape", ["window33", "all33", "lfm2"])
+@pytest.mark.parametrize("shape", ["window33", "all33", "lfm2", "qwen3.5"])
 def test_preempted_answers_of_models_with_windows_are_those_of_lone_cold_runs(
     tiny_checkpoint: Checkpoint, shape: str, seed: int
 ) -> None:

@@ -17,7 +17,12 @@ from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import RequestOutput
 from repeatable import bounded
 
-FAMILIES = ["smollm2", "qwen2", "qwen3", "llama3", "mistral", "mistral-named"]
+FAMILIES = [
+    *("smollm2", "qwen2", "qwen3", "llama3", "mistral", "mistral-named", "ministral3"),
+    *("phi4-mini", "phi4-mini-own", "granite3"),
+]
+ANY_FAMILY = [*FAMILIES, "lfm2", "olmo3", "qwen3-coder", "seed-oss", "gemma4"]
+TAGS = {"qwen3": ("<think>\n", "\n</think>\n\n"), "ministral3": ("[THINK]", "[/THINK]")}
 NAMES = st.sampled_from([tool["function"]["name"] for tool in TOOLS])
 # Text that is made of the very pieces that parsers look for.
 NOISE = st.lists(
@@ -26,6 +31,10 @@ NOISE = st.lists(
             *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>"),
             *("</think>", "\n", " ", "[", "]", "{", "}", '"', "\\", ":", ",", ";", "a", "é", "1"),
             *('{"name": "get_time"', '"arguments": ', '"parameters": ', "get_time", "null", "<"),
+            *("[THINK]", "[/THINK]", "<|tool_call|>", "<|/tool_call|>", "<|tool_call_start|>"),
+            *("<|tool_call_end|>", "<function_calls>", "</function_calls>", "(", ")", "city="),
+            *("'", "\\u00e9", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
+            *("<seed:tool_call>", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>"),
         ]
     ),
     max_size=24,
@@ -71,7 +80,11 @@ def written(family: str, content: str, calls: list[tuple[str, dict]]) -> str:
         return f"{content}<|python_tag|>" + "; ".join(objects)
     if family == "mistral":
         return f"{content}[TOOL_CALLS] [{', '.join(objects)}]"
-    if family == "mistral-named":
+    if family.startswith("phi4"):
+        return f"{content}<|tool_call|>[{', '.join(objects)}]<|/tool_call|>"
+    if family == "granite3":
+        return f"{content}<|tool_call|>[{', '.join(objects)}]"
+    if family in ("mistral-named", "ministral3"):
         parts = [f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls]
         return content + "".join(parts)
     if family == "smollm2":
@@ -79,7 +92,7 @@ def written(family: str, content: str, calls: list[tuple[str, dict]]) -> str:
     return f"{content}\n" + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ANY_FAMILY)
 @settings(max_examples=bounded(30, 3000))
 @given(text=NOISE, places=st.lists(st.integers(0, 400), max_size=8), one=st.booleans())
 def test_pieces_make_no_difference(family, text, places, one):
@@ -95,8 +108,9 @@ def test_pieces_make_no_difference(family, text, places, one):
 @given(content=WORDS, calls=CALLS, thought=WORDS, places=st.lists(st.integers(0, 999), max_size=8))
 def test_calls_are_read_as_they_are_written(family, content, calls, thought, places):
     text = written(family, content, calls)
-    reasons = family == "qwen3"
-    text = f"<think>\n{thought}\n</think>\n\n{text}" if reasons else text
+    reasons = family in TAGS
+    opening, closing = TAGS.get(family, ("", ""))
+    text = f"{opening}{thought}{closing}{text}" if reasons else text
     said, reasoned, found = read(parser(family), cut(text, places))
     assert said == content
     assert reasoned == (thought if reasons else "")
@@ -143,6 +157,9 @@ def test_answers_that_are_no_model_of_form(family, text, content, calls):
         ("qwen3", {"reasoning_parser": "deepseek_r1"}, "hm</think>yes", ("yes", "hm")),
         ("qwen3", {"reasoning_parser": "none"}, "<think>a</think>b", ("<think>a</think>b", "")),
         ("qwen2", {}, "<think>a</think>b", ("<think>a</think>b", "")),
+        ("ministral3", {}, "[THINK]hm[/THINK]yes", ("yes", "hm")),
+        ("gemma4-thinking", {}, "<|channel>thought\nhm\n<channel|>yes", ("yes", "hm")),
+        ("seed-oss", {}, "<seed:think>hm</seed:think>\nyes", ("yes", "hm")),
     ],
 )
 def test_reasoning_is_separated_from_content(family, options, text, expected):

@@ -94,6 +94,12 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{OTHER}]", True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{CALL}", False),
         ("mistral-named", "required", True, "[TOOL_CALLS]get_time[ARGS]{}", True),
+        ("ministral3", "required", True, "[THINK]hm[/THINK][TOOL_CALLS]get_time[ARGS]{}", True),
+        ("ministral3", "auto", True, "[THINK]hm[/THINK]No.", True),
+        ("phi4-mini", "required", True, f"<|tool_call|>[{CALL}, {OTHER}]<|/tool_call|>", True),
+        ("phi4-mini-own", "auto", True, f"Well<|tool_call|>[{CALL}]", False),
+        ("granite3", "required", True, f"<|tool_call|>[{CALL}]", True),
+        ("granite3", "required", False, f"<|tool_call|>[{CALL}, {OTHER}]", False),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -174,6 +180,16 @@ def test_a_template_shows_tools_calls_and_results():
     assert "<|im_start|>tool\nmild<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>" in prompt
 
 
+def test_a_template_that_shows_no_calls_shows_them_as_text():
+    prompt = chat_format("phi4-mini-own").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    functions = json.dumps([tool["function"] for tool in TOOLS])
+    assert f"<|tool|>{functions}<|/tool|><|end|>" in prompt
+    assert f"<|assistant|><|tool_call|>[{CALL}, {OTHER}]<|/tool_call|><|end|>" in prompt
+    assert prompt.endswith("<|tool_response|>mild<|end|><|tool_response|>noon<|end|><|assistant|>")
+    plain = chat_format("phi4-mini-own").plan(QUESTION).prompt
+    assert plain == f"<|user|>{QUESTION[0]['content']}<|end|><|assistant|>"
+
+
 def test_a_template_without_tools_is_given_them_as_text():
     system = {"role": "system", "content": "Be kind."}
     prompt = chat_format("smollm2").plan([system, *HISTORY], tool_use=read_tool_use(TOOLS)).prompt
@@ -187,12 +203,43 @@ def test_a_template_without_tools_is_given_them_as_text():
     assert "<|im_start|>user\n" + "\n".join(results) + "<|im_end|>" in prompt
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen2"])
-def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family):
-    """Or their blocks would be no hits."""
+@pytest.mark.parametrize(
+    ("family", "answer"),
+    [
+        ("smollm2", f"<tool_call>[\n{CALL}\n]</tool_call>"),
+        ("qwen2", HERMES),
+        ("phi4-mini", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
+        ("phi4-mini-own", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
+        ("granite3", f"<|tool_call|>[{CALL}]"),
+        ("lfm2-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
+        ("olmo3", "<function_calls>\nget_weather(city='Rome', unit='C')\n</function_calls>"),
+        (
+            "qwen3-coder",
+            (
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
+                "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
+            ),
+        ),
+        (
+            "seed-oss",
+            (
+                "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n"
+                "<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>"
+            ),
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,unit:<|"|>C<|"|>}<tool_call|>',
+        ),
+    ],
+    ids=lambda value: value[:16],
+)
+def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family, answer):
+    """Or their blocks would be no hits; and a grammar that forces calls allows them so."""
     use = read_tool_use(TOOLS)
     first = chat_format(family).plan(QUESTION, tool_use=use).prompt
-    answer = HERMES if family == "qwen2" else f"<tool_call>[\n{CALL}\n]</tool_call>"
+    assert holds(family, grammar(family, "required"), answer)
     message = assistant(("c1", "get_weather", {"city": "Rome", "unit": "C"}))
     result = {"role": "tool", "tool_call_id": "c1", "content": "mild"}
     later = chat_format(family).plan([*QUESTION, message, result], tool_use=use).prompt

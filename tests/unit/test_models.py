@@ -62,7 +62,10 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-window", "gemma3", "lfm2", "lfm2-bias"])
+CHUNKED = ["qwen3", "qwen3-window", "gemma3", "lfm2", "lfm2-bias", "qwen3.5"]
+
+
+@pytest.mark.parametrize("architecture", CHUNKED)
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_give_transformers_logits(
     tiny_checkpoint: TinyCheckpoint, architecture: str, form: str
@@ -84,7 +87,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architect
     assert ours == reference_greedy(folder, prompt, 64)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias"])
+@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 17, 18])
 def test_a_convolution_sees_what_there_is_and_what_the_block_before_kept(
@@ -186,6 +189,8 @@ _GEMMA3_PARTS = [
         ("olmo3", {"layer_windows": ()}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, renormalise=False)}),
         ("qwen3-moe", {"experts": dataclasses.replace(_EXPERTS, top_k=2)}),
+        ("qwen3-next", {"norm_offset": 0.0}),
+        ("qwen3-next", {"rope": RopeConfig()}),
         ("gpt-oss", {"activation": "silu"}),
         ("gpt-oss", {"layer_windows": (24, 24, 24, 24)}),
         ("granite4-nope", {"unrotated_layers": ()}),
@@ -222,15 +227,31 @@ def test_a_server_keeps_to_the_factors_of_its_longest_sequences(tiny_checkpoint)
     assert roots[0] == roots[1] != roots[2] == roots[3]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part", "without_it", "count"),
+    [
+        ("gpt-oss", "sinks", -100.0, 4),
+        ("qwen2-moe", "shared_expert_gate.weight", 0.0, 2),
+        ("qwen3-next", "shared_expert.down_proj.weight", 0.0, 2),
+        ("granite-moe-shared", "shared_mlp.down_proj.weight", 0.0, 2),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_sinks_cannot_be_left_out_unnoticed(tiny_checkpoint, form):
-    folder, tokens = tiny_checkpoint("gpt-oss"), prompt_of(100)
+def test_no_parameter_can_be_left_out_unnoticed(
+    tiny_checkpoint: TinyCheckpoint,
+    form: str,
+    architecture: str,
+    part: str,
+    without_it: float,
+    count: int,
+) -> None:
+    folder, tokens = tiny_checkpoint(architecture), prompt_of(100)
     driver = driver_of(form, folder)
-    names = [name for name in driver.model.slots if name.endswith("sinks")]
-    for name in names:
-        driver.model.slots[name].write(np.full(4, -100.0, np.float32))
+    slots = [slot for name, slot in driver.model.slots.items() if name.endswith(part)]
+    for slot in slots:
+        slot.write(np.full(slot.shape, without_it, np.float32))
     worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
-    assert len(names) == 4
+    assert len(slots) == count
     assert worst > 0.05
 
 

@@ -60,11 +60,17 @@ def table_of_families() -> Iterator[str]:
         yield rows(
             f"`{name}`",
             named(files) or "none",
-            "short convolutions" if family.convolves else WINDOWS[family.windows],
+            seen_by(family),
             has_experts(family),
             f"{ropes}; in part" if family.rotates_partly else ropes,
             named(family.refused) or "nothing",
         )
+
+
+def seen_by(family: Family) -> str:
+    if family.recurs:
+        return "gated delta rule"
+    return "short convolutions" if family.convolves else WINDOWS[family.windows]
 
 
 def table_of_formats() -> Iterator[str]:

@@ -109,7 +109,7 @@ class Recorded:
 
     def new_weights(self) -> None:
         self.engine.drain()
-        self.engine._scheduler.restart_all()
+        self.engine._scheduler.restart([*self.engine._scheduler._states])
         self.cache.new_weight_version()
 
     def requeue(self) -> None:

@@ -148,6 +148,7 @@ def parse_tokens(value: object) -> int:
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
+Staleness = Annotated[int, Ge(0), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
@@ -171,6 +172,12 @@ class CacheConfig(Checked):
 
     block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
         16, "Tokens of a cache block: a power of two.", "Cache"
+    )
+    state_block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
+        64,
+        "Least tokens of a cache block where layers have states, as in Qwen3.5: each block of a "
+        "prompt ends with a snapshot of them.",
+        "Cache",
     )
     num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
         None,
@@ -289,6 +296,12 @@ class CacheConfig(Checked):
         "Pin the blocks of full attention before a pinned window too: it is no use without them.",
         "Cache",
     )
+    max_weight_staleness: Staleness = flag(
+        0,
+        "Updates of the weights after which what older weights computed may still be hit, by "
+        "requests that ask for no less; 0: never. See docs/tutorials/rl.md.",
+        "Cache",
+    )
     retention_budget: Fraction = flag(
         0.2,
         "Most of the cache that the retention hints of one salt or API key raise; beyond it its "
@@ -298,14 +311,19 @@ class CacheConfig(Checked):
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if self.block_size & (self.block_size - 1):
-            raise FieldError(
-                "block_size",
-                f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {self.block_size}.",
-            )
+        for name in ("block_size", "state_block_size"):
+            size = getattr(self, name)
+            if size & (size - 1):
+                raise FieldError(
+                    name, f"must be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}."
+                )
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
+        if self.max_weight_staleness:
+            for name in ("kv_cache_dir", "record_trace"):
+                if getattr(self, name) is not None:
+                    raise FieldError("max_weight_staleness", f"excludes {name}.")
         if self.kv_cache_dir is not None and self.record_trace is not None:
             raise FieldError(
                 "record_trace",
@@ -378,6 +396,8 @@ class StepLimits:
     max_step_ms: float
 
 
+# A step keeps a snapshot of all states for each block that it fills.
+_STATE_STEP_TOKENS = 512
 _CPU_LIMITS = StepLimits(max_num_seqs=64, max_num_batched_tokens=2048, max_step_ms=250)
 # Those of vLLM: smaller steps leave a GPU idle.
 _CUDA_LIMITS = StepLimits(max_num_seqs=256, max_num_batched_tokens=8192, max_step_ms=0)
@@ -422,7 +442,7 @@ class SchedulerConfig(Checked):
         None,
         "Most tokens of a step.",
         "Scheduling",
-        shown="2048 on a CPU, 8192 on CUDA",
+        shown="2048 on a CPU, 8192 on CUDA, 512 where layers have states",
         metavar="<tokens>",
     )
     max_step_ms: NonNegativeFloat | None = flag(
@@ -565,7 +585,7 @@ class EngineConfig(Checked):
     requantize: bool = flag(
         False,
         "On a weight update, quantize unquantized tensors to the format that they replace: q8_0, "
-        "q4_0, q4_1, q5_0 or q5_1.",
+        "q4_0, q4_1, q5_0, q5_1 or mxfp4.",
         "Model",
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
@@ -620,6 +640,22 @@ class EngineConfig(Checked):
     def on(self, device: str) -> EngineConfig:
         """The same with what is usual on that device where nothing is said."""
         return replace(self, scheduler=self.scheduler.on(device))
+
+    def for_model(self, model: ModelConfig) -> EngineConfig:
+        """The same with what is usual for this model: larger blocks and shorter steps with states.
+
+        A step keeps a snapshot for each block of a prompt that it computes.
+        """
+        if model.delta is None:
+            return self
+        size = max(self.cache.block_size, self.cache.state_block_size)
+        seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
+        most = tokens or max(_STATE_STEP_TOKENS, seqs or 0)
+        return replace(
+            self,
+            cache=replace(self.cache, block_size=size),
+            scheduler=replace(self.scheduler, max_num_batched_tokens=most),
+        )
 
     def retention_interval(self, *, has_full_attention: bool) -> int | None:
         """`cache.prefix_cache_retention_interval` or its default; None keeps every block.

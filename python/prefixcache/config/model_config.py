@@ -28,6 +28,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 # Tokens that a convolution of the kernels is made of, at most.
 _MAX_TAPS = 8
+# Heads of the delta rule's kernel are multiples of this.
+_HEAD_STEP = 16
 
 # How fields of a rope are called in a config.json; the others have one name.
 _HF_ROPE_NAMES = {
@@ -84,7 +86,8 @@ class ExpertsConfig(Checked):
     A token's experts are those of the highest scores, which are the softmax of the router's logits,
     or the sigmoid of each; with `selection_bias` a number of each expert is added before they are
     compared. With `renormalise` they are divided by their sum plus `added_to_sum` before they weigh
-    what the experts make, times `scale`.
+    what the experts make, times `scale`. All tokens go through a shared MLP of `shared_size` too,
+    where that is not 0; with `shared_weight` it is weighed by the sigmoid of a linear of its own.
     `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
     have one. `dense_layers` have one MLP in place of experts.
     """
@@ -98,12 +101,64 @@ class ExpertsConfig(Checked):
     added_to_sum: float = 0.0
     scale: PositiveFloat = 1.0
     router_bias: bool = False
+    shared_size: Count = 0
+    shared_weight: bool = False
     dense_layers: tuple[Count, ...] = ()
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
         if self.top_k > self.count:
             raise FieldError("top_k", f"must be at most {self.count} (count), got {self.top_k}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig(Checked):
+    """The gated delta rule of `layers`, in the place of attention.
+
+    `value_heads` heads of `value_dim` numbers share `key_heads` heads of queries and keys of
+    `key_dim` numbers: neighbours one, or where they are `tiled` those that are `key_heads` apart.
+    All pass a convolution over the last `taps` tokens first. `by_key_head` says that checkpoints
+    have all that is of a key head together.
+    """
+
+    layers: tuple[Count, ...]
+    key_heads: PositiveInt
+    value_heads: PositiveInt
+    key_dim: PositiveInt
+    value_dim: PositiveInt
+    taps: PositiveInt
+    tiled: bool = False
+    by_key_head: bool = False
+
+    def check_together(self) -> None:
+        """Raises `FieldError`."""
+        if self.value_heads % self.key_heads:
+            raise FieldError(
+                "value_heads",
+                f"must be a multiple of {self.key_heads} (key_heads), got {self.value_heads}.",
+            )
+        for name in ("key_dim", "value_dim"):
+            if getattr(self, name) % _HEAD_STEP:
+                raise FieldError(
+                    name, f"must be a multiple of {_HEAD_STEP}, got {getattr(self, name)}."
+                )
+        if self.taps > _MAX_TAPS:
+            raise FieldError("taps", f"must be at most {_MAX_TAPS}, got {self.taps}.")
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a layer's state: its matrices, and what the convolution needs of tokens."""
+        return self.values * self.key_dim + (self.taps - 1) * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +185,12 @@ class ModelConfig(Checked):
 
     `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
     query and key head is RMS-normalised before rotation; with `whole_qk_norms` all queries of a
-    token are at once, and all keys. With `sinks` each head has one more score, without a value.
-    Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry for each
-    layer: how many of the last tokens a token sees, itself among them, or None for all; with no
-    entries every layer sees all. Layers with a window rotate by `local_rope` where it is given, all
-    others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
+    token are at once, and all keys. With `sinks` each head has one more score, without a value;
+    with `output_gate` what heads make is multiplied by the sigmoid of gates, which come with the
+    queries. Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry
+    for each layer: how many of the last tokens a token sees, itself among them, or None for all;
+    with no entries every layer sees all. Layers with a window rotate by `local_rope` where it is
+    given, all others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
     `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too, and without
     `input_norms` what they read is not.
     `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
@@ -142,7 +198,8 @@ class ModelConfig(Checked):
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
     the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
     `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
-    attention, with biases where `conv_bias` says so; entries of windows say nothing of them.
+    attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
+    those that `delta` names.
     `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
@@ -167,6 +224,7 @@ class ModelConfig(Checked):
     conv_layers: tuple[Count, ...] = ()
     conv_taps: Count = 0
     conv_bias: bool = False
+    delta: DeltaConfig | None = None
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     input_norms: bool = True
@@ -176,6 +234,7 @@ class ModelConfig(Checked):
     query_growth: float = 0.0
     whole_qk_norms: bool = False
     sinks: bool = False
+    output_gate: bool = False
     experts: ExpertsConfig | None = None
     residual_scale: PositiveFloat = 1.0
     logits_divisor: PositiveFloat = 1.0
@@ -201,8 +260,9 @@ class ModelConfig(Checked):
             )
         if self.conv_layers and not 1 <= self.conv_taps <= _MAX_TAPS:
             raise FieldError("conv_taps", f"must be from 1 to {_MAX_TAPS}, got {self.conv_taps}.")
-        if len(self.conv_layers) >= self.num_layers:
-            raise FieldError("conv_layers", "must leave a layer of attention.")
+        for name, layers in (("conv_layers", self.conv_layers), ("layers", self.state_layers)):
+            if len(layers) >= self.num_layers:
+                raise FieldError(name, "must leave a layer of attention.")
         if self.residual_scale != 1.0 and (self.qk_norm or self.sandwich_norms):
             raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
@@ -222,6 +282,11 @@ class ModelConfig(Checked):
         for name in ("short_factor", "long_factor"):
             if len(getattr(rope, name)) not in (0, rotated // 2):
                 raise FieldError(name, f"of the rope must have {rotated // 2} entries.")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers of the gated delta rule."""
+        return () if self.delta is None else self.delta.layers
 
     @property
     def rotary_dim(self) -> int:
@@ -313,6 +378,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
     if "experts" in flags:
         flags["experts"] = ExpertsConfig(**flags["experts"])
+    if "delta" in flags:
+        flags["delta"] = DeltaConfig(**flags["delta"])
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,

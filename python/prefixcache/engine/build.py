@@ -80,7 +80,7 @@ def build(
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
     model = model.for_length(config.scheduler.context_length(model))
-    config = _with_activations(config, folder)
+    config = _with_activations(config.for_model(model), folder)
     runner = make_runner(config)
     config = config.on(runner.device)
     with ThreadPoolExecutor(1) as loads:
@@ -95,7 +95,7 @@ def build(
         _restore(cache, kv.file)
     evictions = EvictionReader(cache)
     parts = EngineParts(
-        scheduler=_make_scheduler(config, cache, runner, spec.max_model_len),
+        scheduler=_make_scheduler(config, model, cache, runner, spec.max_model_len),
         cache=cache,
         runner=runner,
         make_detokenizer=Detokenizers(tokenizer),
@@ -172,6 +172,7 @@ def _make_cache(
         merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,
+        max_weight_staleness=config.cache.max_weight_staleness,
     )
 
 
@@ -189,6 +190,7 @@ def _restore(cache: CacheManager, file: KeptFile) -> None:
 
 def _make_scheduler(
     config: EngineConfig,
+    model: ModelConfig,
     cache: CacheManager,
     runner: Runner[Any],
     max_model_len: int,
@@ -202,6 +204,7 @@ def _make_scheduler(
         step_times=StepTimeModel() if max_step_ms else None,
         max_step_ms=max_step_ms,
         drafter=_make_drafter(config.speculation),
+        computes_once=model.delta is not None,
     )
 
 
@@ -281,10 +284,12 @@ def _describe_groups(layout: KVLayout) -> str:
         return ""
     num_groups, num_full = len(layout.groups), layout.kinds.count("full")
     num_convs = sum(group.conv_width > 0 for group in layout.groups)
-    convs = f", convolution {num_convs}" if num_convs else ""
+    num_states = sum(group.state_tensors > 0 for group in layout.groups)
+    others = f", convolution {num_convs}" if num_convs else ""
+    others += f", state {num_states}" if num_states else ""
     return (
         f" for {num_groups} groups of layers (full {num_full}, "
-        f"window {num_groups - num_full - num_convs}{convs}; "
+        f"window {num_groups - num_full - num_convs - num_states}{others}; "
         f"size {layout.num_tensors}, padded {layout.num_padded})"
     )
 

@@ -12,12 +12,15 @@ Whoever changes something says what happens to the requests in flight, their `mo
   whole; tokens that were handed out are void (`RequestOutput.restarted`). Where the weights stay,
   its tokens stay too.
 - "abort": they end, with `finish_reason` "abort".
+
+When the weights change, a request that has a mode of its own (`CacheOptions.on_weight_update`)
+follows that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import Lock
@@ -28,6 +31,7 @@ import numpy.typing as npt
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import parse_memory
+from prefixcache.engine.staged import StagedTensors
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.weights_names import (
     Tags,
@@ -37,6 +41,7 @@ from prefixcache.engine.weights_names import (
     own_name,
     tag_name,
 )
+from prefixcache.engine.weights_push import DEFAULT_TIMEOUT, Chunk, WeightsPush
 from prefixcache.exceptions import (
     EngineHaltedError,
     InvalidRequestError,
@@ -53,6 +58,7 @@ from prefixcache.runner.base import ModelMemory, ModelWeights
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestProgress
 from prefixcache.types.modes import InFlightMode, MemoryTag, SleepMode, WeightsInfo
+from prefixcache.types.weight_spans import WeightLabel
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +110,10 @@ class InFlightRequests(Protocol):
         """Takes their blocks back and restarts their answers."""
         ...
 
+    def change_weights(self, mode: InFlightMode) -> None:
+        """Each keeps its blocks, restarts or ends, as it says itself, or else as `mode` does."""
+        ...
+
 
 class Control:
     """The commands, and what is known of the engine; any thread may use both.
@@ -135,6 +145,8 @@ class Control:
         self._paused = False
         self._updated: set[str] | None = None
         self._tags = Tags()
+        self._label: WeightLabel = self.weight_version
+        self.weights_push = WeightsPush(self)
 
     @classmethod
     def endpoints(cls) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -372,7 +384,12 @@ class Control:
         self._raise_if_updating()
         self._requests.drain()
         if level == 2:
-            self._new_weight_version(mode, own_name(self.weights_name))
+            self._cache.new_weight_version(own_name(self.weights_name) or self._next_count())
+            self._label = self.weight_version
+            if mode == "abort":
+                self._requests.abort_all()
+            else:
+                self._requests.restart_all()
             memory.weights.give_up()
         else:
             self._interrupt(mode)
@@ -413,6 +430,11 @@ class Control:
     def weight_version(self) -> int:
         """Counts the changes of the weights; no number stands for two sets of weights."""
         return self._cache.weight_version
+
+    @property
+    def weight_label(self) -> WeightLabel:
+        """What tokens are labelled with: the tag of the last update, or the version."""
+        return self._label
 
     @property
     def weights_name(self) -> str:
@@ -478,7 +500,7 @@ class Control:
         else:
             self._tags.remember(weight_version, checkpoint.digest)
             name = tag_name(weight_version, memory.weights.quantized_digest)
-        return self._new_weight_version(mode, name)
+        return self._new_weight_version(mode, name, weight_version)
 
     @between_steps
     def begin_weight_update(
@@ -496,7 +518,8 @@ class Control:
         self._requests.drain()
         named = weight_version is not None
         quantized = memory.weights.requantized_digest
-        self._new_weight_version(mode, tag_name(weight_version, quantized) if named else None)
+        name = tag_name(weight_version, quantized) if named else None
+        self._new_weight_version(mode, name, weight_version)
         self._updated = set()
 
     @between_steps
@@ -553,6 +576,74 @@ class Control:
         self.update_weights(state_dict)
         return self.end_weight_update()
 
+    def receive_weights(
+        self,
+        chunks: Iterable[Chunk],
+        mode: InFlightMode = "recompute",
+        *,
+        weight_version: str | None = None,
+        digest: str | None = None,
+        full: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """Takes new weights in chunks while requests are served, then replaces the old ones.
+
+        A chunk is a mapping from a checkpoint's names to arrays or torch tensors, or the bytes of a
+        file of safetensors. All are replaced between two steps or none are: whatever fails, the
+        chunks' own errors included, the old ones serve on. The weights' name in all hashes is that
+        of their content, so that hits after a restart with them are sound; `digest`, as
+        `weights_digest` gives it, is compared with what came. `weight_version` labels them, and
+        names them where `full` is false, so that some keep their values. Returns their version.
+        """
+        return self.weights_push.receive(
+            chunks, timeout, mode=mode, weight_version=weight_version, digest=digest, full=full
+        )
+
+    def stage(self) -> StagedTensors:
+        """Memory for the tensors of an update. From any thread."""
+        weights = self._require_memory().weights
+        return StagedTensors(weights.check_tensors, weights.most_given_bytes)
+
+    @between_steps
+    def replace_weights(
+        self,
+        staged: StagedTensors,
+        mode: InFlightMode = "recompute",
+        *,
+        digest: str | None = None,
+        weight_version: str | None = None,
+        full: bool = True,
+    ) -> int:
+        """Replaces the weights by staged ones, all or none; their version.
+
+        `digest` is that of the tensors where they are all there are.
+        """
+        _check_choice("mode", mode, InFlightMode)
+        memory = self._require_memory()
+        self._raise_if_updating()
+        weights, before = memory.weights, memory.weights.checkpoint
+        with _blaming("full"):
+            if full or not weights.complete:
+                weights.check_all_named(staged.names)
+        if weight_version is not None and digest is not None:
+            self._tags.check(weight_version, digest)
+        self._requests.drain()
+        try:
+            with staged.open() as tensors, _blaming("chunk"):
+                weights.replace(tensors)
+        except BaseException:
+            self._rename_unless(memory, before)
+            raise
+        finally:
+            memory.settle()
+        if digest is not None:
+            name = content_name(digest, weights.requantized_digest)
+        else:
+            name = weight_version and tag_name(weight_version, weights.requantized_digest)
+        if weight_version is not None and digest is not None:
+            self._tags.remember(weight_version, digest)
+        return self._new_weight_version(mode, name, weight_version)
+
     def _load(self, memory: ModelMemory, checkpoint: Checkpoint) -> None:
         """Loads a folder's weights. When it fails, those that are back have the right name."""
         before = memory.weights.checkpoint
@@ -582,17 +673,16 @@ class Control:
         if before is None or now.digest != before.digest:
             self._new_weight_version("recompute", _content_name(memory.weights))
 
-    def _new_weight_version(self, mode: InFlightMode, name: str | None) -> int:
-        """From here on nothing computed before can be hit or registered.
+    def _new_weight_version(
+        self, mode: InFlightMode, name: str | None, tag: str | None = None
+    ) -> int:
+        """From here on nothing computed before can be hit or registered, unless it may be stale.
 
-        Without a `name` the weights are called by a count.
+        Without a `name` the weights are called by a count. `tag` labels the tokens they sample.
         """
-        counted = count_name(self.weights_name, self.weight_version + 1)
-        version = self._cache.new_weight_version(name or counted)
-        if mode == "recompute":
-            self._requests.restart_all()
-        elif mode == "abort":
-            self._requests.abort_all()
+        version = self._cache.next_weight_version(name or self._next_count())
+        self._label = version if tag is None else tag
+        self._requests.change_weights(mode)
         logger.info(
             "The weights' version is %d (%s); requests in flight: %s.",
             version,
@@ -600,6 +690,9 @@ class Control:
             mode,
         )
         return version
+
+    def _next_count(self) -> str | None:
+        return count_name(self.weights_name, self.weight_version + 1)
 
     def _interrupt(self, mode: InFlightMode) -> None:
         if mode == "recompute":

@@ -29,6 +29,7 @@ from prefixcache.text.grammar.answer_matcher import AnswerMatcher, Grammar
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.sandbox import Sandbox
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
+from prefixcache.types.modes import InFlightMode
 from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
@@ -258,9 +259,20 @@ class Engine:
         self._scheduler.requeue_running()
         self._note_usage()
 
+    def change_weights(self, mode: InFlightMode) -> None:
+        """New weights are there: each request does what it says itself, or else `mode`."""
+        by_mode: dict[InFlightMode, list[str]] = {"recompute": [], "abort": [], "keep": []}
+        for request_id, answer in self._answers.items():
+            by_mode[answer.request.cache.on_weight_update or mode].append(request_id)
+        self._outbox += self.abort(by_mode["abort"])
+        self._restart_those(by_mode["recompute"])
+
     def restart_all(self) -> None:
         """Takes the blocks of all requests back and restarts their answers."""
-        begun = self._scheduler.restart_all()
+        self._restart_those(list(self._answers))
+
+    def _restart_those(self, request_ids: Sequence[str]) -> None:
+        begun = self._scheduler.restart(request_ids)
         outputs = map(self._restart, begun)
         self._outbox += [output for output in outputs if output is not None]
         self._note_usage()
@@ -440,7 +452,14 @@ class Engine:
             missed = 0
             if self._has_windows:
                 missed = self._scheduler.window_missed_tokens(scheduled.request_id)
-            return answer.push(result, cached, written, missed)
+            return answer.push(
+                result,
+                cached,
+                written,
+                missed,
+                self.control.weight_label,
+                self._scheduler.hit_staleness(scheduled.request_id),
+            )
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end(_failed(error))
@@ -555,6 +574,7 @@ class Engine:
             num_hints_demoted=core["hints_demoted"],
             num_hints_expired=core["hints_expired"],
             num_below_threshold=dict(scheduler.num_below_threshold),
+            num_stale_tokens=dict(scheduler.num_stale_tokens),
         )
 
 

@@ -8,6 +8,7 @@ from prefixcache.metrics import Metrics
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.types.step_plan import SequenceOutput
+from prefixcache.types.weight_spans import WeightLabel
 
 
 class Answer:
@@ -74,11 +75,13 @@ class Answer:
         num_cached_tokens: int,
         num_written_tokens: int = 0,
         num_window_missed_tokens: int = 0,
+        weight_version: WeightLabel | None = None,
+        hit_staleness: int = 0,
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 
         The counts are those of the prompt's tokens that were hits, that were published, and that
-        windows kept from being hits.
+        windows kept from being hits. `weight_version` is that of the weights that sampled it.
         """
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))
@@ -108,6 +111,8 @@ class Answer:
             started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
+            weight_version=weight_version,
+            hit_staleness=hit_staleness,
         )
 
     def end(self, ending: Ending) -> RequestOutput:

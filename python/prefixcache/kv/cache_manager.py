@@ -9,7 +9,7 @@ import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.kv_folder import KeptFile
+from prefixcache.kv.prompt_groups import PromptGroups
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.metrics import FileCounts
@@ -61,6 +62,14 @@ class PrefixLookup:
         return [(one, group) for one in hashes for group in range(self._num_groups)]
 
 
+@dataclass(slots=True)
+class _Older:
+    """A request's tokens under weights of versions that it may hit."""
+
+    most: int
+    sequences: dict[int, CoreSequence] = field(default_factory=dict[int, CoreSequence])
+
+
 class CacheManager:
     """One core sequence per request: its tokens, block hashes and block tables.
 
@@ -78,9 +87,13 @@ class CacheManager:
 
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
-    raise. `num_resets` counts what made all that was published before unfindable, and
-    `num_released_blocks` those that no request held any more after one gave its blocks back.
+    raise. What older weights computed is kept for requests that allow it, up to
+    `max_weight_staleness` updates back. `num_resets` counts what made all that was published
+    before unfindable, and `num_released_blocks` those that no request held any more after one gave
+    its blocks back.
     """
+
+    _keeps_groups = True
 
     def __init__(
         self,
@@ -100,6 +113,7 @@ class CacheManager:
         publish_answers: bool = True,
         max_blocks: int | None = None,
         max_cached_blocks: int | None = None,
+        max_weight_staleness: int = 0,
     ) -> None:
         self._cache = PrefixCache(
             num_blocks,
@@ -129,6 +143,9 @@ class CacheManager:
         self.num_resets = 0
         self.num_released_blocks = 0
         self._hints_expire = False
+        self.prompt_groups = PromptGroups(self._cache, max(num_blocks, max_blocks or 0))
+        self._max_staleness = max_weight_staleness
+        self._older: dict[str, _Older] = {}
         self._file: KeptFile | None = None
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
@@ -303,10 +320,17 @@ class CacheManager:
             cache_salt=request.cache.salt,
             hashes=request.hashes if hashed else None,
         )
+        self._older.pop(request.request_id, None)
+        asked = request.cache.max_weight_staleness
+        most = self._max_staleness if asked is None else min(asked, self._max_staleness)
+        if most and hashed:
+            self._older[request.request_id] = _Older(most)
         if self.has_windows and hashed:
             self._retention.apply(sequence, request)
         if hashed and request.cache.retention:
             self._set_hints(sequence, request.cache)
+        if hashed and self._keeps_groups:
+            self._hints_expire |= self.prompt_groups.join(request, sequence)
         if not hashed:
             self._unhashed.add(request.request_id)
         if not self._publish_answers:
@@ -321,6 +345,7 @@ class CacheManager:
     def demote_expired(self) -> None:
         """Gives blocks whose hints ended their default priority, a bounded number at a call."""
         if self._hints_expire:
+            self.prompt_groups.end_overdue()
             self._cache.demote_expired()
 
     def count_hits(self, request_id: str, max_tokens: int) -> int:
@@ -329,8 +354,37 @@ class CacheManager:
         With windows the longest length up to `max_tokens` that does: a shorter one need not hit.
         Without them every shorter one does, so the answer may exceed `max_tokens`.
         """
+        older = self._older.get(request_id)
+        if older is not None:
+            return self._choose_version(request_id, older, max_tokens)
         sequence = self._sequences[request_id]
         return self._cache.count_prefix_hits(sequence, self._hit_limit(max_tokens))
+
+    def _choose_version(self, request_id: str, older: _Older, max_tokens: int) -> int:
+        """Lets the request stand on the weights under which most of it hits, the newest of such.
+
+        What it computes it publishes in their chain, so that the age of a block is that of the
+        oldest one that it stands on. Each version's hashes are computed once.
+        """
+        now = self._cache.weight_version
+        given, known = self._sequences[request_id], older.sequences
+        older.sequences = {}
+        most = -1
+        for version in range(now, max(now - older.most, 0) - 1, -1):
+            sequence = known.get(version) or given.at_version(version)
+            if sequence is None:
+                break  # it was forgotten, and so were all before it
+            older.sequences[version] = sequence
+            hits = self._cache.count_prefix_hits(sequence, self._hit_limit(max_tokens))
+            if hits > most:
+                most, self._sequences[request_id] = hits, sequence
+            if hits >= max_tokens:
+                break
+        return most
+
+    def staleness(self, request_id: str) -> int:
+        """How many updates of the weights ago those were current that the request stands on."""
+        return self._cache.weight_version - self._sequences[request_id].weight_version
 
     def _hit_limit(self, max_tokens: int) -> int | None:
         return max_tokens if self._windows else None
@@ -388,6 +442,8 @@ class CacheManager:
         if taken is None:
             logger.debug("Request %s waits: too few free blocks.", request_id)
         else:
+            if request_id in self._older:
+                self._older[request_id].sequences = {}
             logger.debug("Request %s hits %d tokens in the cache.", request_id, taken)
         return taken
 
@@ -448,6 +504,9 @@ class CacheManager:
             upto = [min(pair) for pair in zip(upto, prompts, strict=True)]
         duplicates = self._cache.mark_blocks_filled(sequences, list(upto))
         if self._merge_twins:
+            now = self._cache.weight_version
+            # Newer weights than its chain's computed other bits.
+            duplicates = [one for one in duplicates if sequences[one[0]].weight_version == now]
             for sequence, group, index, holder in duplicates:
                 self._cache.replace_block(sequences[sequence], group, index, holder)
             self.num_merged_blocks += len(duplicates)
@@ -470,7 +529,7 @@ class CacheManager:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Gives the blocks back; the requests stay known and can be committed again."""
-        self._release(self._of(request_ids))
+        self._release(request_ids)
         for request_id in request_ids:
             logger.debug("Request %s gives its blocks back and waits.", request_id)
 
@@ -484,18 +543,21 @@ class CacheManager:
         held = {name: ended[name] for name in ended if ended[name].is_committed}
         if self._pins:
             self._cache.pin_anchors([held[name] for name in ended_well if name in held])
-        self._release(list(held.values()))
+        self._release(list(held))
         if self._pins:
             self._demote_beyond_share()
+        self.prompt_groups.leave(ended)
         for request_id in ended:
             del self._sequences[request_id]
             self._prompt_lengths.pop(request_id, None)
+            self._older.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
 
-    def _release(self, sequences: list[CoreSequence]) -> None:
+    def _release(self, request_ids: Sequence[str]) -> None:
         free = self.num_free_blocks
-        self._cache.release(sequences)
+        self._cache.release(self._of(request_ids))
+        self.prompt_groups.note_released(request_ids, self._sequences)
         self.num_released_blocks += self.num_free_blocks - free
 
     def free_all(self) -> None:
@@ -552,6 +614,12 @@ class CacheManager:
     def weights_name(self) -> str:
         """What every block's hash calls the weights. From any thread."""
         return self._cache.weights_name
+
+    def next_weight_version(self, weights: str | None = None) -> int:
+        """`new_weight_version`, but what may be stale stays, for requests that allow it."""
+        if not self._max_staleness:
+            return self.new_weight_version(weights)
+        return self._cache.new_weight_version(weights, keep=True)
 
     def new_weight_version(self, weights: str | None = None) -> int:
         """`reset`, and nothing computed so far can be found or published from now on.

@@ -99,12 +99,13 @@ class KeptFile:
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
         self.path = path
         self.descriptor = descriptor
+        self._is_new = os.fstat(descriptor).st_size == 0
         self.core = KVFile(
             descriptor,
             layout.digest,
             layout.num_tensors,
             layout.block_bytes,
-            layout.capacity if _is_empty(descriptor) else layout.max_blocks,
+            layout.capacity if self._is_new else layout.max_blocks,
             layout.about[:2000],
             layout.block_tokens,
         )
@@ -127,6 +128,9 @@ class KeptFile:
             except OSError:
                 self.can_give_back = False
             self.maps.append(mmap.mmap(self.descriptor, mapped, offset=start))
+            if self._is_new:
+                # Nothing is there to be read ahead, but the system would zero what lies around.
+                self.maps[-1].madvise(mmap.MADV_RANDOM)
 
     def give_back(self, start: int, num_bytes: int) -> bool:
         """Gives bytes back to the disk; false, and never again, where the file system does not."""
@@ -153,10 +157,6 @@ class KeptFile:
         """Lets another process have the file. Nothing may use its memory any more."""
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # `core` has a descriptor of its own
         os.close(self.descriptor)
-
-
-def _is_empty(descriptor: int) -> bool:
-    return os.fstat(descriptor).st_size == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ class RecordedCacheManager(CacheManager):
     same calls at the same times. The recording ends with the object, or with the interpreter.
     """
 
+    _keeps_groups = False  # a replay does not know when a group ends
+
     def __init__(
         self, num_blocks: int, block_size: int, *, writer: TraceWriter, **options: Any
     ) -> None:

@@ -12,6 +12,9 @@ from prefixcache.exceptions import FieldError
 GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
 """What a group's layers need: all tokens before, or a window of tokens, itself counted."""
 
+STATE_BYTES = 4
+"""Of a number of a state, which is float32 whatever keys and values are."""
+
 # Above the fewest layers of a kind, groups are made as large as the most only up to this factor:
 # padding then costs less than a group more.
 _MOST_BY_FEWEST = 1.25
@@ -24,7 +27,9 @@ class KVGroup:
 
     Where `conv_width` is given they are short convolutions over the window, of that many channels:
     a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` of them share a
-    block's part of one tensor.
+    block's part of one tensor. Where `state_tensors` is given a block keeps states, in its parts of
+    that many tensors: where those of a layer lie is said by the layout, and the layers are those
+    whose states begin here.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +37,7 @@ class KVGroup:
     conv_width: int = 0
     kept_tokens: int = 0
     layers_per_tensor: int = 1
+    state_tensors: int = 0
 
     @property
     def kind(self) -> GroupKind:
@@ -41,7 +47,7 @@ class KVGroup:
     @property
     def num_tensors(self) -> int:
         """Tensors of which a block of the group uses its part."""
-        return -(-len(self.layers) // self.layers_per_tensor)
+        return self.state_tensors or -(-len(self.layers) // self.layers_per_tensor)
 
     def part(self, number: int) -> tuple[int, slice]:
         """The tensor of the group's layer of that number, and which of a block's numbers there."""
@@ -63,15 +69,31 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePart:
+    """Where float32 numbers of a layer's state lie: in a block's part of a tensor, for a group.
+
+    `numbers` of them, with `start` others before them.
+    """
+
+    layer: int
+    group: int
+    tensor: int
+    start: int
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """A model's groups, in the order of their ids, and what is the same for all of attention.
 
-    Tensor j serves the j-th layers of every group, so any block can serve any group.
+    Tensor j serves the j-th layers of every group, so any block can serve any group. `states` are
+    the parts of layers' states, in the order of their numbers.
     """
 
     groups: tuple[KVGroup, ...]
     num_kv_heads: int
     head_dim: int
+    states: tuple[StatePart, ...] = ()
 
     @property
     def num_tensors(self) -> int:
@@ -122,17 +144,20 @@ class PoolSizes:
         return f"{self.floor} to {self.ceiling} blocks ({low:,.1f} to {high:,.1f} MiB)"
 
 
-def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -> KVLayout:
+def kv_layout(
+    model: ModelConfig, block_size: int = 16, most_refused: int = 1, itemsize: int = 4
+) -> KVLayout:
     """The groups of a model: one for each kind of attention, or several of equal size as in vLLM.
 
     Full attention comes first, then windows in the order of their first layers, then convolutions,
-    which take no more tensors than attention does: as many share one as fit into its blocks.
-    `most_refused` tokens at the end of a sequence may have to be computed again. Raises
-    `FieldError` where not even one convolution fits.
+    which take no more tensors than attention does: as many share one as fit into its blocks. States
+    come last: they fill blocks one after the other, cut anywhere. `most_refused` tokens at the end
+    of a sequence may have to be computed again. Numbers of keys and values have `itemsize` bytes.
+    Raises `FieldError` where not even one convolution fits.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        if layer not in model.conv_layers:
+        if layer not in model.conv_layers and layer not in model.state_layers:
             kinds.setdefault(window, []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < _MOST_BY_FEWEST * min(counts) else min(counts)
@@ -143,7 +168,41 @@ def kv_layout(model: ModelConfig, block_size: int = 16, most_refused: int = 1) -
     if model.conv_layers:
         kept = min(model.conv_taps - 1 + most_refused, block_size)
         groups += tuple(_convolutions(model, size, block_size, kept))
-    return KVLayout(groups, model.num_kv_heads, model.head_dim)
+    part = 2 * block_size * model.num_kv_heads * model.head_dim * itemsize // STATE_BYTES
+    states = tuple(_states(model, len(groups), size, part))
+    return KVLayout(
+        groups + tuple(_state_groups(states, len(groups))),
+        model.num_kv_heads,
+        model.head_dim,
+        states,
+    )
+
+
+def _states(model: ModelConfig, group: int, num_tensors: int, most: int) -> Iterator[StatePart]:
+    """The states of all layers one after the other, `most` numbers a tensor, from `group` on."""
+    tensor = start = 0
+    for layer in model.state_layers:
+        assert model.delta is not None
+        left = model.delta.state_numbers
+        while left:
+            numbers = min(left, most - start)
+            yield StatePart(layer, group, tensor, start, numbers)
+            left, start = left - numbers, start + numbers
+            if start == most:
+                tensor, start = tensor + 1, 0
+            if tensor == num_tensors:
+                group, tensor = group + 1, 0
+
+
+def _state_groups(states: Sequence[StatePart], first: int) -> Iterator[KVGroup]:
+    begins = dict[int, int]()
+    for part in states:
+        begins.setdefault(part.layer, part.group)
+    # What a token needs is the state after the one before.
+    for group in range(first, max((part.group + 1 for part in states), default=first)):
+        layers = tuple(layer for layer, begin in begins.items() if begin == group)
+        tensors = 1 + max(part.tensor for part in states if part.group == group)
+        yield KVGroup(layers, 2, state_tensors=tensors)
 
 
 def _convolutions(

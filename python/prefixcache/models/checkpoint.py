@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefixcache._core import derive_digest
+from prefixcache._core import derive_digest, hash_file_ranges
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import FileState, file_state, range_digests
@@ -54,11 +54,22 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
     parts: list[tuple[TensorRange, str]] = []
     for file, ranges in _ranges(folder):
         parts += zip(ranges, _range_digests(file, ranges, threads), strict=True)
-    parts.sort(key=lambda part: part[0].name.encode())
-    message = b"".join(_described(one, digest) for one, digest in parts)
-    checkpoint = Checkpoint(folder, _derived("weights", message), states)
+    checkpoint = Checkpoint(folder, _digest_of(parts), states)
     checkpoint.check_unchanged()
     return checkpoint
+
+
+def tensors_digest(file: Path, ranges: list[TensorRange], threads: int = 1) -> str:
+    """The digest of a checkpoint that has just these tensors, which lie in `file`."""
+    spans = [(one.start, one.end) for one in ranges]
+    digests = [one.hex() for one in hash_file_ranges(file, spans, threads)]
+    return _digest_of(list(zip(ranges, digests, strict=True)))
+
+
+def _digest_of(parts: list[tuple[TensorRange, str]]) -> str:
+    """Of tensors and the digests of their bytes."""
+    parts.sort(key=lambda part: part[0].name.encode())
+    return _derived("weights", b"".join(_described(one, digest) for one, digest in parts))
 
 
 # Fields that `ModelConfig` had not from the first, and what they are in models without them: these
@@ -69,20 +80,25 @@ _LATER_FIELDS: dict[str, object] = {
     "conv_layers": (),
     "conv_taps": 0,
     "conv_bias": False,
+    "delta": None,
     "residual_scale": 1.0,
     "whole_qk_norms": False,
     "input_norms": True,
     "sinks": False,
+    "output_gate": False,
     "experts": None,
     "logits_divisor": 1.0,
 }
 
+_LATER_EXPERTS_FIELDS = {"shared_size": 0, "shared_weight": False}
 _LATER_ROPE_FIELDS = {"short_factor": (), "long_factor": (), "partial_rotary_factor": 1.0}
 
 
 def model_digest(config: ModelConfig) -> str:
     """A digest of all but the weights that decides what a model computes, in hexadecimal."""
     fields = dataclasses.asdict(without_defaults(config))
+    if fields["experts"]:
+        _drop_unused(fields["experts"], _LATER_EXPERTS_FIELDS)
     _drop_unused(fields, _LATER_FIELDS)
     for rope in filter(None, (fields["rope"], fields["local_rope"])):
         _drop_unused(rope, _LATER_ROPE_FIELDS)

@@ -14,14 +14,16 @@ _TEXT_PREFIXES = {
 _IMAGE_PREFIXES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+# Layers that guess several tokens.
+_GUESSING_PREFIX = "mtp."
 
 
 class TensorNames:
     """Which of a model's tensors a name in a checkpoint stands for.
 
-    `has_fused_experts` says that safetensors hold all experts of a layer as one tensor.
+    `fused_experts` says how safetensors hold all experts of a layer as one tensor, if they do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -31,15 +33,16 @@ class TensorNames:
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()
         self._copies = frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self.has_fused_experts = FAMILIES[config.architecture].has_fused_experts
+        self.fused_experts = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.
 
-        None for what it does not read: parts that see images, and copies of what is known already.
+        None for what it does not read: parts that see images or guess, and copies of what is known
+        already.
         """
         if self._sees_images:
-            if name.startswith(_IMAGE_PREFIXES):
+            if name.startswith((*_IMAGE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _text_name(name)
         return None if name in self._copies else name

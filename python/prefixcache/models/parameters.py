@@ -6,14 +6,17 @@ F intermediate size, H query heads, K key-value heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, ExpertsConfig, ModelConfig
+from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -23,12 +26,35 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Outputs that a checkpoint has in `groups`, each of one piece of each of these `sizes`.
+
+    Here pieces of a kind stand together, the kinds in this `order`.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def rows(self) -> Array:
+        """The output in a checkpoint that each is here."""
+        starts = list(accumulate(self.sizes, initial=0))
+        outputs = np.arange(self.groups * starts[-1]).reshape(self.groups, -1)
+        return np.concatenate([outputs[:, starts[i] : starts[i + 1]].ravel() for i in self.order])
+
+
+@dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear layer that is fused of projections: their names, and how many outputs each has."""
+    """A linear layer that is fused of projections: their names, and how many outputs each has.
+
+    `pieces` are those of projections whose outputs a checkpoint has in another order.
+    """
 
     inputs: int
     parts: Mapping[str, int]
     bias: bool = False
+    pieces: Mapping[str, Pieces] = field(default_factory=dict[str, Pieces])
 
     @property
     def outputs(self) -> int:
@@ -77,10 +103,12 @@ class AttentionShape:
     `qk_norm` has a row for each query and key head [H + K, D], of which those of queries share a
     mean square, and those of keys, where it is whole; `rope` is the number of the keys' rotation
     among the model's, `query_rope` that of the queries'. `sinks` names a number for each query
-    head, where there are some.
+    head, where there are some. Where it is `gated`, `qkv` makes a gate for each number that heads
+    make, before the queries, whose sigmoid multiplies that number.
     """
 
     qkv: LinearShape
+    gated: bool
     qk_norm: NormShape | None
     sinks: VectorShape | None
     out: LinearShape
@@ -135,6 +163,41 @@ class ConvShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """The gated delta rule between two linears: see `DeltaConfig`.
+
+    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
+    begin with `name`, and are kept in float32.
+    """
+
+    in_proj: LinearShape
+    name: str
+    delta: DeltaConfig
+    out: LinearShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (self.in_proj, self.out)
+
+    @property
+    def norms(self) -> tuple[NormShape | None, ...]:
+        """It has none that is like others."""
+        return ()
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        delta = self.delta
+        return {
+            f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
+            f"{self.name}.A_log": (delta.value_heads,),
+            f"{self.name}.dt_bias": (delta.value_heads,),
+            f"{self.name}.norm.weight": (delta.value_dim,),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
     """A gated MLP: `gate_up` has the gates, then what they let pass."""
 
@@ -152,7 +215,8 @@ class DenseShape:
 class ExpertsShape:
     """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
 
-    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert.
+    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert. All
+    tokens go through `shared` too, which the sigmoid of what `shared_weight` makes weighs.
     """
 
     router: LinearShape
@@ -161,11 +225,15 @@ class ExpertsShape:
     down: LinearShape
     activation: Activation
     experts: ExpertsConfig
+    shared: DenseShape | None
+    shared_weight: LinearShape | None
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
-        return (self.router, self.gate_up, self.down)
+        shared = () if self.shared is None else self.shared.linears
+        weight = () if self.shared_weight is None else (self.shared_weight,)
+        return (self.router, self.gate_up, self.down, *shared, *weight)
 
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
@@ -183,7 +251,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape | ConvShape
+    mixer: AttentionShape | ConvShape | DeltaShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
@@ -261,15 +329,24 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     # "post-attention" is another norm where there are four.
     sandwich, names = config.sandwich_norms, _names(config)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    is_conv = layer in config.conv_layers
     return LayerShape(
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
-        mixer=_conv(config, prefix) if is_conv else _attention(config, prefix, ropes),
+        mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
+
+
+def _mixer(
+    config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
+) -> AttentionShape | ConvShape | DeltaShape:
+    if layer in config.conv_layers:
+        return _conv(config, prefix)
+    if config.delta is not None and layer in config.delta.layers:
+        return _delta(config, config.delta, f"{prefix}.linear_attn")
+    return _attention(config, prefix, ropes)
 
 
 def _names(config: ModelConfig) -> Mapping[str, str]:
@@ -280,6 +357,10 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
     hidden, names = config.hidden_size, _names(config)
+    pieces: dict[str, Pieces] = {}
+    if config.output_gate:
+        counts["q"] += heads
+        pieces[f"{prefix}.self_attn.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
     qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
@@ -287,7 +368,8 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
-        qkv=LinearShape(hidden, qkv, config.qkv_bias),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias, pieces),
+        gated=config.output_gate,
         qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
@@ -309,9 +391,28 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
     )
 
 
+def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+    outputs = {"qkv": delta.channels, "z": delta.values}
+    outputs |= dict.fromkeys("ba", delta.value_heads)
+    pieces: dict[str, Pieces] = {}
+    if delta.by_key_head:
+        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
+        outputs = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
+        qkvz = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
+        pieces[f"{name}.in_proj_qkvz"] = Pieces(heads, qkvz, (0, 1, 2, 3))
+        pieces[f"{name}.in_proj_ba"] = Pieces(heads, (each, each), (0, 1))
+    parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
+    return DeltaShape(
+        in_proj=LinearShape(config.hidden_size, parts, pieces=pieces),
+        name=name,
+        delta=delta,
+        out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
+    )
+
+
 def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
     if config.experts is None or layer in config.experts.dense_layers:
-        return _dense(config, prefix)
+        return _dense(config, prefix, config.intermediate_size, _names(config))
     return _experts(config, config.experts, prefix)
 
 
@@ -324,6 +425,9 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
     )
     bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
+    shared = names.get("shared", "mlp.shared_expert")
+    of_shared = {part: f"{shared}.{part}_proj" for part in ("gate", "up", "down")}
+    weight = LinearShape(hidden, {f"{prefix}.{shared}_gate": 1})
     return ExpertsShape(
         router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
         selection_bias=bias if experts.selection_bias else None,
@@ -333,12 +437,15 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
         activation=config.activation,
         experts=experts,
+        shared=_dense(config, prefix, experts.shared_size, of_shared)
+        if experts.shared_size
+        else None,
+        shared_weight=weight if experts.shared_weight else None,
     )
 
 
-def _dense(config: ModelConfig, prefix: str) -> DenseShape:
-    hidden, size = config.hidden_size, config.intermediate_size
-    names = _names(config)
+def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]) -> DenseShape:
+    hidden = config.hidden_size
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
         gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
@@ -396,13 +503,15 @@ def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[s
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
         rows = shape.parts[name]
+        pieces = shape.pieces.get(name)
         write, kept_format = (
-            partial(_copy_matrix, linear, start),
+            partial(_in_order, pieces, partial(_copy_matrix, linear, start)),
             partial(linear.kept_format, start),
         )
         yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
         if shape.bias:
             write = partial(_copy_numbers, partial(linear.copy_bias, start))
+            write = partial(_in_order, pieces, write)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -432,6 +541,50 @@ def conv_slots(
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a delta rule computes with, float32: of numpy or of torch.
+
+    `decay` are e^A_log of each value head, `conv` is [taps, channels].
+    """
+
+    conv: Any
+    decay: Any
+    time_bias: Any
+    norm: Any
+
+    @classmethod
+    def of(cls, shape: DeltaShape, empty: Callable[..., Any]) -> DeltaWeights:
+        """Unfilled; `empty` makes an array of a shape."""
+        delta = shape.delta
+        heads = (delta.value_heads,)
+        return cls(
+            empty((delta.taps, delta.channels)),
+            empty(heads),
+            empty(heads),
+            empty((delta.value_dim,)),
+        )
+
+    def slots(
+        self, shape: DeltaShape, write: Callable[[Any, Array], None]
+    ) -> Iterator[tuple[str, Slot]]:
+        """Where the tensors go; `write` fills an array."""
+        writes: tuple[Callable[[Array], None], ...] = (
+            lambda conv_C1L: write(self.conv.T, conv_C1L[:, 0]),
+            partial(_write_exp, partial(write, self.decay)),
+            partial(write, self.time_bias),
+            partial(write, self.norm),
+        )
+        for (name, size), fill in zip(shape.others.items(), writes, strict=True):
+            yield name, Slot(size, partial(_copy_numbers, fill), lambda: "float32")
+
+
+def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
+    """In float64, so that every processor rounds to the same."""
+    wide = np.array([math.exp(float(one)) for one in numbers])
+    write(wide.astype(np.float32))
+
+
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
     """Where the tensor goes."""
     return shape.name, Slot((shape.width,), partial(_copy_numbers, write), lambda: "float32")
@@ -439,6 +592,20 @@ def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str
 
 def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
     write(numbers.reshape(shape))
+
+
+def _in_order(
+    pieces: Pieces | None,
+    write: Callable[[Array | QuantizedTensor], None],
+    tensor: Array | QuantizedTensor,
+) -> None:
+    """Writes outputs with pieces of a kind together."""
+    if pieces is None:
+        write(tensor)
+    elif isinstance(tensor, QuantizedTensor):
+        write(replace(tensor, blocks=tensor.blocks[pieces.rows]))
+    else:
+        write(tensor[pieces.rows])
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
+from prefixcache.models.fused import (
+    FusedReader,
+    FusedTensor,
+    HalvedTensor,
+    fused_names,
+    fused_tensor,
+)
 from prefixcache.models.gguf.index import has_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantize import QUANTIZABLE, quantized
@@ -159,12 +170,22 @@ class ReplaceableModel(Generic[ModelT]):
         ones, unless they can be quantized and are to be.
         """
         for name, tensor in tensors.items():
-            self._check_array(name, self._take(name, tensor))
+            fused = self._fused(name, tensor)
+            if fused is not None and fused.is_quantized:
+                _check_bytes(name, tensor)
+            else:
+                self._take(name, tensor)
+            shape = tuple(tensor.shape)
+            for part, of_part in [(name, shape)] if fused is None else fused.shapes(shape):
+                own = checked_name(self._shapes, self._names, part, of_part, _GIVEN_TENSOR)
+                if own in self._quant_formats and not (fused and fused.is_quantized):
+                    self._check_requantizable(own)
 
-    def _check_array(self, name: str, array: Array) -> None:
-        own = checked_name(self._shapes, self._names, name, array.shape, _GIVEN_TENSOR)
-        if own in self._quant_formats:
-            self._check_requantizable(own)
+    def _fused(self, name: str, tensor: Any) -> FusedTensor | HalvedTensor | None:
+        """What a tensor of all experts of a layer is, where checkpoints have such."""
+        if not hasattr(tensor, "shape"):
+            return None
+        return fused_tensor(name, len(tensor.shape), self._names.fused_experts)
 
     def _check_requantizable(self, name: str) -> None:
         quant_format = self._quant_formats[name]
@@ -182,7 +203,11 @@ class ReplaceableModel(Generic[ModelT]):
 
     def check_all_named(self, names: Collection[str]) -> None:
         """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
-        missing = self._shapes.keys() - {self._names.own(name) for name in names}
+        named = {self._names.own(name) for name in names}
+        if self._names.fused_experts:
+            fused = {re.sub("_(blocks|scales)$", "", name) for name in names}
+            named |= {own for own in self._shapes if not fused.isdisjoint(fused_names(own))}
+        missing = self._shapes.keys() - named
         if missing:
             raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")
 
@@ -192,10 +217,8 @@ class ReplaceableModel(Generic[ModelT]):
         Raises as `check_tensors`, and for numbers that cannot be quantized; then nothing is
         replaced.
         """
-        arrays = {name: self._take(name, tensor) for name, tensor in tensors.items()}
-        for name, array in arrays.items():
-            self._check_array(name, array)
-        named = [self._requantized(name, array) for name, array in arrays.items()]
+        self.check_tensors(tensors)
+        named = [self._requantized(name, part) for name, part in self._parts(tensors)]
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
@@ -205,10 +228,38 @@ class ReplaceableModel(Generic[ModelT]):
         self.info = _info(self.loaded)
         return written
 
-    def _requantized(self, name: str, tensor: Array) -> NamedTensor:
+    def replace(self, tensors: Mapping[str, Any]) -> None:
+        """`write`, after which all weights are whole, whatever it raises: as `load` leaves them."""
+        before = self.checkpoint if self.complete else None
+        self.check_tensors(tensors)
+        try:
+            self.write(tensors)
+        except BaseException:
+            self._restore(before)
+            raise
+
+    @property
+    def most_given_bytes(self) -> int:
+        """Bytes of all tensors in the widest type that they may come in, and of their headers."""
+        widest, header = 8, 4096
+        return sum(widest * prod(shape) + header for shape in self._shapes.values())
+
+    def _parts(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Array | QuantizedTensor]]:
+        """What the given tensors hold, those of all experts taken apart."""
+        reader = FusedReader(self._names.fused_experts)
+        for name, tensor in tensors.items():
+            fused = self._fused(name, tensor)
+            if fused is None:
+                yield name, self._take(name, tensor)
+            else:
+                given = tensor if fused.is_quantized else self._take(name, tensor)
+                yield from reader.split(name, given)
+        reader.check_complete()
+
+    def _requantized(self, name: str, tensor: Array | QuantizedTensor) -> NamedTensor:
         """A given tensor in the format of the one that it replaces, if that is quantized."""
         quant_format = self._quant_formats.get(self._names.own(name) or "")
-        if quant_format is not None:
+        if quant_format is not None and not isinstance(tensor, QuantizedTensor):
             return NamedTensor(name, quantized(name, tensor, quant_format), _GIVEN_TENSOR)
         return NamedTensor(name, tensor, _GIVEN_TENSOR)
 
@@ -263,6 +314,11 @@ class ReplaceableModel(Generic[ModelT]):
                 slot.write(quantized(name, tensor, quant_format))
 
         return dataclasses.replace(slot, write=write)
+
+
+def _check_bytes(name: str, tensor: Any) -> None:
+    if not (isinstance(tensor, np.ndarray) and tensor.dtype == np.uint8):
+        raise ModelLoadError(f"{name} must be a numpy array of uint8.")
 
 
 def _quant_formats(model: FilledModel) -> dict[str, str]:

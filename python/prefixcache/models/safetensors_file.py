@@ -18,7 +18,7 @@ from prefixcache.models.arrays import BFLOAT16, Array, new_array
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _BROKEN = (ValueError, LookupError, TypeError, AttributeError)  # of a header that says nonsense
-_TYPES = {
+TYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -27,6 +27,7 @@ _TYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
+FORMATS = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,22 @@ def tensor_ranges(file: Path) -> list[TensorRange]:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        return [_range(name, entry, 8 + size) for name, entry in header.items()]
-    except (*_BROKEN, OSError, RecursionError, struct.error) as error:
+            return parse_header(stream.read(size), 8 + size)
+    except (*_BROKEN, ModelLoadError, OSError, struct.error) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error!r}") from error
+
+
+def parse_header(text: bytes, data: int) -> list[TensorRange]:
+    """The tensors that a header names, whose bytes begin at byte `data`.
+
+    Raises `ModelLoadError` for one that says nonsense. Where the tensors lie is not checked.
+    """
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        return [_range(name, entry, data) for name, entry in header.items()]
+    except (*_BROKEN, RecursionError) as error:
+        raise ModelLoadError(f"the header cannot be read: {error!r}") from error
 
 
 def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
@@ -78,7 +90,7 @@ def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Array]:
 
 
 def _tensor(stream: BinaryIO, one: TensorRange) -> Array:
-    dtype = _TYPES.get(one.format)
+    dtype = TYPES.get(one.format)
     if dtype is None:
         raise ValueError(f"{one.name} has the type {one.format}, which no weights here have")
     if one.end - one.start != prod(one.shape) * dtype.itemsize:

@@ -220,6 +220,15 @@ class ModelWeights(Protocol):
         """Replaces the named weights in place, all or none; the model's own names of them."""
         ...
 
+    def replace(self, tensors: Mapping[str, Any], /) -> None:
+        """`write`; where it breaks off, weights are left as `load` leaves them."""
+        ...
+
+    @property
+    def most_given_bytes(self) -> int:
+        """More bytes than all tensors have, whatever their types."""
+        ...
+
     def missing(self) -> set[str]:
         """Weights that were never written since the model was made again."""
         ...

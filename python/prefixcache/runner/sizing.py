@@ -41,12 +41,19 @@ class MemorySize:
     default: int = 1 << 62
 
 
-def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
-    """The groups of a model in the engine. Raises `FieldError` for blocks too small for it."""
+def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayout:
+    """The groups of a model in the engine, whose keys and values are numbers of `itemsize` bytes.
+
+    Raises `FieldError` for blocks too small for it, and for guesses where there are states.
+    """
     guesses = config.speculation
+    if model.delta is not None and guesses.source != "off":
+        raise FieldError(
+            "speculate", "must be off for a model with states: refused guesses would stay in them."
+        )
     # The last token is computed again where a grammar's mask is late, with its guesses or without.
     most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
-    return kv_layout(model, config.cache.block_size, most_refused)
+    return kv_layout(model, config.cache.block_size, most_refused, itemsize)
 
 
 def choose_num_blocks(
@@ -153,10 +160,12 @@ def _read_number(file: Path) -> int | None:
         return None  # No such controller, or "max": no limit.
 
 
-def fitting_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+def fitting_model_len(
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, num_blocks: int
+) -> int:
     """The context length, lowered to what the pool holds unless it was asked for."""
     longest = config.scheduler.context_length(model)
-    kinds = layout_of(config, model).kinds
+    kinds = layout.kinds
     room = fitting_tokens(
         num_blocks,
         config.cache.block_size,

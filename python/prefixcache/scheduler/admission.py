@@ -31,8 +31,9 @@ class Admission:
     arrive together cannot each hold half of the pool and preempt one another; in groups with a
     window, slots for all that the prompt will hold at once. `counter` counts
     first starts alone, not the returns of preempted requests; `num_below_threshold` counts by whose
-    threshold it was, "request" or "global"; `num_window_missed_tokens` counts what full attention
-    had in the cache and the windows did not.
+    threshold it was, "request" or "global"; `num_stale_tokens` counts hits that older weights had
+    computed, by how many updates older they were; `num_window_missed_tokens` counts what full
+    attention had in the cache and the windows did not.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Admission:
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
         self.num_window_missed_tokens = 0
+        self.num_stale_tokens: Counter[int] = Counter()
         self.num_below_threshold: Counter[str] = Counter(request=0, **{"global": 0})
 
     def start(self, state: RequestState) -> Verdict:
@@ -77,8 +79,11 @@ class Admission:
         state.num_resets = self._cache.num_resets
         if state.num_cached_tokens is None:
             state.num_cached_tokens, state.num_window_missed_tokens = taken, lost
+            state.hit_staleness = self._cache.staleness(state.request_id) if taken else 0
             if self.enabled:
                 self.counter.add(state.num_tokens, taken)
+                if state.hit_staleness:
+                    self.num_stale_tokens[state.hit_staleness] += taken
                 self.num_window_missed_tokens += lost
         return Verdict.STARTED
 

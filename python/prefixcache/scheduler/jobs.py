@@ -2,6 +2,9 @@
 
 The k-th request of a job starts in the k-th round after the job came. Whoever comes with one
 request waits for one or two of every waiting job, not for the thousands that another brought.
+
+Up to `GROUP_TURN` requests of one group share a turn: the prompt that they have in common is then
+still cached when they start, however little memory there is.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ from dataclasses import dataclass
 
 from prefixcache.types.request import Request
 
+GROUP_TURN = 32
+
 
 @dataclass(slots=True)
 class _Job:
     last_turn: int = 0
     num_requests: int = 0
     num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    turn: int = 0
+    num_left: int = 0
+    num_requests: int = 0
 
 
 class Jobs:
@@ -34,6 +46,7 @@ class Jobs:
     def clear(self) -> None:
         """Forgets all jobs."""
         self._jobs: dict[str, _Job] = {}
+        self._groups: dict[tuple[object, ...], _Group] = {}
         self._rounds: Counter[tuple[int, str | None]] = Counter()
         self.queue_length = 0
         self.waiting: Counter[str | None] = Counter()
@@ -45,9 +58,21 @@ class Jobs:
     def add(self, request: Request) -> int:
         """Lets the request wait; returns its turn, a number that grows with the rounds."""
         job = self._jobs.setdefault(request.job, _Job())
-        job.last_turn = 1 + max(job.last_turn, self._rounds[_line(request)])
         job.num_requests += 1
         self._change_waiting(request, job, 1)
+        group_name = _group_name(request)
+        if group_name is None:
+            return self._next_turn(request, job)
+        group = self._groups.setdefault(group_name, _Group())
+        group.num_requests += 1
+        if not group.num_left:
+            group.turn = max(group.turn + 1, self._next_turn(request, job))
+            group.num_left = GROUP_TURN
+        group.num_left -= 1
+        return group.turn
+
+    def _next_turn(self, request: Request, job: _Job) -> int:
+        job.last_turn = 1 + max(job.last_turn, self._rounds[_line(request)])
         return job.last_turn
 
     def start(self, request: Request, turn: int) -> None:
@@ -72,6 +97,10 @@ class Jobs:
         job.num_requests -= 1
         if not job.num_requests:
             del self._jobs[request.job]
+        if (name := _group_name(request)) is not None:
+            self._groups[name].num_requests -= 1
+            if not self._groups[name].num_requests:
+                del self._groups[name]
         if not self._jobs:
             self._rounds.clear()
 
@@ -90,6 +119,11 @@ class Jobs:
 def _line(request: Request) -> tuple[int, str | None]:
     """Turns are compared among requests of one client and one priority alone."""
     return (request.priority, request.client)
+
+
+def _group_name(request: Request) -> tuple[object, ...] | None:
+    """Of the part of a group that may share turns."""
+    return None if request.group is None else (_line(request), request.group.name)
 
 
 def _change(counts: Counter[str | None], client: str | None, change: int) -> None:

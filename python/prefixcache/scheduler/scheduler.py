@@ -91,7 +91,8 @@ class Scheduler:
     seconds, times how long requests wait where the policy asks.
 
     With a `drafter` decodes compute guesses along with their own token, in steps without chunks of
-    prompts: in others rows are dear. Nothing is preempted for guesses.
+    prompts: in others rows are dear. Nothing is preempted for guesses. With `computes_once` no
+    token may be computed again that is in a sequence's blocks, as it is in its state.
     """
 
     def __init__(
@@ -104,10 +105,12 @@ class Scheduler:
         step_times: StepTimeModel | None = None,
         max_step_ms: float = 0,
         drafter: Drafter | None = None,
+        computes_once: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self.drafter = drafter
+        self._computes_once = computes_once
         self._step_times = step_times
         self._max_step_seconds = max_step_ms / 1000
         limits = config.limits()
@@ -178,6 +181,11 @@ class Scheduler:
         return self._admission.num_window_missed_tokens
 
     @property
+    def num_stale_tokens(self) -> Mapping[int, int]:
+        """Hits that older weights had computed, by how many updates older they were."""
+        return self._admission.num_stale_tokens
+
+    @property
     def num_below_threshold(self) -> Mapping[str, int]:
         """Requests that ended below a threshold, by its source: "request" or "global"."""
         return self._admission.num_below_threshold
@@ -227,6 +235,7 @@ class Scheduler:
             end_token_ids=end_token_ids,
             matcher=matcher,
             write_limit=self._write_limit(request.cache),
+            computes_once=self._computes_once,
         )
         self._start_sequence(request)
         state.turn = self._jobs.add(request)
@@ -356,10 +365,18 @@ class Scheduler:
         while self._running:
             self._requeue_last()
 
-    def restart_all(self) -> list[str]:
-        """`requeue_running`, and every answer restarts; returns ids of those begun."""
-        self.requeue_running()
-        begun = [state for state in self._states.values() if state.num_cached_tokens is not None]
+    def restart(self, request_ids: Collection[str]) -> list[str]:
+        """Takes back the blocks of these requests, and their answers restart; ids of those begun.
+
+        Raises `RuntimeError` while a step is in flight.
+        """
+        if self.steps_in_flight:
+            raise RuntimeError("Requests cannot be restarted while a step is in flight.")
+        chosen = set(request_ids)
+        for state in reversed([one for one in self._running if one.request_id in chosen]):
+            self._requeue(state)
+        known = (self._states[request_id] for request_id in request_ids)
+        begun = [state for state in known if state.num_cached_tokens is not None]
         for state in begun:
             if self.drafter is not None:
                 self.drafter.forget(state)
@@ -392,6 +409,10 @@ class Scheduler:
     def window_missed_tokens(self, request_id: str) -> int:
         """Tokens that full attention had in the cache and the windows did not, at its start."""
         return self._states[request_id].num_window_missed_tokens
+
+    def hit_staleness(self, request_id: str) -> int:
+        """How many updates before the request's start the oldest of its hits was computed."""
+        return self._states[request_id].hit_staleness
 
     def num_written_tokens(self, request_id: str) -> int:
         """Prompt tokens in blocks that the request was the first to publish, since it started."""
@@ -505,7 +526,10 @@ class Scheduler:
         return -(-num_tokens // size) * size
 
     def _requeue_last(self) -> RequestState:
-        state = self._running.pop()
+        return self._requeue(self._running[-1])
+
+    def _requeue(self, state: RequestState) -> RequestState:
+        self._running.remove(state)
         self._withdraw(state)
         self._cache.release([state.request_id])
         state.restart()

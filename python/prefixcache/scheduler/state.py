@@ -45,7 +45,8 @@ class RequestState:
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start, `round` that of
     its client, once it has come. `waits_since` is when it first waited, by the clock of a queue
-    that asks for it. `matcher` keeps the answer to its grammar.
+    that asks for it. `matcher` keeps the answer to its grammar; with `computes_once` a token is not
+    computed before it is known what may follow, as none can be computed again.
 
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
@@ -53,12 +54,14 @@ class RequestState:
     """
 
     __slots__ = (
+        "_computes_once",
         "_sampled_row",
         "_sampling",
         "_serial",
         "end_token_ids",
         "first_wait_step",
         "has_ended",
+        "hit_staleness",
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
@@ -89,6 +92,7 @@ class RequestState:
         end_token_ids: tuple[int, ...] = (),
         matcher: AnswerMatcher | None = None,
         write_limit: int = sys.maxsize,
+        computes_once: bool = False,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -103,10 +107,12 @@ class RequestState:
         self.first_wait_step: int | None = None
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_resets = 0
+        self.hit_staleness = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
         self.write_limit = write_limit
         self.tokens = TokenBuffer(request.prompt_token_ids)
+        self._computes_once = computes_once
         self._sampled_row = 0
         self._serial = serial
         self._sampling = SamplingInput(params=request.params, seed=seed, tokens=self.tokens)
@@ -159,7 +165,9 @@ class RequestState:
         """
         if self.matcher is None:
             return False
-        return self.num_tokens > len(self.tokens) or self.matcher.is_held
+        if self.num_tokens > len(self.tokens):
+            return True
+        return not self.matcher.is_known if self._computes_once else self.matcher.is_held
 
     @property
     def may_be_drafted(self) -> bool:
@@ -275,6 +283,8 @@ class RequestState:
 
     def _next_input(self) -> SamplingInput:
         banned = self._banned_after(self.num_tokens)
+        if self.matcher is not None and self._computes_once:
+            self.matcher.wait()  # Where the answer was held, it is known.
         mask = None if self.matcher is None else self.matcher.mask(banned)
         return self._sampling_input(self.tokens, banned, mask)
 

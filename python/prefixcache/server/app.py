@@ -14,6 +14,7 @@ from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
 from prefixcache.server.admin.model_cards import models_router
 from prefixcache.server.admin.model_dirs import ModelDirs
+from prefixcache.server.admin.weights_push import PUSH_OPTIONS, weights_push_router
 from prefixcache.server.anthropic.messages import messages_router
 from prefixcache.server.cache.kv_events import kv_events_router
 from prefixcache.server.cache.misses import misses_router
@@ -73,7 +74,8 @@ def create_app(
     app.include_router(kv_events_router(events, maker.workers))
     app.include_router(dashboard_router(engine, maker, release, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
-    describe(app, command_options(engine.control.endpoints()))
+    app.include_router(weights_push_router(engine))
+    describe(app, {**command_options(engine.control.endpoints()), **PUSH_OPTIONS})
     guard(
         app,
         rules or AccessRules(),

@@ -301,6 +301,10 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         answer=_object(version=_STRING, prefix_hash={"anyOf": [_PREFIX_HASH, {"type": "null"}]}),
     ),
     ("get", "/metrics"): _Endpoint(summary="Prometheus' text.", answer=_STRING),
+    ("get", "/weights/status"): _Endpoint(
+        summary="Whether an update of the weights is open, and what has come of it.",
+        answer=_object(is_open={"type": "boolean"}, staged_bytes=_COUNT),
+    ),
     ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),
     ("get", "/is_sleeping"): _Endpoint(summary="", answer=_object(is_sleeping={"type": "boolean"})),
     ("get", "/prefix_cache/misses"): _Endpoint(
@@ -333,7 +337,12 @@ _COMMAND_ANSWERS = {
         weight_version={"type": ["integer", "string"]},
         weights_name=_STRING,
         root_hash=_STRING,
-    )
+    ),
+    "/weights/begin": _object(update_id=_STRING, max_chunk_bytes=_COUNT),
+    "/weights/chunk": _object(num_tensors=_COUNT, staged_bytes=_COUNT),
+    "/weights/end": _object(
+        weight_version={"type": ["integer", "string"]}, weights_name=_STRING, root_hash=_STRING
+    ),
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
+from prefixcache.types.weight_spans import WeightLabel
 
 if TYPE_CHECKING:
     from prefixcache.core import BlockHashes
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 RoleSpan = tuple[str, int, int]
 """A role, and the tokens of a prompt from the first number to before the second."""
+
+_MAX_GROUP_ID = 256
 
 ErrorCode = Literal["insufficient_kv_cache", "grammar_limit"]
 
@@ -32,6 +37,26 @@ def _check_salt(value: str) -> None:
         value.encode()
     except (AttributeError, UnicodeEncodeError):
         raise wrong("cache_salt", "must be text that UTF-8 can hold") from None
+
+
+def _check_group(group_id: object, size: object) -> None:
+    if group_id is None:
+        if size is not None:
+            raise wrong("group_size", "needs a group_id")
+        return
+    name = group_id if isinstance(group_id, str) else ""
+    if not (0 < len(name) <= _MAX_GROUP_ID and name.isprintable()):
+        raise wrong(
+            "group_id",
+            f"must be 1 to {_MAX_GROUP_ID} printable characters, got {shown(group_id)}",
+        )
+    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        raise wrong("group_size", f"must be a number of requests, 1 or more, got {shown(size)}")
+
+
+def _check_staleness(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise wrong("max_weight_staleness", f"must be a count of updates, got {shown(value)}")
 
 
 def _check_write_upto(value: object) -> None:
@@ -66,8 +91,20 @@ class CacheOptions:
     `owner`: without one that of the salt, or of all who have none. Only full blocks of the first
     `write_upto` tokens are published; None sets no limit.
 
+    Requests of one `group_id` start one after the other, so that a prompt which they share is
+    computed once, and the cache keeps their prompts, within a budget of their own, until as many
+    as `group_size` have ended, or until five minutes after the last use. Choices of one prompt are
+    such a group by themselves.
+
+    `max_weight_staleness` is how many updates of the weights ago hits may have been computed: 0
+    takes those of the current weights alone, None as many as the engine allows, which bounds it.
+    `on_weight_update` says what becomes of the request when the weights change while it is in
+    flight, whatever the update says: see `engine.control`.
+
     Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
-    from 0 to 1, for ranges that `check_ranges` refuses, and for a negative `write_upto`.
+    from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, for a
+    group without a name or with a size that is no count, for a negative staleness, and for a mode
+    that is none.
     """
 
     salt: str | None = None
@@ -77,6 +114,10 @@ class CacheOptions:
     retention: tuple[RetentionRange, ...] = ()
     owner: str | None = None
     write_upto: int | None = None
+    group_id: str | None = None
+    group_size: int | None = None
+    max_weight_staleness: int | None = None
+    on_weight_update: InFlightMode | None = None
 
     @property
     def retention_owner(self) -> str:
@@ -89,12 +130,24 @@ class CacheOptions:
         if self.retention:
             object.__setattr__(self, "retention", tuple(self.retention))
             check_ranges(self.retention)
+        _check_group(self.group_id, self.group_size)
+        if self.max_weight_staleness is not None:
+            _check_staleness(self.max_weight_staleness)
+        if self.on_weight_update not in (None, *get_args(InFlightMode)):
+            raise wrong("on_weight_update", f"is no mode: {shown(self.on_weight_update)}")
         if self.write_upto is not None:
             _check_write_upto(self.write_upto)
         if self.salt is not None:
             _check_salt(self.salt)
         if self.hit_threshold is not None:
             _check_hit_threshold(self.hit_threshold)
+
+
+class Group(NamedTuple):
+    """Requests with one prompt: a name that is theirs alone, and how many there are, if known."""
+
+    name: tuple[str | None, ...]
+    size: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,7 +162,8 @@ class Request:
     one of them. `roles` are who wrote which tokens of the prompt, where that is to be recorded.
     `affinity` is a key whose requests a router sends to one replica where nothing
     speaks against it. `hashes` are those of the prompt under its salt, where they are known:
-    they must be made of these very tokens. `prediction` is what the answer may look like, a source
+    they must be made of these very tokens. Choices of one prompt share an id in `choices`, which
+    says how many there are too. `prediction` is what the answer may look like, a source
     of drafts.
 
     Raises `InvalidRequestError` for token ids that `as_token_ids` refuses, for a retention hint
@@ -124,6 +178,7 @@ class Request:
     arrival_time: float = 0.0
     job_id: str | None = None
     client: str | None = None
+    choices: tuple[str, int] | None = None
     roles: tuple[RoleSpan, ...] = ()
     affinity: str | None = None
     hashes: BlockHashes | None = None
@@ -142,6 +197,14 @@ class Request:
     def job(self) -> str:
         """The id of the job that the request belongs to."""
         return self.job_id or self.request_id
+
+    @property
+    def group(self) -> Group | None:
+        """The requests that it shares a prompt with, where that is said."""
+        if self.cache.group_id is not None:
+            name = (self.client, self.cache.salt, self.cache.group_id)
+            return Group(name, self.cache.group_size)
+        return self.choices and Group(self.choices[:1], self.choices[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +250,8 @@ class RequestOutput:
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
     says that the weights were replaced: all that came before is void, the answer begins again.
+    `weight_version` is that of the weights that the tokens came from, and `hit_staleness` how many
+    updates before the request's start the oldest of its hits was computed.
     """
 
     request_id: str
@@ -206,6 +271,8 @@ class RequestOutput:
     error_code: ErrorCode | None = None
     started_at: float | None = None
     restarted: bool = False
+    weight_version: WeightLabel | None = None
+    hit_staleness: int = 0
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-//! Paged attention on the CPU, and short convolutions over the same pages.
+//! Paged attention on the CPU, and short convolutions and the gated delta rule over the same pages.
 //!
 //! Keys and values stay where they are: the kernel reads the block table. They are met in tiles of
 //! 64 that start at multiples of 64 from the sequence's first token, so an output row sees the same
@@ -15,12 +15,14 @@
 //! size, P pages (blocks), B tokens a block. The cache of a layer is [P, 2, K, B * D].
 
 mod conv;
+mod delta;
 mod kernel;
 mod paged;
 mod plan;
 mod state;
 
 pub use conv::{MAX_TAPS, ShortConv, short_conv};
+pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule};
 pub use kernel::attend;
 pub use paged::{KvElement, append};
 pub use plan::{BlockTables, Plan, PlanError};

@@ -68,6 +68,7 @@ pub struct Plan {
     num_queries: usize,
     num_pages: usize,
     block_size: usize,
+    writes_apart: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -117,12 +118,14 @@ impl Plan {
                 Sequence::new(s, &tables, queries, pages, block_size, attention)
             })
             .collect::<Result<_, _>>()?;
+        let pages: Vec<_> = used
+            .iter()
+            .map(|&page| checked_page(page, num_pages))
+            .collect::<Result<_, _>>()?;
         Ok(Self {
             attention: *attention,
-            pages: used
-                .iter()
-                .map(|&page| checked_page(page, num_pages))
-                .collect::<Result<_, _>>()?,
+            writes_apart: write_apart(&sequences, &pages, block_size),
+            pages,
             tasks: tasks(&sequences, attention),
             sequences,
             num_queries: queries[count],
@@ -149,6 +152,31 @@ impl Plan {
     /// Tokens of a page.
     pub fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// Whether each page that tokens of the step are written to is of one sequence alone, also where the token
+    /// before them is read.
+    pub fn writes_apart(&self) -> bool {
+        self.writes_apart
+    }
+
+    /// Whether the sequences are those of another plan, with other pages.
+    pub fn has_sequences_of(&self, other: &Self) -> bool {
+        let same = |(a, b): (&Sequence, &Sequence)| a.queries == b.queries && a.start == b.start;
+        self.block_size == other.block_size
+            && self.sequences.len() == other.sequences.len()
+            && self.sequences.iter().zip(&other.sequences).all(same)
+    }
+
+    /// How many sequences there are.
+    pub(crate) fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// The rows of a sequence, and the position of the first.
+    pub(crate) fn sequence(&self, number: usize) -> (Range<usize>, usize) {
+        let sequence = &self.sequences[number];
+        (sequence.queries.clone(), sequence.start)
     }
 
     pub(crate) fn tasks(&self) -> &[Task] {
@@ -244,6 +272,35 @@ impl Sequence {
             start,
         })
     }
+}
+
+/// See [`Plan::writes_apart`].
+fn write_apart(sequences: &[Sequence], pages: &[usize], block_size: usize) -> bool {
+    let (mut written, mut read) = (Vec::new(), Vec::new());
+    for (number, sequence) in sequences.iter().enumerate() {
+        if sequence.queries.is_empty() {
+            continue;
+        }
+        let page = |block: usize| pages[sequence.pages.start + block - sequence.first_page];
+        let blocks = sequence.start / block_size..sequence.pages.len() + sequence.first_page;
+        written.extend(blocks.map(|block| (page(block), number)));
+        let before = sequence
+            .start
+            .checked_sub(1)
+            .map(|before| before / block_size);
+        // It may be left out where nothing is seen of it.
+        if let Some(before) = before.filter(|&before| before >= sequence.first_page) {
+            read.push((page(before), number));
+        }
+    }
+    written.sort_unstable();
+    let of_another = |&(page, number): &(usize, usize)| {
+        let first = written.partition_point(|one| one.0 < page);
+        written
+            .get(first)
+            .is_some_and(|one| one.0 == page && one.1 != number)
+    };
+    written.windows(2).all(|two| two[0].0 != two[1].0) && !read.iter().any(of_another)
 }
 
 /// Cuts each sequence into runs of `length` queries, those with the most keys first, so that no

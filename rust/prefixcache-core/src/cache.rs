@@ -20,12 +20,13 @@ use crate::error::{
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
+use crate::hints::Owner;
 use crate::id::{BlockHash, GroupId};
 use crate::policy::NameBlocks;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
 use crate::retention::{HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
-use crate::store::{BlockStore, Lookup, Moves};
+use crate::store::{BlockKey, BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};
 use crate::weights::{self, WeightsName};
 
@@ -322,9 +323,26 @@ impl<S: BlockStore> PrefixCache<S> {
         // store is released by the clear's.
         let is_durable = name.as_ref().is_some_and(WeightsName::is_of_content);
         let version = self.home.change_weights(name);
+        self.home.forget_before(version);
         self.store.clear_index();
         self.store.set_durable(is_durable);
         version
+    }
+
+    /// Hashes under other weights from now on, and forgets nothing: what was cached under older ones is found by
+    /// sequences of their versions ([`Sequence::at_version`]), and sequences that hold blocks go on to publish in
+    /// the chain of theirs. Returns the version.
+    ///
+    /// A chain may so hold blocks that newer weights computed on older blocks. Weights whose name comes back would
+    /// find these in a chain of their own: then everything is forgotten as by [`Self::new_weight_version`]. Nothing
+    /// is kept in a backing store from then on.
+    pub fn next_weight_version(&mut self, name: Option<WeightsName>) -> u64 {
+        let returns = name.as_ref().is_some_and(|name| self.home.had(name));
+        if returns {
+            return self.new_weight_version(name);
+        }
+        self.store.set_durable(false);
+        self.home.change_weights(name)
     }
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.
@@ -374,6 +392,26 @@ impl<S: BlockStore> PrefixCache<S> {
         hints
             .as_mut()
             .map_or(0, |hints| hints.demote_expired(store, most))
+    }
+
+    /// Ends what `owner` asked for the sequence's full blocks from number `first` on, whoever released them. Returns
+    /// how many moved to another priority. No block behind them may be raised by the same owner.
+    pub fn end_hints(
+        &mut self,
+        owner: Owner,
+        sequence: &Sequence,
+        first: usize,
+    ) -> Result<usize, CacheError> {
+        self.check_owner(sequence, "sequence".into())?;
+        let Self { store, hints, home } = self;
+        let groups = &home.config.groups;
+        let hashes = sequence.hashes().iter().skip(first).rev();
+        let keys = hashes.flat_map(|&hash| {
+            let groups = groups.each();
+            groups.map(move |(group, _)| BlockKey::new(hash, group))
+        });
+        let ended = |hints: &mut Box<RetentionTable>| hints.end_of_owner(store, owner, keys);
+        Ok(hints.as_mut().map_or(0, ended))
     }
 
     /// Forgets the hints of what the pool has evicted, and says how many there are.

@@ -431,18 +431,25 @@ impl RetentionTable {
     /// An owner's entry for a block, which is made, of no span, if there is none.
     #[inline]
     fn entry(&mut self, block: BlockId, owner: u32) -> u32 {
-        let first = self.first_of(block);
-        let mut entry = first;
-        while entry != NONE {
-            if self.spans.of(entry).owner == owner {
-                return entry;
-            }
-            entry = self.spans.entries[entry].next;
+        let found = self.entry_of(block, owner);
+        if found != NONE {
+            return found;
         }
+        let first = self.first_of(block);
         self.stats.hinted += usize::from(first == NONE);
         self.owners[owner].len += 1;
         let entry = self.spans.entries.add(Entry::new(block, first));
         self.blocks[block.index()] = entry;
+        entry
+    }
+
+    /// An owner's entry for a block, if there is one.
+    #[inline]
+    fn entry_of(&self, block: BlockId, owner: u32) -> u32 {
+        let mut entry = self.first_of(block);
+        while entry != NONE && self.spans.of(entry).owner != owner {
+            entry = self.spans.entries[entry].next;
+        }
         entry
     }
 
@@ -482,6 +489,31 @@ impl RetentionTable {
             let entry = self.spans.first_of(self.owners[at].ends.front);
             self.stats.demoted += u64::from(self.end(store, entry));
         }
+    }
+
+    /// Ends what an owner asked for the blocks of these hashes, from the last one back. Returns how many blocks
+    /// moved to another band.
+    ///
+    /// No block behind them may be raised by the same owner, as an owner's content is a set of prefixes.
+    pub fn end_of_owner(
+        &mut self,
+        store: &mut impl BlockStore,
+        owner: Owner,
+        keys: impl Iterator<Item = BlockKey>,
+    ) -> usize {
+        self.forget_evicted(store);
+        let mut moved = 0;
+        for key in keys {
+            let Some(&owner) = self.names.get(&owner) else {
+                break;
+            };
+            let block = store.lookup(&key);
+            let entry = block.map_or(NONE, |block| self.entry_of(block, owner));
+            if entry != NONE {
+                moved += usize::from(self.end(store, entry));
+            }
+        }
+        moved
     }
 
     /// Gives content whose TTL has ended the band that it has without, of `most` entries at most, those

@@ -56,6 +56,8 @@ pub struct Sequence {
     pub(crate) scope: Scope,
     /// The version of the weights that the hashes stand for.
     pub(crate) weight_version: u64,
+    /// Whether it stays with its version when the weights change.
+    pub(crate) stays: bool,
     pub(crate) tokens: Vec<u32>,
     pub(crate) hashes: PrefixHashes,
     /// What the eviction policy calls the blocks, where not by their hashes.
@@ -148,6 +150,7 @@ impl Sequence {
             home: Arc::clone(home),
             scope,
             weight_version: weights.version,
+            stays: false,
             tokens,
             hashes,
             names,
@@ -175,6 +178,40 @@ impl Sequence {
     /// see [`PrefixCache::name_blocks`](crate::cache::PrefixCache::name_blocks). For caches that name none.
     pub fn give_names(&mut self, names: &[u64]) {
         self.names.get_or_insert_default().give(names);
+    }
+
+    /// The same tokens, holding nothing, under the weights of an older version or the current one, with which the
+    /// new sequence stays: it finds and publishes what is cached under them. None for a version that has not been, or
+    /// that was forgotten ([`PrefixCache::new_weight_version`](crate::cache::PrefixCache::new_weight_version)).
+    #[must_use]
+    pub fn at_version(&self, version: u64) -> Option<Self> {
+        let weights = self.home.weights_at(version)?;
+        let root = hash::in_scope(weights.root, &self.scope);
+        Some(Self {
+            home: Arc::clone(&self.home),
+            scope: self.scope.clone(),
+            weight_version: version,
+            stays: true,
+            tokens: self.tokens.clone(),
+            hashes: self.hashes.after(root, &self.tokens),
+            names: self.names.clone(),
+            holding: None,
+            anchors: self.anchors.clone(),
+            hints: self.hints.clone(),
+        })
+    }
+
+    /// The version of the weights that its hashes stand for.
+    #[must_use]
+    pub fn weight_version(&self) -> u64 {
+        self.weight_version
+    }
+
+    /// Whether it must be hashed again before it is used: other weights are current, and it does not stay with its
+    /// own, or these were forgotten.
+    pub(crate) fn is_outdated(&self) -> bool {
+        let kept = self.stays && self.home.weights_at(self.weight_version).is_some();
+        !(kept || self.weight_version == self.home.weights.version())
     }
 
     /// Hashes again under other weights.

@@ -32,6 +32,11 @@ impl WeightsName {
         Err(InvalidArgument::new("weights", reason))
     }
 
+    /// Whether hashes call weights by it.
+    pub(crate) fn is(&self, name: &str) -> bool {
+        &*self.0 == name
+    }
+
     /// Whether it stands for what the weights are, so that another process gives it to no others: a digest of
     /// them, whatever they were quantized to.
     #[must_use]
@@ -95,6 +100,12 @@ impl CurrentWeights {
     pub(crate) fn get(&self) -> &Weights {
         let weights = self.slot(self.version()).get();
         weights.expect("a version is published after its slot was written")
+    }
+
+    /// Those of a version that has been.
+    pub(crate) fn at(&self, version: u64) -> Option<&Weights> {
+        let has_been = version <= self.version();
+        has_been.then(|| self.slot(version).get()).flatten()
     }
 
     /// The version alone.

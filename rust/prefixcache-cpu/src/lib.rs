@@ -17,6 +17,7 @@ pub mod element;
 pub mod f16;
 pub mod form;
 pub mod lanes;
+pub mod math;
 pub mod memory;
 pub mod rows;
 pub mod team;

@@ -200,4 +200,25 @@ impl<'a, T> RowsMut<'a, T> {
         // SAFETY: inside what the maker vouched for, and disjoint from every other part.
         unsafe { std::slice::from_raw_parts_mut(start.add(row * stride + from), count) }
     }
+
+    /// Columns `from..from + count` of row `row`, to read.
+    ///
+    /// # Safety
+    /// No part that overlaps this one is written while it is in use.
+    ///
+    /// # Panics
+    /// The part is not inside the matrix.
+    #[inline(always)]
+    pub unsafe fn shared_part(&self, row: usize, from: usize, count: usize) -> &[T] {
+        let Rows {
+            start,
+            rows,
+            width,
+            stride,
+            ..
+        } = self.rows;
+        assert!(row < rows && count <= width && from <= width - count);
+        // SAFETY: inside what the maker vouched for, and not written.
+        unsafe { std::slice::from_raw_parts(start.add(row * stride + from), count) }
+    }
 }

@@ -234,6 +234,7 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
         input_norm: Some(norm),
         mixer: Mixer::Attention(AttentionMixer {
             qkv: &linears.qkv,
+            gated: false,
             qk_norm: None,
             key_norm: None,
             sinks: None,

@@ -23,6 +23,7 @@ use prefixcache_ops::rowwise::{RmsNorm, rms_norm};
 pub use feed_forward::{Dense, FeedForward};
 pub use mixer::Mixer;
 pub use mixer::attention::AttentionMixer;
+pub use mixer::delta::DeltaMixer;
 pub use mixer::short_conv::ShortConvMixer;
 
 /// A layer: a mixer, then a feed-forward, each with a residual connection.
@@ -98,6 +99,7 @@ pub struct Scratch<E> {
     residual: Buffer<E>,
     attention: mixer::attention::Scratch<E>,
     short_conv: mixer::short_conv::Scratch<E>,
+    delta: mixer::delta::Scratch<E>,
     feed_forward: feed_forward::Scratch<E>,
 }
 
@@ -117,11 +119,15 @@ impl<E: KvElement> Scratch<E> {
         };
         let of_attention = layers.iter().filter_map(|layer| match &layer.mixer {
             Mixer::Attention(mixer) => Some(mixer),
-            Mixer::ShortConv(_) => None,
+            _ => None,
         });
         let of_short_conv = layers.iter().filter_map(|layer| match &layer.mixer {
             Mixer::ShortConv(mixer) => Some(mixer),
-            Mixer::Attention(_) => None,
+            _ => None,
+        });
+        let of_delta = layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::Delta(mixer) => Some(mixer),
+            _ => None,
         });
         Ok(Self {
             normed: needed(|layer| layer.input_norm.is_some() || layer.mlp_norm.is_some())?,
@@ -131,6 +137,7 @@ impl<E: KvElement> Scratch<E> {
             residual: needed(|_| true)?,
             attention: mixer::attention::Scratch::new(rows, of_attention)?,
             short_conv: mixer::short_conv::Scratch::new(rows, of_short_conv)?,
+            delta: mixer::delta::Scratch::new(rows, of_delta)?,
             feed_forward: feed_forward::Scratch::new(
                 rows,
                 layers.iter().map(|layer| &layer.feed_forward),
@@ -154,6 +161,7 @@ struct Sum<'a, E> {
 impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
     /// values to `cache` [P * 2 * K, B * D], or the inputs of a convolution to `cache` [P, kept * E].
+    /// States have places of their own.
     ///
     /// # Errors
     /// There is no memory for the attention's sums or for quantized activations; `x` is as it was, the
@@ -195,6 +203,7 @@ impl Step<'_> {
             Mixer::ShortConv(mixer) => {
                 self.convolve(mixer, cache, normed, &mut scratch.short_conv, sum)
             }
+            Mixer::Delta(mixer) => self.read_states(mixer, normed, &mut scratch.delta, sum),
         }
     }
 

@@ -67,6 +67,11 @@ use Family::{Gemma3, Llama, Qwen3};
 const WINDOW: usize = 11;
 
 impl Family {
+    /// Numbers by which what heads make is multiplied: in Qwen3's place those of Qwen3-Next.
+    fn gates(self) -> usize {
+        if self == Qwen3 { HEADS * DIMS } else { 0 }
+    }
+
     fn norm_offset(self) -> f32 {
         if self == Gemma3 { 1.0 } else { 0.0 }
     }
@@ -130,7 +135,7 @@ impl<E: KvElement> Layer<E> {
             group,
             rope,
             input_norm: noise(seed + 1, HIDDEN),
-            qkv: Linear::random(seed + 2, HIDDEN, (HEADS + 2 * KV_HEADS) * DIMS),
+            qkv: Linear::random(seed + 2, HIDDEN, family.gates() + turned + KV_HEADS * DIMS),
             qk_norm: noise(seed + 3, turned),
             out: Linear::random(seed + 4, HEADS * DIMS, HIDDEN),
             mixer_out_norm: noise(seed + 8, HIDDEN),
@@ -156,6 +161,7 @@ impl<E: KvElement> Layer<E> {
             input_norm: Some(norm(&self.input_norm)),
             mixer: Mixer::Attention(AttentionMixer {
                 qkv: &self.qkv.packed,
+                gated: family.gates() > 0,
                 qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
                 key_norm: None,
                 sinks: None,
@@ -190,11 +196,12 @@ impl<E: KvElement> Layer<E> {
             Gemma3 => normed(&x, weight, HIDDEN),
             Llama | Qwen3 => x,
         };
-        let qkv: Vec<Vec<f64>> = x
+        let projected: Vec<(Vec<f64>, Vec<f64>)> = x
             .iter()
             .enumerate()
             .map(|(position, x)| {
-                let mut qkv = self.qkv.reference(&normed(x, &self.input_norm, HIDDEN));
+                let mut gates = self.qkv.reference(&normed(x, &self.input_norm, HIDDEN));
+                let mut qkv = gates.split_off(self.family.gates());
                 if self.family != Llama {
                     let normed = normed(&qkv[..turned], &self.qk_norm, DIMS);
                     qkv[..turned].copy_from_slice(&normed);
@@ -209,15 +216,19 @@ impl<E: KvElement> Layer<E> {
                     };
                     turn(head, rope, position);
                 });
-                qkv
+                (gates, qkv)
             })
             .collect();
+        let (gates, qkv): (Vec<_>, Vec<_>) = projected.into_iter().unzip();
         let window = self.family.windows()[self.group].unwrap_or(TOKENS);
         for (position, x) in x.iter_mut().enumerate() {
             let seen = (position + 1).saturating_sub(window)..=position;
-            let attended: Vec<f64> = (0..HEADS)
+            let mut attended: Vec<f64> = (0..HEADS)
                 .flat_map(|head| attend(&qkv[seen.clone()], head))
                 .collect();
+            for (x, gate) in attended.iter_mut().zip(&gates[position]) {
+                *x *= opened(Gate::Silu, *gate) / gate;
+            }
             let attended = self.out.reference(&attended);
             add(x, &out_normed(attended, &self.mixer_out_norm));
             let gate_up = self.gate_up.reference(&normed(x, &self.mlp_norm, HIDDEN));

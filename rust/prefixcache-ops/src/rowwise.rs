@@ -74,6 +74,22 @@ pub fn gated<E: Element>(
     each_row(form, team, x, out, &Gated { gate });
 }
 
+/// x / (1 + e^-gate), number by number: x times the sigmoid of its gate.
+///
+/// # Panics
+/// The shapes do not fit.
+pub fn open<E: Element>(
+    form: Form,
+    team: &Team,
+    gates: Rows<'_, E>,
+    x: Rows<'_, E>,
+    out: &RowsMut<'_, E>,
+) {
+    assert_eq!(gates.shape(), x.shape(), "shape of gates");
+    assert_eq!(x.shape(), out.shape(), "shape of out");
+    each_row(form, team, x, out, &Opened { gates });
+}
+
 /// Turns the first numbers of each head of a row by the row's angles: halves (x, y) of them become
 /// (x cos - y sin, y cos + x sin). A head has `head` numbers, of which the others are copied.
 ///
@@ -255,7 +271,33 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
             lanes.mul(cubic, x)
         }
     };
+    times_sigmoid(lanes, x, minus_t)
+}
+
+/// x / (1 + e^-t)
+#[inline(always)]
+pub(crate) fn times_sigmoid<L: Lanes>(lanes: L, x: L::V, minus_t: L::V) -> L::V {
     lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
+}
+
+struct Opened<'a, E> {
+    gates: Rows<'a, E>,
+}
+
+impl<E: Element> RowWork<E> for Opened<'_, E> {
+    #[inline(always)]
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
+        let gates = self.gates.row(row);
+        for (at, count) in vectors::<L>(out.len()) {
+            // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
+            unsafe {
+                let gate = E::load_some(lanes, gates[at..].as_ptr(), count);
+                let x = E::load_some(lanes, x[at..].as_ptr(), count);
+                let y = times_sigmoid(lanes, x, lanes.sub(lanes.splat(0.0), gate));
+                E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+            }
+        }
+    }
 }
 
 /// What opens the gates of [`Gate::ClampedSwiglu`], before e.

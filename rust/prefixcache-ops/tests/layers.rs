@@ -7,7 +7,7 @@ mod noise;
 use noise::noise;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, open, rms_norm, rotate};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
@@ -330,6 +330,31 @@ fn gates_at_the_extremes() {
             assert_eq!(&got[2..5], &[0.0, 100.0, 1e20], "{form:?}, {gate:?}");
             let closed = got[..2].iter().all(|y| y.abs() < 1e-15);
             assert!(closed && got[5].is_nan(), "{form:?}, {gate:?}: {got:?}");
+        }
+    }
+}
+
+#[test]
+fn a_gate_that_multiplies_is_a_sigmoid_wherever_it_stands() {
+    let gates = [&[-1e20, -100.0, 0.0, 100.0, 1e20], &noise::<f32>(2, 72)[..]].concat();
+    let x = noise::<f32>(1, gates.len());
+    let opened = |form, gates: &[f32], x: &[f32]| {
+        let mut out = vec![f32::NAN; x.len()];
+        let [gates, x] = [gates, x].map(|numbers| Rows::new(numbers, numbers.len()));
+        let out_rows = RowsMut::new(&mut out, x.width());
+        open(form, &Team::new(1).expect("threads"), gates, x, &out_rows);
+        out
+    };
+    for form in Form::available() {
+        let all = opened(form, &gates, &x);
+        let numbers = x.iter().zip(&gates);
+        let want: Vec<f64> = numbers
+            .map(|(&x, &gate)| f64::from(x) / (1.0 + f64::from(-gate).exp()))
+            .collect();
+        assert_near(&all, &want);
+        for (i, got) in all.iter().enumerate() {
+            let alone = opened(form, &gates[i..=i], &x[i..=i])[0];
+            assert_eq!(alone.to_bits(), got.to_bits(), "{form:?}");
         }
     }
 }

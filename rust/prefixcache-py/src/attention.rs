@@ -115,6 +115,14 @@ impl PagedAttention {
         Matrix::strided_at("caches", address, (step.plan.num_pages(), width), stride)
     }
 
+    /// A part of each page at an address, of `numbers` float32 numbers of a state.
+    pub fn state_parts(&self, step: &PlannedStep, address: usize, numbers: usize) -> Matrix {
+        let dims = self.attention.kv_heads() * self.attention.head_dim();
+        let bytes = 2 * dims * step.plan.block_size() * self.dtype.size();
+        let stride = bytes / size_of::<f32>();
+        Matrix::strided_at("states", address, (step.plan.num_pages(), numbers), stride)
+    }
+
     /// A layer's keys and values at an address.
     pub fn cache(&self, step: &PlannedStep, address: usize) -> Matrix {
         let rows = step.plan.num_pages() * 2 * self.attention.kv_heads();

@@ -78,19 +78,6 @@ impl Value for Form {
     }
 }
 
-/// The number type of a tensor.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum DType {
-    Bf16,
-    F32,
-}
-
-impl Word for DType {
-    const ARGUMENT: &'static str = "dtype";
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("bfloat16", Self::Bf16), ("float32", Self::F32)];
-}
-
 /// Evaluates an expression with `$element` as the Rust type of a [`DType`].
 macro_rules! with_dtype {
     ($dtype:expr, $element:ident => $body:expr) => {
@@ -107,6 +94,26 @@ macro_rules! with_dtype {
     };
 }
 pub(crate) use with_dtype;
+
+/// The number type of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum DType {
+    Bf16,
+    F32,
+}
+
+impl DType {
+    /// Bytes of a number.
+    pub fn size(self) -> usize {
+        with_dtype!(self, E => size_of::<E>())
+    }
+}
+
+impl Word for DType {
+    const ARGUMENT: &'static str = "dtype";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("bfloat16", Self::Bf16), ("float32", Self::F32)];
+}
 
 /// A matrix at an address: `rows` rows, one every `stride` numbers.
 #[derive(Clone, Copy)]

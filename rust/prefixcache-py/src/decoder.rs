@@ -1,6 +1,6 @@
 //! The Python class `DecoderStack`.
 
-use prefixcache_attention::KvElement;
+use prefixcache_attention::{KvElement, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder::{Group, Rotation, Scratch, Step};
 use pyo3::prelude::*;
@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use crate::arguments::{List, Number, Numbers, OneOf, Real, Value, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
+use crate::delta::{StatePlace, sees_states};
 use crate::errors::{IntoPyErr, out_of_range};
 use crate::layer::{DecoderLayer, Linears};
 use crate::linear::LayerElement;
@@ -37,6 +38,8 @@ struct Tensors {
     x: Matrix,
     /// One a layer.
     caches: Vec<Matrix>,
+    /// Of each layer the groups and places of its state's parts.
+    states: Vec<Vec<(usize, Matrix)>>,
 }
 
 /// The layers of a decoder on the CPU, one call a step.
@@ -76,11 +79,24 @@ impl DecoderStack {
         // SAFETY: the caller's promise.
         let mut x = unsafe { tensors.x.rows_mut::<E>()? };
         let each = self.layers.iter().zip(linears).zip(layer_groups);
-        let layers = each.map(|((layer, linears), &group)| {
-            let group = (group, groups[group].plan.attention());
-            // SAFETY: the caller's promise.
-            unsafe { layer.get().read::<E>(self.eps, self.hidden, group, linears) }
-        });
+        let layers = each
+            .zip(&tensors.states)
+            .map(|(((layer, linears), &group), states)| {
+                let group = (group, groups[group].plan.attention());
+                let part = |&(group, pages): &(usize, Matrix)| {
+                    let plan = groups[group].plan;
+                    // SAFETY: the caller's promise; layers use what they share one after the other.
+                    let pages = unsafe { pages.rows_mut::<f32>()? };
+                    Ok::<_, PyErr>(StatePart { plan, pages })
+                };
+                let states = states.iter().map(part).collect::<PyResult<_>>()?;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    layer
+                        .get()
+                        .read::<E>(self.eps, self.hidden, group, states, linears)
+                }
+            });
         let layers = layers.collect::<PyResult<Vec<_>>>()?;
         let scratch = Scratch::new(x.rows(), self.hidden, &layers);
         let mut scratch = scratch.map_err(IntoPyErr::into_py_err)?;
@@ -134,6 +150,51 @@ impl DecoderStack {
         }
     }
 
+    /// The places of each layer's state, in parts of pages that its tokens alone are written to.
+    fn states(
+        &self,
+        places: &[StatePlace],
+        attentions: &[&PagedAttention],
+        steps: &[&PlannedStep],
+    ) -> PyResult<Vec<Vec<(usize, Matrix)>>> {
+        let mut states = vec![Vec::new(); self.layers.len()];
+        let mut left: Vec<_> = self
+            .layers
+            .iter()
+            .map(|layer| layer.get().state())
+            .collect();
+        for (number, place) in places.iter().enumerate() {
+            let wrong = |reason| Err(out_of_range(Argument::element("states", number), reason));
+            let (Some(attention), Some(left)) =
+                (attentions.get(place.group), left.get_mut(place.layer))
+            else {
+                return wrong("must be of a layer and of a group that there are");
+            };
+            let step = steps[place.group];
+            if !step.plan.has_sequences_of(&steps[0].plan) || !step.plan.writes_apart() {
+                return wrong(
+                    "must have pages for the sequences of the first group, each of one alone",
+                );
+            }
+            if !sees_states(&attention.attention) {
+                return wrong("must be of a group whose window is 2 tokens or more");
+            }
+            if place.numbers > *left {
+                return wrong("must have no more numbers than the layer's state");
+            }
+            *left -= place.numbers;
+            let pages = attention.state_parts(step, place.address, place.numbers);
+            states[place.layer].push((place.group, pages));
+        }
+        match left.iter().position(|&left| left > 0) {
+            None => Ok(states),
+            Some(layer) => {
+                let reason = format!("must have all numbers of the state of layer {layer}");
+                Err(out_of_range("states", reason))
+            }
+        }
+    }
+
     fn check_rotations(&self, rotations: usize) -> PyResult<()> {
         let ropes = self
             .layers
@@ -181,9 +242,10 @@ impl DecoderStack {
     /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
     /// Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a row. They turn the first
     /// `rotated` numbers of a head, by default all. At the cache of a convolution a block has the inputs
-    /// of its last `kept_tokens` tokens, among those of others.
+    /// of its last `kept_tokens` tokens, among those of others. `states` has the parts of states, in their
+    /// order: of which layer, in which group, where that is in page 0, and how many float32 numbers.
     #[pyo3(signature = (
-        attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None
+        attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None, states=None
     ))]
     fn forward(
         &self,
@@ -195,6 +257,7 @@ impl DecoderStack {
         x: Number<names::X>,
         kept_tokens: Option<Number<names::KeptTokens>>,
         rotated: Option<Number<names::Rotated>>,
+        states: Option<List<names::States, StatePlace>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -219,6 +282,9 @@ impl DecoderStack {
         let kept_tokens = kept_tokens.map_or(0, |kept| kept.0);
         let cache = |((layer, &group), address): ((&Py<DecoderLayer>, &usize), usize)| {
             let (attention, step) = (attentions[group], steps[group]);
+            if layer.get().state() > 0 {
+                return Ok(Matrix::dense_at("caches", 0, 0, 0));
+            }
             let Some(least) = layer.get().least_kept(step.plan.block_size()) else {
                 return Ok(attention.cache(step, address));
             };
@@ -238,6 +304,11 @@ impl DecoderStack {
                 .collect(),
             x: Matrix::dense(x, rows, self.hidden),
             caches: places.map(cache).collect::<PyResult<_>>()?,
+            states: self.states(
+                &states.map_or(Vec::new(), |states| states.0),
+                &attentions,
+                &steps,
+            )?,
         };
         let groups = groups(&steps)?;
         let linears = self.layers.iter().map(Linears::of);

@@ -3,16 +3,17 @@
 
 use std::sync::RwLockReadGuard;
 
-use prefixcache_attention::{Attention, MAX_TAPS, ShortConv};
+use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
-use prefixcache_ops::experts::{Experts, Router, Scores};
+use prefixcache_ops::experts::{Experts, Router, Scores, SharedExpert};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use pyo3::prelude::*;
 
 use crate::arguments::{Number, One, OneOf, Real, Value, Word, wrong_type};
 use crate::cpu::{DType, Matrix};
+use crate::delta::{DeltaMixer, sees_states};
 use crate::errors::out_of_range;
 use crate::linear::{Layer, LayerElement, PackedLinear};
 use crate::names;
@@ -21,6 +22,7 @@ use crate::names;
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
+    gated: bool,
     qk_norm: Option<usize>,
     whole_norms: bool,
     sinks: Option<usize>,
@@ -32,16 +34,18 @@ pub struct AttentionMixer {
 #[pymethods]
 impl AttentionMixer {
     /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
-    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head.
+    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head. With
+    /// `gated` outputs of `qkv` before those of queries are gates, whose sigmoid multiplies what heads make.
     ///
     /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
     /// queries where it is another.
     #[new]
     #[pyo3(signature = (
-        *, qkv, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
+        *, qkv, gated=false, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
     ))]
     fn new(
         qkv: Py<PackedLinear>,
+        gated: bool,
         qk_norm: Option<Number<names::QkNorm>>,
         whole_norms: bool,
         sinks: Option<Number<names::Sinks>>,
@@ -51,6 +55,7 @@ impl AttentionMixer {
     ) -> Self {
         Self {
             qkv,
+            gated,
             qk_norm: qk_norm.map(|norm| norm.0),
             whole_norms,
             sinks: sinks.map(|sinks| sinks.0),
@@ -76,8 +81,8 @@ impl AttentionMixer {
     fn has_heads_of(&self, attention: &Attention) -> bool {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
-        let dims = attention.head_dim();
-        out.inputs == queries * dims && qkv.outputs == (queries + 2 * keys) * dims
+        let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
+        out.inputs == queries * dims && qkv.outputs == (gates + queries + 2 * keys) * dims
     }
 }
 
@@ -214,6 +219,8 @@ pub struct ExpertsFeedForward {
     gate_up: Py<PackedLinear>,
     gate: Gate,
     down: Py<PackedLinear>,
+    shared: Option<Py<DenseFeedForward>>,
+    shared_weight: Option<Py<PackedLinear>>,
 }
 
 #[pymethods]
@@ -223,10 +230,12 @@ impl ExpertsFeedForward {
     /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
     /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
     /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
-    /// their sum plus this, and then multiplied by `scale`.
+    /// their sum plus this, and then multiplied by `scale`. All rows go through `shared` too, which the
+    /// sigmoid of the output of `shared_weight` weighs, if it is given.
     #[new]
     #[pyo3(signature = (
-        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down
+        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down,
+        shared=None, shared_weight=None
     ))]
     fn new(
         router: Py<PackedLinear>,
@@ -238,7 +247,15 @@ impl ExpertsFeedForward {
         gate_up: Py<PackedLinear>,
         gate: OneOf<Gate>,
         down: Py<PackedLinear>,
+        shared: Option<Py<DenseFeedForward>>,
+        shared_weight: Option<Py<PackedLinear>>,
     ) -> PyResult<Self> {
+        if shared.is_none() && shared_weight.is_some() {
+            return Err(out_of_range(
+                "shared_weight",
+                "needs what it weighs, shared",
+            ));
+        }
         let experts = router.get().outputs;
         if !(1..=experts).contains(&top_k.0) {
             let reason = format!("must be from 1 to {experts}, not {}", top_k.0);
@@ -254,6 +271,8 @@ impl ExpertsFeedForward {
             gate_up,
             gate: gate.0,
             down,
+            shared,
+            shared_weight,
         })
     }
 }
@@ -265,12 +284,25 @@ impl Word for Scores {
 }
 
 impl ExpertsFeedForward {
-    fn linears(&self) -> [&PackedLinear; 3] {
-        [self.router.get(), self.gate_up.get(), self.down.get()]
+    /// Those of all routed experts, of the shared one, and of its weight.
+    fn linears(&self) -> Vec<&PackedLinear> {
+        let mut linears = vec![self.router.get(), self.gate_up.get(), self.down.get()];
+        linears.extend(self.shared.iter().flat_map(|shared| shared.get().linears()));
+        linears.extend(self.shared_weight.iter().map(Py::get));
+        linears
     }
 
     fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
+        let shared = self.shared.as_ref();
+        let weight = self.shared_weight.as_ref().map(Py::get);
+        self.routed_fit(hidden, dtype)
+            && shared.is_none_or(|shared| shared.get().fits(hidden, dtype))
+            && weight
+                .is_none_or(|one| one.dtype == dtype && [one.inputs, one.outputs] == [hidden, 1])
+    }
+
+    fn routed_fit(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = [self.router.get(), self.gate_up.get(), self.down.get()];
         let [router, gate_up, down] = linears;
         let (experts, inner) = (router.outputs, down.inputs);
         let of_type = linears.iter().all(|linear| linear.dtype == dtype);
@@ -287,6 +319,7 @@ impl ExpertsFeedForward {
 enum Mixer {
     Attention(Py<AttentionMixer>),
     ShortConv(Py<ShortConvMixer>),
+    Delta(Py<DeltaMixer>),
 }
 
 impl Mixer {
@@ -294,6 +327,7 @@ impl Mixer {
         match self {
             Self::Attention(mixer) => mixer.get().linears(),
             Self::ShortConv(mixer) => mixer.get().linears(),
+            Self::Delta(mixer) => mixer.get().linears(),
         }
     }
 }
@@ -306,11 +340,11 @@ impl Value for Mixer {
         if let Ok(mixer) = value.cast() {
             return Ok(Self::ShortConv(mixer.clone().unbind()));
         }
-        Err(wrong_type(
-            argument,
-            "an AttentionMixer or a ShortConvMixer",
-            value,
-        ))
+        if let Ok(mixer) = value.cast() {
+            return Ok(Self::Delta(mixer.clone().unbind()));
+        }
+        let wanted = "an AttentionMixer, a ShortConvMixer or a DeltaMixer";
+        Err(wrong_type(argument, wanted, value))
     }
 }
 
@@ -324,7 +358,7 @@ impl FeedForward {
     fn linears(&self) -> Vec<&PackedLinear> {
         match self {
             Self::Dense(dense) => dense.get().linears().into(),
-            Self::Experts(experts) => experts.get().linears().into(),
+            Self::Experts(experts) => experts.get().linears(),
         }
     }
 }
@@ -400,6 +434,7 @@ impl DecoderLayer {
         let mixer_fits = match &self.mixer {
             Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
             Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
+            Mixer::Delta(mixer) => mixer.get().fits(hidden, dtype),
         };
         let feed_forward_fits = match &self.feed_forward {
             FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
@@ -413,6 +448,7 @@ impl DecoderLayer {
         match &self.mixer {
             Mixer::Attention(mixer) => mixer.get().has_heads_of(attention),
             Mixer::ShortConv(mixer) => mixer.get().is_seen_by(attention),
+            Mixer::Delta(_) => sees_states(attention),
         }
     }
 
@@ -420,19 +456,28 @@ impl DecoderLayer {
     pub fn highest_rope(&self) -> Option<usize> {
         match &self.mixer {
             Mixer::Attention(mixer) => Some(mixer.get().rope.max(mixer.get().query_rope)),
-            Mixer::ShortConv(_) => None,
+            Mixer::ShortConv(_) | Mixer::Delta(_) => None,
+        }
+    }
+
+    /// Numbers of the layer's state; 0 where it has none.
+    pub fn state(&self) -> usize {
+        match &self.mixer {
+            Mixer::Delta(mixer) => mixer.get().state(),
+            Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
         }
     }
 
     /// Tokens whose inputs a block must keep, where the layer is a convolution.
     pub fn least_kept(&self, block_size: usize) -> Option<usize> {
         match &self.mixer {
-            Mixer::Attention(_) => None,
+            Mixer::Attention(_) | Mixer::Delta(_) => None,
             Mixer::ShortConv(mixer) => Some((mixer.get().taps - 1).clamp(1, block_size)),
         }
     }
 
-    /// The layer as the decoder computes it, of group `group` of the step with this attention.
+    /// The layer as the decoder computes it, of group `group` of the step with this attention, with its state
+    /// in `states`.
     ///
     /// # Safety
     /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks and
@@ -442,6 +487,7 @@ impl DecoderLayer {
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
+        states: Vec<StatePart<'a>>,
         linears: &'a Linears<'_>,
     ) -> PyResult<decoder::DecoderLayer<'a, E>> {
         let norm = |name, address: Option<usize>, width, group| {
@@ -475,6 +521,7 @@ impl DecoderLayer {
                 };
                 decoder::Mixer::Attention(decoder::AttentionMixer {
                     qkv: linears.mixer(0),
+                    gated: mixer.gated,
                     qk_norm,
                     key_norm,
                     // SAFETY: the caller's promise.
@@ -488,6 +535,10 @@ impl DecoderLayer {
             Mixer::ShortConv(mixer) => {
                 // SAFETY: the caller's promise.
                 decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
+            }
+            Mixer::Delta(mixer) => {
+                // SAFETY: the caller's promise.
+                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
             }
         };
         Ok(decoder::DecoderLayer {
@@ -531,6 +582,15 @@ impl FeedForward {
                     gate_up: linears.feed_forward(1),
                     gate: experts.gate,
                     down: linears.feed_forward(2),
+                    shared: experts.shared.as_ref().map(|shared| SharedExpert {
+                        gate_up: linears.feed_forward(3),
+                        gate: shared.get().gate,
+                        down: linears.feed_forward(4),
+                        weight: experts
+                            .shared_weight
+                            .as_ref()
+                            .map(|_| linears.feed_forward(5)),
+                    }),
                 })
             }
         })
@@ -572,7 +632,7 @@ impl<'a> Linears<'a> {
         })
     }
 
-    fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+    pub fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.mixer[number]).expect("types were checked with the shapes")
     }
 

@@ -15,6 +15,7 @@ mod block_hashes;
 mod block_pool;
 mod cpu;
 mod decoder;
+mod delta;
 mod detach;
 mod digests;
 mod drafts;
@@ -59,6 +60,8 @@ mod _core {
     use crate::cpu::Cpu;
     #[pymodule_export]
     use crate::decoder::DecoderStack;
+    #[pymodule_export]
+    use crate::delta::DeltaMixer;
     #[pymodule_export]
     use crate::digests::{derive_digest, hash_file_ranges};
     #[pymodule_export]

@@ -18,6 +18,15 @@ macro_rules! names {
 }
 
 names! {
+    States = "states",
+    Norm = "norm",
+    TimeBias = "time_bias",
+    Decay = "decay",
+    Conv = "conv",
+    ValueDim = "value_dim",
+    KeyDim = "key_dim",
+    ValueHeads = "value_heads",
+    KeyHeads = "key_heads",
     Address = "address",
     Affinity = "affinity",
     AgeBounds = "age_bounds",
@@ -54,6 +63,7 @@ names! {
     GroupWidth = "group",
     FeedForward = "feed_forward",
     Frequency = "frequency",
+    FirstBlock = "first",
     FirstPages = "first_pages",
     Half = "half",
     Hashes = "hashes",
@@ -161,6 +171,7 @@ names! {
     Values = "values",
     ValueStride = "value_stride",
     Weight = "weight",
+    Version = "version",
     Weights = "weights",
     WeightWidth = "weight_width",
     Width = "width",

@@ -9,6 +9,7 @@ use prefixcache_core::cache;
 use prefixcache_core::error::{Argument, CacheError, ListenError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
+use prefixcache_core::hints::Owner;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{AnyWriter, BlockState};
@@ -485,13 +486,34 @@ retention_budget=0.2, max_cached_blocks=None)"
     }
 
     /// Forget everything cached, and hash under other weights from now on, by their name if they have one.
-    #[pyo3(signature = (weights=None))]
+    ///
+    /// With `keep` nothing is forgotten: `Sequence.at_version` finds what was cached under older weights.
+    #[pyo3(signature = (weights=None, *, keep=false))]
     fn new_weight_version(
         &self,
         weights: Option<One<names::Weights, WeightsName>>,
+        keep: bool,
     ) -> PyResult<u64> {
         let name = weights.map(|name| name.0);
-        self.0.write_hinted(|core| core.new_weight_version(name))
+        self.0.write_hinted(|core| match keep {
+            true => core.next_weight_version(name),
+            false => core.new_weight_version(name),
+        })
+    }
+
+    /// End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
+    ///
+    /// Returns how many moved to another priority. Behind them the owner may have raised nothing.
+    fn end_hints(
+        &self,
+        owner: &str,
+        sequence: &Sequence,
+        first: Number<names::FirstBlock>,
+    ) -> PyResult<usize> {
+        let sequence = &*sequence.use_as("sequence")?;
+        self.0
+            .write_hinted(|core| core.end_hints(Owner::named(owner), sequence, first.0))?
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Counts the changes of the weights; 0 at first.

@@ -73,6 +73,26 @@ impl Sequence {
         Ok(self.use_as("sequence")?.num_ready_slots())
     }
 
+    /// The version of the weights that its hashes stand for.
+    #[getter]
+    fn weight_version(&self) -> PyResult<u64> {
+        Ok(self.use_as("sequence")?.weight_version())
+    }
+
+    /// The same tokens under the weights of another version, with which the new sequence stays.
+    ///
+    /// None for a version that has not been, or whose content was forgotten. It holds nothing.
+    fn at_version(
+        &self,
+        py: Python<'_>,
+        version: Number<names::Version, u64>,
+    ) -> PyResult<Option<Self>> {
+        let sequence = &*self.use_as("sequence")?;
+        let at = || sequence.at_version(version.0);
+        let other = detach::run_on_tokens(py, sequence.num_tokens(), at);
+        Ok(other.map(|other| Self::new(other, self.cache.clone())))
+    }
+
     /// Say which of the blocks that it drops keep their content.
     ///
     /// `interval` None: all. Otherwise those of anchors alone, among which are all multiples of

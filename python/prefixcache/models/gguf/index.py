@@ -36,7 +36,8 @@ class IndexedTensor:
 
     Where `paired_heads` is not 0, its rows are those of that many heads, and the two of a rotated
     pair stand side by side, which a checkpoint has half a head apart. `offset_by` is what numbers
-    in the file are greater than those of a checkpoint.
+    in the file are greater than those of a checkpoint. With `is_minus_exp` the file has -e^x of a
+    checkpoint's x.
     """
 
     name: str
@@ -46,6 +47,7 @@ class IndexedTensor:
     part: int = 0
     paired_heads: int = 0
     offset_by: float = 0.0
+    is_minus_exp: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +181,8 @@ def _as_in_a_checkpoint(tensor: IndexedTensor, data: Array) -> Array | Quantized
         rows = _unpaired(rows, tensor.paired_heads)
     if dtype is None:
         return QuantizedTensor(tensor.format, (tensor.shape[0], tensor.shape[1]), rows)
+    if tensor.is_minus_exp:
+        return np.log(-rows.astype(np.float64)).astype(FLOAT32)
     return rows.astype(FLOAT32) - np.float32(tensor.offset_by) if tensor.offset_by else rows
 
 

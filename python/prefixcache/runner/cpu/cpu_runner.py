@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -67,10 +68,10 @@ class CpuRunner:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, cpu = self._config, self._cpu
         dtype = _choose_dtype(config, model, cpu)
-        layout = layout_of(config, model)
+        layout = layout_of(config, model, DTYPES[dtype].itemsize)
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
-        max_model_len = fitting_model_len(config, model, specs.sizes.ceiling)
+        max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
         layout_on_disk = _file_layout(config, specs, dtype, cpu)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         with ThreadPoolExecutor(1) as digests:
@@ -206,6 +207,7 @@ def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> 
                 (group.conv_width, group.kept_tokens, group.layers_per_tensor)
                 for group in layout.groups
             ],
+            "states": [dataclasses.astuple(part) for part in layout.states],
             "program": program_digest(),
         },
         num_tensors=layout.num_tensors,

@@ -42,6 +42,7 @@ from prefixcache._core import (
     Cpu,
     DecoderLayer,
     DecoderStack,
+    DeltaMixer,
     DenseFeedForward,
     ExpertsFeedForward,
     PagedAttention,
@@ -51,7 +52,7 @@ from prefixcache._core import (
 from prefixcache.config.engine_config import Activations
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVGroup, KVLayout, layer_places
+from prefixcache.kv.specs import STATE_BYTES, KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -59,6 +60,8 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
+    DeltaShape,
+    DeltaWeights,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -81,13 +84,15 @@ class StepKernels:
 
     Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
     convolution takes from it where the tokens stand, and a block has the inputs of its last
-    `kept_tokens` tokens.
+    `kept_tokens` tokens. `states` are the parts of layers' states: layer, group, where that is in
+    the null block, and float32 numbers.
     """
 
     attentions: list[PagedAttention]
     layer_groups: list[int]
     caches: list[int]
     kept_tokens: int = 0
+    states: Sequence[tuple[int, int, int, int]] = ()
 
 
 class CpuModel:
@@ -152,6 +157,7 @@ class CpuModel:
             address(x_TE),
             kernels.kept_tokens,
             rotated=self.config.rotary_dim,
+            states=kernels.states,
         )
         return x_TE
 
@@ -188,8 +194,32 @@ class CpuModel:
             norm_offset=self.config.norm_offset,
         )
 
-    def _mixer(self, shape: AttentionShape | ConvShape) -> AttentionMixer | ShortConvMixer:
+    def _mixer(
+        self, shape: AttentionShape | ConvShape | DeltaShape
+    ) -> AttentionMixer | ShortConvMixer | DeltaMixer:
+        if isinstance(shape, DeltaShape):
+            return self._delta(shape)
         return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
+
+    def _delta(self, shape: DeltaShape) -> DeltaMixer:
+        weights = DeltaWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
+        self._norms += [weights.conv, weights.decay, weights.time_bias, weights.norm]
+        self.slots.update(weights.slots(shape, _write))
+        delta = shape.delta
+        return DeltaMixer(
+            in_proj=self._linear(shape.in_proj).packed,
+            key_heads=delta.key_heads,
+            value_heads=delta.value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            taps=delta.taps,
+            tiled=delta.tiled,
+            conv=address(weights.conv),
+            decay=address(weights.decay),
+            time_bias=address(weights.time_bias),
+            norm=address(weights.norm),
+            out=self._linear(shape.out).packed,
+        )
 
     def _conv(self, shape: ConvShape) -> ShortConvMixer:
         dtype, channels = DTYPES[self.dtype_name], shape.out.inputs
@@ -210,6 +240,7 @@ class CpuModel:
     def _attention(self, shape: AttentionShape) -> AttentionMixer:
         return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
+            gated=shape.gated,
             qk_norm=self._optional_norm(shape.qk_norm),
             whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
             sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),
@@ -233,7 +264,14 @@ class CpuModel:
                 gate_up=self._linear(shape.gate_up).packed,
                 gate=shape.activation,
                 down=self._linear(shape.down).packed,
+                shared=self._dense(shape.shared) if shape.shared else None,
+                shared_weight=self._linear(shape.shared_weight).packed
+                if shape.shared_weight
+                else None,
             )
+        return self._dense(shape)
+
+    def _dense(self, shape: DenseShape) -> DenseFeedForward:
         return DenseFeedForward(
             gate_up=self._linear(shape.gate_up).packed,
             gate=shape.activation,
@@ -309,6 +347,8 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
     places = layer_places(group.layers for group in groups)
 
     def cache(group: KVGroup, number: int) -> int:
+        if group.state_tensors:
+            return 0  # `states` says where they lie.
         tensor, part = group.part(number)
         return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
 
@@ -317,4 +357,13 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
         layer_groups=[group for group, _ in places],
         caches=[cache(groups[group], number) for group, number in places],
         kept_tokens=max(group.kept_tokens for group in groups),
+        states=[
+            (
+                part.layer,
+                part.group,
+                kv.addresses[part.tensor] + part.start * STATE_BYTES,
+                part.numbers,
+            )
+            for part in kv.layout.states
+        ],
     )

@@ -20,6 +20,8 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
+    DeltaShape,
+    DeltaWeights,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -35,6 +37,7 @@ from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
+from prefixcache.runner.cuda.ops.delta import gated_delta_rule
 from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
@@ -72,6 +75,14 @@ class Builder:
         writes = partial(_write, weight_LE.T.unsqueeze(1)), partial(_write, bias_E)
         self.slots.update(conv_slots(shape, *writes, dtype_name(weight_LE.dtype)))
         return weight_LE, bias_E if shape.bias else None
+
+    def delta(self, shape: DeltaShape) -> DeltaWeights:
+        """The weights of a delta rule."""
+        empty = partial(torch.empty, dtype=torch.float32, device=self.ops.device)
+        made = DeltaWeights.of(shape, empty)
+        self._tensors += [made.conv, made.decay, made.time_bias, made.norm]
+        self.slots.update(made.slots(shape, _write))
+        return made
 
     def linear(self, shape: LinearShape) -> Linear:
         """A linear layer."""
@@ -127,6 +138,7 @@ class AttentionMixer:
         self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self._head_dim = config.head_dim
         self._qkv = builder.linear(shape.qkv)
+        self._gates = config.num_heads if shape.gated else 0
         # One row a head, so that one call normalises the queries and the keys.
         self._qk_norm = _optional(shape.qk_norm, builder)
         self._whole_norms = shape.qk_norm is not None and shape.qk_norm.whole
@@ -137,8 +149,17 @@ class AttentionMixer:
         self, x_TE: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
     ) -> Tensor:
         """What `out` takes; the rotations hold the cosines and sines of the step's positions."""
+        qkv = self._qkv(x_TE).view(-1, self._gates + sum(self._heads), self._head_dim)
+        gates_THD, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
+        attended_TI = self._attended(qkv, rotations, attention)
+        if not self._gates:
+            return attended_TI
+        return (attended_TI.float() * gates_THD.flatten(1).float().sigmoid()).to(attended_TI)
+
+    def _attended(
+        self, qkv: Tensor, rotations: Sequence[Rotation], attention: GroupedAttention
+    ) -> Tensor:
         num_q, num_k, _ = self._heads
-        qkv = self._qkv(x_TE).view(-1, sum(self._heads), self._head_dim)
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
         if self._qk_norm is not None:
             qk = self._normed(qk, self._qk_norm)
@@ -180,6 +201,35 @@ class ShortConvMixer:
         return (c_TE.float() * sums_TE).to(c_TE.dtype)
 
 
+class DeltaMixer:
+    """The gated delta rule of layer `layer`, without what `out` makes of it."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, shape: DeltaShape, builder: Builder
+    ) -> None:
+        self._layer = layer
+        self._delta = shape.delta
+        self._eps = config.rms_norm_eps
+        self._in_proj = builder.linear(shape.in_proj)
+        self._weights = builder.delta(shape)
+        self.out = builder.linear(shape.out)
+
+    def __call__(
+        self, x_TE: Tensor, _rotations: Sequence[Rotation], attention: GroupedAttention
+    ) -> Tensor:
+        """What `out` takes: the values of all heads."""
+        inputs_TI = self._in_proj(x_TE).float()
+        read_TV = inputs_TI.new_empty(len(x_TE), self._delta.values)
+
+        def compute(rows: slice, state: Tensor) -> None:
+            read_TV[rows] = gated_delta_rule(
+                self._delta, self._weights, self._eps, inputs_TI[rows], state
+            )
+
+        attention.recur(self._layer, compute)
+        return read_TV.to(x_TE.dtype)
+
+
 class DenseFeedForward:
     """A gated MLP, without what `out` makes of it."""
 
@@ -204,11 +254,13 @@ class ExpertsFeedForward:
         self._router = builder.linear(shape.router)
         self._gate_up = builder.stacked(shape.gate_up)
         self._down = builder.stacked(shape.down)
+        self._shared = DenseFeedForward(shape.shared, builder) if shape.shared else None
+        self._shared_weight = builder.linear(shape.shared_weight) if shape.shared_weight else None
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """The weighted sum of what each token's experts make of it, [T, E] in float32.
 
-        It is taken in the order of their scores.
+        It is taken in the order of their scores, what the shared expert makes last.
         """
         weights_TK, experts_TK = self._route(self._router.wide(x_TE).float())
         count, top_k = self._experts.count, self._experts.top_k
@@ -220,6 +272,11 @@ class ExpertsFeedForward:
         sum_TE = torch.zeros_like(made_TKE[:, 0])
         for rank in range(top_k):
             sum_TE += made_TKE[:, rank] * weights_TK[:, rank, None]
+        if self._shared is not None:
+            made_TE = self._shared.out(self._shared(x_TE)).float()
+            if self._shared_weight is not None:
+                made_TE *= self._shared_weight.wide(x_TE).float().sigmoid()
+            sum_TE += made_TE
         return sum_TE
 
     def _route(self, logits_TN: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,8 +411,13 @@ class DecoderModel:
 
 
 def _mixer(
-    config: ModelConfig, layer: int, shape: AttentionShape | ConvShape, builder: Builder
-) -> AttentionMixer | ShortConvMixer:
+    config: ModelConfig,
+    layer: int,
+    shape: AttentionShape | ConvShape | DeltaShape,
+    builder: Builder,
+) -> AttentionMixer | ShortConvMixer | DeltaMixer:
+    if isinstance(shape, DeltaShape):
+        return DeltaMixer(config, layer, shape, builder)
     if isinstance(shape, ConvShape):
         return ShortConvMixer(layer, shape, builder)
     return AttentionMixer(config, layer, shape, builder)

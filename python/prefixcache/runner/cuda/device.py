@@ -79,7 +79,7 @@ def kv_tensors(
     With `sizes` it can be resized, where the device allows it. Raises `ConfigError` where that is
     asked for and cannot be.
     """
-    layout = layout_of(config, model.config)
+    layout = layout_of(config, model.config, model.dtype.itemsize)
     max_blocks = num_blocks if sizes is None else sizes.ceiling
     return KVTensors(
         layout=layout,
@@ -162,7 +162,7 @@ def make_graphs(
         return None
     max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
     sizes = graph_sizes(max_seqs)
-    layout = layout_of(config, model.config)
+    layout = layout_of(config, model.config, model.dtype.itemsize)
     max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)
     logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
     return DecodeGraphs(

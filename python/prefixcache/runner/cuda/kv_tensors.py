@@ -123,8 +123,9 @@ def attention_groups(layout: KVLayout, spec: AttentionSpec) -> tuple[AttentionGr
             replace(spec, sliding_window=group.sliding_window),
             group.layers,
             group if group.conv_width else None,
+            tuple(part for part in layout.states if part.group == number),
         )
-        for group in layout.groups
+        for number, group in enumerate(layout.groups)
     )
 
 

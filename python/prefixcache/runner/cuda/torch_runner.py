@@ -177,7 +177,7 @@ def _model_and_pool(
 
     Where a profile run sizes the pool, the model must be there first.
     """
-    layout = layout_of(config, model_config)
+    layout = layout_of(config, model_config, dtype.itemsize)
 
     def load(max_positions: int) -> DecoderModel:
         make = partial(DecoderModel, model_config, Ops(dtype, device), max_positions)
@@ -195,10 +195,10 @@ def _model_and_pool(
         model = load(longest)
         attention = _attention(config, model)
         sizes = sized(profile_blocks(config, model, attention, longest))
-        max_model_len = fitting_model_len(config, model_config, sizes.ceiling)
+        max_model_len = fitting_model_len(config, model_config, layout, sizes.ceiling)
     else:
         sizes = sized(choose_num_blocks(config.cache, layout, dtype.itemsize, memory))
-        max_model_len = fitting_model_len(config, model_config, sizes.ceiling)
+        max_model_len = fitting_model_len(config, model_config, layout, sizes.ceiling)
         model = load(max_model_len)
         attention = _attention(config, model)
     return model, attention, sizes, max_model_len
@@ -211,7 +211,9 @@ def _attention(config: EngineConfig, model: DecoderModel) -> GroupedAttention:
         dtype=model.dtype,
         batch_invariant=config.keeps_batch_invariant(model.device.type),
     )
-    groups = attention_groups(layout_of(config, model.config), model.attention_spec)
+    groups = attention_groups(
+        layout_of(config, model.config, model.dtype.itemsize), model.attention_spec
+    )
     attention = make_attention(config.attention, groups, options)
     if config.batch_invariant and not attention.batch_invariant:
         raise ConfigError(

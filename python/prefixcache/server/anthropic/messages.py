@@ -39,6 +39,7 @@ _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
     "logprob_start_len",
     "prompt_logprobs",
     "return_token_ids",
+    "return_weight_versions",
     "stop",
     "stream",
     "stream_options",
@@ -48,6 +49,7 @@ _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
 _NAMES = {
     "messages": "messages",
     "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "structured_output": "output_config.format",
     "stop": "stop_sequences",
@@ -94,6 +96,7 @@ class CountTokensRequest(RequestFields):
             "tools": chat_tools(self.tools),
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
+            "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._format(),
         }
         if self.thinking is not None:

@@ -26,6 +26,7 @@ from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.text.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.types.request import Request as EngineRequest
 from prefixcache.types.request import RequestOutput, TokenLogprobs
+from prefixcache.types.weight_spans import WeightSpan, extend_spans, spans_as_json
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class TokenCounts(NamedTuple):
     reasoning: int
     accepted: int
     refused: int
+    stale: int
 
 
 @dataclass(slots=True)
@@ -79,6 +81,8 @@ class Choice:
     num_window_missed_tokens: int = 0
     num_accepted_drafts: int = 0
     num_refused_drafts: int = 0
+    hit_staleness: int = 0
+    weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
     text_offsets: TextOffsets = field(default_factory=TextOffsets)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -89,6 +93,13 @@ class Choice:
     def num_tokens(self) -> int:
         """Tokens of the answer."""
         return len(self.token_ids)
+
+    def shown_weights(self) -> dict[str, Any]:
+        """What a choice shows, at its end, where `return_weight_versions` asks for it."""
+        return {
+            "weight_versions": spans_as_json(self.weight_versions),
+            "hit_staleness": self.hit_staleness,
+        }
 
     @property
     def counts(self) -> TokenCounts:
@@ -101,6 +112,7 @@ class Choice:
             self.num_reasoning_tokens,
             self.num_accepted_drafts,
             self.num_refused_drafts,
+            self.num_cached_tokens if self.is_first and self.hit_staleness else 0,
         )
 
     def add(self, output: RequestOutput) -> None:
@@ -114,10 +126,12 @@ class Choice:
             self.num_cached_tokens = output.num_cached_tokens
             self.num_written_tokens = output.num_written_tokens
             self.num_window_missed_tokens = output.num_window_missed_tokens
+            self.hit_staleness = output.hit_staleness
             self.prompt_logprobs = output.prompt_logprobs
         self.num_accepted_drafts = output.num_accepted_drafts
         self.num_refused_drafts = output.num_refused_drafts
         self.token_ids.extend(output.token_ids)
+        extend_spans(self.weight_versions, output.weight_version, len(output.token_ids))
         if self.keeps_logprobs:
             self.logprobs.extend(output.logprobs)
         self.finish_reason = output.finish_reason
@@ -128,11 +142,12 @@ class Choice:
         self.stop_reason = output.stop_reason
 
     def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
-        """Tokens count as reasoning with the markers around it."""
+        """Tokens count as reasoning with the markers around it. Markup has no log probabilities."""
         parser = self.parser = self.parser or new_parser()
-        reasoned = parser.in_reasoning
+        reasoned, marked = parser.in_reasoning, parser.in_markup
         self.delta = parser.push(output.text, finished=output.finished)
-        logprobs = output.logprobs if self.keeps_logprobs else ()
+        is_markup = (marked or parser.in_markup) and not self.delta.content
+        logprobs = output.logprobs if self.keeps_logprobs and not is_markup else ()
         self.content_logprobs = self.message.add(self.delta, logprobs, finished=output.finished)
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
@@ -145,6 +160,7 @@ class Choice:
         self.prompt_logprobs = None
         self.message, self.parser = Message(), None
         self.token_ids.clear()
+        self.weight_versions.clear()
         self.num_reasoning_tokens = 0
 
 
@@ -392,6 +408,8 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
             "cache_write_tokens": counts.written,
         },
     }
+    if counts.stale:
+        shown["prompt_tokens_details"]["stale_cached_tokens"] = counts.stale
     details: dict[str, int] = {}
     if counts.reasoning:
         details["reasoning_tokens"] = counts.reasoning

@@ -209,6 +209,7 @@ class JobMaker:
                     client=scope.client,
                     roles=prompts.roles,
                     affinity=scope.affinity,
+                    choices=(f"{job}-{prompt_index}", params.n) if params.n > 1 else None,
                     prediction=prompts.prediction,
                 )
 
@@ -230,4 +231,8 @@ def _cache_options(
         retention=caching.retention or retention,
         owner=scope.owner,
         write_upto=caching.write_upto,
+        group_id=fields.group_id,
+        group_size=fields.group_size,
+        max_weight_staleness=fields.max_weight_staleness,
+        on_weight_update=fields.on_weight_update,
     )

@@ -18,6 +18,7 @@ from prefixcache.server.jobs.structured_fields import (
     only_one,
 )
 from prefixcache.server.options import limits
+from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import MAX_RANGES
 
 
@@ -122,6 +123,11 @@ class SamplingFields(RequestFields, GuidedFields):
     cache_hit_threshold: float | None = None
     cache_diagnostics: bool | None = None
     retention: list[RetentionFields] | None = None
+    group_id: str | None = None
+    group_size: int | None = None
+    max_weight_staleness: int | None = None
+    on_weight_update: InFlightMode | None = None
+    return_weight_versions: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None

@@ -110,7 +110,7 @@ def _planned(
         structured_output=structured_output,
         add_generation_prompt=not continued if prompted is None else prompted,
         continue_final_message=continued,
-        variables=fields.chat_template_kwargs,
+        variables=fields.template_variables(),
     )
     tools = [tool.spec for tool in tool_use.tools]
     return plan, PromptSource(plan.prompt, messages, tools, size)
@@ -188,6 +188,7 @@ class ChatForm:
         self._num_logprobs = _num_logprobs(fields)
         self._num_prompt_logprobs = fields.prompt_logprobs
         self._tells_ids = bool(fields.return_token_ids)
+        self._tells_weights = bool(fields.return_weight_versions)
         self._tells_reasoning = fields.include_reasoning is not False
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -233,6 +234,8 @@ class ChatForm:
         }
         if self._tells_ids:
             shown["token_ids"] = [*choice.token_ids]
+        if self._tells_weights:
+            shown |= choice.shown_weights()
         return shown
 
     def _chunk(
@@ -246,6 +249,8 @@ class ChatForm:
             "finish_reason": choice.finish_reason if ended else None,
             "stop_reason": choice.stop_reason if ended else None,
         }
+        if self._tells_weights and ended and choice.finish_reason is not None:
+            shown |= choice.shown_weights()
         return {**head(job, self.chunk_kind), "choices": [shown]}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:

@@ -154,6 +154,7 @@ class CompletionForm:
         self._n = fields.n or 1
         self._is_cut = fields.truncate_prompt_tokens is not None
         self._tells_ids = bool(fields.return_token_ids)
+        self._tells_weights = bool(fields.return_weight_versions)
         self._num_logprobs = fields.logprobs
         self._num_prompt_logprobs = fields.prompt_logprobs
 
@@ -204,6 +205,8 @@ class CompletionForm:
         if self._tells_ids:
             shown["prompt_token_ids"] = None if choice.started else job.prompts[index].tolist()
             shown["token_ids"] = [*token_ids]
+        if self._tells_weights and choice.finish_reason is not None:
+            shown |= choice.shown_weights()
         return shown
 
     def _echoed(self, job: Job, index: int) -> str:

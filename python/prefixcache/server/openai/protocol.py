@@ -10,10 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, FailFast, Field
 
+from prefixcache.config.checked import shown
+from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import RequestFields, refuse_unless_harmless
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.tools import ToolUse, read_tool_use
+
+# OpenAI's; Anthropic's "max" is one more.
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class CompletionRequest(SamplingFields):
@@ -46,6 +51,7 @@ class ChatFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -54,6 +60,19 @@ class ChatFields(BaseModel):
         """The tools, and what the answer does with them. Raises `InvalidRequestError`."""
         parallel = self.parallel_tool_calls is not False
         return read_tool_use(self.tools, self.tool_choice, parallel=parallel)
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given in addition to messages and tools.
+
+        Raises `InvalidRequestError` for another effort than those of OpenAI and Anthropic.
+        """
+        effort = self.reasoning_effort
+        if effort is not None and effort not in _EFFORTS:
+            raise wrong(
+                "reasoning_effort", f"must be one of {', '.join(_EFFORTS)}, got {shown(effort)}"
+            )
+        named = {} if effort is None else {"reasoning_effort": effort}
+        return {**named, **(self.chat_template_kwargs or {})}
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages as `ChatTemplate.render` takes them."""
@@ -91,7 +110,7 @@ class Prediction(BaseModel, strict=True):
 class ChatRequest(SamplingFields, ChatFields):
     """Body of `POST /v1/chat/completions`."""
 
-    no_effect = SamplingFields.no_effect | {"reasoning_effort", "verbosity"}
+    no_effect = SamplingFields.no_effect | {"verbosity"}
     refused: ClassVar[dict[str, tuple[object, ...]]] = {
         **SamplingFields.refused,
         "audio": (),

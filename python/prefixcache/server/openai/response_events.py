@@ -227,6 +227,7 @@ def _diagnosis(job: Job) -> dict[str, Any]:
 
 
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Details of the answer are those of a chat; reasoning is always among them."""
     prompt, completion = counts["prompt_tokens_details"], counts.get("completion_tokens_details")
     return {
         "input_tokens": counts["prompt_tokens"],
@@ -235,8 +236,6 @@ def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
             "cache_write_tokens": prompt["cache_write_tokens"],
         },
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {
-            "reasoning_tokens": (completion or {}).get("reasoning_tokens", 0)
-        },
+        "output_tokens_details": {"reasoning_tokens": 0, **(completion or {})},
         "total_tokens": counts["total_tokens"],
     }

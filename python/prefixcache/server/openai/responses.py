@@ -52,6 +52,7 @@ _SAME = frozenset(
     "logprob_start_len",
     "prompt_logprobs",
     "return_token_ids",
+    "return_weight_versions",
     "stream",
     "stream_options",
 }
@@ -63,6 +64,7 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "structured_output": "text.format",
     "tool_call_id": "call_id",

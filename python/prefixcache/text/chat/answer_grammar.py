@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 
 from prefixcache.exceptions import wrong
-from prefixcache.text.chat.formats import ToolFormat
+from prefixcache.text.chat.calls.formats import ToolFormat
 from prefixcache.text.chat.grammars import FREE, SPACING, Markers, escaped, literal
-from prefixcache.text.chat.reasoning import CLOSING, OPENING, Begin
+from prefixcache.text.chat.reasoning import ReasoningStart
 from prefixcache.text.chat.tools import ToolUse
 from prefixcache.text.grammar.json_schema import known_schema
 from prefixcache.types.structured_output import StructuredOutput
@@ -25,34 +25,34 @@ def tool_grammar(
     use: ToolUse,
     call_format: ToolFormat,
     output: StructuredOutput | None,
-    begin: Begin,
+    start: ReasoningStart,
     markers: Markers,
 ) -> StructuredOutput | None:
     """The grammar of an answer that may or must call tools; None where it may say anything.
 
     An answer that calls none is free text, or what `output` says.
     """
-    opening = call_format.syntax.opening
+    opening = call_format.opening
     plain = "main"
-    calls = "calls" if call_format.syntax.bare else f"{markers.terminal(opening)} calls"
+    calls = "calls" if call_format.bare else f"{markers.terminal(opening)} calls"
     rules = [call_format.rules(use, markers)]
     if use.mode == "required":
         rules.append(f"main: {calls}")
     elif output is not None:
-        rules += [f"main: {calls} | answer", _answer_rule("answer", output)]
-    elif call_format.syntax.bare and len(use.tools) > _MOST_BARE:
+        rules += [f"main: {calls} | answer", answer_rule("answer", output)]
+    elif call_format.bare and len(use.tools) > _MOST_BARE:
         return None
-    elif call_format.syntax.bare:
+    elif call_format.bare:
         rules += _bare_rules(use, call_format, markers)
     else:
         plain = "unreasoned"
-        rules += _free_rules(opening, markers)
-    return _reasoned(rules, begin, markers, plain)
+        rules += _free_rules(opening, start, markers)
+    return _reasoned(rules, start, markers, plain)
 
 
-def _free_rules(opening: str, markers: Markers) -> list[str]:
+def _free_rules(opening: str, start: ReasoningStart, markers: Markers) -> list[str]:
     """`main` is free until a call begins; so is `unreasoned`, which begins with no reasoning."""
-    unlike = f" & ~/\\s*{escaped(re.escape(OPENING))}(?s:.*)/"
+    unlike = f" & ~/\\s*{escaped(re.escape(start.reasoning.opening))}(?s:.*)/"
     return [
         f"FREE: {FREE}",
         "main: FREE | head calls",
@@ -77,42 +77,43 @@ def _bare_rules(use: ToolUse, call_format: ToolFormat, markers: Markers) -> list
         f"FREE: {FREE}{unlike}",
         "main: FREE | bare | head calls",
         f"bare: {' | '.join(bare)}",
-        markers.head("head", call_format.syntax.opening, unlike),
+        markers.head("head", call_format.opening, unlike),
     ]
 
 
 def _reasoned(
-    rules: Sequence[str], begin: Begin, markers: Markers, plain: str = "main"
+    rules: Sequence[str], start: ReasoningStart, markers: Markers, plain: str = "main"
 ) -> StructuredOutput:
     """The grammar of an answer whose rules are these: `main` holds from the end of reasoning on.
 
     Where reasoning is optional, `plain` is the rule of an answer without.
     """
     text = "\n".join(rules)
-    if begin == "outside":
+    if start.begin == "outside":
         return StructuredOutput("grammar", f"start: main\n{text}")
+    opening, closing = start.reasoning.opening, start.reasoning.closing
     after = f"start: {literal(_GAP)}? main"
-    if begin == "inside":
-        return StructuredOutput("grammar", f"{after}\n{text}", CLOSING)
+    if start.begin == "inside":
+        return StructuredOutput("grammar", f"{after}\n{text}", closing)
     return StructuredOutput(
         "grammar",
-        f"start: {plain} | {markers.terminal(OPENING)} thought {literal(_GAP)}? main\n"
-        f"{markers.head('thought', CLOSING)}\n{text}",
+        f"start: {plain} | {markers.terminal(opening)} thought {literal(_GAP)}? main\n"
+        f"{markers.head('thought', closing)}\n{text}",
     )
 
 
 def answer_grammar(
-    output: StructuredOutput | None, begin: Begin, markers: Markers
+    output: StructuredOutput | None, start: ReasoningStart, markers: Markers
 ) -> StructuredOutput | None:
     """The grammar of an answer that may begin with reasoning; None where it may say anything."""
-    if output is None or begin == "outside":
+    if output is None or start.begin == "outside":
         return output
-    if begin == "inside" or output.kind == "grammar":
-        return dataclasses.replace(output, begin_after=CLOSING)
-    return _reasoned([_answer_rule("main", output)], begin, markers)
+    if start.begin == "inside" or output.kind == "grammar":
+        return dataclasses.replace(output, begin_after=start.reasoning.closing)
+    return _reasoned([answer_rule("main", output)], start, markers)
 
 
-def _answer_rule(name: str, output: StructuredOutput) -> str:
+def answer_rule(name: str, output: StructuredOutput) -> str:
     """The rule `name`: what an answer must look like that calls no tool."""
     if output.kind == "grammar":
         raise wrong("tools", "that may be called cannot be combined with a grammar")

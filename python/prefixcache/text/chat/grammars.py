@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from prefixcache.text.chat.tools import Tool
 from prefixcache.text.grammar.json_schema import known_schema
@@ -20,7 +21,7 @@ SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible":
 
 # llguidance tells line and column, and shows the lines around on lines of their own.
 _PLACE = re.compile(r"\bat (\d+)\(\d+\): ((?:.|\n)*?)(?=\n *\d+ \| |\Z)")
-_SCHEMA_RULE = re.compile(r"args_(\d+): ")
+_SCHEMA_RULE = re.compile(r"args_(\d+)\w*: ")
 _ENDS_REGEX = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPES = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 
@@ -40,13 +41,24 @@ class Markers:
         self._special = tokenizer.special_token_ids
 
     def terminal(self, marker: str) -> str:
-        """By its token where it has one of its own: models know it by that alone."""
-        token_id = self._added.get(marker)
-        return literal(marker) if token_id is None else f"<[{token_id}]>"
+        """By the tokens of its own that it has: models know it by those alone."""
+        return " ".join(filter(None, map(self._piece, self._pieces(marker))))
 
     def is_special(self, marker: str) -> bool:
-        """Whether it is a token that stands for no text."""
-        return self._added.get(marker) in self._special
+        """Whether a part of it is a token that stands for no text."""
+        return any(self._added.get(piece) in self._special for piece in self._pieces(marker))
+
+    def _pieces(self, marker: str) -> list[str]:
+        return self._tokens.split(marker) if self._added else [marker]
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self._added), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def _piece(self, text: str) -> str:
+        token_id = self._added.get(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def head(self, name: str, marker: str, unlike: str = "") -> str:
         """Rules: `name` is free text up to and with the marker, not like the expression `unlike`.

@@ -41,6 +41,11 @@ class MessageParser(Protocol):
         """Whether the text so far ends within the reasoning."""
         ...
 
+    @property
+    def in_markup(self) -> bool:
+        """Whether the text so far ends in what says of what kind the following text is."""
+        ...
+
     def push(self, text: str, *, finished: bool) -> MessageDelta:
         """What is certain after this text; with `finished`, which ends it, all is certain."""
         ...
@@ -50,6 +55,7 @@ class PlainParser:
     """Every text is content."""
 
     in_reasoning = False
+    in_markup = False
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:  # noqa: ARG002
         """The text, as content."""

@@ -5,6 +5,21 @@ from __future__ import annotations
 from typing import Literal
 
 ToolCallParserName = Literal[
-    "auto", "hermes", "llama3_json", "mistral", "smollm2", "response_template"
+    "auto",
+    "gemma4",
+    "granite",
+    "hermes",
+    "lfm2",
+    "llama3_json",
+    "mistral",
+    "olmo3",
+    "openai",
+    "phi4_mini_json",
+    "qwen3_coder",
+    "seed_oss",
+    "smollm2",
+    "response_template",
 ]
-ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]
+ReasoningParserName = Literal[
+    "auto", "none", "deepseek_r1", "gemma4", "mistral", "openai_gptoss", "qwen3", "seed_oss"
+]

@@ -1,9 +1,9 @@
-"""Tools for models whose template knows none: they are listed in the prompt, in SmolLM2's form."""
+"""Tools for models whose template has no variable for them: they become parts of messages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefixcache.text.chat.tools import Tool
@@ -19,6 +19,7 @@ To call some of them, answer with nothing but a list of calls in this form:
 ]</tool_call>
 What they return follows in <tool_response></tool_response>. Answer in plain text where no call \
 is needed."""
+_PHI_SYSTEM = "You are a helpful assistant with some tools."
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _Messages:
@@ -33,6 +34,29 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _M
         else:
             written.append(_with_calls(message))
     return _with_tools(written, tools) if tools else written
+
+
+def phi_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    calls_text: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> _Messages:
+    """The messages, with plain text content, for Phi-4-mini's template.
+
+    It shows the `tools` of a system message, and results by their role.
+    """
+    written: _Messages = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        text = calls_text(calls) if calls else ""
+        role = "tool_response" if message.get("role") == "tool" else message.get("role")
+        written.append({**message, "role": role, "content": f"{message.get('content', '')}{text}"})
+    if not tools:
+        return written
+    if not written or written[0]["role"] != "system":
+        written.insert(0, {"role": "system", "content": _PHI_SYSTEM})
+    written[0]["tools"] = _json([tool.spec["function"] for tool in tools])
+    return written
 
 
 def _with_tools(messages: _Messages, tools: Sequence[Tool]) -> _Messages:

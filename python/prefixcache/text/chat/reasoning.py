@@ -1,4 +1,4 @@
-"""Reasoning in the text of an answer: what stands between `<think>` and `</think>`."""
+"""Reasoning in the text of an answer: what stands between two markers before the rest."""
 
 from __future__ import annotations
 
@@ -8,49 +8,70 @@ from typing import Literal
 from prefixcache.text.chat.message import MessageDelta, MessageParser
 from prefixcache.text.chat.text_stream import Reading, TextStream
 
-OPENING = "<think>"
-CLOSING = "</think>"
-
 # Where an answer begins: within reasoning, outside, or where it says so itself.
 Begin = Literal["inside", "outside", "either"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family reasons. With `assumed` an answer begins so, with or without an opening tag."""
+    """How a family reasons: between two markers.
+
+    With `assumed` an answer begins so, with or without the opening one.
+    """
 
     name: str
+    opening: str = "<think>"
+    closing: str = "</think>"
     assumed: bool = False
 
     def begin(self, prompt: str, *, continued: bool) -> Begin:
         """Where the answer to `prompt` begins, which may go on with a message."""
         end = prompt.rstrip()
-        if end.endswith(OPENING):
+        if end.endswith(self.opening):
             return "inside"
-        if continued or end.endswith(CLOSING):
+        if continued or end.endswith(self.closing):
             return "outside"
         return "inside" if self.assumed else "either"
 
 
+QWEN3 = ReasoningFormat("qwen3")
 REASONING_FORMATS = {
-    one.name: one for one in (ReasoningFormat("qwen3"), ReasoningFormat("deepseek_r1", True))
+    one.name: one
+    for one in (
+        QWEN3,
+        ReasoningFormat("deepseek_r1", assumed=True),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+    )
 }
 
 
 def detected_reasoning(template: str) -> ReasoningFormat | None:
     """The format of a model whose chat template is this."""
-    return REASONING_FORMATS["qwen3"] if CLOSING in template else None
+    found = (one for one in REASONING_FORMATS.values() if one.closing in template)
+    return next(found, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStart:
+    """How one answer begins, by the format of its reasoning."""
+
+    begin: Begin = "outside"
+    reasoning: ReasoningFormat = QWEN3
 
 
 class ReasoningParser:
     """Reasoning up to its end, without the white space around it; then `inner` reads the rest."""
 
-    def __init__(self, inner: MessageParser, begin: Begin) -> None:
-        self.in_reasoning = begin == "inside"
+    in_markup = False
+
+    def __init__(self, inner: MessageParser, start: ReasoningStart) -> None:
+        self.in_reasoning = start.begin == "inside"
         self._inner = inner
         self._stream = TextStream()
         self._reasoning: list[str] = []
-        self._reading = self._read(begin)
+        self._reading = self._read(start.begin, start.reasoning)
         self._done = False
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
@@ -66,16 +87,16 @@ class ReasoningParser:
         rest = self._inner.push(self._stream.rest(), finished=finished)
         return MessageDelta(rest.content, reasoning, rest.tool_calls)
 
-    def _read(self, begin: Begin) -> Reading[None]:
+    def _read(self, begin: Begin, reasoning: ReasoningFormat) -> Reading[None]:
         stream = self._stream
         stream.mark()
-        opened = yield from stream.skip(OPENING)
+        opened = yield from stream.skip(reasoning.opening)
         if opened or begin == "inside":
             stream.unmark()
             self.in_reasoning = True
             yield from stream.skip_space()
-            if (yield from stream.until(CLOSING, self._reasoning.append)):
-                yield from stream.skip(CLOSING)
+            if (yield from stream.until(reasoning.closing, self._reasoning.append)):
+                yield from stream.skip(reasoning.closing)
                 self.in_reasoning = False
                 yield from stream.skip_space()
         else:

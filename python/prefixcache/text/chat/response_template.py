@@ -49,6 +49,8 @@ class ResponseTemplate:
 class ResponseTemplateParser:
     """Text is passed on as it comes, calls when they are whole. What cannot be read is content."""
 
+    in_markup = False
+
     def __init__(self, parser: Any, use: ToolUse) -> None:
         self.in_reasoning = False
         self._parser = parser

@@ -7,7 +7,7 @@ they mean, so how they were split makes no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -53,6 +53,25 @@ class TextStream:
             self._taken.append(text)
         return text
 
+    def unread(self, text: str) -> None:
+        """Makes `text`, which was read last, unread."""
+        self._text = text + self._text
+        if self._taken is not None and text:
+            taken = "".join(self._taken)
+            self._taken = [taken[: len(taken) - len(text)]]
+
+    def take_before(self, markers: Sequence[str]) -> tuple[str, str]:
+        """Reads what has come before the first of the markers, and the marker; else an empty one.
+
+        What may become a marker stays.
+        """
+        places = [(at, one) for one in markers if (at := self._text.find(one)) >= 0]
+        if places:
+            at, marker = min(places)
+            return self.take(at), self.take(len(marker))
+        held = 0 if self.ended else max(_overlap(self._text, one) for one in markers)
+        return self.take(len(self._text) - held), ""
+
     def rest(self) -> str:
         """Reads all that has come."""
         return self.take(len(self._text))
@@ -82,6 +101,56 @@ class TextStream:
                 return True
             if not literal.startswith(rest) or not (yield from self.more()):
                 return False
+
+    def starts(self, literal: str) -> Reading[bool]:
+        """Whether `literal` comes next; it is not read."""
+        while not self._text.startswith(literal):
+            if not literal.startswith(self._text) or not (yield from self.more()):
+                return False
+        return True
+
+    def ahead(self, length: int) -> Reading[str]:
+        """The next `length` characters, not read yet; fewer at the end."""
+        while len(self._text) < length:
+            if not (yield from self.more()):
+                break
+        return self._text[:length]
+
+    def following(self, length: int) -> Reading[str]:
+        """The first character that is no white space behind the next `length`; empty at the end."""
+        while not (rest := self._text[length:].lstrip()):
+            if not (yield from self.more()):
+                return ""
+        return rest[0]
+
+    def before(self, pattern: re.Pattern[str], sink: Sink) -> Reading[str]:
+        """Passes on what comes before one of the characters `pattern`, which is returned, unread.
+
+        At the end it is empty.
+        """
+        while (found := pattern.search(self._text)) is None:
+            if self._text:
+                sink(self.take(len(self._text)))
+            if not (yield from self.more()):
+                return ""
+        if found.start():
+            sink(self.take(found.start()))
+        return found.group()
+
+    def line_before(self, marker: str, sink: Sink) -> Reading[bool]:
+        """Passes on what comes before `marker`, less one line break there; False if it never comes.
+
+        Neither is read.
+        """
+        while (found := self._text.find(marker)) < 0:
+            held = max(_overlap(self._text, marker), _overlap(self._text, f"\n{marker}"))
+            if held < len(self._text):
+                sink(self.take(len(self._text) - held))
+            if not (yield from self.more()):
+                sink(self.take(len(self._text)))
+                return False
+        sink(self.take(found - self._text.endswith("\n", 0, found)))
+        return True
 
     def until(self, marker: str, sink: Sink) -> Reading[bool]:
         """Passes on what comes before `marker` and white space before it; False if it never comes.

@@ -136,6 +136,11 @@ class AnswerMatcher:
         ]
 
     @property
+    def is_known(self) -> bool:
+        """Whether what may follow is known now."""
+        return self._track.is_known.is_set()
+
+    @property
     def is_held(self) -> bool:
         """Whether the answer should stay out of steps until what may follow is known."""
         if self._track.is_known.is_set():
@@ -148,8 +153,8 @@ class AnswerMatcher:
         """Whether masks take so long that none should be made for guesses."""
         return self._grammar.latency.is_slow
 
-    def wait(self, seconds: float) -> None:
-        """Waits until what may follow is known, but no longer than that."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until what may follow is known, but no longer than that, where it is given."""
         self._track.is_known.wait(seconds)
 
     def mask(self, unwanted: Sequence[int]) -> AnswerMask:

@@ -154,7 +154,7 @@ impl<S: Lookup> PrefixCache<S> {
     /// Whether the next call will take the sequence's hashes as they are. If not it hashes all tokens
     /// again: the weights have changed, and the sequence holds nothing.
     pub fn hashes_are_current(&self, sequence: &Sequence) -> bool {
-        sequence.is_committed() || sequence.weight_version == self.weight_version()
+        sequence.is_committed() || !sequence.is_outdated()
     }
 }
 

@@ -62,6 +62,14 @@ impl PrefixHashes {
         self.levels.clear();
     }
 
+    /// The hashes of the same `tokens` after another root.
+    #[must_use]
+    pub fn after(&self, root: BlockHash, tokens: &[u32]) -> Self {
+        let mut other = Self::new(self.block_size, root, Arc::clone(&self.extras));
+        other.extend_to(tokens);
+        other
+    }
+
     /// The hashes of the full blocks.
     #[must_use]
     pub fn as_slice(&self) -> &[BlockHash] {

@@ -19,7 +19,7 @@ pub trait NameBlocks: std::fmt::Debug + Send + Sync {
 }
 
 /// The names of a sequence's full blocks.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Names {
     /// What makes the next ones, and the chain before the first block; nothing where names are given.
     pseudonyms: Option<(Arc<dyn NameBlocks>, Chain)>,

@@ -6,14 +6,16 @@ use super::Holding;
 use crate::hash::{self, HashConfig, Scope};
 use crate::id::BlockHash;
 use crate::policy::NameBlocks;
-use crate::sync::{Arc, AtomicU64, OnceLock};
-use crate::weights::{CurrentWeights, WeightsName};
+use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
+use crate::weights::{CurrentWeights, Weights, WeightsName};
 
 /// What the handles of a cache and its sequences share. Its address is the cache's identity.
 #[derive(Debug)]
 pub(crate) struct Home {
     pub(crate) config: HashConfig,
     pub(crate) weights: CurrentWeights,
+    /// The oldest version whose content may be found.
+    oldest: AtomicU64,
     /// What names blocks for the eviction policy, where it goes by names.
     pub(crate) pseudonyms: OnceLock<Arc<dyn NameBlocks>>,
     /// Tokens of the sequences that were committed.
@@ -37,6 +39,7 @@ impl Home {
         Self {
             weights: CurrentWeights::new(weights, |name| root_of(&config, name)),
             config,
+            oldest: AtomicU64::new(0),
             pseudonyms: OnceLock::new(),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
@@ -48,6 +51,25 @@ impl Home {
     pub(crate) fn change_weights(&self, name: Option<WeightsName>) -> u64 {
         self.weights
             .change(name, |name| root_of(&self.config, name))
+    }
+
+    /// Content of versions before this one is findable no more.
+    pub(crate) fn forget_before(&self, version: u64) {
+        // Relaxed, here and below: it bounds what sequences look for; content of before is of an ended epoch.
+        self.oldest.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// The weights of a version whose content may be found.
+    pub(crate) fn weights_at(&self, version: u64) -> Option<&Weights> {
+        let is_kept = version >= self.oldest.load(Ordering::Relaxed);
+        is_kept.then(|| self.weights.at(version)).flatten()
+    }
+
+    /// Whether weights whose content may be found have, or had, this name.
+    pub(crate) fn had(&self, name: &WeightsName) -> bool {
+        let versions = self.oldest.load(Ordering::Relaxed)..=self.weights.version();
+        let mut kept = versions.filter_map(|version| self.weights.at(version));
+        kept.any(|weights| name.is(&weights.name))
     }
 }
 

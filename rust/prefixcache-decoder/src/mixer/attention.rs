@@ -4,14 +4,16 @@ use prefixcache_attention::{KvElement, append, attend};
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_cpu::{Rows, RowsMut};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{RmsNorm, rotate};
+use prefixcache_ops::rowwise::{RmsNorm, open, rotate};
 
 use crate::{Buffer, Rotation, Step, Sum};
 
 /// Queries, keys and values, attention, and what becomes of it.
 pub struct AttentionMixer<'a, E> {
-    /// E to (H + 2 K) * D: queries, keys, values.
+    /// E to (H + 2 K) * D: queries, keys, values; before them H * D gates, where it is gated.
     pub qkv: &'a PackedLinear<E>,
+    /// Whether what heads make is multiplied by the sigmoid of gates.
+    pub gated: bool,
     /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
     pub qk_norm: Option<RmsNorm<'a, E>>,
     /// Of K * D numbers: that of keys, where `qk_norm` is of all H * D queries at once.
@@ -29,9 +31,14 @@ pub struct AttentionMixer<'a, E> {
 }
 
 impl<E: KvElement> AttentionMixer<'_, E> {
+    /// Gates of a token.
+    fn gates(&self) -> usize {
+        if self.gated { self.out.inputs() } else { 0 }
+    }
+
     /// Numbers of a token's queries and keys: (H + K) * D.
     fn turned(&self) -> usize {
-        usize::midpoint(self.out.inputs(), self.qkv.outputs())
+        usize::midpoint(self.out.inputs(), self.qkv.outputs() - self.gates())
     }
 }
 
@@ -72,10 +79,11 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         let group = &self.groups[mixer.group];
         let queries = mixer.out.inputs();
-        let (width, turned) = (mixer.qkv.outputs(), mixer.turned());
+        let (width, gates, turned) = (mixer.qkv.outputs(), mixer.gates(), mixer.turned());
         self.linear(mixer.qkv, x, None, &scratch.qkv.write(width))?;
         self.turn(mixer, scratch);
-        let values = scratch.qkv.read(width).columns(turned..width);
+        let qkv = scratch.qkv.read(width);
+        let values = qkv.columns(gates + turned..width);
         let turned = scratch.turned.read(turned);
         let keys = turned.columns(queries..turned.width());
         append(cache, group.plan.block_size(), group.slots, keys, values);
@@ -88,7 +96,18 @@ impl Step<'_> {
             mixer.sinks,
             &scratch.attended.write(queries),
         )?;
-        let attended = scratch.attended.read(queries);
+        let mut attended = scratch.attended.read(queries);
+        if mixer.gated {
+            let opened = scratch.turned.write(queries); // which nobody reads any more
+            open(
+                self.form,
+                self.team,
+                qkv.columns(0..gates),
+                attended,
+                &opened,
+            );
+            attended = scratch.turned.read(queries);
+        }
         self.add(sum, |residual, out| {
             self.linear(mixer.out, attended, residual, out)
         })
@@ -97,7 +116,8 @@ impl Step<'_> {
     /// Normalises the queries and keys, where the model does, and turns them by their positions.
     fn turn<E: KvElement>(&self, mixer: &AttentionMixer<'_, E>, scratch: &mut Scratch<E>) {
         let (queries, all) = (mixer.out.inputs(), mixer.turned());
-        let mut qk = scratch.qkv.read(mixer.qkv.outputs()).columns(0..all);
+        let qkv = scratch.qkv.read(mixer.qkv.outputs());
+        let mut qk = qkv.columns(mixer.gates()..mixer.gates() + all);
         if let Some(norm) = mixer.qk_norm {
             let mut normed = scratch.qk.write(all);
             let of_queries = if mixer.key_norm.is_some() {

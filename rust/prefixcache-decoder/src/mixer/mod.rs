@@ -1,9 +1,11 @@
 //! What takes from other tokens.
 
 pub(crate) mod attention;
+pub(crate) mod delta;
 pub(crate) mod short_conv;
 
 use attention::AttentionMixer;
+use delta::DeltaMixer;
 use short_conv::ShortConvMixer;
 
 /// The mixer of a layer.
@@ -12,4 +14,6 @@ pub enum Mixer<'a, E> {
     Attention(AttentionMixer<'a, E>),
     /// A convolution over the last tokens.
     ShortConv(ShortConvMixer<'a, E>),
+    /// The gated delta rule over states.
+    Delta(DeltaMixer<'a, E>),
 }

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
-from prefixcache.kv.specs import KVGroup
+from prefixcache.kv.specs import KVGroup, StatePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,20 @@ class AttentionBatch:
 class AttentionGroup:
     """Layers of a model with the same attention and block table, by their numbers in the model.
 
-    Where the layers are convolutions, `conv` is their group of the layout, and the spec says the
-    shape of the KV tensors alone.
+    Where the layers are convolutions, `conv` is their group of the layout, and where they have
+    states, `states` are the parts that lie in the group; the spec says the shape of the KV tensors
+    alone then.
     """
 
     spec: AttentionSpec
     layers: tuple[int, ...]
     conv: KVGroup | None = None
+    states: tuple[StatePart, ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layers attend."""
+        return self.conv is None and not self.states
 
 
 class AttentionBackend(Protocol):

@@ -1,6 +1,6 @@
 """Attention of a whole model: one backend for each group of layers that share a block table.
 
-Convolutions are groups too, with a cache of their own kind over the same tensors.
+Convolutions and states are groups too, with caches of their own kinds over the same tensors.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from prefixcache.kv.specs import layer_places
+from prefixcache.kv.specs import StatePart, layer_places
 from prefixcache.runner.cuda.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -18,21 +19,22 @@ from prefixcache.runner.cuda.attention.base import (
     GraphAttention,
 )
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
+from prefixcache.runner.cuda.attention.states import StatePages
 
 Rotation = tuple[Tensor, Tensor]
-GroupBackend: TypeAlias = AttentionBackend | ShortConvCache
+GroupBackend: TypeAlias = AttentionBackend | ShortConvCache | StatePages
 
 
 class GroupedAttention:
     """Leads each layer of a model to its group's backend; those that attend are of one kind.
 
-    `bind` once, `plan` once a step, then `run` or `convolve` for each layer, by its number in the
-    model. The first group attends.
+    `bind` once, `plan` once a step, then `run`, `convolve` or `recur` for each layer, by its number
+    in the model. The first group attends.
     """
 
     def __init__(self, groups: Sequence[AttentionGroup], backends: Sequence[GroupBackend]) -> None:
         first = backends[0]
-        assert not isinstance(first, ShortConvCache)
+        assert not isinstance(first, ShortConvCache | StatePages)
         self.groups = tuple(groups)
         self.backends = tuple(backends)
         self.name = first.name
@@ -50,10 +52,10 @@ class GroupedAttention:
     def bind(self, kv_tensors: Sequence[Tensor]) -> None:
         """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group.
 
-        Several convolutions share a tensor.
+        Several convolutions share a tensor, and states lie in any.
         """
         for group, backend in zip(self.groups, self.backends, strict=True):
-            backend.bind(kv_tensors[: len(group.layers)])
+            backend.bind(kv_tensors if group.states else kv_tensors[: len(group.layers)])
 
     def plan(self, batches: Sequence[AttentionBatch]) -> None:
         """Prepares for the step; the batches, one a group, must not change until its last `run`."""
@@ -80,16 +82,32 @@ class GroupedAttention:
         assert isinstance(backend, ShortConvCache)
         return backend.convolve(number, bx_TE, weight_LE, bias_E)
 
+    def recur(self, layer: int, compute: Callable[[slice, Tensor], None]) -> None:
+        """Takes runs of rows through a layer's state: `compute` brings it behind a run."""
+        parts = [part for group in self.groups for part in group.states if part.layer == layer]
+        pages = [(self._states(part), part) for part in parts]
+        for run, rows in enumerate(pages[0][0].runs):
+            state = torch.cat([one.read(run, part) for one, part in pages])
+            compute(rows, state)
+            written = state.split([part.numbers for part in parts])
+            for (one, part), numbers in zip(pages, written, strict=True):
+                one.write(run, part, numbers)
+
+    def _states(self, part: StatePart) -> StatePages:
+        backend = self.backends[part.group]
+        assert isinstance(backend, StatePages)
+        return backend
+
     @property
     def rotate_and_run(self) -> Callable[[int, Tensor, Tensor, Rotation], Tensor] | None:
         """`run` of queries and keys that it rotates; None where the model must do that."""
         first = self.backends[0]
-        assert not isinstance(first, ShortConvCache)
+        assert not isinstance(first, ShortConvCache | StatePages)
         return None if first.rotate_and_run is None else self._rotate_and_run
 
     def _attention(self, layer: int) -> tuple[AttentionBackend, int]:
         backend, number = self._layers[layer]
-        assert not isinstance(backend, ShortConvCache)
+        assert not isinstance(backend, ShortConvCache | StatePages)
         return backend, number
 
     def _rotate_and_run(

@@ -12,6 +12,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupBackend, GroupedAttention
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
+from prefixcache.runner.cuda.attention.states import StatePages
 
 _CPU = torch.device("cpu")
 
@@ -98,12 +99,15 @@ def make_attention(
     factory = _best if name == "auto" else _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
-    made = iter(factory([group.spec for group in groups if group.conv is None], options))
-    backends: list[GroupBackend] = [
-        next(made) if group.conv is None else ShortConvCache(group.spec, group.conv)
-        for group in groups
-    ]
+    made = iter(factory([group.spec for group in groups if group.attends], options))
+    backends = [next(made) if group.attends else _kept(group) for group in groups]
     return GroupedAttention(groups, backends)
+
+
+def _kept(group: AttentionGroup) -> GroupBackend:
+    if group.conv is not None:
+        return ShortConvCache(group.spec, group.conv)
+    return StatePages(group.spec)
 
 
 def _best(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:

@@ -1,0 +1,165 @@
+"""New weights over HTTP: `POST /weights/begin`, `/weights/chunk`, `/weights/end`, `/weights/abort`.
+
+The body of a chunk is a file of safetensors, or names one in shared memory. Only administrators may
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+
+from prefixcache.engine.weights_push import DEFAULT_TIMEOUT
+from prefixcache.exceptions import InvalidRequestError, wrong
+from prefixcache.server.admin.admin import read_options
+from prefixcache.server.http.body import RequestFields
+from prefixcache.server.http.errors import ApiError
+from prefixcache.types.modes import InFlightMode
+
+if TYPE_CHECKING:
+    from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.control import Control
+
+MAX_CHUNK_BYTES = 256 * 2**20
+_BYTES = "application/octet-stream"
+_TOUCHES_EVERY = 1.0
+
+
+class BeginWeightsRequest(RequestFields):
+    """Options of `POST /weights/begin`."""
+
+    timeout: float | int | None = None
+
+
+class WeightsChunkRequest(RequestFields):
+    """A chunk that lies in /dev/shm; other bodies of `POST /weights/chunk` are the chunk."""
+
+    max_lengths: ClassVar[dict[str, int]] = {"update_id": 64, "shm_name": 255}
+
+    update_id: str | None = None
+    shm_name: str | None = None
+
+
+class EndWeightsRequest(RequestFields):
+    """Options of `POST /weights/end`."""
+
+    max_lengths: ClassVar[dict[str, int]] = {"update_id": 64, "digest": 64}
+
+    update_id: str | None = None
+    digest: str | None = None
+    weight_version: str | None = None
+    mode: InFlightMode | None = None
+    full: bool | None = None
+
+
+class AbortWeightsRequest(RequestFields):
+    """Options of `POST /weights/abort`."""
+
+    max_lengths: ClassVar[dict[str, int]] = {"update_id": 64}
+
+    update_id: str | None = None
+
+
+PUSH_OPTIONS: dict[str, type[RequestFields]] = {
+    "/weights/begin": BeginWeightsRequest,
+    "/weights/chunk": WeightsChunkRequest,
+    "/weights/end": EndWeightsRequest,
+    "/weights/abort": AbortWeightsRequest,
+}
+
+
+def weights_push_router(engine: AsyncEngine) -> APIRouter:
+    """The endpoints, for one engine."""
+    router, push = APIRouter(), engine.control.weights_push
+    one_at_a_time = asyncio.Lock()
+
+    @router.post("/weights/begin")
+    async def begin(request: Request) -> dict[str, Any]:
+        fields = await read_options(request, BeginWeightsRequest)
+        timeout = DEFAULT_TIMEOUT if fields.timeout is None else fields.timeout
+        update_id = await asyncio.to_thread(push.begin, timeout)
+        return {"update_id": update_id, "max_chunk_bytes": MAX_CHUNK_BYTES}
+
+    @router.post("/weights/chunk")
+    async def chunk(request: Request) -> dict[str, int]:
+        if _media_type(request) == _BYTES:
+            update_id = _required("update_id", request.query_params.get("update_id"))
+            async with one_at_a_time:
+                pieces = [one async for one in _pieces(request, partial(push.touch, update_id))]
+                added = await asyncio.to_thread(push.add_pieces, update_id, pieces)
+        else:
+            fields = await read_options(request, WeightsChunkRequest)
+            update_id = _required("update_id", fields.update_id)
+            name = _required("shm_name", fields.shm_name)
+            added = await asyncio.to_thread(push.add_shared, update_id, name)
+        return {"num_tensors": added, "staged_bytes": push.staged_bytes}
+
+    @router.post("/weights/end")
+    async def end(request: Request) -> dict[str, Any]:
+        fields = await read_options(request, EndWeightsRequest)
+        return await engine.run(partial(_end, fields=fields))
+
+    @router.post("/weights/abort")
+    async def abort(request: Request) -> None:
+        fields = await read_options(request, AbortWeightsRequest)
+        await asyncio.to_thread(push.abort, _required("update_id", fields.update_id))
+
+    @router.get("/weights/status")
+    async def status() -> dict[str, Any]:
+        return {"is_open": push.is_open, "staged_bytes": push.staged_bytes}
+
+    return router
+
+
+def _end(control: Control, fields: EndWeightsRequest) -> dict[str, Any]:
+    version = control.weights_push.end(
+        _required("update_id", fields.update_id),
+        digest=fields.digest,
+        weight_version=fields.weight_version,
+        mode=fields.mode or "recompute",
+        full=fields.full is not False,
+    )
+    now = control.prefix_hash_info()
+    return {
+        "weight_version": version if fields.weight_version is None else fields.weight_version,
+        "weights_name": now.weights_name,
+        "root_hash": now.root_hash,
+    }
+
+
+async def _pieces(request: Request, touch: Any) -> AsyncIterator[bytes]:
+    """The body as it comes. `touch` is called now and then, and fails for an unknown update."""
+    size, touched = 0, 0.0
+    try:
+        async for piece in request.stream():
+            if time.monotonic() - touched >= _TOUCHES_EVERY:
+                touch()
+                touched = time.monotonic()
+            size += len(piece)
+            if size > MAX_CHUNK_BYTES:
+                raise ApiError(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    f"A chunk may have at most {MAX_CHUNK_BYTES} bytes; send the tensors in "
+                    "several, or in shared memory.",
+                    code="body_too_large",
+                )
+            yield piece
+    except ClientDisconnect:
+        raise InvalidRequestError("The client went away before the chunk ended.") from None
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _required(name: str, value: str | None) -> str:
+    if value is None:
+        raise wrong(name, "is required")
+    return value

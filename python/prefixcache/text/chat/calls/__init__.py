@@ -1,0 +1,1 @@
+"""Calls of tools in answers: the formats in which families of models write them."""

@@ -1,0 +1,57 @@
+"""The messages of a chat in the form that gpt-oss's template shows without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefixcache.text.tokenization.chat_template import plain_message
+
+_Message = dict[str, Any]
+_INSTRUCT = ("system", "developer")
+
+
+def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[_Message]:
+    """One message of instructions at the beginning, and one call a message with its result.
+
+    Reasoning is named `thinking`; what was said before a call joins it, as the template shows one
+    of them alone.
+    """
+    plain = [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
+    first = next((i for i, one in enumerate(plain) if one.get("role") not in _INSTRUCT), len(plain))
+    texts = [one.get("content", "") for one in plain[:first]]
+    written = [{"role": "developer", "content": "\n\n".join(texts)}] if texts else []
+    index = first
+    while index < len(plain):
+        end = index + 1
+        while end < len(plain) and plain[end].get("role") == "tool":
+            end += 1
+        written += _turn(plain[index], plain[index + 1 : end])
+        index = end
+    return written
+
+
+def _turn(message: _Message, results: Sequence[_Message]) -> list[_Message]:
+    """A message and the results behind it, each behind its call."""
+    if message.get("role") != "assistant":
+        return [message, *results]
+    message = _with_thinking(message)
+    calls = message.get("tool_calls", ())
+    if len(calls) < 2:
+        return [message, *results]
+    written: list[_Message] = []
+    left = [*results]
+    for place, call in enumerate(calls):
+        first = {} if place else {**message}
+        written.append({"role": "assistant", "content": "", **first, "tool_calls": [call]})
+        found = [one for one in left if one["tool_call_id"] == call["id"]]
+        left = [one for one in left if one["tool_call_id"] != call["id"]]
+        written += found
+    return written + left
+
+
+def _with_thinking(message: _Message) -> _Message:
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if message.get("tool_calls") and thought and content:
+        return {**message, "thinking": f"{thought}\n{content}", "content": ""}
+    return {**message, "thinking": thought} if thought else message

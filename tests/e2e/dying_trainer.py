@@ -1,0 +1,32 @@
+"""Begins to send weights to a server, and waits in the middle of a chunk for its end."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import time
+import urllib.parse
+from pathlib import Path
+
+import httpx
+from safetensors.torch import load_file, save
+
+
+def main(address: str, weights: Path) -> None:
+    begun = httpx.post(f"{address}/weights/begin", json={"timeout": 1}, timeout=60).json()
+    tensors = list(load_file(weights).items())
+    path = f"/weights/chunk?update_id={begun['update_id']}"
+    headers = {"Content-Type": "application/octet-stream"}
+    whole = httpx.post(address + path, content=save(dict(tensors[:3])), headers=headers, timeout=60)
+    whole.raise_for_status()
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(address).netloc)
+    data = save(dict(tensors[3:6]))
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Type", "application/octet-stream")
+    connection.putheader("Content-Length", str(len(data)))
+    connection.endheaders(data[: len(data) // 2])
+    print("half a chunk is sent", flush=True)
+    time.sleep(600)
+
+
+main(sys.argv[1], Path(sys.argv[2]))

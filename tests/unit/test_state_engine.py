@@ -1,0 +1,245 @@
+"""An engine on a tiny Qwen3.5: what its states keep, where requests resume, and the bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from equality import GRAMMARS, WIDE
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.engine.build import BuiltEngine, build
+from prefixcache.exceptions import FieldError
+from prefixcache.kv.specs import GroupKind, KVGroup
+from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
+from prefixcache.types.request import CacheOptions, Request
+from prefixcache.types.sampling_params import SamplingParams
+
+BLOCK = 16
+TinyCheckpoint = Callable[..., Path]
+Said = list[tuple[int, float]]
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("qwen3.5", max_position_embeddings=4096, **WIDE)
+
+
+def built(folder: Path, num_blocks: int = 2000, **flags: object) -> BuiltEngine:
+    options = {"state_block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 4} | flags
+    options |= {"num_blocks": num_blocks}
+    return build(EngineConfig.from_flags(model=str(folder), device="cpu", **options), folder)
+
+
+def requested(
+    name: str, prompt: list[int], num_tokens: int, *, guided: bool = False, **cache: bool
+) -> Request:
+    params = SamplingParams(
+        max_tokens=num_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=0,
+        structured_output=GRAMMARS[1] if guided else None,
+    )
+    return Request(
+        request_id=name, prompt_token_ids=prompt, params=params, cache=CacheOptions(**cache)
+    )
+
+
+def serve(engine: BuiltEngine, requests: list[Request]) -> dict[str, tuple[Said, int]]:
+    """Of each request tokens and log probabilities, and how much of its prompt was cached."""
+    for request in requests:
+        engine.engine.add_request(request)
+    outputs = []
+    while engine.engine.has_unfinished():
+        outputs += engine.engine.step()
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    answers = dict[str, tuple[Said, int]]()
+    for request in requests:
+        own = [output for output in outputs if output.request_id == request.request_id]
+        said = [(t, p.logprob) for o in own for t, p in zip(o.token_ids, o.logprobs, strict=True)]
+        answers[request.request_id] = said, own[0].num_cached_tokens
+    return answers
+
+
+def answer(
+    engine: BuiltEngine, prompt: list[int], num_tokens: int = 20, **cache: bool
+) -> tuple[Said, int]:
+    return serve(engine, [requested("a", prompt, num_tokens, **cache)])["a"]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 384, count).tolist()
+
+
+def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(folder: Path) -> None:
+    engine, cold = built(folder), built(folder, enable_prefix_caching=False)
+    message = history = tokens(100)
+    for turn in range(8):
+        said, cached = answer(engine, history, num_tokens=25)
+        assert said == answer(cold, history, num_tokens=25)[0]
+        # The last token of an answer was sampled, and not computed.
+        assert turn == 0 or len(history) - cached <= len(message) + 1 + BLOCK
+        message = tokens(30 + turn, seed=turn)
+        history = [*history, *(token for token, _ in said), *message]
+
+
+def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
+    folder: Path,
+) -> None:
+    """1,500 of 2,200 tokens: all but the first two hit, whatever is kept at multiples of more."""
+    prefix = tokens(1500)
+    prompts = [prefix + tokens(700, seed=1 + number) for number in range(16)]
+    engine = built(folder, num_blocks=12_000, max_num_batched_tokens=512)
+    cached = [answer(engine, prompt, num_tokens=1)[1] for prompt in prompts]
+    assert sum(hit >= 1500 - BLOCK for hit in cached) >= len(prompts) - 2
+    engine = built(folder, num_blocks=12_000, max_num_batched_tokens=512, max_num_seqs=8)
+    requests = [requested(str(i), prompt, 1) for i, prompt in enumerate(prompts)]
+    computed = sum(len(r.prompt_token_ids) for r in requests)
+    computed -= sum(cached for _, cached in serve(engine, requests).values())
+    assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
+
+
+def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) -> None:
+    """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
+    said, _ = answer(built(folder), tokens(300))
+    large = built(folder, num_blocks=40, state_block_size=128)
+    assert len(large.engine._runner.kv.layout.groups) == 2
+    assert answer(large, tokens(300)) == (said, 0)
+    assert answer(large, tokens(300)) == (said, 256)
+
+
+def test_short_prompts_hit(folder: Path) -> None:
+    engine = built(folder)
+    said, _ = answer(engine, tokens(60))
+    assert answer(engine, tokens(60)) == (said, 48)
+
+
+def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> None:
+    engine = built(folder, num_blocks=600, kv_cache_max_memory="64MiB")
+    prompt = tokens(150)
+    said, _ = answer(engine, prompt)
+    for size in (400, 1200, 300):
+        assert engine.engine.control.resize(num_blocks=size).is_done
+        assert answer(engine, prompt) == (said, 144), size
+    engine.engine.control.sleep()
+    engine.engine.control.wake_up()
+    assert answer(engine, prompt) == (said, 0)
+    assert answer(engine, prompt) == (said, 144)
+
+
+def test_another_process_resumes_from_kept_blocks(folder: Path, tmp_path: Path) -> None:
+    engine = built(folder, kv_cache_dir=str(tmp_path / "kept"))
+    prompt = tokens(150)
+    said, _ = answer(engine, prompt)
+    file = engine.engine._runner.kv_specs().file
+    assert file is not None
+    while file.core.counts()["kept"] < engine.engine.control.stats()["cached_blocks"]:
+        pass
+    engine.engine.close()
+    file.close()
+    again = built(folder, kv_cache_dir=str(tmp_path / "kept"))
+    assert answer(again, prompt) == (said, 144)
+    again.engine.close()
+
+
+def test_the_start_line_names_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "prefixcache")
+    engine = built(folder)
+    groups = engine.engine._runner.kv.layout.groups
+    assert f"{len(groups)} groups of layers (full 1, window 0, state {len(groups) - 1};" in (
+        caplog.text
+    )
+
+
+def test_guesses_are_refused_by_name(folder: Path) -> None:
+    with pytest.raises(FieldError, match="speculate must be off for a model with states"):
+        built(folder, speculate="prompt")
+
+
+def test_an_answer_waits_until_its_mask_is_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's token is computed meanwhile, and again where the mask came late."""
+    engine, known, late = built(folder), AnswerMatcher.is_known, list[bool]()
+    request = requested("a", tokens(40), 30, guided=True)
+    said = serve(engine, [request])["a"][0]
+
+    def unknown(matcher: AnswerMatcher) -> bool:
+        late.append(len(late) % 3 == 0)
+        return not late[-1] and known.__get__(matcher)
+
+    monkeypatch.setattr(AnswerMatcher, "is_known", property(unknown))
+    assert serve(built(folder), [request])["a"][0] == said
+    assert any(late)
+
+
+def test_a_token_that_is_computed_twice_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = requested("a", tokens(40), 30, guided=True)
+    said = serve(built(folder), [request])["a"][0]
+    words, asked = AnswerMatcher.words, list[None]()
+
+    def once_late(matcher: AnswerMatcher, seconds: float, unwanted: tuple[int, ...]) -> Any:
+        asked.append(None)
+        return None if len(asked) == 9 else words(matcher, 60, unwanted)
+
+    monkeypatch.setattr(AnswerMatcher, "words", once_late)
+    assert serve(built(folder), [request])["a"][0] != said
+
+
+@pytest.mark.parametrize("fault", ["late", "convolution", "exchanged"])
+def test_a_planted_fault_changes_hits_alone(folder: Path, fault: str) -> None:
+    """States one block late, inputs of convolutions that were not kept, another layer's states."""
+    engine = built(folder, max_num_batched_tokens=1024)
+    prompt = tokens(150)
+    said, _ = answer(engine, prompt, num_tokens=1)
+    assert answer(engine, prompt, num_tokens=1) == (said, 144)
+    _plant(engine, fault)
+    assert answer(engine, prompt, num_tokens=1)[0] != said
+
+
+def test_a_block_that_is_given_back_too_early_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The state before a block's first token lies in the block before, which others would take."""
+
+    def too_short(group: KVGroup) -> GroupKind:
+        return ("sliding_window", 1) if group.state_tensors else "full"
+
+    monkeypatch.setattr(KVGroup, "kind", property(too_short))
+    engine = built(folder, max_num_batched_tokens=BLOCK)
+    with pytest.raises(AssertionError, match="ValueError"):
+        answer(engine, tokens(150))
+    assert "first_pages leaves out 1 pages of sequence 0" in caplog.text
+
+
+def _plant(engine: BuiltEngine, fault: str) -> None:
+    kernels = engine.engine._runner._steps._kernels
+    if fault == "exchanged":
+        other = {0: 1, 1: 0}
+        kernels.states[:] = [(other.get(layer, layer), *rest) for layer, *rest in kernels.states]
+        return
+    kv = engine.engine._runner.kv
+    delta = engine.model.delta
+    assert isinstance(kv, KVMemory)
+    assert delta is not None
+    # A head's matrices come first, then the inputs of its convolution.
+    kept = delta.state_numbers // delta.key_heads
+    matrices = delta.value_dim * delta.value_heads // delta.key_heads * delta.key_dim
+    rows = [one.view(np.float32) for one in kv.rows()]
+    place = 0  # Layers' states are whole heads, one after the other.
+    for part in kv.layout.states:
+        numbers = rows[part.tensor][:, part.start : part.start + part.numbers]
+        if fault == "late":
+            numbers[...] = np.roll(numbers, 1, axis=0)
+        else:
+            of_convolution = (place + np.arange(part.numbers)) % kept >= matrices
+            numbers[:, of_convolution] = 0.0
+        place += part.numbers

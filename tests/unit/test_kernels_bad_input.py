@@ -264,7 +264,7 @@ def test_a_sound_stack_is_computed() -> None:
     ("changed", "error", "message"),
     [
         ({"qkv": 3}, TypeError, "qkv"),
-        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer or a ShortConvMixer"),
+        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer, a ShortConvMixer or"),
         ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),

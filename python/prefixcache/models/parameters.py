@@ -404,7 +404,7 @@ def _mixer(
         return _conv(config, prefix)
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
-    return _attention(config, prefix, ropes)
+    return _attention(config, layer, prefix, ropes)
 
 
 def _names(config: ModelConfig) -> Mapping[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
@@ -137,9 +139,9 @@ _CALLS = {
 {%- endmacro %}""",
 }
 _CALLS["seed-oss"] = (
-    _CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}"
-).replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'").replace(
-    "'\n</parameter>", "'</parameter>"
+    (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
+    .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
+    .replace("'\n</parameter>", "'</parameter>")
 )
 _WITH_CALLS = _LISTED.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}"
@@ -155,6 +157,8 @@ TEMPLATES = {
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
     "ministral3": _LISTED + "{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
     "granite3": _LISTED + "{# <|tool_call|> #}",
+    # As the first of LFM2, which shows no calls of earlier answers.
+    "lfm2-own": "<|tool_list_start|>" + _LISTED,
     "gpt-oss": _HARMONY,
     # As Microsoft's own, which has no variable for tools.
     "phi4-mini-own": """\
@@ -223,7 +227,6 @@ _SPECIAL = {
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
-    "phi4-mini-own": ("<|tool_call|>", "<|/tool_call|>"),
     "granite3": ("<|tool_call|>",),
 }
 
@@ -239,7 +242,7 @@ def tokenizer(family: str) -> Tokenizer:
     if family.startswith("qwen"):
         texts = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         backend.add_tokens([AddedToken(text, special=False) for text in texts])
-    special = _SPECIAL.get(family.removesuffix("-thinking"), ())
+    special = _SPECIAL.get(family.removesuffix("-thinking").removesuffix("-own"), ())
     backend.add_special_tokens([AddedToken(text) for text in special])
     template = ChatTemplate(TEMPLATES[family])
     return Tokenizer(
@@ -248,6 +251,20 @@ def tokenizer(family: str) -> Tokenizer:
         chat_template=template,
         response_template=RESPONSE_TEMPLATE if family == "described" else None,
     )
+
+
+def with_special_tokens(folder: Path, family: str) -> Path:
+    """A copy of a tiny model's folder with a family's template, and its markers as tokens.
+
+    The model needs some rows in addition to the tokenizer's own tokens.
+    """
+    copy = folder.parent / f"{folder.name}-{family}"
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    backend = Backend.from_file(str(copy / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(text) for text in _SPECIAL.get(family, ())])
+    backend.save(str(copy / "tokenizer.json"))
+    (copy / "chat_template.jinja").write_text(TEMPLATES[family])
+    return copy
 
 
 def chat_format(family: str, **options: Any) -> ChatFormat:

@@ -181,6 +181,7 @@ def make_versioned_engine(
     ahead: bool = False,
     groups: Sequence[GroupKind] = ("full",),
     max_blocks: int | None = None,
+    max_weight_staleness: int = 0,
     **options: Any,
 ) -> tuple[Engine, VersionedRunner, CacheManager]:
     """An engine whose weights can be replaced and given up."""
@@ -202,7 +203,11 @@ def make_versioned_engine(
         max_blocks=max_blocks,
         runner=runner,
         memory=FakeMemory(runner),
-        make_cache=partial(CacheManager, weights=content_name("0")),
+        make_cache=partial(
+            CacheManager,
+            weights=content_name("0"),
+            max_weight_staleness=max_weight_staleness,
+        ),
         **options,
     )
     return engine, runner, cache

@@ -119,7 +119,13 @@ class World:
         )
         square = _core.PackedLinear(self.cpu, 4, 4, "float32")
         conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
-        mixer: Any = self.choose.choice([attention, conv])
+        delta = _core.DeltaMixer(
+            in_proj=_core.PackedLinear(self.cpu, 4, 66, "float32"),
+            key_heads=1, value_heads=1, key_dim=16, value_dim=16, taps=2,
+            conv=at, decay=at, time_bias=at, norm=at,
+            out=_core.PackedLinear(self.cpu, 16, 4, "float32"),
+        )  # fmt: skip
+        mixer: Any = self.choose.choice([attention, conv, delta])
         dense = _core.DenseFeedForward(gate_up=linears["gate_up"], gate=gate, down=linears["down"])
         self.mixer, self.feed_forward = mixer, dense
         self.experts = _core.ExpertsFeedForward(
@@ -130,6 +136,8 @@ class World:
             gate_up=_core.PackedLinear(self.cpu, 4, 24, "float32", parts=[6] * 4),
             gate=gate,
             down=_core.PackedLinear(self.cpu, 6, 8, "float32", parts=[4, 4]),
+            shared=dense,
+            shared_weight=self.choose.choice([None, _core.PackedLinear(self.cpu, 4, 1, "float32")]),
         )
         dense = self.choose.choice([dense, self.experts])
         self.own_input = _core.OwnInput(gate=square, activation=gate, out=square, norm=at)
@@ -265,6 +273,7 @@ class World:
             "chunk": lambda: choose.choice([None, 1, 4]),
             "max_tokens": lambda: choose.choice([None, 5, 24]),
             "caches": lambda: self.some_list(lambda: self.sound("address")),
+            "states": lambda: self.some_list(lambda: (0, 0, self.sound("address"), 304)),
             "rotations": lambda: self.some_list(lambda: (self.sound("address"),) * 2),
             "attentions": lambda: self.some_list(lambda: self.attention),
             "layer_groups": lambda: self.some_list(self.number),
@@ -281,7 +290,7 @@ class World:
             "router": lambda: self.layer,
             "scores": lambda: choose.choice(["softmax", "sigmoid"]),
             "renormalise": lambda: choose.choice([None, 0.0]),
-            "whole_norms": lambda: choose.choice([False, True]),
+            **dict.fromkeys(("whole_norms", "tiled"), lambda: choose.choice([False, True])),
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
@@ -404,7 +413,7 @@ class World:
 
 
 ADDRESSES = {"address", "cache", "cos", "keys", "out", "queries", "residual", "sin", "values"}
-ADDRESSES |= {"ids", "weight", "x"}
+ADDRESSES |= {"ids", "weight", "x", "conv", "decay", "time_bias", "norm"}
 ADDRESSES |= {
     "input_norm",
     "qk_norm",

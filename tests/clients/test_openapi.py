@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 FIXED = os.environ.get("PREFIXCACHE_FIXED_CASES") == "1"
 EXAMPLES = int(os.environ.get("PREFIXCACHE_EXAMPLES", "25"))
 # They stop the others, or take the weights away: they are called one by one, and undone.
-STOPPING = r"^/(pause|sleep|update_weights_from_disk|prefix_cache/resize)$"
+STOPPING = r"^/(pause|sleep|update_weights_from_disk|prefix_cache/resize|weights/chunk)$"
 COMMANDS = [
     ("POST", "/pause", {"mode": 1}, 400),
     ("POST", "/pause", {}, 200),
@@ -28,6 +28,7 @@ COMMANDS = [
     ("POST", "/sleep", {}, 200),
     ("POST", "/wake_up", {}, 200),
     ("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}, 400),
+    ("POST", "/weights/chunk", {"update_id": "x", "shm_name": "prefixcache-x"}, 400),
     ("POST", "/prefix_cache/resize", {}, 400),
     ("POST", "/prefix_cache/resize", {"memory": "256MiB"}, 200),
     ("GET", "/prefix_cache/resize", None, 200),

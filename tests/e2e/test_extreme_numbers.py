@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from prefixcache.engine.control import Control
-from prefixcache.server.admin import admin
+from prefixcache.server.admin import admin, weights_push
 from prefixcache.server.openai import protocol
 from serving import client_of, serve_folder
 
@@ -31,6 +31,7 @@ _ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
     *((path, admin.options_of(command), {}) for path, command in Control.endpoints()),
     ("/update_weights_from_disk", admin.UpdateWeightsRequest, {"model_path": "/nowhere"}),
+    ("/weights/begin", weights_push.BeginWeightsRequest, {}),
 ]
 _EDGES = [0, 1, 2**31, 2**32, 2**53, 2**63, 2**64, 2**127, 10**308, 10**309, 10**310, 10**4299]
 _SMALL = [5e-324, 1e-320, 1e-310, 1e-45, 1e-38, 1e-10, 0.5, 1e10, 3.5e38, 1.7e308]

@@ -276,3 +276,66 @@ async def test_the_numbers_are_those_of_the_metrics(server: Server) -> None:
     assert stats["recent_hit_ratio"] == pytest.approx(64 / 120)
     assert stats["num_blocks"] == 200
     assert stats["blocks_in_use"] + stats["free_blocks"] == 199
+
+
+async def test_a_rollout_over_three_updates_is_labelled_token_by_token(
+    server: Server, folders: tuple[Path, Path]
+) -> None:
+    """With the mode that the request chose, whatever the update says."""
+    asked = {"on_weight_update": "keep", "return_weight_versions": True, "return_token_ids": True}
+    server.gate.hold_after(4)
+    task = asyncio.create_task(server.ask(max_tokens=400, **asked))
+    for step in range(3):
+        await server.gate.until_held()
+        body = {"model_path": str(folders[(step + 1) % 2]), "weight_version": f"step-{step + 1}"}
+        update = server.post("/update_weights_from_disk", json=body)
+        assert (await server.gate.open_for(server.engine, update)).status_code == 200
+        if step < 2:
+            server.gate.hold_after(3)
+    (choice,) = (await task).json()["choices"]
+    spans = choice["weight_versions"]
+    assert [one["version"] for one in spans] == [0, "step-1", "step-2", "step-3"]
+    assert spans[0]["start"] == 0
+    assert [one["start"] for one in spans[1:]] == [one["end"] for one in spans[:-1]]
+    assert spans[-1]["end"] == len(choice["token_ids"]) == 400
+
+
+async def test_a_stream_ends_with_its_labels_and_others_have_none(server: Server) -> None:
+    for path, more in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        body = {"max_tokens": 3, "ignore_eos": True, "return_weight_versions": True, **more}
+        for stream in (False, True):
+            response = await server.post(path, json={**body, "stream": stream})
+            texts = [one[6:] for one in response.text.splitlines() if one.startswith("data: {")]
+            found = json.loads(texts[-1]) if stream else response.json()
+            (choice,) = found["choices"]
+            assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 3}], (
+                path,
+                stream,
+            )
+            assert choice["hit_staleness"] == 0
+            del body["return_weight_versions"]
+            assert "weight_versions" not in (await server.post(path, json=body)).text
+            body["return_weight_versions"] = True
+
+
+async def test_usage_and_metrics_tell_how_old_hits_are(folders: tuple[Path, Path]) -> None:
+    async with AsyncExitStack() as stack:
+        app, engine = serve_folder(folders[0], max_weight_staleness=2)
+        stack.push_async_callback(engine.shutdown)
+        server = Server(await stack.enter_async_context(client_of(app)), engine)
+        await server.text()
+        body = {"model_path": str(folders[1])}
+        assert (await server.post("/update_weights_from_disk", json=body)).status_code == 200
+        old = (await server.ask(return_weight_versions=True)).json()
+        cached = old["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        assert old["usage"]["prompt_tokens_details"]["stale_cached_tokens"] == cached
+        assert old["choices"][0]["hit_staleness"] == 1
+        page = await server.page()
+        assert f'prefix_cache_stale_hits_total{{updates="1"}} {float(cached)}' in page
+        new = (await server.ask(max_weight_staleness=0)).json()
+        assert "stale_cached_tokens" not in new["usage"]["prompt_tokens_details"]
+        assert new["choices"][0]["text"] == await _text_of(folders[1])

@@ -102,6 +102,7 @@ class Script:
     """A parser that tells the next of some deltas, whatever it is given."""
 
     in_reasoning = False
+    in_markup = False
 
     def __init__(self, deltas: list[MessageDelta]) -> None:
         self._deltas = iter(deltas)
@@ -138,6 +139,7 @@ class Reasoning(MessageParser):
     """A parser to which all is reasoning."""
 
     in_reasoning = True
+    in_markup = False
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
         return MessageDelta(reasoning=text)

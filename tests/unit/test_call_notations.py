@@ -7,13 +7,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_parsers import cut, read
+from test_chat_plan import holds
 
 from chat_models import QUESTION, chat_format
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.text.chat.tools import read_tool_use
 from repeatable import bounded
-from test_chat_parsers import cut, read
-from test_chat_plan import holds
 
 FAMILIES = ["lfm2", "olmo3", "qwen3-coder", "seed-oss", "gemma4"]
 TREE = {
@@ -38,6 +38,10 @@ PARAMETERS = {
     "$defs": {"Tree": TREE},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+# What tags hold that name no types.
+XML_READ = (
+    '{"text": "1", "count": 1, "sure": true, "data": {"a": null}, "other": "x", "maybe": "5"}'
+)
 PLAIN = {"type": "function", "function": {"name": "g"}}
 
 TEXT = st.text("ab'\"\\{}[]()<>/=,: \né\U0001f999", max_size=9)
@@ -64,7 +68,9 @@ def written(family: str, calls: list[tuple[str, dict]]) -> str:
     if not calls:
         return ""
     if family == "gemma4":
-        return "".join(f"<|tool_call>call:{name}{gemma(given)}<tool_call|>" for name, given in calls)
+        return "".join(
+            f"<|tool_call>call:{name}{gemma(given)}<tool_call|>" for name, given in calls
+        )
     if family == "lfm2":
         return f"<|tool_call_start|>[{', '.join(python(*c, repr) for c in calls)}]<|tool_call_end|>"
     if family == "olmo3":
@@ -151,15 +157,17 @@ def test_a_cut_answer_tells_the_same_however_it_comes(family, calls, data, place
         ("lfm2", "[f(text='a'", None, [("f", '{"text": "a"')]),
         ("lfm2", f"[f(data={'[' * 9999}", None, [("f", '{"data": ' + "[" * 48)]),
         ("olmo3", "f(sure=true)\nh()", "", [("f", '{"sure": true}'), ("h", "{}")]),
-        ("gemma4", "call:f{text:<|\"|>a<b<|\"|>}", "", [("f", '{"text": "a<b"}')]),
+        ("gemma4", 'call:f{text:<|"|>a<b<|"|>}', "", [("f", '{"text": "a<b"}')]),
         ("gemma4", "call:f", None, []),
         (
             "qwen3-coder",
-            "<function=f>\n<parameter=text>1</parameter>\n<parameter=count>\n1\n</parameter>\n"
-            "<parameter=sure>True</parameter>\n<parameter=data>{'a': None}</parameter>\n"
-            "<parameter=other>x</parameter>\n</function>",
+            (
+                "<function=f>\n<parameter=text>1</parameter>\n<parameter=count>\n1\n</parameter>\n"
+                "<parameter=sure>True</parameter>\n<parameter=data>{'a': None}</parameter>\n"
+                "<parameter=other>x</parameter>\n<parameter=maybe>5</parameter>\n</function>"
+            ),
             "",
-            [("f", '{"text": "1", "count": 1, "sure": true, "data": {"a": null}, "other": "x"}')],
+            [("f", XML_READ)],
         ),
         ("qwen3-coder", '{"name": "f", "arguments": {}}', "", [("f", "{}")]),
         ("qwen3-coder", "<function=f>\n<parameter=text>\nab", None, [("f", '{"text": "ab')]),
@@ -178,6 +186,18 @@ def test_answers_that_are_no_model_of_form(family, text, content, calls):
             assert said == content
         elif not calls:
             assert said == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=bounded(25, 2000))
+@given(calls=CALLS.filter(bool))
+def test_calls_as_text_are_read_back(family, calls):
+    """As they stand in a prompt whose template shows none."""
+    calls = [(name, given) for name, given in calls if is_writable(family, given)]
+    listed = [{"function": {"name": name, "arguments": given}} for name, given in calls]
+    text = chat_format(family)._tools.text(listed) if calls else ""
+    _, _, found = read(plan(family).new_parser(), [text])
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -235,6 +255,27 @@ def test_a_strict_tool_is_refused_where_its_schema_cannot_be_kept(family, schema
         with pytest.raises(InvalidRequestError) as caught:
             plan(family, "required", tools)
         assert caught.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_further_arguments_are_allowed_where_the_schema_says_so(family):
+    for more in (False, True):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        parameters["additionalProperties"] = more
+        tool = {"type": "function", "function": {"name": "m", "parameters": parameters}}
+        output = plan(family, "required", [tool]).structured_output
+        assert holds(family, output, written(family, [("m", {"a": 1})]))
+        for other in ({"b": "x"}, {"a": 1, "b": "x", "c": 2}):
+            assert holds(family, output, written(family, [("m", other)])) == more
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_type_that_nobody_knows_is_named(family):
+    parameters = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    tool = {"type": "function", "function": {"name": "b", "parameters": parameters}}
+    with pytest.raises(InvalidRequestError, match="strin") as caught:
+        plan(family, "auto", [PLAIN, tool])
+    assert caught.value.param == "tools[1].function.parameters"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

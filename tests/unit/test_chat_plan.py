@@ -185,9 +185,7 @@ def test_a_template_that_shows_no_calls_shows_them_as_text():
     functions = json.dumps([tool["function"] for tool in TOOLS])
     assert f"<|tool|>{functions}<|/tool|><|end|>" in prompt
     assert f"<|assistant|><|tool_call|>[{CALL}, {OTHER}]<|/tool_call|><|end|>" in prompt
-    assert prompt.endswith(
-        "<|tool_response|>mild<|end|><|tool_response|>noon<|end|><|assistant|>"
-    )
+    assert prompt.endswith("<|tool_response|>mild<|end|><|tool_response|>noon<|end|><|assistant|>")
     plain = chat_format("phi4-mini-own").plan(QUESTION).prompt
     assert plain == f"<|user|>{QUESTION[0]['content']}<|end|><|assistant|>"
 
@@ -213,17 +211,22 @@ def test_a_template_without_tools_is_given_them_as_text():
         ("phi4-mini", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("phi4-mini-own", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("granite3", f"<|tool_call|>[{CALL}]"),
+        ("lfm2-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("olmo3", "<function_calls>\nget_weather(city='Rome', unit='C')\n</function_calls>"),
         (
             "qwen3-coder",
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
-            "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>",
+            (
+                "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
+                "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
+            ),
         ),
         (
             "seed-oss",
-            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n"
-            "<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>",
+            (
+                "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n"
+                "<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>"
+            ),
         ),
         (
             "gemma4",

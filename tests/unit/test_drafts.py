@@ -366,7 +366,10 @@ def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Iterator[
 _CONVOLUTIONS = LFM2 | {"architecture": "lfm2", "num_key_value_heads": 3}
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS])
+_EXPERTS = WIDE | {"architecture": "qwen2-moe"}
+
+
+@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):
@@ -563,12 +566,16 @@ async def test_clients_see_the_same_answer_and_what_was_guessed(
                 body if options.get("speculate") == "cache" else {**body, "prediction": prediction}
             )
             answers.append((await client.post("/v1/chat/completions", json=more)).json())
+            asked = {"temperature": 0, "max_output_tokens": 40, "ignore_eos": True}
+            asked |= {"input": body["messages"]}
+            response = (await client.post("/v1/responses", json=asked)).json()
             metrics = (await client.get("/metrics")).text
     assert all(one["choices"] == answers[0]["choices"] for one in answers)
     details = [one["usage"].get("completion_tokens_details") for one in answers]
     assert details[:2] == [None, None]
     assert details[3]["accepted_prediction_tokens"] > 0, "the predicted answer"
     assert details[5]["accepted_prediction_tokens"] > 0, "the answer before"
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 0, **details[5]}
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
         assert f"spec_decode_num_{name}_total" in metrics
     assert 'source="cache"' in metrics

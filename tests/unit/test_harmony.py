@@ -8,17 +8,17 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_parsers import cut, read
+from test_chat_plan import holds
 
 from chat_models import QUESTION, TOOLS, assistant, chat_format, tokenizer
-from prefixcache.exceptions import InvalidRequestError
+from prefixcache.exceptions import InvalidRequestError, ModelLoadError
 from prefixcache.server.jobs.answers import Choice
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import RequestOutput, TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.structured_output import StructuredOutput
 from repeatable import bounded
-from test_chat_parsers import cut, read
-from test_chat_plan import holds
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
@@ -195,10 +195,10 @@ def test_the_final_message_is_what_was_asked_for(tools):
         StructuredOutput("choice", '["\\"a/b\\""]'),
     ):
         output = plan(tools=tools, structured_output=answer).structured_output
-        assert holds("gpt-oss", output, f"{ANALYSIS}c{NEXT}{FINAL}\"a/b\"")
-        assert holds("gpt-oss", output, f"<|channel|>final <|constrain|>json<|message|>\"a/b\"")
+        assert holds("gpt-oss", output, f'{ANALYSIS}c{NEXT}{FINAL}"a/b"')
+        assert holds("gpt-oss", output, '<|channel|>final <|constrain|>json<|message|>"a/b"')
         assert not holds("gpt-oss", output, f"{FINAL}c")
-        assert not holds("gpt-oss", output, f"{PREAMBLE}c{NEXT}{FINAL}\"a/b\"")
+        assert not holds("gpt-oss", output, f'{PREAMBLE}c{NEXT}{FINAL}"a/b"')
         assert holds("gpt-oss", output, f"{CALL}{ARGUMENTS}") == (tools is not None)
 
 
@@ -209,6 +209,15 @@ def test_a_grammar_of_the_clients_begins_with_the_final_message():
     with pytest.raises(InvalidRequestError):
         plan("auto", structured_output=answer)
     assert plan("none").structured_output is None
+
+
+@pytest.mark.parametrize(
+    "named", [{"tool_call_parser": "openai"}, {"reasoning_parser": "openai_gptoss"}]
+)
+def test_channels_are_read_where_the_template_has_them(named):
+    assert chat_format("gpt-oss", **named).plan(QUESTION).stop_token_ids
+    with pytest.raises(ModelLoadError, match="no channels"):
+        chat_format("qwen3", **named)
 
 
 def test_reasoning_effort_reaches_the_template():
@@ -223,7 +232,9 @@ def test_instructions_are_one_message_of_the_developers():
         *QUESTION,
     ]
     prompt = plan(tools=None, messages=messages).prompt
-    assert "<|start|>developer<|message|># Instructions\n\nBe kind.\n\nBe short.\n\n<|end|>" in prompt
+    assert (
+        "<|start|>developer<|message|># Instructions\n\nBe kind.\n\nBe short.\n\n<|end|>" in prompt
+    )
     assert prompt.endswith(f"{QUESTION[0]['content']}<|end|><|start|>assistant")
 
 

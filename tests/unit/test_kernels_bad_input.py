@@ -12,6 +12,7 @@ from prefixcache._core import (
     Cpu,
     DecoderLayer,
     DecoderStack,
+    DeltaMixer,
     DenseFeedForward,
     ExpertsFeedForward,
     OwnInput,
@@ -264,7 +265,7 @@ def test_a_sound_stack_is_computed() -> None:
     ("changed", "error", "message"),
     [
         ({"qkv": 3}, TypeError, "qkv"),
-        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer, a ShortConvMixer or"),
+        ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer, a ShortConv"),
         ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
@@ -308,6 +309,72 @@ def test_arguments_of_a_convolution(
 
 def test_a_convolution_next_to_attention_is_computed() -> None:
     forward([decoder_layer(), conv_layer(), conv_layer(bias=NUMBERS)], kept_tokens=2)
+
+
+def delta_layer(**changed: Any) -> DecoderLayer:
+    """One head of the delta rule, whose state are 304 numbers."""
+    delta: dict[str, Any] = {
+        "in_proj": linear(4, 66),
+        **dict.fromkeys(("key_heads", "value_heads"), 1),
+        **dict.fromkeys(("key_dim", "value_dim"), 16),
+        "taps": 2,
+        **dict.fromkeys(("conv", "decay", "time_bias", "norm"), NUMBERS),
+        "out": linear(16, 4),
+    }
+    return decoder_layer(mixer=DeltaMixer(**_changed(delta, changed)), **changed)
+
+
+STATE = [(0, 0, NUMBERS, 100), (0, 0, NUMBERS + 400, 204)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "states", "error", "message"),
+    [
+        ({"value_dim": 8}, STATE, ValueError, "value_heads must be a multiple of key_heads, with"),
+        ({"key_heads": 2}, STATE, ValueError, "value_heads must be a multiple of key_heads"),
+        ({"taps": 0}, STATE, ValueError, "taps from 1 to 8"),
+        ({"key_dim": 2**40}, STATE, ValueError, "value_heads must be"),
+        ({"in_proj": linear(4, 65)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"out": linear(16, 6)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"conv": 0}, STATE, ValueError, "conv must be the address of its numbers"),
+        ({}, None, ValueError, "states must have all numbers of the state of layer 0"),
+        ({}, STATE[:1], ValueError, "states must have all numbers of the state of layer 0"),
+        ({}, [*STATE, (0, 0, NUMBERS, 1)], ValueError, r"states\[2\] must have no more numbers"),
+        ({}, [(1, 0, NUMBERS, 304)], ValueError, r"states\[0\] must be of a layer and of a group"),
+        ({}, [(0, 1, NUMBERS, 304)], ValueError, r"states\[0\] must be of a layer and of a group"),
+        ({}, [(0, 0, NUMBERS + 2, 304)], ValueError, "states must be the address of its numbers"),
+        ({}, [(0, 0, NUMBERS)], TypeError, r"states\[0\] must be a layer, a group, an address"),
+        ({}, [(0, 0, NUMBERS, -1)], ValueError, r"states\[0\] must be from 0"),
+        ({}, 3, TypeError, "states"),
+    ],
+)
+def test_arguments_of_a_delta_rule(
+    changed: dict[str, Any], states: Any, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        forward([delta_layer(**changed)], states=states)
+
+
+@pytest.mark.parametrize("change", [{"kv_indices": [1, 1]}, {"window_left": 0}], ids=str)
+def test_states_need_pages_of_their_own_and_the_token_before(change: dict[str, Any]) -> None:
+    window = PagedAttention(CPU, "float32", 4, 2, 16, 1.0, window_left=change.get("window_left", 1))
+    pages = np.array(change.get("kv_indices", [1, 2]), np.int32)
+    arrays = {
+        "qo_indptr": np.array([0, 1, 2], np.int32),
+        "kv_indptr": np.array([0, 1, 2], np.int32),
+        "kv_indices": pages,
+        "last_page_len": np.ones(2, np.int32),
+        "slot_mapping": np.array([16, 32], np.int64),
+    }
+    window.plan(4, 16, **arrays)
+    reason = "pages for the sequences" if "kv_indices" in change else "(window is 2|attentions)"
+    with pytest.raises(ValueError, match=reason):
+        forward([delta_layer()], attentions=[window], states=STATE)
+
+
+def test_a_delta_rule_next_to_attention_is_computed() -> None:
+    states = [(1, *rest) for _, *rest in STATE]
+    forward([decoder_layer(), delta_layer()], states=states)
 
 
 @pytest.mark.parametrize(
@@ -397,10 +464,15 @@ def test_own_inputs_that_are_none(own_inputs: int | None) -> None:
         forward([decoder_layer(own_input=own_input())], own_inputs=own_inputs)
 
 
+def shared() -> DenseFeedForward:
+    return DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(10, 4))
+
+
 def test_a_layer_may_have_experts() -> None:
     biased = experts(scores="sigmoid", selection_bias=NUMBERS, renormalise=1e-6, scale=2.0)
-    fused = experts(gate_up=parted(4, [12] * 3))
-    layers = [decoder_layer(feed_forward=one) for one in (experts(), biased, fused)]
+    fused = experts(gate_up=parted(4, [12] * 3), shared=shared())
+    weighed = experts(shared=shared(), shared_weight=linear(4, 1))
+    layers = [decoder_layer(feed_forward=one) for one in (experts(), biased, fused, weighed)]
     forward([decoder_layer(), *layers])
 
 
@@ -417,6 +489,10 @@ def test_a_layer_may_have_experts() -> None:
         {"down": parted(6, [4] * 4)},
         {"down": parted(6, [6, 6])},
         {"down": parted(8, [4] * 3)},
+        {"shared": DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(8, 4))},
+        {"shared": shared(), "shared_weight": linear(4, 2)},
+        {"shared": shared(), "shared_weight": linear(6, 1)},
+        {"shared": shared(), "shared_weight": linear(4, 1, "bfloat16")},
     ],
 )
 def test_experts_that_do_not_fit(changed: dict[str, Any]) -> None:
@@ -433,6 +509,8 @@ def test_experts_that_do_not_fit(changed: dict[str, Any]) -> None:
         ({"renormalise": "yes"}, TypeError, "renormalise must be a number"),
         ({"selection_bias": -1}, ValueError, "selection_bias must be from 0"),
         ({"down": 3}, TypeError, "down"),
+        ({"shared": linear(4, 1)}, TypeError, "shared"),
+        ({"shared_weight": linear(4, 1)}, ValueError, "shared_weight needs what it weighs, shared"),
     ],
 )
 def test_arguments_of_experts(changed: dict[str, Any], error: type, message: str) -> None:

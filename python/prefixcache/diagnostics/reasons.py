@@ -228,8 +228,8 @@ _SENTENCES: Mapping[MissReason, str] = {
     "another_salt": "The block of {tokens} was sent under another cache salt alone.",
     "weights_changed": "The block of {tokens} was computed with other weights.",
     "cleared": "The block of {tokens} was cached before the cache was cleared.",
-    "window_lost": "What a sliding window or a convolution needs before the end of {tokens} is not "
-    "kept.",
+    "window_lost": "What a sliding window, a convolution or a state needs before the end of "
+    "{tokens} is not kept.",
     "write_refused": "The block of {tokens} was sent before, and not to be written to the cache.",
     "tail": "All full blocks hit that may: what follows the first {hit} tokens fills none, or ends "
     "with the last token, which is always computed.",

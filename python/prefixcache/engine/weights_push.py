@@ -13,15 +13,15 @@ import os
 import stat
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from prefixcache.config.checked import shown
+from prefixcache.engine.staged import StagedTensors, as_chunk
 from prefixcache.engine.weights_names import check_tag
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.models.arrays import given_array
-from prefixcache.models.staged import StagedTensors, as_chunk
 from prefixcache.types.modes import InFlightMode
 
 logger = logging.getLogger(__name__)
@@ -215,8 +215,8 @@ class WeightsPush:
 
 
 def _check_timeout(value: object) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and 0 < value <= _MAX_TIMEOUT):
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+    if not 0 < number <= _MAX_TIMEOUT:
         raise wrong("timeout", f"must be seconds up to {_MAX_TIMEOUT:.0f}, got {shown(value)}")
 
 

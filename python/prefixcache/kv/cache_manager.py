@@ -88,8 +88,9 @@ class CacheManager:
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
     raise. What older weights computed is kept for requests that allow it, up to
-    `max_weight_staleness` updates back. `num_resets` counts what made all that was published before unfindable, and
-    `num_released_blocks` those that no request held any more after one gave its blocks back.
+    `max_weight_staleness` updates back. `num_resets` counts what made all that was published
+    before unfindable, and `num_released_blocks` those that no request held any more after one gave
+    its blocks back.
     """
 
     _keeps_groups = True
@@ -142,7 +143,7 @@ class CacheManager:
         self.num_resets = 0
         self.num_released_blocks = 0
         self._hints_expire = False
-        self.prompt_groups = PromptGroups(self._cache)
+        self.prompt_groups = PromptGroups(self._cache, max(num_blocks, max_blocks or 0))
         self._max_staleness = max_weight_staleness
         self._older: dict[str, _Older] = {}
         self._file: KeptFile | None = None

@@ -23,7 +23,7 @@ _GUESSING_PREFIX = "mtp."
 class TensorNames:
     """Which of a model's tensors a name in a checkpoint stands for.
 
-    `has_fused_experts` says that safetensors hold all experts of a layer as one tensor.
+    `fused_experts` says how safetensors hold all experts of a layer as one tensor, if they do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -34,7 +34,7 @@ class TensorNames:
         unread = {name for i in range(config.num_layers) for name in _unread(config, i)}
         self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self.has_fused_experts = FAMILIES[config.architecture].has_fused_experts
+        self.fused_experts = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.

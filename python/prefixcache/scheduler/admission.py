@@ -32,8 +32,8 @@ class Admission:
     window, slots for all that the prompt will hold at once. `counter` counts
     first starts alone, not the returns of preempted requests; `num_below_threshold` counts by whose
     threshold it was, "request" or "global"; `num_stale_tokens` counts hits that older weights had
-    computed, by how many updates older they were; `num_window_missed_tokens` counts what full attention
-    had in the cache and the windows did not.
+    computed, by how many updates older they were; `num_window_missed_tokens` counts what full
+    attention had in the cache and the windows did not.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ batch, the chunk or the cache; its gradient comes from the module. So an importa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from prefixcache.exceptions import PrefixCacheError
 from prefixcache.llm import LLM, GenerationResult, Logprob, Prompt
 from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.weight_spans import WeightSpan
 
 # Above the differences between two float32 computations, far below those between two policies.
 _TOLERANCE = 0.05
@@ -32,7 +33,8 @@ _TOLERANCE = 0.05
 class Rollout:
     """An answer, and the log probability of each of its tokens.
 
-    `weight_version` is that of the weights that it began with; `num_cached_tokens` of the prompt
+    `weight_version` is that of the weights that it began with, and `weight_versions` says which
+    tokens came from which, where they were replaced meanwhile. `num_cached_tokens` of the prompt
     were hits. `prompt_index` is the prompt's place in the call.
     """
 
@@ -43,6 +45,7 @@ class Rollout:
     logprobs: list[float]
     num_cached_tokens: int
     weight_version: int
+    weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
 
 
 class Policy:
@@ -90,6 +93,7 @@ class Policy:
                 logprobs=_taken(choice.token_ids, choice.logprobs),
                 num_cached_tokens=result.num_cached_tokens,
                 weight_version=version,
+                weight_versions=choice.weight_versions,
             )
             for index, result in enumerate(results)
             for choice in result.outputs

@@ -21,6 +21,7 @@
 //! **Bits.** Tokens are computed one by one in one order, in `f32`; states are kept as they are. A row is the same
 //! whatever is computed with it. Columns of S stand in strips, which are computed alone.
 
+use std::array::from_fn;
 use std::ops::Range;
 
 use prefixcache_cpu::memory::filled;
@@ -34,9 +35,6 @@ pub const HEAD_STEP: usize = 16;
 
 /// Columns of a matrix that are computed together.
 const STRIP: usize = 32;
-
-/// Sums that run side by side along a matrix's rows, so that none waits for the one before.
-const CHAINS: usize = 2;
 
 /// Tokens that pass a head together: what they share stays in the processor's cache.
 const SPAN: usize = 16;
@@ -482,19 +480,16 @@ impl<E: Element> HeadRun<'_, E> {
 /// The products of a row with the columns of a strip.
 #[inline(always)]
 fn products<L: Lanes, const N: usize>(lanes: L, matrix: &[f32], row: &[f32]) -> [L::V; N] {
-    let mut sums = [[lanes.splat(0.0); N]; CHAINS];
-    let lines = matrix.chunks_exact(CHAINS * N * L::LANES);
-    for (lines, numbers) in lines.zip(row.chunks_exact(CHAINS)) {
-        let lines = lines.chunks_exact(N * L::LANES).zip(numbers);
-        for ((line, &number), sums) in lines.zip(&mut sums) {
-            let number = lanes.splat(number);
-            for (s, sum) in line.chunks_exact(L::LANES).zip(sums) {
-                // SAFETY: the chunk is a vector.
-                *sum = lanes.mul_add(number, unsafe { lanes.load(s.as_ptr()) }, *sum);
-            }
-        }
+    let [mut first, mut second] = [[lanes.splat(0.0); N]; 2];
+    let lines = matrix.chunks_exact(2 * N * L::LANES);
+    for (lines, numbers) in lines.zip(row.chunks_exact(2)) {
+        // SAFETY: there are two lines of N vectors.
+        let at = |n: usize| unsafe { lanes.load(lines.as_ptr().add(n * L::LANES)) };
+        let [a, b] = [lanes.splat(numbers[0]), lanes.splat(numbers[1])];
+        first = from_fn(|n| lanes.mul_add(a, at(n), first[n]));
+        second = from_fn(|n| lanes.mul_add(b, at(N + n), second[n]));
     }
-    added(lanes, sums)
+    from_fn(|n| lanes.add(first[n], second[n]))
 }
 
 /// Changes a strip as keys say, and gives the products of the queries with it. `qk` begins with both.
@@ -506,39 +501,28 @@ fn update<L: Lanes, const N: usize>(
     decay: L::V,
     change: &[L::V; N],
 ) -> [L::V; N] {
-    let mut sums = [[lanes.splat(0.0); N]; CHAINS];
+    let [mut first, mut second] = [[lanes.splat(0.0); N]; 2];
     let (queries, keys) = qk.split_at(matrix.len() / (N * L::LANES));
-    let pairs = keys.chunks_exact(CHAINS).zip(queries.chunks_exact(CHAINS));
-    let lines = matrix.chunks_exact_mut(CHAINS * N * L::LANES);
+    let pairs = keys.chunks_exact(2).zip(queries.chunks_exact(2));
+    let lines = matrix.chunks_exact_mut(2 * N * L::LANES);
     for (lines, (keys, queries)) in lines.zip(pairs) {
-        let lines = lines
-            .chunks_exact_mut(N * L::LANES)
-            .zip(keys.iter().zip(queries));
-        for ((line, (&key, &query)), sums) in lines.zip(&mut sums) {
-            let (key, query) = (lanes.splat(key), lanes.splat(query));
-            let each = line.chunks_exact_mut(L::LANES).zip(change);
-            for ((place, &change), sum) in each.zip(sums) {
-                // SAFETY: the chunk is a vector.
-                unsafe {
-                    let kept = lanes.mul(decay, lanes.load(place.as_ptr()));
-                    let s = lanes.mul_add(key, change, kept);
-                    lanes.store(place.as_mut_ptr(), s);
-                    *sum = lanes.mul_add(query, s, *sum);
-                }
+        let start = lines.as_mut_ptr();
+        let changed = |line: usize, key: L::V, n: usize| {
+            // SAFETY: there are two lines of N vectors.
+            unsafe {
+                let place = start.add((line * N + n) * L::LANES);
+                let kept = lanes.mul(decay, lanes.load(place));
+                let s = lanes.mul_add(key, change[n], kept);
+                lanes.store(place, s);
+                s
             }
-        }
+        };
+        let [a, b] = [lanes.splat(keys[0]), lanes.splat(keys[1])];
+        let [c, d] = [lanes.splat(queries[0]), lanes.splat(queries[1])];
+        first = from_fn(|n| lanes.mul_add(c, changed(0, a, n), first[n]));
+        second = from_fn(|n| lanes.mul_add(d, changed(1, b, n), second[n]));
     }
-    added(lanes, sums)
-}
-
-/// The sums of the chains.
-#[inline(always)]
-fn added<L: Lanes, const N: usize>(lanes: L, sums: [[L::V; N]; CHAINS]) -> [L::V; N] {
-    let [mut first, second] = sums;
-    for (first, second) in first.iter_mut().zip(second) {
-        *first = lanes.add(*first, second);
-    }
-    first
+    from_fn(|n| lanes.add(first[n], second[n]))
 }
 
 /// x / (1 + e^-x)

@@ -17,7 +17,6 @@ from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.tools import ToolUse, read_tool_use
 
-
 # OpenAI's; Anthropic's "max" is one more.
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -63,10 +62,15 @@ class ChatFields(BaseModel):
         return read_tool_use(self.tools, self.tool_choice, parallel=parallel)
 
     def template_variables(self) -> dict[str, Any]:
-        """What the template is given in addition to messages and tools. Raises `InvalidRequestError`."""
+        """What the template is given in addition to messages and tools.
+
+        Raises `InvalidRequestError` for another effort than those of OpenAI and Anthropic.
+        """
         effort = self.reasoning_effort
         if effort is not None and effort not in _EFFORTS:
-            raise wrong("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}, got {shown(effort)}")
+            raise wrong(
+                "reasoning_effort", f"must be one of {', '.join(_EFFORTS)}, got {shown(effort)}"
+            )
         named = {} if effort is None else {"reasoning_effort": effort}
         return {**named, **(self.chat_template_kwargs or {})}
 

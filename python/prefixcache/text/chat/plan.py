@@ -94,16 +94,14 @@ class ChatFormat:
         # Templates leave out what has a role that they do not know, or show it as they may.
         knows_developer = template is not None and "developer" in template.source
         self._developer = "developer" if knows_developer else "system"
-        self._is_harmony = template is not None and _speaks_harmony(template, tool_call_parser)
+        self._is_harmony = _speaks_harmony(template, tool_call_parser, reasoning_parser)
         self._stop_token_ids = tuple(
             tokenizer.added_token_ids[one]
             for one in _HARMONY_ENDS
             if self._is_harmony and one in tokenizer.added_token_ids
         )
         self._tools = self._tool_format(tool_call_parser)
-        self._writer = template and PromptWriter(
-            template, self._tools, is_harmony=self._is_harmony
-        )
+        self._writer = template and PromptWriter(template, self._tools, is_harmony=self._is_harmony)
         self._library = self._response_template(tokenizer, tool_call_parser)
         self._reasoning = self._reasoning_format(reasoning_parser)
 
@@ -252,7 +250,18 @@ def _parser(calls: ToolFormat | None, use: ToolUse, start: ReasoningStart) -> Me
     return inner if start.begin == "outside" else ReasoningParser(inner, start)
 
 
-def _speaks_harmony(template: ChatTemplate, name: ToolCallParserName) -> bool:
-    """Whether the template writes messages in channels, or the parser's name says so."""
-    shown = all(one in template.source for one in ("<|channel|>", "<|message|>", "<|call|>"))
-    return name == "openai" or (name == "auto" and shown)
+def _speaks_harmony(
+    template: ChatTemplate | None, calls: ToolCallParserName, reasoning: ReasoningParserName
+) -> bool:
+    """Whether answers come in channels.
+
+    Raises `ModelLoadError` where a parser is named that reads them and the template shows none.
+    """
+    signs = ("<|channel|>", "<|message|>", "<|call|>")
+    shown = template is not None and all(one in template.source for one in signs)
+    if not shown and (calls == "openai" or reasoning == "openai_gptoss"):
+        raise ModelLoadError(
+            "The model's chat template has no channels, so answers in the form of gpt-oss are not "
+            "to be expected; tool_call_parser and reasoning_parser must name other ones, or auto."
+        )
+    return shown and calls in ("auto", "openai")

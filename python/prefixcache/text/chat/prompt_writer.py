@@ -1,4 +1,4 @@
-"""Messages and tools to the prompt's text, each in the form that a model's template shows wholly."""
+"""Messages and tools to the prompt's text, in the form that a model's template shows wholly."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class PromptWriter:
         self._reads_thinking = ".thinking" in template.source
         self._write = self._write_harmony if is_harmony else self._write_plain
 
-    def write(
-        self, messages: Sequence[_Message], tools: Sequence[Tool], **options: Any
-    ) -> str:
+    def write(self, messages: Sequence[_Message], tools: Sequence[Tool], **options: Any) -> str:
         """The prompt. `options` are those of `ChatTemplate.render`, with `variables`."""
         return self._write(messages, tools, options)
 

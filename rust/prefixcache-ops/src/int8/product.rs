@@ -197,6 +197,8 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
     fn multiply_in_memory(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
         let layout = const { P::LAYOUT };
         sums.fill([0.0; PANEL]);
+        // Whole steps of the depth: in between are the units of other columns, which come before.
+        let ahead = AHEAD.next_multiple_of(self.width * layout.unit());
         for d in 0..self.depth {
             for b in 0..layout.blocks {
                 for column in (0..self.width * TILE).step_by(L::LANES) {
@@ -206,7 +208,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
                     let lane = column % TILE;
                     if lane == 0 {
                         for line in (0..layout.block()).step_by(LINE) {
-                            self.lanes.prefetch(unit.wrapping_add(at + AHEAD + line));
+                            self.lanes.prefetch(unit.wrapping_add(at + ahead + line));
                         }
                     }
                     // SAFETY: the panel has the unit with its block, and each row as many blocks.

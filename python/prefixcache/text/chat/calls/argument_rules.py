@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.calls.schemas import Schema, kinds_of, resolved
 from prefixcache.text.chat.grammars import SPACING, Markers, escaped, literal
@@ -45,6 +46,36 @@ class ArgumentStyle:
     words: tuple[Mapping[str, str], ...]
     nested: bool = False
     in_order: bool = False
+
+    def text(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call as it is written."""
+        keys = sorted(arguments, key=str.lower) if self.in_order else arguments
+        members = (self._member(self.key.format(key), arguments[key]) for key in keys)
+        return f"{self.opening.format(name)}{self.separator.join(members)}{self.closing}"
+
+    def _member(self, key: str, value: Any) -> str:
+        end = "" if self.quote else self.end_quote
+        return f"{key}{self.value_text(value)}{end}{self.after}"
+
+    def value_text(self, value: Any) -> str:
+        """A value as it is written."""
+        if isinstance(value, bool) or value is None:
+            return self.words[0][json.dumps(value)]
+        if isinstance(value, str):
+            inner = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"')
+            escaped_inner = inner.replace("'", "\\'")
+            return f"'{escaped_inner}'" if self.escapes else f"{self.quote}{value}{self._end}"
+        if self.nested and isinstance(value, list):
+            return f"[{self.separator.join(map(self.value_text, cast('list[Any]', value)))}]"
+        if self.nested and isinstance(value, dict):
+            members = sorted(cast("dict[str, Any]", value).items(), key=lambda one: one[0].lower())
+            written = (f"{self.key.format(key)}{self.value_text(one)}" for key, one in members)
+            return f"{{{self.separator.join(written)}}}"
+        return json.dumps(value, ensure_ascii=False)
+
+    @property
+    def _end(self) -> str:
+        return self.end_quote if self.quote else ""
 
     def rules(self, tools: Sequence[Tool], markers: Markers) -> str:
         """The rule `call`: one of the tools with its arguments.
@@ -123,6 +154,7 @@ class _Writer:
         self._tool = tool
         self._markers = markers
         self._name = f"args_{tool.index}"
+        self._field = f"tools[{tool.index}].function.parameters"
         self._has_any = False
         self._num_values = 0
 
@@ -137,8 +169,7 @@ class _Writer:
     def _lose(self, what: str) -> None:
         """Notes that something is not kept, which a strict tool refuses."""
         if self._tool.strict:
-            field = f"tools[{self._tool.index}].function.parameters"
-            raise wrong(field, f"has {what}, which this model's calls cannot be made to keep")
+            raise wrong(self._field, f"has {what}, which this model's calls cannot be made to keep")
 
     def _is_kept(self, schema: Schema) -> bool:
         schema = resolved(schema, self._tool.parameters)
@@ -159,12 +190,15 @@ class _Writer:
             written = self._value(value, f"{name}_{place}", depth)
             member = f"{self._key(key)} {written} {self._markers.terminal(after)}"
             self._place(name, place, member, optional=key not in required)
-        end = '""'
+        more, more_behind = '""', '""'
         if schema.get("additionalProperties") not in (None, False):
-            end = f'"" | {self._free_members(after)}'
-        for started in ("", "s"):
-            self.rules.append(f"{name}_at_{len(members)}{started}: {end}")
-        self.rules.append(f"{name}: {name}_at_0")
+            more = self._free_members(after)
+            more_behind = f"({literal(self._style.separator)} {self._free_member(after)})*"
+        self.rules += [
+            f"{name}_at_{len(members)}: {more}",
+            f"{name}_at_{len(members)}s: {more_behind}",
+            f"{name}: {name}_at_0",
+        ]
 
     def _properties(self, schema: Schema) -> Mapping[str, Schema]:
         found: Any = schema.get("properties")
@@ -185,11 +219,13 @@ class _Writer:
 
     def _free_members(self, after: str) -> str:
         """Any members of any values."""
-        before, _, behind = self._style.key.partition("{}")
-        ends = self._markers.terminal(after)
-        member = f"{literal(before)} /[A-Za-z_][A-Za-z0-9_]*/ {literal(behind)} {self._any()} {ends}"
-        separator = literal(self._style.separator)
+        member, separator = self._free_member(after), literal(self._style.separator)
         return f"({member} ({separator} {member})*)?"
+
+    def _free_member(self, after: str) -> str:
+        before, _, behind = map(literal, self._style.key.partition("{}"))
+        ends = self._markers.terminal(after)
+        return f"{before} /[A-Za-z_][A-Za-z0-9_]*/ {behind} {self._any()} {ends}"
 
     def _value(self, schema: Schema, name: str, depth: int) -> str:
         """The terminals and rules that one value is made of."""
@@ -210,6 +246,8 @@ class _Writer:
         if isinstance(kinds, list) and kinds:
             parts = [{**schema, "type": kind} for kind in cast("list[Any]", kinds)]
             return self._union(parts, name, depth)
+        if isinstance(kinds, str) and kinds not in _TYPES:
+            raise wrong(self._field, f"has no known type: {shown(kinds)}")
         if kinds not in _TYPES or depth >= _MOST_NESTED or any(one in schema for one in _COMPOSED):
             self._lose("a value of no single type")
             return self._any()
@@ -227,7 +265,9 @@ class _Writer:
 
     def _of_kind(self, kind: str, schema: Schema, name: str, depth: int) -> str:
         if kind in _WORDS_OF:
-            words = (literal(kinds[word]) for word in _WORDS_OF[kind] for kinds in self._style.words)
+            words = (
+                literal(kinds[word]) for word in _WORDS_OF[kind] for kinds in self._style.words
+            )
             return self._ended(f"({' | '.join(words)})")
         if kind == "string":
             return self._string(schema)
@@ -293,13 +333,8 @@ class _Writer:
     def _text_of(self, value: Any) -> str:
         """One value as it is written."""
         style = self._style
-        if isinstance(value, bool) or value is None:
-            return literal(style.words[0][json.dumps(value)])
-        if not isinstance(value, str):
-            return literal(json.dumps(value, ensure_ascii=False))
-        if style.escapes:
-            inner = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"')
-            return literal(f"'{inner.replace(chr(39), chr(92) + chr(39))}'")
+        if not isinstance(value, str) or style.escapes:
+            return literal(style.value_text(value))
         if not style.quote:
             return literal(value) or '""'
         quote, end = map(self._markers.terminal, (style.quote, style.end_quote))
@@ -328,8 +363,6 @@ class _Writer:
             f"{name}_list: {name} ({comma} {name})*",
             f"{name}_members: {member} ({comma} {member})*",
         ]
-
-
 
 
 def _kinds(schema: Any, tool: Tool) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The formats in which families of models write calls of tools, and how a template shows its own."""
+"""The formats in which models write calls of tools, and how a template shows its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefixcache.text.chat.calls.argument_rules import GEMMA_STYLE, LFM2_STYLE, OLMO3_STYLE
-from prefixcache.text.chat.calls.argument_rules import QWEN_STYLE, SEED_STYLE, ArgumentStyle
+from prefixcache.text.chat.calls.argument_rules import (
+    GEMMA_STYLE,
+    LFM2_STYLE,
+    OLMO3_STYLE,
+    QWEN_STYLE,
+    SEED_STYLE,
+    ArgumentStyle,
+)
 from prefixcache.text.chat.calls.call_parser import CallMarkers, CallParser
 from prefixcache.text.chat.calls.json_calls import JsonCallParser
 from prefixcache.text.chat.calls.notation_calls import GemmaCallParser, NotationCallParser
@@ -35,7 +41,7 @@ def _short_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format: between `opening` and `closing`, `before`, calls with `between` them, and `after`.
+    """One format: `opening`, `before`, calls with `between` them, `after`, and `closing`.
 
     With `repeats` each call has its own markers, `before` and `after`, and `between` stands between
     those. Without `many` an answer holds one call. Calls are JSON with their `arguments` under that
@@ -67,9 +73,7 @@ class ToolFormat:
         """A parser of one answer."""
         markers, tools = CallMarkers(self.opening, self.closing), ToolSchemas(use.tools)
         most = None if use.parallel else 1
-        return self.new_parser(
-            markers, tools, self.new_id, most, bare=self.bare, named=self.named
-        )
+        return self.new_parser(markers, tools, self.new_id, most, bare=self.bare, named=self.named)
 
     def rules(self, use: ToolUse, markers: Markers) -> str:
         """The rule `calls`: what follows the opening marker of the first call."""
@@ -96,14 +100,18 @@ class ToolFormat:
         )
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Calls as text, for templates that show none. For formats of JSON."""
+        """Calls as they are written, for templates that show none."""
         listed = [self._written(call["function"]) for call in calls]
         if not self.repeats:
-            return f"{self.opening}{self.before}{self.between.join(listed)}{self.after}{self.closing}"
+            return (
+                f"{self.opening}{self.before}{self.between.join(listed)}{self.after}{self.closing}"
+            )
         whole = (f"{self.opening}{self.before}{one}{self.after}{self.closing}" for one in listed)
         return self.between.join(whole)
 
     def _written(self, function: Mapping[str, Any]) -> str:
+        if self.style is not None:
+            return self.style.text(function["name"], function["arguments"])
         given = json.dumps(function["arguments"], ensure_ascii=False)
         name = json.dumps(function["name"], ensure_ascii=False)
         if self.named:
@@ -142,15 +150,11 @@ SMOLLM2 = ToolFormat(
     after="\n]",
     between=",\n",
 )
-GRANITE = ToolFormat(
-    name="granite", opening="<|tool_call|>", before="[", after="]", between=", "
-)
+GRANITE = ToolFormat(name="granite", opening="<|tool_call|>", before="[", after="]", between=", ")
 PHI4_MINI = replace(GRANITE, name="phi4_mini_json", closing="<|/tool_call|>")
 # As vLLM's template for Phi-4-mini asks for calls.
 FUNCTOOLS = replace(GRANITE, name="phi4_mini_json", opening="functools")
-QWEN3_CODER = replace(
-    HERMES, name="qwen3_coder", style=QWEN_STYLE, new_parser=XmlCallParser
-)
+QWEN3_CODER = replace(HERMES, name="qwen3_coder", style=QWEN_STYLE, new_parser=XmlCallParser)
 SEED_OSS = replace(
     QWEN3_CODER,
     name="seed_oss",
@@ -200,6 +204,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|python_tag|>",), LLAMA3_JSON),
     (("ipython", '"parameters": '), LLAMA3_JSON),
     (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
     (("<function_calls>",), OLMO3),
     (("<|tool_call>", "call:"), GEMMA4),
     (("<|/tool_call|>",), PHI4_MINI),

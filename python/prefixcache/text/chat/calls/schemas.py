@@ -61,11 +61,11 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def _at(root: Schema, path: Sequence[str]) -> Schema:
-    found: object = root
+    found: Any = root
     for key in path:
         key = key.replace("~1", "/").replace("~0", "~")
-        found = cast("Schema", found).get(key) if isinstance(found, Mapping) else None
-    return cast("Schema", found) if isinstance(found, Mapping) else {}
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def kinds_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:

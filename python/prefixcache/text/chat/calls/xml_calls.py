@@ -16,6 +16,7 @@ _FUNCTION = "<function="
 _PARAMETER = "<parameter="
 _END = "</function>"
 _VALUE_END = "</parameter>"
+_TEXT = frozenset(("string",))
 
 
 class XmlCallParser(JsonCallParser):
@@ -67,7 +68,7 @@ class XmlCallParser(JsonCallParser):
         """A text is passed on as it comes, another value when it is whole."""
         if (yield from self._stream.starts("\n")):
             self._stream.take(1)
-        if kinds == {"string"}:
+        if kinds == _TEXT:
             self._add(call, '"')
             whole = yield from self._stream.line_before(
                 _VALUE_END, lambda text: self._add(call, _inner(text))

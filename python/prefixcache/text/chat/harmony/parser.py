@@ -14,7 +14,8 @@ from prefixcache.text.chat.tools import ToolUse
 _MESSAGE, _CHANNEL, _CONSTRAIN = "<|message|>", "<|channel|>", "<|constrain|>"
 _START = "<|start|>"
 _ENDINGS = ("<|end|>", "<|return|>", "<|call|>")
-TOKENS = (_MESSAGE, _CHANNEL, _CONSTRAIN, _START, *_ENDINGS)
+_WITHIN_HEADER = (_MESSAGE, _CHANNEL, _CONSTRAIN, _START)
+TOKENS = (*_WITHIN_HEADER, *_ENDINGS)
 # Of a part of a header; more text is none.
 _LONGEST_PART = 256
 _RECIPIENT = re.compile(r"\bto=(\S+)")
@@ -95,13 +96,12 @@ class HarmonyParser:
 
         The token is empty at the end, and None where the text is no part of a header.
         """
-        text = ""
+        text, is_role = "", self._part not in _WITHIN_HEADER
         while True:
             piece, token = self._stream.take_before(TOKENS)
             text += piece
-            if len(text) > _LONGEST_PART or not (self._part in (*TOKENS[:4],) or _may_be_role(text)):
-                if token:
-                    self._stream.unread(token)
+            if len(text) > _LONGEST_PART or (is_role and not _may_be_role(text)):
+                self._stream.unread(token)
                 return text, None
             if token or not (yield from self._stream.more()):
                 return text, token
@@ -120,8 +120,9 @@ class HarmonyParser:
 
     def _new_message(self, header: _Header) -> Callable[[str], None]:
         """Begins a message; returns what takes its text."""
-        if self._calls_tools and header.recipient not in _NO_TOOLS:
-            return self._new_call(header.recipient.removeprefix(_FUNCTIONS))
+        name = header.recipient.removeprefix(_FUNCTIONS)
+        if self._calls_tools and name not in _NO_TOOLS:
+            return self._new_call(name)
         kind = "reasoning" if header.channel == "analysis" else "content"
         self.in_reasoning = kind == "reasoning"
         first = True

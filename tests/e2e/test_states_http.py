@@ -1,4 +1,4 @@
-"""A tiny random LFM2 through HTTP: chats and completions, and why a turn was computed again."""
+"""A tiny random LFM2 and Qwen3.5 through HTTP: chats, completions, and why a turn was computed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from typing import Any
 import httpx
 import pytest
 
-from equality import LFM2
+from equality import LFM2, WIDE
 from serving import MODEL, client_of, serve_folder
 
-FLAGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+FLAGS: dict[str, Any] = {"state_block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+SHAPES = {"lfm2": LFM2, "qwen3.5": WIDE}
+# A few more than 400 tokens need.
+NUM_BLOCKS = {"lfm2": 34, "qwen3.5": 56}
 STEM = "the cat in the hat and the other cat on the mat " * 8
 
 
+@pytest.fixture(params=SHAPES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def folder(tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint("lfm2", max_position_embeddings=2048, **LFM2)
+def folder(tiny_checkpoint: Callable[..., Path], architecture: str) -> Path:
+    return tiny_checkpoint(architecture, max_position_embeddings=2048, **SHAPES[architecture])
 
 
 @pytest.fixture
 def app(folder: Path) -> Generator[Any, None, None]:
-    app, engine = serve_folder(folder, diagnostics_memory=1 << 20, **FLAGS)
+    app, engine = serve_folder(folder, diagnostics_memory=1 << 20, num_blocks=1000, **FLAGS)
     yield app
     engine.close()
 
@@ -55,7 +63,7 @@ async def test_a_chat_says_the_same_with_the_cache_and_computes_little(
     folder: Path, client: httpx.AsyncClient
 ) -> None:
     said, warm = await chat(client, 4)
-    app, engine = serve_folder(folder, enable_prefix_caching=False, **FLAGS)
+    app, engine = serve_folder(folder, enable_prefix_caching=False, num_blocks=1000, **FLAGS)
     async with client_of(app) as cold:
         expected, whole = await chat(cold, 4)
     engine.close()
@@ -74,9 +82,26 @@ async def test_a_completion_streams_what_it_says_at_once(client: httpx.AsyncClie
     assert whole
 
 
-async def test_explain_says_that_a_convolution_keeps_no_inputs_there(folder: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3.5-vision"])
+async def test_images_are_refused_by_name(
+    tiny_checkpoint: Callable[..., Path], architecture: str
+) -> None:
+    app, engine = serve_folder(tiny_checkpoint(architecture), num_blocks=1000, **FLAGS)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}]
+    async with client_of(app) as client:
+        said = await client.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 2}
+        )
+    engine.close()
+    assert said.status_code == 400
+    assert "image_url" in said.json()["error"]["message"]
+
+
+async def test_explain_says_that_nothing_is_kept_there(folder: Path, architecture: str) -> None:
     """Where prompts part, in a pool with room for little more than anchors."""
-    app, engine = serve_folder(folder, diagnostics_memory=1 << 20, **FLAGS | {"num_blocks": 34})
+    sizes = {"num_blocks": NUM_BLOCKS[architecture], "max_model_len": 240}
+    app, engine = serve_folder(folder, diagnostics_memory=1 << 20, **FLAGS | sizes)
     ids = [3 + i * 7 % 380 for i in range(400)]
     async with client_of(app) as client:
         for prompt in (ids[:140], ids[150:350]):
@@ -87,4 +112,4 @@ async def test_explain_says_that_a_convolution_keeps_no_inputs_there(folder: Pat
     engine.close()
     (one,) = answer.json()["prompts"]
     assert one["reason"] == "window_lost", one
-    assert "a convolution needs" in one["description"]
+    assert "a convolution or a state needs" in one["description"]

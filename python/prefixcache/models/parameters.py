@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
 from prefixcache.models.arrays import Array

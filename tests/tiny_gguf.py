@@ -57,11 +57,6 @@ _OLMO_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 _LFM2_NAMES = {
     "operator_norm": "attn_norm",
     "self_attn.out_proj": "attn_output",
@@ -91,6 +86,11 @@ _QWEN35_NAMES = {
     "linear_attn.dt_bias": "ssm_dt",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+}
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OWN_NAMES = {
     "granitemoe": _GRANITE_MOE_NAMES,

@@ -457,8 +457,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    seeing = Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig | Gemma4Config
-    sees_images = isinstance(config, seeing)
+    sees_images = isinstance(
+        config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig | Gemma4Config
+    )
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 

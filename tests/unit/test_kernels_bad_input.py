@@ -406,6 +406,10 @@ def test_layers_may_differ(changed: dict[str, Any]) -> None:
     forward([decoder_layer(), decoder_layer(**changed)])
 
 
+def shared() -> DenseFeedForward:
+    return DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(10, 4))
+
+
 def own_input(**changed: Any) -> OwnInput:
     """Two numbers of a token, which go into a stream of 4."""
     sound: dict[str, Any] = {
@@ -462,10 +466,6 @@ def test_layers_that_have_less_or_more(changed: dict[str, Any], message: str) ->
 def test_own_inputs_that_are_none(own_inputs: int | None) -> None:
     with pytest.raises(ValueError, match="own_inputs must be"):
         forward([decoder_layer(own_input=own_input())], own_inputs=own_inputs)
-
-
-def shared() -> DenseFeedForward:
-    return DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(10, 4))
 
 
 def test_a_layer_may_have_experts() -> None:

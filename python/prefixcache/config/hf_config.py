@@ -286,8 +286,9 @@ def _granite_flags(whole: Any) -> dict[str, Any]:
     }
 
 
-def _granite_moe_flags(whole: Any, **more: Any) -> dict[str, Any]:
-    experts = _experts(whole, whole.intermediate_size, renormalise=True, **more)
+def _granite_moe_flags(whole: Any) -> dict[str, Any]:
+    shared = getattr(whole, "shared_intermediate_size", 0)
+    experts = _experts(whole, whole.intermediate_size, renormalise=True, shared_size=shared)
     return _granite_flags(whole) | experts
 
 
@@ -772,7 +773,6 @@ FAMILIES: dict[str, Family] = {
         _GRANITE_MOE,
         model_type="granitemoeshared",
         defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
-        flags=lambda whole: _granite_moe_flags(whole, shared_size=whole.shared_intermediate_size),
     ),
     # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
     "GraniteMoeHybridForCausalLM": Family(

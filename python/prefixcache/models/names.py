@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.models.fused import RowOrder
 
 # Where the text model stands in a checkpoint that sees or hears too, older and newer spelling.
 _TEXT_PREFIXES = {
@@ -13,8 +14,10 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_SENSES = ("vision_tower", "multi_modal_projector", "visual", "embed_vision")
-_SENSES += ("audio_tower", "embed_audio")
+_SENSES = (
+    *("vision_tower", "multi_modal_projector", "visual", "embed_vision"),
+    *("audio_tower", "embed_audio"),
+)
 _SENSE_PREFIXES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _SENSES)
 # Layers that guess several tokens.
 _GUESSING_PREFIX = "mtp."
@@ -34,7 +37,7 @@ class TensorNames:
         unread = {name for i in range(config.num_layers) for name in _unread(config, i)}
         self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self.fused_experts = FAMILIES[config.architecture].fused_experts
+        self.fused_experts: RowOrder | None = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.

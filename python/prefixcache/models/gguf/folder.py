@@ -109,6 +109,11 @@ _QWEN35_MODULES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_GEMMA_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
 # the names of Llama's.
 _OWN_MODULES = {

@@ -80,11 +80,6 @@ _RENORMALISE = {
     "lfm2moe": True,
     "qwen35moe": True,
 }
-_GEMMA_MODULES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _QWEN35 = ("qwen35", "qwen35moe")
 _LFM2_MODULES = {
     "attn_norm": "operator_norm",

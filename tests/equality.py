@@ -602,7 +602,8 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
-    architectures = ["qwen3", "qwen3.5", "lfm2", "qwen3-moe", "olmoe", "gpt-oss"]
+    architectures = ["qwen3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
+    architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"]
     parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
@@ -613,8 +614,12 @@ def main() -> None:
         shape = LFM2
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
+            # Guesses meet experts too.
+            architecture = arguments.architecture
+            if (architecture, arguments.speculate, quant_format) == ("qwen3", "cache", "Q4_1"):
+                architecture = "qwen2-moe"
             folder, dequantized = make_pair(
-                Path(scratch), dtype, quant_format, arguments.architecture, **shape
+                Path(scratch), dtype, quant_format, architecture, **shape
             )
             for threads in (1, 2):
                 bench = Bench(

@@ -136,6 +136,8 @@ class World:
             gate_up=_core.PackedLinear(self.cpu, 4, 24, "float32", parts=[6] * 4),
             gate=gate,
             down=_core.PackedLinear(self.cpu, 6, 8, "float32", parts=[4, 4]),
+            shared=dense,
+            shared_weight=self.choose.choice([None, _core.PackedLinear(self.cpu, 4, 1, "float32")]),
         )
         dense = self.choose.choice([dense, self.experts])
         return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)

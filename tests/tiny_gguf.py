@@ -28,6 +28,10 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 GEMMA_SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 GEMMA_CHAT_TEMPLATE = (
@@ -53,37 +57,47 @@ _OLMO_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_LFM2_NAMES = {
+    "operator_norm": "attn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}
+_GRANITE_MOE_NAMES = {
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
+_QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 _OWN_NAMES = {
+    "granitemoe": _GRANITE_MOE_NAMES,
+    "granitemoeshared": _GRANITE_MOE_NAMES,
+    "lfm2_moe": _LFM2_NAMES,
     "gpt_oss": {
         "post_attention_layernorm": "post_attention_norm",
         "mlp.router": "ffn_gate_inp",
         "self_attn.sinks": "attn_sinks",
     },
-    "lfm2": {
-        "operator_norm": "attn_norm",
-        "self_attn.out_proj": "attn_output",
-        "self_attn.q_layernorm": "attn_q_norm",
-        "self_attn.k_layernorm": "attn_k_norm",
-        "ffn_norm": "ffn_norm",
-        "feed_forward.w1": "ffn_gate",
-        "feed_forward.w3": "ffn_up",
-        "feed_forward.w2": "ffn_down",
-        "conv.conv": "shortconv.conv",
-        "conv.in_proj": "shortconv.in_proj",
-        "conv.out_proj": "shortconv.out_proj",
-    },
-    "qwen3_5_text": {
-        "post_attention_layernorm": "post_attention_norm",
-        "linear_attn.in_proj_qkv": "attn_qkv",
-        "linear_attn.in_proj_z": "attn_gate",
-        "linear_attn.in_proj_b": "ssm_beta",
-        "linear_attn.in_proj_a": "ssm_alpha",
-        "linear_attn.conv1d": "ssm_conv1d",
-        "linear_attn.A_log": "ssm_a",
-        "linear_attn.dt_bias": "ssm_dt",
-        "linear_attn.norm": "ssm_norm",
-        "linear_attn.out_proj": "ssm_out",
-    },
+    "lfm2": _LFM2_NAMES,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35_NAMES),
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "olmo2": _OLMO_NAMES,
@@ -110,7 +124,7 @@ _SCALES = {
     "IQ4_XS": {0: 127 * 32},
     "MXFP4": {},
 }
-_PAIRED = ("llama", "ministral3", "smollm3", "granite")
+_PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
@@ -138,6 +152,7 @@ def write_gguf(
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
     architecture = architecture.replace("olmo3", "olmo2").replace("qwen3_5", "qwen35")
+    architecture = architecture.removesuffix("shared")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
@@ -158,6 +173,9 @@ def write_gguf(
         writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
     for number, (name, parameter) in enumerate(model.named_parameters()):
         _add_tensor(writer, name, parameter, config, formats[number % len(formats)], number)
+    for name, bias in model.named_buffers():
+        if name.endswith("expert_bias"):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", bias.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -167,17 +185,23 @@ def write_gguf(
 
 def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
-    if config.model_type != "lfm2":
-        writer.add_feed_forward_length(config.intermediate_size)
+    if not config.model_type.startswith("lfm2"):
+        if hasattr(config, "intermediate_size"):
+            writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         return
-    (up,) = {one.out_features for name, one in model.named_modules() if name.endswith("w1")}
+    ends = "feed_forward.w1"
+    (up,) = {one.out_features for name, one in model.named_modules() if name.endswith(ends)}
     writer.add_feed_forward_length(up)
     heads = config.num_key_value_heads
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config.layer_types])
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
 
 
 def _add_features(
@@ -185,7 +209,7 @@ def _add_features(
 ) -> None:
     """What families have that Llama has not."""
     _add_experts_shape(writer, config)
-    if architecture == "granite":
+    if architecture.startswith("granite"):
         _add_multipliers(writer, config)
     if rope["rope_type"] == "yarn":
         _add_yarn(writer, rope)
@@ -200,7 +224,7 @@ def _add_features(
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     if architecture == "gemma3":
         _add_gemma(writer, config, rope)
-    if architecture == "qwen35":
+    if architecture.startswith("qwen35"):
         _add_states(writer, config, rope)
 
 
@@ -230,13 +254,17 @@ def _add_gemma(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str
 
 
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    if not getattr(config, "num_experts", 0):
+    count = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+    if not count:
         return
-    writer.add_expert_count(config.num_experts)
+    writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    if config.model_type != "olmoe":
+    size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    if config.model_type != "olmoe" and not config.model_type.startswith("granite"):
         writer.add_expert_feed_forward_length(size)
+    for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if shared := getattr(config, name, 0):
+            writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _add_longrope(writer: gguf.GGUFWriter, rope: dict[str, Any], config: PreTrainedConfig) -> None:
@@ -309,12 +337,12 @@ def _add_tensor(
     matrix_format: str,
     seed: int,
 ) -> None:
-    if ".experts." in name:
+    if ".experts." in name or name.endswith("shared_mlp.input_linear.weight"):
         _add_experts(writer, name, parameter, config, matrix_format, seed)
         return
     name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
     module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
-    has_offset = config.model_type in ("gemma3_text", "qwen3_5_text")
+    has_offset = config.model_type.startswith(("gemma3", "qwen3_5"))
     if module in _TOP_LEVEL:
         target = _TOP_LEVEL[module]
     else:
@@ -327,9 +355,10 @@ def _add_tensor(
         values = _tiled(name, values, config)
     if target.endswith("ssm_a"):
         values = -np.exp(values)
-    stored_format = gguf.GGMLQuantizationType[matrix_format if values.ndim == 2 else "F32"]
-    # A convolution of one input for each output is a matrix there.
-    flat = values.squeeze(1) if values.ndim == 3 else values
+    # A convolution of one input for each output is a matrix there, a linear of one output a vector.
+    flat = values.squeeze(1) if values.ndim == 3 else values.squeeze()
+    is_matrix = values.ndim == 2 and flat.ndim == 2
+    stored_format = gguf.GGMLQuantizationType[matrix_format if is_matrix else "F32"]
     stored = _stored(flat + offset, stored_format, seed)
     read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
     if target.endswith("ssm_a"):
@@ -370,22 +399,26 @@ def _add_experts(
     matrix_format: str,
     seed: int,
 ) -> None:
-    """A tensor of all experts of a layer: gates and what they let pass are two in the file."""
-    _, _, layer, _, _, kind = name.split(".")
+    """A tensor of all experts of a layer: gates and what they let pass are two in the file.
+
+    A shared expert's are too.
+    """
+    _, _, layer, module, *_, kind = name.split(".")
+    ending, kind = ("shexp", "gate_up") if module == "shared_mlp" else ("exps", kind)
     values = parameter.detach().numpy().copy()
     has_outputs_last = config.model_type == "gpt_oss"
     by_output = values.swapaxes(1, 2) if has_outputs_last and values.ndim == 3 else values
     parts = {"down": by_output}
     if kind.startswith("gate_up"):
-        half = by_output.shape[1] // 2
-        parts = {"gate": by_output[:, :half], "up": by_output[:, half:]}
+        half = by_output.shape[-2] // 2
+        parts = {"gate": by_output[..., :half, :], "up": by_output[..., half:, :]}
         if has_outputs_last:
             parts = {"gate": by_output[:, ::2], "up": by_output[:, 1::2]}
     is_bias = kind.endswith("_bias")
     stored_format = gguf.GGMLQuantizationType["F32" if is_bias else matrix_format]
     for part, numbers in parts.items():
         flat = _stored(numbers.reshape(-1, numbers.shape[-1]), stored_format, seed)
-        target = f"blk.{layer}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}"
+        target = f"blk.{layer}.ffn_{part}_{ending}.{'bias' if is_bias else 'weight'}"
         stored = flat.reshape(*numbers.shape[:-1], -1)
         writer.add_tensor(target, stored, raw_dtype=stored_format)
         numbers[...] = gguf.dequantize(flat, stored_format).reshape(numbers.shape)

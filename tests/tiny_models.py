@@ -22,7 +22,9 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -37,7 +39,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -149,6 +154,7 @@ _GRANITE = {
     "logits_scaling": 1.5,
     "rms_norm_eps": 0.5,
 }
+_GRANITE_MOE = _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}
 _GRANITE4 = _GRANITE | {
     "layer_types": ["attention"] * 2,
     "num_local_experts": 0,
@@ -194,12 +200,13 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
-# All layers attend, and the head is rotated in part.
-_QWEN3_NEXT = _QWEN3_MOE | {
-    "layer_types": ["full_attention"] * 3,
+_SHARED_EXPERT = _QWEN3_MOE | {"shared_expert_intermediate_size": 128}
+_QWEN3_5_MOE = {name: value for name, value in _SHARED_EXPERT.items() if name != "mlp_only_layers"}
+_QWEN3_5_MOE |= _QWEN3_5 | {"num_hidden_layers": 3, "layer_types": _QWEN3_5["layer_types"][:3]}
+_QWEN3_NEXT = _QWEN3_5_MOE | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
-    "mlp_only_layers": [0, 1, 2],
+    "mlp_only_layers": [1],
 }
 _GPT_OSS = {
     "num_hidden_layers": 4,
@@ -260,6 +267,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2-yarn": Architecture(Qwen2Config, {"rope_parameters": _YARN_ROPE}),
     "qwen3": Architecture(Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-moe": Architecture(Qwen3MoeConfig, _QWEN3_MOE),
+    "qwen2-moe": Architecture(Qwen2MoeConfig, _SHARED_EXPERT),
     "qwen3-next": Architecture(Qwen3NextConfig, _QWEN3_NEXT),
     "olmoe": Architecture(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
     # Half of a head is rotated; one has a longer context than it was made with.
@@ -268,6 +276,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(Olmo2Config, {}),
     "smollm3": Architecture(SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite": Architecture(GraniteConfig, _GRANITE | {"attention_bias": True}),
+    "granite-moe": Architecture(GraniteMoeConfig, _GRANITE_MOE),
+    "granite-moe-shared": Architecture(
+        GraniteMoeSharedConfig, _GRANITE_MOE | {"shared_intermediate_size": 128}
+    ),
     "granite4": Architecture(
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),
@@ -276,6 +288,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
         Qwen3_5Config, {"text_config": _QWEN3_5, "vision_config": _QWEN_VISION}
+    ),
+    "qwen3.5-moe": Architecture(Qwen3_5MoeTextConfig, _QWEN3_5_MOE),
+    "qwen3.5-moe-vision": Architecture(
+        Qwen3_5MoeConfig, {"text_config": _QWEN3_5_MOE, "vision_config": _QWEN_VISION}
     ),
     "lfm2": Architecture(Lfm2Config, _LFM2),
     "lfm2-moe": Architecture(Lfm2MoeConfig, _LFM2_MOE),
@@ -347,7 +363,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config)
+    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig)
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 

@@ -819,9 +819,11 @@ class PackedLinear:
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias as they are kept."""
-    @property
-    def formats(self) -> list[_KernelDType | _BlockFormat]:
-        """What the parts are kept as; the layer's type where a part is dense or never written."""
+    def format_at(self, start: int) -> _KernelDType | _BlockFormat:
+        """What the part is kept as that starts at output `start`; ValueError where none does.
+
+        It is the layer's type where the part is dense or never written.
+        """
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
     def forward(
@@ -941,13 +943,16 @@ class ExpertsFeedForward:
         gate_up: PackedLinear,
         gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         down: PackedLinear,
+        shared: DenseFeedForward | None = None,
+        shared_weight: PackedLinear | None = None,
     ) -> ExpertsFeedForward:
         """The experts of these linears, as many as the router has outputs.
 
         `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
         `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
         float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
-        divided by their sum plus this, and then multiplied by `scale`.
+        divided by their sum plus this, and then multiplied by `scale`. All rows go through `shared`
+        too, which the sigmoid of the output of `shared_weight` weighs, if it is given.
         """
 
 @final

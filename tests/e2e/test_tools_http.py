@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_models import CLOCK, QUESTION, TEMPLATES, TOOLS, assistant
+from chat_models import CLOCK, QUESTION, TOOLS, assistant, with_special_tokens
 from repeatable import bounded
 from serving import MODEL, running, serve_folder, served_folder
 
@@ -25,7 +25,7 @@ SAMPLED = {"temperature": 1.0, "max_tokens": 300, "parallel_tool_calls": False}
 
 
 def _address(folder: Path, family: str) -> Generator[str, None, None]:
-    (folder / "chat_template.jinja").write_text(TEMPLATES[family])
+    folder = with_special_tokens(folder, family)
     app, engine = serve_folder(folder, num_blocks=600, max_num_seqs=8)
     with running(app) as url:
         yield url
@@ -217,8 +217,7 @@ def test_reasoning_is_separated_and_counted(qwen3):
 
 
 async def test_variables_of_the_template_have_defaults(tiny_checkpoint):
-    folder = tiny_checkpoint()
-    (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    folder = with_special_tokens(tiny_checkpoint(), "qwen3")
     defaults = {"template_variables": {"enable_thinking": False}}
 
     async def count(client: httpx.AsyncClient, **fields: Any) -> int:

@@ -116,6 +116,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "sliding_window": st.sampled_from([None, 16, 128, 512, 600]),
         "use_sliding_window": st.none() | st.booleans(),
         "max_window_layers": st.integers(0, LAYERS + 1),
+        "qkv_bias": st.booleans(),
+        "shared_expert_intermediate_size": st.just(48),
         "sliding_window_pattern": st.integers(1, LAYERS + 1),
         "layer_types": st.none() | st.lists(types, min_size=LAYERS, max_size=LAYERS),
         "no_rope_layers": st.none() | st.lists(_ROTATES, min_size=LAYERS, max_size=LAYERS),

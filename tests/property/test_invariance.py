@@ -49,6 +49,7 @@ SHAPES = {
     "qwen3.5": ("qwen3.5", WIDE),
     "qwen3-moe": ("qwen3-moe", WIDE),
     "qwen3-next": ("qwen3-next", WIDE),
+    "granite-moe-shared": ("granite-moe-shared", WIDE),
     "olmoe": ("olmoe", WIDE),
     "gpt-oss": ("gpt-oss", WIDE),
 }
@@ -73,6 +74,7 @@ RUNS = [
     ("float32", 1, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-moe"),
     ("bfloat16", 2, "qwen3-next"),
+    ("float32", 1, "granite-moe-shared"),
     ("bfloat16", 1, "olmoe"),
     ("bfloat16", 2, "gpt-oss"),
 ]

@@ -38,6 +38,10 @@ PARAMETERS = {
     "$defs": {"Tree": TREE},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+# What tags hold that name no types.
+XML_READ = (
+    '{"text": "1", "count": 1, "sure": true, "data": {"a": null}, "other": "x", "maybe": "5"}'
+)
 PLAIN = {"type": "function", "function": {"name": "g"}}
 
 TEXT = st.text("ab'\"\\{}[]()<>/=,: \né\U0001f999", max_size=9)
@@ -160,10 +164,10 @@ def test_a_cut_answer_tells_the_same_however_it_comes(family, calls, data, place
             (
                 "<function=f>\n<parameter=text>1</parameter>\n<parameter=count>\n1\n</parameter>\n"
                 "<parameter=sure>True</parameter>\n<parameter=data>{'a': None}</parameter>\n"
-                "<parameter=other>x</parameter>\n</function>"
+                "<parameter=other>x</parameter>\n<parameter=maybe>5</parameter>\n</function>"
             ),
             "",
-            [("f", '{"text": "1", "count": 1, "sure": true, "data": {"a": null}, "other": "x"}')],
+            [("f", XML_READ)],
         ),
         ("qwen3-coder", '{"name": "f", "arguments": {}}', "", [("f", "{}")]),
         ("qwen3-coder", "<function=f>\n<parameter=text>\nab", None, [("f", '{"text": "ab')]),
@@ -261,8 +265,8 @@ def test_further_arguments_are_allowed_where_the_schema_says_so(family):
         tool = {"type": "function", "function": {"name": "m", "parameters": parameters}}
         output = plan(family, "required", [tool]).structured_output
         assert holds(family, output, written(family, [("m", {"a": 1})]))
-        for given in ({"b": "x"}, {"a": 1, "b": "x", "c": 2}):
-            assert holds(family, output, written(family, [("m", given)])) == more
+        for other in ({"b": "x"}, {"a": 1, "b": "x", "c": 2}):
+            assert holds(family, output, written(family, [("m", other)])) == more
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,6 +46,8 @@ def logits(folder: Path, dtype: str) -> torch.Tensor:
         ("qwen3", "Q5_1", "float32"),
         ("gemma3-vision", "Q4_1", "bfloat16"),
         ("qwen3-moe", "Q5_1", "bfloat16"),
+        ("qwen3-next", "Q5_1", "float32"),
+        ("granite-moe-shared", "Q4_1", "bfloat16"),
     ],
     ids=str,
 )

@@ -366,7 +366,10 @@ def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Iterator[
 _CONVOLUTIONS = LFM2 | {"architecture": "lfm2", "num_key_value_heads": 3}
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS])
+_EXPERTS = WIDE | {"architecture": "qwen2-moe"}
+
+
+@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):

@@ -110,7 +110,8 @@ def test_a_hub_that_fails_on_the_way_is_a_clear_error(monkeypatch, error):
     [
         *("smollm2", "llama", "llama-bias", "qwen2", "qwen2-yarn", "qwen3"),
         *("llama-llama3", "phi3", "phi3-window", "olmo2", "olmo3"),
-        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "olmoe", "qwen3.5"),
+        *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "lfm2-moe", "olmoe", "qwen3.5"),
+        *("granite-moe", "granite-moe-shared", "qwen3.5-moe"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
@@ -129,13 +130,22 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     assert (ours - exact).norm() / exact.norm() < 1e-5
 
 
-def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(tmp_path: Path) -> None:
-    original = make_model("qwen3-moe", mlp_only_layers=[])
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("qwen3-moe", {"renormalise": True}),
+        ("qwen2-moe", {"shared_size": 128, "shared_weight": True}),
+    ],
+)
+def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(
+    tmp_path: Path, architecture: str, more: dict[str, Any]
+) -> None:
+    original = make_model(architecture, mlp_only_layers=[], norm_topk_prob="renormalise" in more)
     formats = ("Q8_0", "Q4_1")
     file = write_gguf(tmp_path / "experts.gguf", original, pre="qwen2", formats=formats)
     folder = resolve_model(str(file))
     config = ModelConfig.from_hf(folder)
-    assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, renormalise=True)
+    assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, **more)
     tokens = list(range(3, 103))
     with torch.inference_mode():
         exact = original(torch.tensor([tokens])).logits[0]

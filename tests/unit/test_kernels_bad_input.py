@@ -400,10 +400,15 @@ def test_layers_may_differ(changed: dict[str, Any]) -> None:
     forward([decoder_layer(), decoder_layer(**changed)])
 
 
+def shared() -> DenseFeedForward:
+    return DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(10, 4))
+
+
 def test_a_layer_may_have_experts() -> None:
     biased = experts(scores="sigmoid", selection_bias=NUMBERS, renormalise=1e-6, scale=2.0)
-    fused = experts(gate_up=parted(4, [12] * 3))
-    layers = [decoder_layer(feed_forward=one) for one in (experts(), biased, fused)]
+    fused = experts(gate_up=parted(4, [12] * 3), shared=shared())
+    weighed = experts(shared=shared(), shared_weight=linear(4, 1))
+    layers = [decoder_layer(feed_forward=one) for one in (experts(), biased, fused, weighed)]
     forward([decoder_layer(), *layers])
 
 
@@ -420,6 +425,10 @@ def test_a_layer_may_have_experts() -> None:
         {"down": parted(6, [4] * 4)},
         {"down": parted(6, [6, 6])},
         {"down": parted(8, [4] * 3)},
+        {"shared": DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(8, 4))},
+        {"shared": shared(), "shared_weight": linear(4, 2)},
+        {"shared": shared(), "shared_weight": linear(6, 1)},
+        {"shared": shared(), "shared_weight": linear(4, 1, "bfloat16")},
     ],
 )
 def test_experts_that_do_not_fit(changed: dict[str, Any]) -> None:
@@ -436,6 +445,8 @@ def test_experts_that_do_not_fit(changed: dict[str, Any]) -> None:
         ({"renormalise": "yes"}, TypeError, "renormalise must be a number"),
         ({"selection_bias": -1}, ValueError, "selection_bias must be from 0"),
         ({"down": 3}, TypeError, "down"),
+        ({"shared": linear(4, 1)}, TypeError, "shared"),
+        ({"shared_weight": linear(4, 1)}, ValueError, "shared_weight needs what it weighs, shared"),
     ],
 )
 def test_arguments_of_experts(changed: dict[str, Any], error: type, message: str) -> None:

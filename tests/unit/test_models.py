@@ -227,15 +227,31 @@ def test_a_server_keeps_to_the_factors_of_its_longest_sequences(tiny_checkpoint)
     assert roots[0] == roots[1] != roots[2] == roots[3]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part", "without_it", "count"),
+    [
+        ("gpt-oss", "sinks", -100.0, 4),
+        ("qwen2-moe", "shared_expert_gate.weight", 0.0, 2),
+        ("qwen3-next", "shared_expert.down_proj.weight", 0.0, 2),
+        ("granite-moe-shared", "shared_mlp.down_proj.weight", 0.0, 2),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_sinks_cannot_be_left_out_unnoticed(tiny_checkpoint, form):
-    folder, tokens = tiny_checkpoint("gpt-oss"), prompt_of(100)
+def test_no_parameter_can_be_left_out_unnoticed(
+    tiny_checkpoint: TinyCheckpoint,
+    form: str,
+    architecture: str,
+    part: str,
+    without_it: float,
+    count: int,
+) -> None:
+    folder, tokens = tiny_checkpoint(architecture), prompt_of(100)
     driver = driver_of(form, folder)
-    names = [name for name in driver.model.slots if name.endswith("sinks")]
-    for name in names:
-        driver.model.slots[name].write(np.full(4, -100.0, np.float32))
+    slots = [slot for name, slot in driver.model.slots.items() if name.endswith(part)]
+    for slot in slots:
+        slot.write(np.full(slot.shape, without_it, np.float32))
     worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
-    assert len(names) == 4
+    assert len(slots) == count
     assert worst > 0.05
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from prefixcache.types.sampling_params import SamplingParams
     from prefixcache.types.token_ids import TokenIds
 
-QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+QUANTIZABLE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

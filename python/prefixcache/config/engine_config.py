@@ -442,7 +442,7 @@ class SchedulerConfig(Checked):
         None,
         "Most tokens of a step.",
         "Scheduling",
-        shown="2048 on a CPU, 8192 on CUDA",
+        shown="2048 on a CPU, 8192 on CUDA, 512 where layers have states",
         metavar="<tokens>",
     )
     max_step_ms: NonNegativeFloat | None = flag(
@@ -585,7 +585,7 @@ class EngineConfig(Checked):
     requantize: bool = flag(
         False,
         "On a weight update, quantize unquantized tensors to the format that they replace: q8_0, "
-        "q4_0, q4_1, q5_0 or q5_1.",
+        "q4_0, q4_1, q5_0, q5_1 or mxfp4.",
         "Model",
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)

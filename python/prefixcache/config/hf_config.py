@@ -9,7 +9,7 @@ numbers that no model has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -38,6 +38,7 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_OTHER_SIZES = tuple(size for size in _SIZES if size != "intermediate_size")
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(_SIZES, PositiveInt),
     "num_hidden_layers": NumLayers,
@@ -58,6 +59,7 @@ _FIELDS: dict[str, Any] = {
     "no_rope_layer_interval": PositiveInt,
     "attention_bias": bool,
     "attention_out_bias": bool,
+    "qkv_bias": bool,
     "mlp_bias": bool,
     "tie_word_embeddings": bool,
     "bos_token_id": TokenId,
@@ -65,7 +67,8 @@ _FIELDS: dict[str, Any] = {
     "attention_multiplier": PositiveFloat,
     "residual_multiplier": PositiveFloat,
     "logits_scaling": PositiveFloat,
-    "shared_intermediate_size": PositiveInt,
+    "shared_intermediate_size": Count,
+    "shared_expert_intermediate_size": PositiveInt,
     "num_local_experts": Count,
     "num_experts": Count,
     "num_experts_per_tok": PositiveInt,
@@ -156,9 +159,9 @@ class Family:
 
     `model_type` is transformers' name for its configuration. `defaults` are values of fields that a
     file does not give, where they differ from those of most families. `required` are fields without
-    which there is no model, `refused` those that must not be set. `biases` are those it may have:
-    others ignore what the file says. With `heads_divide_hidden` the hidden size must be a multiple
-    of the heads, even where `head_dim` is given.
+    which there is no model, `refused` those that must not be set, `ignored` those that say nothing.
+    `biases` are those it may have: others ignore what the file says. With `heads_divide_hidden` the
+    hidden size must be a multiple of the heads, even where `head_dim` is given.
 
     There are no windows; or one for all layers; or one `by_layer`, where layers are sliding but
     each `sliding_window_pattern`-th; or one for the layers from `max_window_layers` on, which
@@ -172,10 +175,11 @@ class Family:
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
     `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
     Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
-    "router", "experts", "selection_bias", and "qkv" and "gate_up" where these are one tensor; of
-    the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a
-    head may be turned in part. With `has_fused_experts` checkpoints hold all experts of a layer as
-    one tensor, whose blocks may be those of the `quantization` that the file names.
+    "router", "experts", "selection_bias", "shared", and "qkv" and "gate_up" where these are one
+    tensor; of the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly`
+    says that a head may be turned in part. With `fused_experts` checkpoints hold all experts of a
+    layer as one tensor, in which gates and what they let pass take turns or are halves; its blocks
+    may be those of the `quantization` that the file names.
     """
 
     model_type: str
@@ -183,6 +187,7 @@ class Family:
     required: tuple[str, ...] = _SIZES
     biases: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     heads_divide_hidden: bool = False
     windows: Literal["none", "one", "by_layer", "switched", "unrotated"] = "none"
     ropes_by_layer: bool = False
@@ -193,7 +198,7 @@ class Family:
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
     names: Mapping[str, str] = field(default_factory=dict[str, str])
-    has_fused_experts: bool = False
+    fused_experts: Literal["turns", "halves"] | None = None
     quantization: str | None = None
     rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)
     rotates_partly: bool = False
@@ -221,18 +226,22 @@ def _experts(whole: Any, intermediate_size: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe_flags(whole: Any) -> dict[str, Any]:
+def _qwen_experts(whole: Any, **more: Any) -> dict[str, Any]:
     """Layers are dense that are named so, and but for each `decoder_sparse_step`-th."""
     layers = range(whole.num_hidden_layers)
     step, named = whole.decoder_sparse_step, whole.mlp_only_layers
     dense = tuple(i for i in layers if i in named or (i + 1) % step)
-    size, renormalise = whole.moe_intermediate_size, whole.norm_topk_prob
-    experts = _experts(whole, size, renormalise=renormalise, dense_layers=dense)
-    return {"qk_norm": True} | (experts if len(dense) < len(layers) else {})
+    more |= {"renormalise": whole.norm_topk_prob, "dense_layers": dense}
+    experts = _experts(whole, whole.moe_intermediate_size, **more)
+    return experts if len(dense) < len(layers) else {}
 
 
-def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
-    return _qwen3_moe_flags(whole) | {"norm_offset": 1.0, "output_gate": True}
+def _weighed_expert(whole: Any) -> dict[str, Any]:
+    return {"shared_size": whole.shared_expert_intermediate_size, "shared_weight": True}
+
+
+def _qwen2_moe_flags(whole: Any) -> dict[str, Any]:
+    return {"qkv_bias": whole.qkv_bias} | _qwen_experts(whole, **_weighed_expert(whole))
 
 
 def _olmoe_flags(whole: Any) -> dict[str, Any]:
@@ -262,6 +271,11 @@ def _granite_flags(whole: Any) -> dict[str, Any]:
         "residual_scale": whole.residual_multiplier,
         "logits_divisor": whole.logits_scaling,
     }
+
+
+def _granite_moe_flags(whole: Any, **more: Any) -> dict[str, Any]:
+    experts = _experts(whole, whole.intermediate_size, renormalise=True, **more)
+    return _granite_flags(whole) | experts
 
 
 def _granite4_flags(whole: Any) -> dict[str, Any]:
@@ -322,6 +336,19 @@ def _qwen3_5_flags(whole: Any) -> dict[str, Any]:
     return norms | {"output_gate": True} | _delta_flags(whole)
 
 
+def _qwen3_5_moe_flags(whole: Any) -> dict[str, Any]:
+    size, shared = whole.moe_intermediate_size, _weighed_expert(whole)
+    experts = _experts(whole, size, renormalise=True, **shared)
+    # No layer has an MLP of its own.
+    return _qwen3_5_flags(whole) | experts | {"intermediate_size": shared["shared_size"]}
+
+
+def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
+    found = _qwen3_5_flags(whole) | _qwen_experts(whole, **_weighed_expert(whole))
+    delta = {"delta": found["delta"] | {"by_key_head": True}} if "delta" in found else {}
+    return found | delta
+
+
 def _lfm2_intermediate_size(whole: Any) -> int:
     if not whole.block_auto_adjust_ff_dim:
         return whole.intermediate_size
@@ -359,6 +386,38 @@ _QWEN3_5 = Family(
     sees_images=True,
     rotates_partly=True,
     flags=_qwen3_5_flags,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    required=_OTHER_SIZES,
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    flags=_qwen3_5_moe_flags,
+    fused_experts="halves",
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    model_type="qwen3_next",
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "num_local_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    },
+    sees_images=False,
+    flags=_qwen3_next_flags,
 )
 _GEMMA3 = Family(
     model_type="gemma3_text",
@@ -412,6 +471,18 @@ _GRANITE_DEFAULTS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+_GRANITE_MOE = Family(
+    model_type="granitemoe",
+    defaults=_GRANITE_DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    biases=("attention_bias",),
+    flags=_granite_moe_flags,
+    names={
+        "router": "block_sparse_moe.router.layer",
+        "experts": "block_sparse_moe",
+        "shared": "shared_mlp",
+    },
+    fused_experts="halves",
+)
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _LFM2_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -481,26 +552,26 @@ FAMILIES: dict[str, Family] = {
         },
         biases=("attention_bias",),
         refused=("use_sliding_window",),
-        flags=_qwen3_moe_flags,
+        flags=lambda whole: {"qk_norm": True} | _qwen_experts(whole),
     ),
-    "Qwen3NextForCausalLM": Family(
-        model_type="qwen3_next",
-        required=(*_SIZES, "layer_types"),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
         defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "num_local_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "norm_topk_prob": True,
+            "num_key_value_heads": 16,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": (),
+            "qkv_bias": True,
         },
-        biases=("attention_bias",),
-        flags=_qwen3_next_flags,
-        rotates_partly=True,
+        refused=("use_sliding_window",),
+        ignored=("sliding_window",),
+        flags=_qwen2_moe_flags,
     ),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
         defaults={
@@ -530,10 +601,11 @@ FAMILIES: dict[str, Family] = {
             "swiglu_limit": 7.0,
         },
         biases=("attention_bias",),
+        ignored=("sliding_window_pattern",),
         windows="by_layer",
         flags=_gpt_oss_flags,
         names={"router": "mlp.router"},
-        has_fused_experts=True,
+        fused_experts="turns",
         quantization="mxfp4",
     ),
     "Phi3ForCausalLM": Family(
@@ -565,6 +637,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 4,
         },
         biases=("attention_bias",),
+        ignored=("sliding_window_pattern", "rope_local_base_freq"),
         windows="by_layer",
         ropes_by_layer=True,
         flags=_olmo2_flags,
@@ -594,12 +667,19 @@ FAMILIES: dict[str, Family] = {
         biases=("attention_bias", "mlp_bias"),
         flags=_granite_flags,
     ),
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": replace(
+        _GRANITE_MOE,
+        model_type="granitemoeshared",
+        defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+        flags=lambda whole: _granite_moe_flags(whole, shared_size=whole.shared_intermediate_size),
+    ),
     # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
     "GraniteMoeHybridForCausalLM": Family(
         model_type="granitemoehybrid",
         defaults=_GRANITE_DEFAULTS | {"position_embedding_type": None, "intermediate_size": None},
         required=(
-            *(size for size in _SIZES if size != "intermediate_size"),
+            *_OTHER_SIZES,
             "shared_intermediate_size",
             "num_local_experts",
             "layer_types",
@@ -649,6 +729,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -700,6 +782,7 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
         source = text
     family = FAMILIES[architecture]
     _refuse_unsupported(family, source)
+    source = {name: value for name, value in source.items() if name not in family.ignored}
     given = _read(_FIELDS, source) | _given_ropes(family, source)
     if "num_experts" in given:  # another spelling
         given["num_local_experts"] = given.pop("num_experts")

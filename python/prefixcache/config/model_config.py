@@ -86,7 +86,8 @@ class ExpertsConfig(Checked):
     A token's experts are those of the highest scores, which are the softmax of the router's logits,
     or the sigmoid of each; with `selection_bias` a number of each expert is added before they are
     compared. With `renormalise` they are divided by their sum plus `added_to_sum` before they weigh
-    what the experts make, times `scale`.
+    what the experts make, times `scale`. All tokens go through a shared MLP of `shared_size` too,
+    where that is not 0; with `shared_weight` it is weighed by the sigmoid of a linear of its own.
     `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
     have one. `dense_layers` have one MLP in place of experts.
     """
@@ -100,6 +101,8 @@ class ExpertsConfig(Checked):
     added_to_sum: float = 0.0
     scale: PositiveFloat = 1.0
     router_bias: bool = False
+    shared_size: Count = 0
+    shared_weight: bool = False
     dense_layers: tuple[Count, ...] = ()
 
     def check_together(self) -> None:
@@ -114,7 +117,8 @@ class DeltaConfig(Checked):
 
     `value_heads` heads of `value_dim` numbers share `key_heads` heads of queries and keys of
     `key_dim` numbers: neighbours one, or where they are `tiled` those that are `key_heads` apart.
-    All pass a convolution over the last `taps` tokens first.
+    All pass a convolution over the last `taps` tokens first. `by_key_head` says that checkpoints
+    have all that is of a key head together.
     """
 
     layers: tuple[Count, ...]
@@ -124,6 +128,7 @@ class DeltaConfig(Checked):
     value_dim: PositiveInt
     taps: PositiveInt
     tiled: bool = False
+    by_key_head: bool = False
 
     def check_together(self) -> None:
         """Raises `FieldError`."""

@@ -90,12 +90,15 @@ _LATER_FIELDS: dict[str, object] = {
     "logits_divisor": 1.0,
 }
 
+_LATER_EXPERTS_FIELDS = {"shared_size": 0, "shared_weight": False}
 _LATER_ROPE_FIELDS = {"short_factor": (), "long_factor": (), "partial_rotary_factor": 1.0}
 
 
 def model_digest(config: ModelConfig) -> str:
     """A digest of all but the weights that decides what a model computes, in hexadecimal."""
     fields = dataclasses.asdict(without_defaults(config))
+    if fields["experts"]:
+        _drop_unused(fields["experts"], _LATER_EXPERTS_FIELDS)
     _drop_unused(fields, _LATER_FIELDS)
     for rope in filter(None, (fields["rope"], fields["local_rope"])):
         _drop_unused(rope, _LATER_ROPE_FIELDS)

@@ -39,7 +39,13 @@ _SHARD_BYTES = 2 << 30
 _FORMATS = {dtype: name for name, dtype in UNQUANTIZED_TYPES.items()}
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 # Small, and what they choose among is decided by little.
-_ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")
+_ROUTERS = (
+    ".mlp.gate.weight",
+    ".mlp.router.weight",
+    ".feed_forward.gate.weight",
+    ".router.layer.weight",
+    ".shared_expert_gate.weight",
+)
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 

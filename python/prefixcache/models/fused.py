@@ -1,4 +1,4 @@
-"""Tensors of all experts of a layer, as gpt-oss's checkpoints hold them, taken apart.
+"""Tensors of all experts of a layer, as some families' checkpoints hold them, taken apart.
 
 What a model reads has a matrix for each expert. Letters of shapes: N experts, I inputs and O
 outputs of an expert's matrix, G quant blocks of a row.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,65 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor, quant_block_size
 
+RowOrder = Literal["turns", "halves"]
+"""Gates and what they let pass take turns among the outputs of an expert, or are halves of them."""
+
 _NAME = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
+_HALVED_NAME = re.compile(
+    r"(.*\.(?:mlp\.experts|block_sparse_moe|shared_mlp))"
+    r"\.(?:(gate_up_proj|input_linear\.weight)|down_proj|output_linear\.weight)"
+)
 # Dimensions of each kind of tensor: of numbers [N, I, O], biases [N, O], codes [N, O, G, 16], two
 # a byte, and exponents [N, O, G].
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
-_PART = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)")
+_PART = re.compile(
+    r"(.*\.(?:mlp\.experts|block_sparse_moe|shared_mlp))(?:\.\d+)?"
+    r"\.(gate|up|down)_proj\.(weight|bias)"
+)
 _NUMBERS, _BYTES = quant_block_size("MXFP4")
 
 
 @dataclass(frozen=True, slots=True)
+class HalvedTensor:
+    """What the name of a tensor of all experts in halves [N, O, I] says.
+
+    A shared expert alone has [O, I].
+    """
+
+    base: str
+    has_gates: bool
+    is_quantized = False
+
+    @classmethod
+    def of(cls, name: str, dimensions: int) -> HalvedTensor | None:
+        """None for the name of another tensor, or with another number of dimensions."""
+        match = _HALVED_NAME.fullmatch(name)
+        if match is None or dimensions != (2 if match[1].endswith("shared_mlp") else 3):
+            return None
+        return cls(match[1], match[2] is not None)
+
+    def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The tensors of the experts, by name."""
+        for name, part in self.dense(np.broadcast_to(np.float32(0), shape)):
+            yield name, part.shape
+
+    def dense(self, numbers: Array) -> Iterator[tuple[str, Array]]:
+        """The numbers of each expert, by name."""
+        half = numbers.shape[-2] // 2
+        parts = {"down": slice(None)}
+        if self.has_gates:
+            parts = {"gate": slice(half), "up": slice(half, None)}
+        named = [("", numbers)]
+        if numbers.ndim == _DIMENSIONS[None]:
+            named = [(f".{number}", one) for number, one in enumerate(numbers)]
+        for number, one in named:
+            for part, rows in parts.items():
+                yield f"{self.base}{number}.{part}_proj.weight", one[rows]
+
+
+@dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """What the name of a tensor of all experts says."""
+    """What the name of a tensor of all experts in turns says."""
 
     base: str
     projection: str
@@ -84,19 +132,33 @@ class FusedTensor:
                 yield f"{self.base}.{expert}.{part}_proj.{kind}", expert, rows
 
 
-def fused_name(own: str) -> str | None:
-    """The tensor of all experts, without "_blocks" or "_scales", that has a model's own tensor."""
+def fused_tensor(
+    name: str, dimensions: int, order: RowOrder | None
+) -> FusedTensor | HalvedTensor | None:
+    """What the name says in checkpoints of this order; None for a tensor of one expert or none."""
+    if order is None:
+        return None
+    return (HalvedTensor if order == "halves" else FusedTensor).of(name, dimensions)
+
+
+def fused_names(own: str) -> tuple[str, ...]:
+    """Tensors of all experts, less "_blocks" or "_scales", that may have a model's own tensor."""
     match = _PART.fullmatch(own)
     if match is None:
-        return None
-    projection = "down" if match[2] == "down" else "gate_up"
-    return f"{match[1]}.{projection}_proj" + ("_bias" if match[3] == "bias" else "")
+        return ()
+    names = ("gate_up_proj", "input_linear.weight")
+    if match[2] == "down":
+        names = ("down_proj", "output_linear.weight")
+    if match[3] == "bias":
+        names = (f"{names[0]}_bias",)
+    return tuple(f"{match[1]}.{name}" for name in names)
 
 
 class FusedReader:
     """Takes tensors apart as they come: codes wait for their exponents."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: RowOrder | None) -> None:
+        self._order: RowOrder | None = order
         self._waiting: dict[str, tuple[str, Array]] = {}
 
     def split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:
@@ -104,10 +166,10 @@ class FusedReader:
 
         Raises `ModelLoadError` where codes and exponents do not fit each other.
         """
-        fused = FusedTensor.of(name, len(tensor.shape))
+        fused = fused_tensor(name, len(tensor.shape), self._order)
         if fused is None:
             return [(name, tensor)]
-        if not fused.is_quantized:
+        if isinstance(fused, HalvedTensor) or not fused.is_quantized:
             return fused.dense(tensor)
         assert fused.kind is not None
         base = name.removesuffix(fused.kind)

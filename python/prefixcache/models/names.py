@@ -23,7 +23,7 @@ _GUESSING_PREFIX = "mtp."
 class TensorNames:
     """Which of a model's tensors a name in a checkpoint stands for.
 
-    `has_fused_experts` says that safetensors hold all experts of a layer as one tensor.
+    `fused_experts` says how safetensors hold all experts of a layer as one tensor, if they do.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -33,7 +33,7 @@ class TensorNames:
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()
         self._copies = frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self.has_fused_experts = FAMILIES[config.architecture].has_fused_experts
+        self.fused_experts = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -26,17 +26,35 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Outputs that a checkpoint has in `groups`, each of one piece of each of these `sizes`.
+
+    Here pieces of a kind stand together, the kinds in this `order`.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def rows(self) -> Array:
+        """The output in a checkpoint that each is here."""
+        starts = list(accumulate(self.sizes, initial=0))
+        outputs = np.arange(self.groups * starts[-1]).reshape(self.groups, -1)
+        return np.concatenate([outputs[:, starts[i] : starts[i + 1]].ravel() for i in self.order])
+
+
+@dataclass(frozen=True, slots=True)
 class LinearShape:
     """A linear layer that is fused of projections: their names, and how many outputs each has.
 
-    Outputs of the first part are halves of `halved_heads` heads, where there are some: in a
-    checkpoint the two of a head stand together, here all second halves come first.
+    `pieces` are those of projections whose outputs a checkpoint has in another order.
     """
 
     inputs: int
     parts: Mapping[str, int]
     bias: bool = False
-    halved_heads: int = 0
+    pieces: Mapping[str, Pieces] = field(default_factory=dict[str, Pieces])
 
     @property
     def outputs(self) -> int:
@@ -197,7 +215,8 @@ class DenseShape:
 class ExpertsShape:
     """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
 
-    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert.
+    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert. All
+    tokens go through `shared` too, which the sigmoid of what `shared_weight` makes weighs.
     """
 
     router: LinearShape
@@ -206,11 +225,15 @@ class ExpertsShape:
     down: LinearShape
     activation: Activation
     experts: ExpertsConfig
+    shared: DenseShape | None
+    shared_weight: LinearShape | None
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
-        return (self.router, self.gate_up, self.down)
+        shared = () if self.shared is None else self.shared.linears
+        weight = () if self.shared_weight is None else (self.shared_weight,)
+        return (self.router, self.gate_up, self.down, *shared, *weight)
 
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
@@ -334,8 +357,10 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
     hidden, names = config.hidden_size, _names(config)
-    gated_heads = heads if config.output_gate else 0
-    counts["q"] += gated_heads
+    pieces: dict[str, Pieces] = {}
+    if config.output_gate:
+        counts["q"] += heads
+        pieces[f"{prefix}.self_attn.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
     qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
@@ -343,7 +368,7 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
     return AttentionShape(
-        qkv=LinearShape(hidden, qkv, config.qkv_bias, gated_heads),
+        qkv=LinearShape(hidden, qkv, config.qkv_bias, pieces),
         gated=config.output_gate,
         qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
         if config.qk_norm
@@ -369,9 +394,16 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
 def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
     outputs = {"qkv": delta.channels, "z": delta.values}
     outputs |= dict.fromkeys("ba", delta.value_heads)
+    pieces: dict[str, Pieces] = {}
+    if delta.by_key_head:
+        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
+        outputs = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
+        qkvz = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
+        pieces[f"{name}.in_proj_qkvz"] = Pieces(heads, qkvz, (0, 1, 2, 3))
+        pieces[f"{name}.in_proj_ba"] = Pieces(heads, (each, each), (0, 1))
     parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
     return DeltaShape(
-        in_proj=LinearShape(config.hidden_size, parts),
+        in_proj=LinearShape(config.hidden_size, parts, pieces=pieces),
         name=name,
         delta=delta,
         out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
@@ -380,7 +412,7 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
 
 def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
     if config.experts is None or layer in config.experts.dense_layers:
-        return _dense(config, prefix)
+        return _dense(config, prefix, config.intermediate_size, _names(config))
     return _experts(config, config.experts, prefix)
 
 
@@ -393,6 +425,9 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
     )
     bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
+    shared = names.get("shared", "mlp.shared_expert")
+    of_shared = {part: f"{shared}.{part}_proj" for part in ("gate", "up", "down")}
+    weight = LinearShape(hidden, {f"{prefix}.{shared}_gate": 1})
     return ExpertsShape(
         router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
         selection_bias=bias if experts.selection_bias else None,
@@ -402,12 +437,15 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         down=LinearShape(size, {f"{one}.{down}": hidden for one in each}, config.mlp_bias),
         activation=config.activation,
         experts=experts,
+        shared=_dense(config, prefix, experts.shared_size, of_shared)
+        if experts.shared_size
+        else None,
+        shared_weight=weight if experts.shared_weight else None,
     )
 
 
-def _dense(config: ModelConfig, prefix: str) -> DenseShape:
-    hidden, size = config.hidden_size, config.intermediate_size
-    names = _names(config)
+def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]) -> DenseShape:
+    hidden = config.hidden_size
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
         gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
@@ -465,15 +503,15 @@ def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[s
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
         rows = shape.parts[name]
-        heads = shape.halved_heads if start == 0 else 0
+        pieces = shape.pieces.get(name)
         write, kept_format = (
-            partial(_in_halves, heads, partial(_copy_matrix, linear, start)),
+            partial(_in_order, pieces, partial(_copy_matrix, linear, start)),
             partial(linear.kept_format, start),
         )
         yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
         if shape.bias:
             write = partial(_copy_numbers, partial(linear.copy_bias, start))
-            write = partial(_in_halves, heads, write)
+            write = partial(_in_order, pieces, write)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -556,17 +594,18 @@ def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers
     write(numbers.reshape(shape))
 
 
-def _in_halves(
-    heads: int, write: Callable[[Array | QuantizedTensor], None], tensor: Array | QuantizedTensor
+def _in_order(
+    pieces: Pieces | None,
+    write: Callable[[Array | QuantizedTensor], None],
+    tensor: Array | QuantizedTensor,
 ) -> None:
-    """Writes outputs with the second halves of all heads first."""
-    if heads:
-        order = np.arange(tensor.shape[0]).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).ravel()
-        if isinstance(tensor, QuantizedTensor):
-            tensor = replace(tensor, blocks=tensor.blocks[order])
-        else:
-            tensor = tensor[order]
-    write(tensor)
+    """Writes outputs with pieces of a kind together."""
+    if pieces is None:
+        write(tensor)
+    elif isinstance(tensor, QuantizedTensor):
+        write(replace(tensor, blocks=tensor.blocks[pieces.rows]))
+    else:
+        write(tensor[pieces.rows])
 
 
 def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:

@@ -8,8 +8,8 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor, row_bytes
 
-QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""The formats that the gguf package writes; it only reads the K formats."""
+QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+"""The formats that the gguf package writes; it only reads the K and IQ formats."""
 
 _SLICE_NUMBERS = 4 << 20
 # Scales and minimums of blocks are float16.

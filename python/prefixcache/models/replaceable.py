@@ -17,7 +17,13 @@ from prefixcache.config.model_config import ModelConfig, without_defaults
 from prefixcache.exceptions import ConfigError, ModelLoadError
 from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.checkpoint import Checkpoint, formats_digest, read_checkpoint
-from prefixcache.models.fused import FusedReader, FusedTensor, fused_name
+from prefixcache.models.fused import (
+    FusedReader,
+    FusedTensor,
+    HalvedTensor,
+    fused_names,
+    fused_tensor,
+)
 from prefixcache.models.gguf.index import has_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantize import QUANTIZABLE, quantized
@@ -175,11 +181,11 @@ class ReplaceableModel(Generic[ModelT]):
                 if own in self._quant_formats and not (fused and fused.is_quantized):
                     self._check_requantizable(own)
 
-    def _fused(self, name: str, tensor: Any) -> FusedTensor | None:
+    def _fused(self, name: str, tensor: Any) -> FusedTensor | HalvedTensor | None:
         """What a tensor of all experts of a layer is, where checkpoints have such."""
-        if not (self._names.has_fused_experts and hasattr(tensor, "shape")):
+        if not hasattr(tensor, "shape"):
             return None
-        return FusedTensor.of(name, len(tensor.shape))
+        return fused_tensor(name, len(tensor.shape), self._names.fused_experts)
 
     def _check_requantizable(self, name: str) -> None:
         quant_format = self._quant_formats[name]
@@ -198,9 +204,9 @@ class ReplaceableModel(Generic[ModelT]):
     def check_all_named(self, names: Collection[str]) -> None:
         """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
         named = {self._names.own(name) for name in names}
-        if self._names.has_fused_experts:
+        if self._names.fused_experts:
             fused = {re.sub("_(blocks|scales)$", "", name) for name in names}
-            named |= {own for own in self._shapes if fused_name(own) in fused}
+            named |= {own for own in self._shapes if not fused.isdisjoint(fused_names(own))}
         missing = self._shapes.keys() - named
         if missing:
             raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")
@@ -240,7 +246,7 @@ class ReplaceableModel(Generic[ModelT]):
 
     def _parts(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Array | QuantizedTensor]]:
         """What the given tensors hold, those of all experts taken apart."""
-        reader = FusedReader()
+        reader = FusedReader(self._names.fused_experts)
         for name, tensor in tensors.items():
             fused = self._fused(name, tensor)
             if fused is None:

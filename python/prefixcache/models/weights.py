@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
-from prefixcache.models.fused import FusedReader, FusedTensor
+from prefixcache.models.fused import FusedReader, RowOrder, fused_tensor
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantized import QuantizedTensor
@@ -67,17 +67,14 @@ def read_folder(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
     """
     if has_index(folder):
         yield from _read_indexed(folder, names)
-    elif names.has_fused_experts:
-        yield from _split(_read(folder, names))
     else:
-        yield from _read(folder, names)
+        yield from _split(_read(folder, names), names.fused_experts)
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
     tensors = _indexed_shapes(folder) if has_index(folder) else _read_shapes(folder)
-    if names.has_fused_experts:
-        tensors = _split_shapes(tensors)
+    tensors = _split_shapes(tensors, names.fused_experts)
     found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
     _check_complete(shapes.keys() - found, folder)
 
@@ -210,9 +207,9 @@ def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _split(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+def _split(tensors: Iterable[NamedTensor], order: RowOrder | None) -> Iterator[NamedTensor]:
     """The tensors of each expert in the place of those of all experts of a layer."""
-    reader = FusedReader()
+    reader = FusedReader(order)
     for one in tensors:
         for name, tensor in reader.split(one.name, one.tensor):
             yield NamedTensor(name, tensor, one.source)
@@ -220,10 +217,10 @@ def _split(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
 
 
 def _split_shapes(
-    found: Iterable[tuple[str, Sequence[int], str]],
+    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder | None
 ) -> Iterator[tuple[str, Sequence[int], str]]:
     for name, shape, source in found:
-        fused = FusedTensor.of(name, len(shape))
+        fused = fused_tensor(name, len(shape), order)
         parts = [(name, shape)] if fused is None else fused.shapes(tuple(shape))
         for part, part_shape in parts:
             yield part, part_shape, source

@@ -276,7 +276,7 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
 
 /// x / (1 + e^-t)
 #[inline(always)]
-fn times_sigmoid<L: Lanes>(lanes: L, x: L::V, minus_t: L::V) -> L::V {
+pub(crate) fn times_sigmoid<L: Lanes>(lanes: L, x: L::V, minus_t: L::V) -> L::V {
     lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
 }
 

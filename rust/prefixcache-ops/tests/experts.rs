@@ -6,7 +6,7 @@ mod noise;
 
 use noise::noise;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
-use prefixcache_ops::experts::{Experts, Router, Scores, Scratch};
+use prefixcache_ops::experts::{Experts, Router, Scores, Scratch, SharedExpert};
 use prefixcache_ops::rowwise::Gate;
 use prefixcache_ops::{Activations, Format, PackedLinear};
 use proptest::prelude::*;
@@ -15,6 +15,8 @@ use proptest::test_runner::FileFailurePersistence;
 const HIDDEN: usize = 64;
 const WIDE: usize = 96;
 const EXPERTS: usize = 7;
+/// The size of the shared expert; more than a token's experts have together, where these are few.
+const SHARED: usize = 160;
 
 /// How rows are routed.
 #[derive(Clone, Copy, Debug)]
@@ -24,21 +26,40 @@ struct Routing {
     top_k: usize,
     renormalise: Option<f32>,
     scale: f32,
+    shared: Shared,
+}
+
+/// The shared expert.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Shared {
+    None,
+    Plain,
+    Weighed,
 }
 
 fn routings() -> impl Strategy<Value = Routing> {
     let scores = prop::sample::select(vec![Scores::Softmax, Scores::Sigmoid]);
     let renormalise = prop::sample::select(vec![None, Some(0.0), Some(1e-6)]);
     let scale = prop::sample::select(vec![1.0_f32, 2.5]);
-    (scores, any::<bool>(), 1..=EXPERTS, renormalise, scale).prop_map(
-        |(scores, has_selection_bias, top_k, renormalise, scale)| Routing {
-            scores,
-            has_selection_bias,
-            top_k,
-            renormalise,
-            scale,
-        },
+    let shared = prop::sample::select(vec![Shared::None, Shared::Plain, Shared::Weighed]);
+    (
+        scores,
+        any::<bool>(),
+        1..=EXPERTS,
+        renormalise,
+        scale,
+        shared,
     )
+        .prop_map(
+            |(scores, has_selection_bias, top_k, renormalise, scale, shared)| Routing {
+                scores,
+                has_selection_bias,
+                top_k,
+                renormalise,
+                scale,
+                shared,
+            },
+        )
 }
 
 /// A layer whose weights are dense or blocks; the numbers that they stand for too.
@@ -47,6 +68,9 @@ struct Layer<E> {
     gate_up: PackedLinear<E>,
     down: PackedLinear<E>,
     selection_bias: Vec<f32>,
+    shared_gate_up: PackedLinear<E>,
+    shared_down: PackedLinear<E>,
+    shared_weight: PackedLinear<E>,
 }
 
 impl<E: Element> Layer<E> {
@@ -84,6 +108,9 @@ impl<E: Element> Layer<E> {
             gate_up: linear(2, HIDDEN, &[WIDE; 2 * EXPERTS], format),
             down: linear(3, WIDE, &[HIDDEN; EXPERTS], format),
             selection_bias: noise(4, EXPERTS),
+            shared_gate_up: linear(5, HIDDEN, &[SHARED; 2], None),
+            shared_down: linear(6, SHARED, &[HIDDEN], None),
+            shared_weight: linear(7, HIDDEN, &[1], None),
         }
     }
 
@@ -100,6 +127,12 @@ impl<E: Element> Layer<E> {
             gate_up: &self.gate_up,
             gate: Gate::Silu,
             down: &self.down,
+            shared: (routing.shared != Shared::None).then_some(SharedExpert {
+                gate_up: &self.shared_gate_up,
+                gate: Gate::Silu,
+                down: &self.shared_down,
+                weight: (routing.shared == Shared::Weighed).then_some(&self.shared_weight),
+            }),
         }
     }
 }
@@ -191,17 +224,38 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
     };
     let (gate_up, down) = (dense(&layer.gate_up, 52), dense(&layer.down, 53));
     let mut sum = vec![0.0; HIDDEN];
-    for expert in order {
-        let weight = scores[expert] / total * f64::from(routing.scale);
-        let wide = times(&gate_up, 2 * WIDE * expert, 2 * WIDE, x);
-        let open = |i: usize| wide[i] / (1.0 + (-wide[i]).exp()) * wide[WIDE + i];
-        let opened: Vec<f64> = (0..WIDE).map(open).collect();
-        let made = times(&down, HIDDEN * expert, HIDDEN, &opened);
+    let mut add = |weight: f64, made: Vec<f64>| {
         sum.iter_mut()
             .zip(made)
             .for_each(|(sum, made)| *sum += weight * made);
+    };
+    for expert in order {
+        let weight = scores[expert] / total * f64::from(routing.scale);
+        let opened = opened(&times(&gate_up, 2 * WIDE * expert, 2 * WIDE, x));
+        add(weight, times(&down, HIDDEN * expert, HIDDEN, &opened));
+    }
+    if routing.shared != Shared::None {
+        let opened = opened(&times(&dense(&layer.shared_gate_up, 55), 0, 2 * SHARED, x));
+        let made = times(&dense(&layer.shared_down, 56), 0, HIDDEN, &opened);
+        let logit = times(&dense(&layer.shared_weight, 57), 0, 1, x)[0];
+        let is_weighed = routing.shared == Shared::Weighed;
+        let weight = if is_weighed {
+            1.0 / (1.0 + (-logit).exp())
+        } else {
+            1.0
+        };
+        add(weight, made);
     }
     sum
+}
+
+/// What gates let pass.
+fn opened(wide: &[f64]) -> Vec<f64> {
+    let (gates, values) = wide.split_at(wide.len() / 2);
+    let pairs = gates.iter().zip(values);
+    pairs
+        .map(|(gate, value)| gate / (1.0 + (-gate).exp()) * value)
+        .collect()
 }
 
 fn check_reference<E: Element>(form: Form, routing: Routing, format: Option<Format>) {
@@ -296,6 +350,7 @@ fn one_expert_may_have_all_rows() {
         top_k: 1,
         renormalise: None,
         scale: 1.0,
+        shared: Shared::None,
     };
     for form in Form::available() {
         let layer = Layer::<f32>::random(form, Some(Format::Q4_1), Activations::Exact);
@@ -322,6 +377,7 @@ fn ties_go_to_the_lower_number() {
         top_k,
         renormalise: Some(0.0),
         scale: 1.0,
+        shared: Shared::None,
     };
     let x = noise::<f32>(9, HIDDEN);
     let forward = |layer: &Layer<f32>| forward(&layer.experts(routing(2)), form, 1, &x, None);

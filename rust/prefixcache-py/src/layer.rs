@@ -7,7 +7,7 @@ use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
-use prefixcache_ops::experts::{Experts, Router, Scores};
+use prefixcache_ops::experts::{Experts, Router, Scores, SharedExpert};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use pyo3::prelude::*;
 
@@ -219,6 +219,8 @@ pub struct ExpertsFeedForward {
     gate_up: Py<PackedLinear>,
     gate: Gate,
     down: Py<PackedLinear>,
+    shared: Option<Py<DenseFeedForward>>,
+    shared_weight: Option<Py<PackedLinear>>,
 }
 
 #[pymethods]
@@ -228,10 +230,12 @@ impl ExpertsFeedForward {
     /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
     /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
     /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
-    /// their sum plus this, and then multiplied by `scale`.
+    /// their sum plus this, and then multiplied by `scale`. All rows go through `shared` too, which the
+    /// sigmoid of the output of `shared_weight` weighs, if it is given.
     #[new]
     #[pyo3(signature = (
-        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down
+        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down,
+        shared=None, shared_weight=None
     ))]
     fn new(
         router: Py<PackedLinear>,
@@ -243,7 +247,15 @@ impl ExpertsFeedForward {
         gate_up: Py<PackedLinear>,
         gate: OneOf<Gate>,
         down: Py<PackedLinear>,
+        shared: Option<Py<DenseFeedForward>>,
+        shared_weight: Option<Py<PackedLinear>>,
     ) -> PyResult<Self> {
+        if shared.is_none() && shared_weight.is_some() {
+            return Err(out_of_range(
+                "shared_weight",
+                "needs what it weighs, shared",
+            ));
+        }
         let experts = router.get().outputs;
         if !(1..=experts).contains(&top_k.0) {
             let reason = format!("must be from 1 to {experts}, not {}", top_k.0);
@@ -259,6 +271,8 @@ impl ExpertsFeedForward {
             gate_up,
             gate: gate.0,
             down,
+            shared,
+            shared_weight,
         })
     }
 }
@@ -270,12 +284,25 @@ impl Word for Scores {
 }
 
 impl ExpertsFeedForward {
-    fn linears(&self) -> [&PackedLinear; 3] {
-        [self.router.get(), self.gate_up.get(), self.down.get()]
+    /// Those of all routed experts, of the shared one, and of its weight.
+    fn linears(&self) -> Vec<&PackedLinear> {
+        let mut linears = vec![self.router.get(), self.gate_up.get(), self.down.get()];
+        linears.extend(self.shared.iter().flat_map(|shared| shared.get().linears()));
+        linears.extend(self.shared_weight.iter().map(Py::get));
+        linears
     }
 
     fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
+        let shared = self.shared.as_ref();
+        let weight = self.shared_weight.as_ref().map(Py::get);
+        self.routed_fit(hidden, dtype)
+            && shared.is_none_or(|shared| shared.get().fits(hidden, dtype))
+            && weight
+                .is_none_or(|one| one.dtype == dtype && [one.inputs, one.outputs] == [hidden, 1])
+    }
+
+    fn routed_fit(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = [self.router.get(), self.gate_up.get(), self.down.get()];
         let [router, gate_up, down] = linears;
         let (experts, inner) = (router.outputs, down.inputs);
         let of_type = linears.iter().all(|linear| linear.dtype == dtype);
@@ -331,7 +358,7 @@ impl FeedForward {
     fn linears(&self) -> Vec<&PackedLinear> {
         match self {
             Self::Dense(dense) => dense.get().linears().into(),
-            Self::Experts(experts) => experts.get().linears().into(),
+            Self::Experts(experts) => experts.get().linears(),
         }
     }
 }
@@ -555,6 +582,15 @@ impl FeedForward {
                     gate_up: linears.feed_forward(1),
                     gate: experts.gate,
                     down: linears.feed_forward(2),
+                    shared: experts.shared.as_ref().map(|shared| SharedExpert {
+                        gate_up: linears.feed_forward(3),
+                        gate: shared.get().gate,
+                        down: linears.feed_forward(4),
+                        weight: experts
+                            .shared_weight
+                            .as_ref()
+                            .map(|_| linears.feed_forward(5)),
+                    }),
                 })
             }
         })

@@ -294,14 +294,22 @@ impl PackedLinear {
         Ok(with_layer!(&*self.read()?, layer => layer.num_bytes()))
     }
 
-    /// What the parts are kept as: "bfloat16" or "float32", or the format of their blocks.
-    #[getter]
-    fn formats(&self) -> PyResult<Vec<&'static str>> {
-        let dense = DType::WORDS.iter().find(|(_, dtype)| *dtype == self.dtype);
-        let dense = dense.map_or("", |(name, _)| name);
+    /// What the part that starts at output `start` is kept as: "bfloat16" or "float32", or the format of
+    /// its blocks.
+    fn format_at(&self, start: Number<names::Start>) -> PyResult<&'static str> {
+        let mut first = 0;
+        let begins_there = |outputs: &usize| {
+            let begin = first;
+            first += outputs;
+            begin == start.0
+        };
+        let Some(number) = self.parts.iter().position(begins_there) else {
+            return Err(out_of_range("start", "must be the first output of a part"));
+        };
         let layer = self.read()?;
-        let names = |format: Option<Format>| format.map_or(dense, Format::name);
-        Ok(with_layer!(&*layer, layer => layer.formats().map(names).collect()))
+        let format = with_layer!(&*layer, layer => layer.formats().nth(number).flatten());
+        let dense = DType::WORDS.iter().find(|(_, dtype)| *dtype == self.dtype);
+        Ok(format.map_or(dense.map_or("", |(name, _)| name), Format::name))
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -35,9 +36,12 @@ ARCHITECTURES = {
     "mistral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 """The architectures of GGUF files, by their names there."""
@@ -54,43 +58,74 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-}
-# Tensors of all experts of a layer, one after the other, and what each is called.
-_EXPERTS = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+# Tensors of all experts of a layer, one after the other.
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 # What llama.cpp knows of mixtures of experts without writing it: whether the weights of a token's
 # experts are divided by their sum.
-_RENORMALISE = {"qwen3moe": True, "olmoe": False, "gpt-oss": True}
+_RENORMALISE = {
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "olmoe": False,
+    "gpt-oss": True,
+    "granitemoe": True,
+    "lfm2moe": True,
+    "qwen35moe": True,
+}
+_QWEN35 = ("qwen35", "qwen35moe")
+_LFM2_MODULES = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+}
+_QWEN35_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 # Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
 # the names of Llama's.
 _OWN_MODULES = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
-    "lfm2": {
-        "attn_norm": "operator_norm",
-        "attn_output": "self_attn.out_proj",
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
-        **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    "lfm2": _LFM2_MODULES,
+    "lfm2moe": _LFM2_MODULES
+    | {
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b": "feed_forward.expert_bias",
+        "ffn_gate_exps": "feed_forward.experts.{}.w1",
+        "ffn_up_exps": "feed_forward.experts.{}.w3",
+        "ffn_down_exps": "feed_forward.experts.{}.w2",
     },
-    "qwen35": {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_a": "linear_attn.A_log",
-        "ssm_dt": "linear_attn.dt_bias",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
+    "granitemoe": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_gate_shexp": "shared_mlp.gate_proj",
+        "ffn_up_shexp": "shared_mlp.up_proj",
+        "ffn_down_shexp": "shared_mlp.down_proj",
+        "ffn_gate_exps": "block_sparse_moe.{}.gate_proj",
+        "ffn_up_exps": "block_sparse_moe.{}.up_proj",
+        "ffn_down_exps": "block_sparse_moe.{}.down_proj",
     },
+    **dict.fromkeys(_QWEN35, _QWEN35_MODULES),
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -129,7 +164,7 @@ _GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3", "smollm3", "granite")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -148,7 +183,7 @@ _UNSUPPORTED_TYPES = {
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 # Parameters that are not a module's: those have no "weight" or "bias" behind their names.
-_LONE = re.compile(r"(sinks|A_log|dt_bias)\.(weight|bias)")
+_LONE = re.compile(r"(sinks|A_log|dt_bias|expert_bias)\.(weight|bias)")
 
 
 def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
@@ -261,6 +296,7 @@ def _flags(names: set[str]) -> dict[str, bool]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         "attention_out_bias": "blk.0.attn_output.bias" in names,
         "mlp_bias": "blk.0.ffn_down.bias" in names,
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in names),
     }
 
 
@@ -274,26 +310,38 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _phi3_config(metadata, config)
     if metadata.architecture == "olmo2":
         return config | _olmo_config(metadata, config)
-    if metadata.architecture == "granite":
-        return config | {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
-    if metadata.architecture == "lfm2":
+    if metadata.architecture in ("granite", "granitemoe"):
+        return config | _granite_config(metadata, config)
+    if metadata.architecture in ("lfm2", "lfm2moe"):
         return config | _lfm2_config(metadata, config)
-    if metadata.architecture == "qwen35":
+    if metadata.architecture in _QWEN35:
         return config | _qwen35_config(metadata, config)
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
+
+
+def _granite_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    given = {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
+    shared = metadata.shape("expert_shared_feed_forward_length", 0)
+    if not shared:
+        return given
+    name = config["architectures"][0].replace("Moe", "MoeShared")
+    return given | {"architectures": [name], "shared_intermediate_size": shared}
 
 
 def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys are convolutions."""
     heads = config["num_key_value_heads"]
     if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
-        raise ModelLoadError("its lfm2.attention.head_count_kv has no number for each layer.")
+        key = f"{metadata.architecture}.attention.head_count_kv"
+        raise ModelLoadError(f"its {key} has no number for each layer.")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if one else "conv" for one in heads],
         "conv_L_cache": metadata.shape("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": metadata.shape("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.decimal("expert_weights_scale", 1.0),
     }
 
 
@@ -315,7 +363,9 @@ def _qwen35_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any
 
 def _experts_config(metadata: _Metadata) -> dict[str, Any]:
     size = metadata.shape("expert_feed_forward_length", metadata.shape("feed_forward_length"))
+    shared = metadata.shape("expert_shared_feed_forward_length", 0) or None
     return {
+        "shared_expert_intermediate_size": shared,
         "num_local_experts": metadata.shape("expert_count"),
         "num_experts_per_tok": metadata.shape("expert_used_count"),
         "moe_intermediate_size": size,
@@ -392,7 +442,7 @@ def _common_config(metadata: _Metadata) -> dict[str, Any]:
         "dtype": "float16",
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.shape("feed_forward_length"),
+        "intermediate_size": _feed_forward_size(metadata),
         "num_hidden_layers": metadata.shape("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.shape("attention.head_count_kv", num_heads),
@@ -404,6 +454,12 @@ def _common_config(metadata: _Metadata) -> dict[str, Any]:
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
         **_token_ids(metadata),
     }
+
+
+def _feed_forward_size(metadata: _Metadata) -> int:
+    """That of experts where no layer has an MLP of its own."""
+    of_experts = metadata.get(f"{metadata.architecture}.expert_feed_forward_length")
+    return metadata.shape("feed_forward_length", of_experts)
 
 
 def _rope(metadata: _Metadata) -> dict[str, Any]:
@@ -430,7 +486,8 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
         if tensor.name in _FACTORS or _layer_of(tensor) >= config["num_hidden_layers"]:
             continue
         if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
-            yield from (replace(one, part=part) for one in _split(tensor, experts))
+            split = _split(tensor, experts, modules[experts[2]])
+            yield from (replace(one, part=part) for one in split)
             continue
         yield IndexedTensor(
             part=part,
@@ -452,25 +509,26 @@ def _layer_of(tensor: GgufTensor) -> int:
 
 def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
     """llama.cpp keeps what norms multiply by."""
-    has_offset = _is_gemma(config) or config["model_type"] == "qwen35"
+    has_offset = _is_gemma(config) or config["model_type"] in _QWEN35
     is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
     return 1.0 if has_offset and is_norm else 0.0
 
 
 def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
-    """A convolution has one input for each output in a checkpoint, which llama.cpp leaves out."""
+    """What has one input, or one output, is a vector in llama.cpp."""
     shape = tensor.shape
+    if tensor.name.endswith(".ffn_gate_inp_shexp.weight"):
+        return (1, shape[-1])
     is_conv = tensor.name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight"))
     return (shape[0], 1, shape[1]) if is_conv else shape
 
 
-def _split(tensor: GgufTensor, name: re.Match[str]) -> Iterator[IndexedTensor]:
+def _split(tensor: GgufTensor, name: re.Match[str], module: str) -> Iterator[IndexedTensor]:
     """The tensor of each expert, by the name that it has in a checkpoint."""
     count = tensor.shape[0]
     for expert in range(count):
-        module = _EXPERTS[name[2]].format(expert)
         yield IndexedTensor(
-            name=f"model.layers.{name[1]}.{module}.{name[3]}",
+            name=f"model.layers.{name[1]}.{module.format(expert)}.{name[3]}",
             format=tensor.format,
             shape=tensor.shape[1:],
             offset=tensor.offset + expert * (tensor.nbytes // count),

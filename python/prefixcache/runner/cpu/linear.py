@@ -44,7 +44,6 @@ class CpuLinear:
         self.out_features = shape.outputs
         self.dtype_name = dtype
         self._dtype = DTYPES[dtype]
-        self._starts = list(shape.starts.values())
         self.packed = PackedLinear(
             cpu,
             shape.inputs,
@@ -62,7 +61,7 @@ class CpuLinear:
 
     def kept_format(self, start: int) -> str:
         """See `WritableLinear`."""
-        return self.packed.formats[self._starts.index(start)]
+        return self.packed.format_at(start)
 
     def copy_rows(self, start: int, weight_OI: Array) -> None:
         """See `WritableLinear`."""

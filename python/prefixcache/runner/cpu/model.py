@@ -264,7 +264,14 @@ class CpuModel:
                 gate_up=self._linear(shape.gate_up).packed,
                 gate=shape.activation,
                 down=self._linear(shape.down).packed,
+                shared=self._dense(shape.shared) if shape.shared else None,
+                shared_weight=self._linear(shape.shared_weight).packed
+                if shape.shared_weight
+                else None,
             )
+        return self._dense(shape)
+
+    def _dense(self, shape: DenseShape) -> DenseFeedForward:
         return DenseFeedForward(
             gate_up=self._linear(shape.gate_up).packed,
             gate=shape.activation,
@@ -340,6 +347,8 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
     places = layer_places(group.layers for group in groups)
 
     def cache(group: KVGroup, number: int) -> int:
+        if group.state_tensors:
+            return 0  # `states` says where they lie.
         tensor, part = group.part(number)
         return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
 

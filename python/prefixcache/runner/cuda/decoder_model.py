@@ -254,11 +254,13 @@ class ExpertsFeedForward:
         self._router = builder.linear(shape.router)
         self._gate_up = builder.stacked(shape.gate_up)
         self._down = builder.stacked(shape.down)
+        self._shared = DenseFeedForward(shape.shared, builder) if shape.shared else None
+        self._shared_weight = builder.linear(shape.shared_weight) if shape.shared_weight else None
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """The weighted sum of what each token's experts make of it, [T, E] in float32.
 
-        It is taken in the order of their scores.
+        It is taken in the order of their scores, what the shared expert makes last.
         """
         weights_TK, experts_TK = self._route(self._router.wide(x_TE).float())
         count, top_k = self._experts.count, self._experts.top_k
@@ -270,6 +272,11 @@ class ExpertsFeedForward:
         sum_TE = torch.zeros_like(made_TKE[:, 0])
         for rank in range(top_k):
             sum_TE += made_TKE[:, rank] * weights_TK[:, rank, None]
+        if self._shared is not None:
+            made_TE = self._shared.out(self._shared(x_TE)).float()
+            if self._shared_weight is not None:
+                made_TE *= self._shared_weight.wide(x_TE).float().sigmoid()
+            sum_TE += made_TE
         return sum_TE
 
     def _route(self, logits_TN: Tensor) -> tuple[Tensor, Tensor]:

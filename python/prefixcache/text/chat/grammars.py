@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from prefixcache.text.chat.tools import Tool
 from prefixcache.text.grammar.json_schema import known_schema
@@ -38,8 +39,6 @@ class Markers:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._added = tokenizer.added_token_ids
         self._special = tokenizer.special_token_ids
-        longest_first = sorted(filter(None, self._added), key=len, reverse=True)
-        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def terminal(self, marker: str) -> str:
         """By the tokens of its own that it has: models know it by those alone."""
@@ -51,6 +50,11 @@ class Markers:
 
     def _pieces(self, marker: str) -> list[str]:
         return self._tokens.split(marker) if self._added else [marker]
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(filter(None, self._added), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _piece(self, text: str) -> str:
         token_id = self._added.get(text)

@@ -7,6 +7,7 @@
 //!   taken in that order, in `f32`, and rounded once. So a row's result depends on that row alone,
 //!   whichever rows are gathered with it.
 //! - The weights of an expert that no row has chosen are not read.
+//! - One more expert may be shared: all rows go through it, and it is added last.
 
 mod route;
 
@@ -16,7 +17,7 @@ use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Element, Form, Lanes, Rows, RowsMut, Team};
 
 use crate::linear::PackedLinear;
-use crate::rowwise::{Gate, RowWork, each_row, gated, vectors};
+use crate::rowwise::{Gate, RowWork, each_row, gated, times_sigmoid, vectors};
 
 use route::Routes;
 pub use route::{Router, Scores};
@@ -34,6 +35,20 @@ pub struct Experts<'a, E> {
     pub gate: Gate,
     /// F to N * E, a part an expert.
     pub down: &'a PackedLinear<E>,
+    /// What all rows go through too, where there is one.
+    pub shared: Option<SharedExpert<'a, E>>,
+}
+
+/// An expert of all rows. Letters: S its size.
+pub struct SharedExpert<'a, E> {
+    /// E to 2 S: its gates, then what they let pass.
+    pub gate_up: &'a PackedLinear<E>,
+    /// What opens the gates.
+    pub gate: Gate,
+    /// S to E
+    pub down: &'a PackedLinear<E>,
+    /// E to 1, whose sigmoid weighs what it makes, where there is one.
+    pub weight: Option<&'a PackedLinear<E>>,
 }
 
 impl<E: Element> Experts<'_, E> {
@@ -46,6 +61,18 @@ impl<E: Element> Experts<'_, E> {
     fn wide(&self) -> usize {
         2 * self.down.inputs()
     }
+
+    /// The size of the shared expert.
+    fn shared_size(&self) -> usize {
+        let shared = self.shared.as_ref();
+        shared.map_or(0, |shared| shared.down.inputs())
+    }
+
+    /// Numbers that are opened of `rows` rows, at once.
+    fn opened(&self, rows: usize) -> usize {
+        let shared = rows.saturating_mul(self.shared_size());
+        self.gathered(rows, self.down.inputs()).max(shared)
+    }
 }
 
 /// Room for what passes between the kernels; one layer after the other uses it.
@@ -56,6 +83,8 @@ pub struct Scratch<E> {
     gate_up: Vec<E>,
     opened: Vec<E>,
     down: Vec<f32>,
+    shared: Vec<f32>,
+    shared_weights: Vec<f32>,
 }
 
 impl<E: Element> Scratch<E> {
@@ -78,13 +107,19 @@ impl<E: Element> Scratch<E> {
         Ok(Self {
             logits: filled(0.0, rows, most(|layer, _| layer.router.linear.outputs()))?,
             x: room(|layer, rows| layer.gathered(rows, layer.gate_up.inputs()))?,
-            gate_up: room(|layer, rows| layer.gathered(rows, layer.wide()))?,
-            opened: room(|layer, rows| layer.gathered(rows, layer.down.inputs()))?,
+            gate_up: room(|layer, rows| layer.opened(rows).saturating_mul(2))?,
+            opened: room(|layer, rows| layer.opened(rows))?,
             down: filled(
                 0.0,
                 1,
                 most(|layer, rows| layer.gathered(rows, layer.gate_up.inputs())),
             )?,
+            shared: filled(
+                0.0,
+                rows,
+                most(|layer, _| layer.shared.as_ref().map_or(0, |one| one.down.outputs())),
+            )?,
+            shared_weights: filled(0.0, 1, rows)?,
         })
     }
 }
@@ -111,6 +146,9 @@ impl<E: Element> Experts<'_, E> {
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
         }
+        if let Some(shared) = &self.shared {
+            self.share(shared, form, team, x, scratch)?;
+        }
         let experts = self.router.linear.outputs();
         let mut logits = rows_mut(&mut scratch.logits, rows, experts);
         let linear = self.router.linear;
@@ -129,12 +167,45 @@ impl<E: Element> Experts<'_, E> {
         let groups = routes.groups(1);
         self.down
             .forward_groups(form, team, opened.read(), &groups, &down)?;
+        let shared = self.shared.as_ref().map(|shared| Shared {
+            made: Rows::new(&scratch.shared[..rows * hidden], hidden),
+            weights: shared.weight.map(|_| &scratch.shared_weights[..rows]),
+        });
         let work = WeightedSum {
             routes: &routes,
             down: down.read(),
+            shared,
             residual,
         };
         each_row(form, team, x, out, &work);
+        Ok(())
+    }
+
+    /// Writes what the shared expert makes of each row, and the logits of its weights.
+    fn share(
+        &self,
+        shared: &SharedExpert<'_, E>,
+        form: Form,
+        team: &Team,
+        x: Rows<'_, E>,
+        scratch: &mut Scratch<E>,
+    ) -> Result<(), OutOfMemory> {
+        let ((rows, hidden), size) = (x.shape(), self.shared_size());
+        let none = None::<Rows<'_, f32>>;
+        let mut gate_up = rows_mut(&mut scratch.gate_up, rows, 2 * size);
+        shared
+            .gate_up
+            .forward(form, team, x, None::<Rows<'_, E>>, &gate_up)?;
+        let mut opened = rows_mut(&mut scratch.opened, rows, size);
+        gated(form, team, shared.gate, gate_up.read(), &opened);
+        let made = rows_mut(&mut scratch.shared, rows, hidden);
+        shared
+            .down
+            .forward(form, team, opened.read(), none, &made)?;
+        if let Some(linear) = shared.weight {
+            let logits = rows_mut(&mut scratch.shared_weights, rows, 1);
+            linear.forward(form, team, x, none, &logits)?;
+        }
         Ok(())
     }
 }
@@ -156,10 +227,17 @@ fn gather<E: Element>(team: &Team, x: Rows<'_, E>, numbers: &[usize], out: &Rows
     });
 }
 
+/// What the shared expert made of the rows, and the logits of its weights.
+struct Shared<'a> {
+    made: Rows<'a, f32>,
+    weights: Option<&'a [f32]>,
+}
+
 /// Adds up what a row's experts made of it, in the order of their scores.
 struct WeightedSum<'a, E> {
     routes: &'a Routes,
     down: Rows<'a, f32>,
+    shared: Option<Shared<'a>>,
     residual: Option<Rows<'a, E>>,
 }
 
@@ -174,6 +252,16 @@ impl<E: Element> RowWork<E> for WeightedSum<'_, E> {
                 // SAFETY: the slice holds `count` numbers.
                 let made = unsafe { f32::load_some(lanes, made, count) };
                 sum = lanes.mul_add(lanes.splat(weight), made, sum);
+            }
+            if let Some(Shared { made, weights }) = &self.shared {
+                let made = made.row(row)[at..][..count].as_ptr();
+                // SAFETY: the slice holds `count` numbers.
+                let made = unsafe { f32::load_some(lanes, made, count) };
+                let weighed = match weights {
+                    None => made,
+                    Some(logits) => times_sigmoid(lanes, made, lanes.splat(-logits[row])),
+                };
+                sum = lanes.add(sum, weighed);
             }
             if let Some(residual) = &self.residual {
                 let numbers = residual.row(row)[at..][..count].as_ptr();
@@ -233,6 +321,7 @@ mod tests {
         let work = WeightedSum {
             routes: &routes,
             down: Rows::new(&made, WIDTH),
+            shared: None,
             residual: None,
         };
         let out_rows = RowsMut::new(&mut out, WIDTH);

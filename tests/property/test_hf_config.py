@@ -156,7 +156,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     return given.map(lambda fields: {"architectures": [name], "mamba_n_heads": 1, **fields})
 
 
-_FILES = st.sampled_from(sorted(FAMILIES)).flatmap(_fields)
+# Gemma 4's class says nothing of heads but layer by layer: `test_models.py` compares it.
+_FILES = st.sampled_from([name for name in FAMILIES if "Gemma4" not in name]).flatmap(_fields)
 _WHOLE = "prefixcache.config.hf_config._whole"
 
 

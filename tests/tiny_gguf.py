@@ -397,7 +397,7 @@ def _add_tensor(
     if target.endswith("ssm_a"):
         values = -np.exp(values)
     # A convolution of one input for each output is a matrix there, a linear of one output a vector.
-    flat = values.squeeze(1) if values.ndim == 3 else values.squeeze()
+    flat = values.squeeze(1) if values.ndim == 3 else np.atleast_1d(values.squeeze())
     is_matrix = values.ndim == 2 and flat.ndim == 2
     stored_format = gguf.GGMLQuantizationType[matrix_format if is_matrix else "F32"]
     stored = _stored(flat + offset, stored_format, seed)

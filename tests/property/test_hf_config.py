@@ -136,6 +136,9 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "position_embedding_type": st.sampled_from([None, "rope", "nope"]),
         "norm_eps": st.sampled_from([1e-5, 1e-6]),
         "tie_embedding": st.booleans(),
+        "full_attention_interval": st.integers(1, LAYERS + 1),
+        "linear_num_key_heads": st.sampled_from([2, 4]),
+        "linear_num_value_heads": st.sampled_from([4, 6]),
         "full_attn_idxs": st.lists(st.integers(0, LAYERS - 1)),
         "conv_L_cache": st.sampled_from([1, 3, 4]),
         "conv_bias": st.booleans(),
@@ -189,6 +192,7 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
         )
         if not hasattr(found, "num_local_experts") and hasattr(found, "num_experts"):
             found.num_local_experts = found.num_experts
+        found.linear_heads_tiled = False  # a field of ours, for GGUF files
         found.layer_types = getattr(found, "layer_types", None) or []
         if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
             # It checks and completes the ropes of those types alone that some layer has.

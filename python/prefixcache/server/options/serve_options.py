@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import Ge, Le, MinLen
 
@@ -161,14 +161,16 @@ class ServeOptions(Checked):
     tool_call_parser: ToolCallParserName = flag(
         "auto",
         "Form in which the model calls tools; auto goes by its chat template, and lists tools in "
-        "the prompt where that shows none.",
+        f"the prompt where that shows none. One of {', '.join(get_args(ToolCallParserName))}.",
         "Server",
+        metavar="<name>",
     )
     reasoning_parser: ReasoningParserName = flag(
         "auto",
         "Form in which the model reasons before it answers; auto goes by its chat template, none "
-        "leaves reasoning in the content.",
+        f"leaves reasoning in the content. One of {', '.join(get_args(ReasoningParserName))}.",
         "Server",
+        metavar="<name>",
     )
     default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, ReadBy(_parse_variables)] = (
         flag(

@@ -3,7 +3,7 @@
 use std::array::from_fn;
 use std::ops::Range;
 
-use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
+use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile, widths};
 use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
 use crate::Attention;
@@ -250,7 +250,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         let chunks = self.attention.head_dim / E::PER_WORD / DEPTH;
         let values = packed.then_some(panels.values);
         let mut fetch = self.fetch(values, vectors.div_ceil(L::WIDTH) * chunks);
-        for column in (0..vectors).step_by(L::WIDTH) {
+        for (column, is_wide) in widths::<L>(vectors) {
             let scores = Scores {
                 fetch: &mut fetch,
                 run: self,
@@ -260,7 +260,7 @@ impl<E: KvElement> QueryRun<'_, E> {
                 panels,
                 workspace,
             };
-            run_tile(height, L::WIDTH.min(vectors - column), scores);
+            run_tile::<L>(height, is_wide, scores);
         }
         for r in 0..height {
             let sight = self.sight(row + r, tile);
@@ -282,7 +282,7 @@ impl<E: KvElement> QueryRun<'_, E> {
         let vectors = self.attention.head_dim / L::LANES;
         let keys = panels.next_keys.filter(|_| row == 0);
         let mut fetch = self.fetch(keys, vectors.div_ceil(L::WIDTH) * seen.div_ceil(GROUP));
-        for column in (0..vectors).step_by(L::WIDTH) {
+        for (column, is_wide) in widths::<L>(vectors) {
             let column_start = column * L::LANES;
             let sums = Sums {
                 fetch: &mut fetch,
@@ -294,7 +294,7 @@ impl<E: KvElement> QueryRun<'_, E> {
                 panels,
                 workspace,
             };
-            run_tile(height, L::WIDTH.min(vectors - column), sums);
+            run_tile::<L>(height, is_wide, sums);
         }
     }
 

@@ -48,32 +48,44 @@ pub trait TileWork {
     fn run<const H: usize, const W: usize>(self);
 }
 
-/// Runs the work with its height (1 to [`MAX_HEIGHT`]) and width (1 to 4) as constants.
+/// Runs the work with its height, 1 to [`MAX_HEIGHT`], and its width as constants: as many vectors as the
+/// form has in a tile, or one.
 ///
 /// # Panics
-/// The tile is larger than that, or empty.
+/// The tile is higher than that, or empty.
 #[inline(always)]
-pub fn run_tile(height: usize, width: usize, work: impl TileWork) {
+pub fn run_tile<L: Lanes>(height: usize, is_wide: bool, work: impl TileWork) {
     match height {
-        1 => run_width::<1>(width, work),
-        2 => run_width::<2>(width, work),
-        3 => run_width::<3>(width, work),
-        4 => run_width::<4>(width, work),
-        5 => run_width::<5>(width, work),
-        6 => run_width::<6>(width, work),
+        1 => run_width::<L, 1>(is_wide, work),
+        2 => run_width::<L, 2>(is_wide, work),
+        3 => run_width::<L, 3>(is_wide, work),
+        4 => run_width::<L, 4>(is_wide, work),
+        5 => run_width::<L, 5>(is_wide, work),
+        6 => run_width::<L, 6>(is_wide, work),
         _ => panic!("a tile has 1 to {MAX_HEIGHT} rows"),
     }
 }
 
 #[inline(always)]
-fn run_width<const H: usize>(width: usize, work: impl TileWork) {
-    match width {
-        1 => work.run::<H, 1>(),
-        2 => work.run::<H, 2>(),
-        3 => work.run::<H, 3>(),
-        4 => work.run::<H, 4>(),
-        _ => panic!("a tile is 1 to 4 vectors wide"),
+fn run_width<L: Lanes, const H: usize>(is_wide: bool, work: impl TileWork) {
+    const { assert!(L::WIDTH == 2 || L::WIDTH == 4) };
+    if !is_wide {
+        work.run::<H, 1>();
+    } else if const { L::WIDTH == 2 } {
+        work.run::<H, 2>();
+    } else {
+        work.run::<H, 4>();
     }
+}
+
+/// Splits `vectors` into tiles of the form's width and, for what is left, of one vector.
+///
+/// Returns the first vector of each, and whether it is wide.
+#[inline(always)]
+pub fn widths<L: Lanes>(vectors: usize) -> impl Iterator<Item = (usize, bool)> {
+    let wide = vectors - vectors % L::WIDTH;
+    let starts = (0..wide).step_by(L::WIDTH).map(|start| (start, true));
+    starts.chain((wide..vectors).map(|start| (start, false)))
 }
 
 /// Splits `rows` into the fewest tiles of at most [`MAX_HEIGHT`] rows, as even as they can be.

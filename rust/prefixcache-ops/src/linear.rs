@@ -464,9 +464,9 @@ impl<E: Element> Kernel for AddLines<'_, E> {
         for (row, height) in heights(self.sums.len()) {
             for column in (0..self.used).step_by(L::WIDTH * L::LANES) {
                 let task = &mut self;
-                run_tile(
+                run_tile::<L>(
                     height,
-                    L::WIDTH,
+                    true,
                     Tile {
                         task,
                         lanes,

@@ -25,9 +25,13 @@ use crate::panel::{PANEL, Sums};
 pub const STRIP: usize = 32;
 
 /// The most rows that are multiplied in registers: with more, to store what is dequantized and to load it
-/// for a few rows at a time takes less time.
+/// for a few rows at a time takes less time. What has eight bits is dequantized fastest.
 pub fn max_few(format: Format) -> usize {
-    if format.is_common() { 6 } else { 4 }
+    match format {
+        Format::Q8_0 => 8,
+        _ if format.is_common() => 6,
+        _ => 4,
+    }
 }
 
 /// Bytes of a cache line.
@@ -296,7 +300,16 @@ impl<E: Element> Product<'_, E> {
             0 => {}
             1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
             2 if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 2, 2>::new(self, sums)),
-            5.. if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 6, 1>::new(self, sums)),
+            5..=6 if const { F::FORMAT.is_common() } => {
+                form.run(Few::<_, F, 6, 1>::new(self, sums));
+            }
+            7.. => {
+                let (four, others) = sums.split_at_mut(4);
+                self.multiply_strips::<F>(form, four);
+                let mut rows = self.rows;
+                rows.first += four.len();
+                Product { rows, ..*self }.multiply_strips::<F>(form, others);
+            }
             _ => form.run(Few::<_, F, 4, 2>::new(self, sums)),
         }
     }

@@ -21,8 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from prefixcache import LLM, SamplingParams
-from prefixcache.engine.weights_push import weights_digest
+from prefixcache import LLM, SamplingParams, weights_digest
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint

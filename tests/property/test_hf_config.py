@@ -95,7 +95,8 @@ def _ropes(family: Family) -> dict[str, Any]:
 
 def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     family = FAMILIES[name]
-    types = st.sampled_from(["full_attention", "conv" if family.convolves else "sliding_attention"])
+    other = "conv" if family.convolves else "linear_attention" if family.recurs else None
+    types = st.sampled_from(["full_attention", other or "sliding_attention"])
     required = {field: _SHAPE[field] for field in family.required}
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
@@ -135,6 +136,9 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "position_embedding_type": st.sampled_from([None, "rope", "nope"]),
         "norm_eps": st.sampled_from([1e-5, 1e-6]),
         "tie_embedding": st.booleans(),
+        "full_attention_interval": st.integers(1, LAYERS + 1),
+        "linear_num_key_heads": st.sampled_from([2, 4]),
+        "linear_num_value_heads": st.sampled_from([4, 6]),
         "full_attn_idxs": st.lists(st.integers(0, LAYERS - 1)),
         "conv_L_cache": st.sampled_from([1, 3, 4]),
         "conv_bias": st.booleans(),
@@ -145,6 +149,10 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "num_dense_layers": st.integers(0, LAYERS + 1),
         "use_expert_bias": st.booleans(),
         "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
+        "full_attention_interval": st.integers(1, LAYERS + 1),
+        "linear_conv_kernel_dim": st.sampled_from([2, 4]),
+        "linear_key_head_dim": st.sampled_from([16, 24, 64]),
+        "linear_num_value_heads": st.sampled_from([8, 16, 48]),
         "bos_token_id": st.just(1),
         "eos_token_id": st.just([2, 3]),
         "dtype": st.just("bfloat16"),
@@ -184,6 +192,7 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
         )
         if not hasattr(found, "num_local_experts") and hasattr(found, "num_experts"):
             found.num_local_experts = found.num_experts
+        found.linear_heads_tiled = False  # a field of ours, for GGUF files
         found.layer_types = getattr(found, "layer_types", None) or []
         if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
             # It checks and completes the ropes of those types alone that some layer has.

@@ -340,7 +340,7 @@ def _delta_flags(whole: Any) -> dict[str, Any]:
         "key_dim": whole.linear_key_head_dim,
         "value_dim": whole.linear_value_head_dim,
         "taps": whole.linear_conv_kernel_dim,
-        "tiled": whole.linear_heads_tiled,
+        "tiled": getattr(whole, "linear_heads_tiled", False),  # which GGUF files alone are
     }
     return {"delta": delta}
 
@@ -445,7 +445,6 @@ _QWEN3_5 = Family(
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
-        "linear_heads_tiled": False,
     },
     biases=("attention_bias",),
     recurs=True,

@@ -626,6 +626,7 @@ impl DecoderLayer {
                 decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
             }
             Mixer::Delta(mixer) => {
+                let linears = [linears.mixer(0), linears.mixer(1)];
                 // SAFETY: the caller's promise.
                 decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
             }
@@ -740,7 +741,7 @@ impl<'a> Linears<'a> {
         })
     }
 
-    pub fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+    fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.mixer[number]).expect("types were checked with the shapes")
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.models.fused import RowOrder
 
 # Where the text model stands in a checkpoint that sees images too, older and newer spelling.
 _TEXT_PREFIXES = {
@@ -33,7 +34,7 @@ class TensorNames:
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()
         self._copies = frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self.fused_experts = FAMILIES[config.architecture].fused_experts
+        self.fused_experts: RowOrder | None = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.

@@ -81,6 +81,9 @@ def with_windows(window: int, *, num_full: int = 1) -> dict[str, Any]:
 # Blocks of 16 tokens hold the convolutions of two layers in a tensor, those of 8 one.
 LFM2 = {name: size for name, size in WIDE.items() if name != "head_dim"}
 
+# Heads of two sizes, which share blocks.
+GEMMA4 = WIDE | {"global_head_dim": 64}
+
 BLOCK = 16
 MAX_ANSWER = 64
 GRAMMARS = (
@@ -603,7 +606,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
     architectures = ["qwen3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
-    architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"]
+    architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "gemma4", "gemma4-large"]
     parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")
     parser.add_argument("--no-batch-invariant", action="store_true", help="to see it fail")
@@ -612,6 +615,8 @@ def main() -> None:
     shape = with_windows(arguments.window) if arguments.window else WIDE
     if arguments.architecture == "lfm2":
         shape = LFM2
+    if arguments.architecture.startswith("gemma4"):
+        shape = GEMMA4
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
             # Guesses meet experts too.

@@ -140,7 +140,15 @@ class World:
             shared_weight=self.choose.choice([None, _core.PackedLinear(self.cpu, 4, 1, "float32")]),
         )
         dense = self.choose.choice([dense, self.experts])
-        return _core.DecoderLayer(mixer=mixer, feed_forward=dense, **norms, norm_offset=1.0)
+        self.own_input = _core.OwnInput(gate=square, activation=gate, out=square, norm=at)
+        return _core.DecoderLayer(
+            mixer=mixer,
+            feed_forward=dense,
+            **norms,
+            norm_offset=1.0,
+            own_input=self.choose.choice([None, self.own_input]),
+            stream_scale=self.choose.choice([None, at]),
+        )
 
     def instances(self) -> list[Any]:
         """What methods are called on."""
@@ -269,6 +277,9 @@ class World:
             "rotations": lambda: self.some_list(lambda: (self.sound("address"),) * 2),
             "attentions": lambda: self.some_list(lambda: self.attention),
             "layer_groups": lambda: self.some_list(self.number),
+            "rotated": lambda: self.some_list(lambda: choose.choice([4, 8, 16])),
+            "makes": lambda: choose.choice(["all", "queries_and_keys", "queries"]),
+            "own_input": lambda: choose.choice([None, self.own_input]),
             "parts": lambda: self.some_list(self.number),
             "activations": lambda: choose.choice(["exact", "int8"]),
             "format": lambda: choose.choice(["Q4_0", "Q6_K"]),
@@ -283,7 +294,8 @@ class World:
             "cpu": lambda: self.cpu,
             "attention": lambda: self.attention,
             "dtype": lambda: choose.choice(["float32", "bfloat16"]),
-            "gate": lambda: choose.choice(["silu", "gelu_tanh"]),
+            "gate": lambda: choose.choice(["silu", "gelu_tanh", self.layer]),
+            "activation": lambda: choose.choice(["silu", "gelu_tanh"]),
             "threads": lambda: choose.choice(["single_writer", "shared", 1, 2]),
             "free_order": lambda: choose.choice(["append", "unhashed_first"]),
             "instructions": lambda: choose.choice([None, "portable"]),
@@ -410,6 +422,10 @@ ADDRESSES |= {
     "mlp_out_norm",
     "sinks",
     "selection_bias",
+    "value_norm",
+    "norm",
+    "stream_scale",
+    "own_inputs",
 }
 LINEARS = {"in_proj", "qkv", "gate_up", "down"}
 ARRAYS = {"first_pages", "indptr", "indices", "last_page_len", "slot_mapping"}

@@ -87,6 +87,11 @@ _QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _OWN_NAMES = {
     "granitemoe": _GRANITE_MOE_NAMES,
     "granitemoeshared": _GRANITE_MOE_NAMES,
@@ -102,10 +107,13 @@ _OWN_NAMES = {
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "olmo2": _OLMO_NAMES,
     "olmo3": _OLMO_NAMES,
-    "gemma3_text": {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
+    "gemma3_text": _GEMMA_NAMES,
+    "gemma4_text": _GEMMA_NAMES
+    | {
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "layer_scalar": "layer_output_scale",
     },
 }
 # Where a block's float16 scales stand, and the largest integer that each is multiplied by.
@@ -131,6 +139,9 @@ _TOP_LEVEL = {
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 
 
@@ -162,16 +173,17 @@ def write_gguf(
     _add_sizes(writer, model)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if getattr(config, "head_dim", None):
+    if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     _add_features(writer, architecture, config, rope)
-    if architecture == "gemma3" or pre == "sentencepiece":
+    if architecture in ("gemma3", "gemma4") or pre == "sentencepiece":
         _add_sentencepiece(writer)
     else:
         _add_tokenizer(writer, pre)
     for key, value in (tokenizer or {}).items():
         writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    scales = [one for one in model.named_buffers() if one[0].endswith("layer_scalar")]
+    for number, (name, parameter) in enumerate([*model.named_parameters(), *scales]):
         _add_tensor(writer, name, parameter, config, formats[number % len(formats)], number)
     for name, bias in model.named_buffers():
         if name.endswith("expert_bias"):
@@ -185,6 +197,9 @@ def write_gguf(
 
 def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
+    if config.model_type == "gemma4_text":
+        _add_gemma4(writer, config)
+        return
     if not config.model_type.startswith("lfm2"):
         if hasattr(config, "intermediate_size"):
             writer.add_feed_forward_length(config.intermediate_size)
@@ -251,6 +266,31 @@ def _add_gemma(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str
     writer.add_add_space_prefix(False)
     if config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    layers = range(config.num_hidden_layers)
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    shapes = [config.per_layer_config[i] for i in layers]
+    full = shapes[slides.index(False)]
+    wide = config.num_hidden_layers - config.num_kv_shared_layers
+    sizes = [config.intermediate_size * (1 if i < wide else 2) for i in layers]
+    writer.add_feed_forward_length(sizes if config.use_double_wide_mlp else sizes[0])
+    writer.add_head_count_kv([one.num_key_value_heads for one in shapes])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(full.head_dim)
+    writer.add_key_length_swa(shapes[slides.index(True)].head_dim)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    rope = config.rope_parameters["full_attention"]
+    turned = int(full.head_dim * rope["partial_rotary_factor"] / 2)
+    factors = np.where(np.arange(full.head_dim // 2) < turned, 1.0, 1e30)
+    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.add_add_space_prefix(False)
 
 
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -341,6 +381,7 @@ def _add_tensor(
         _add_experts(writer, name, parameter, config, matrix_format, seed)
         return
     name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
+    name = name.replace(".layer_scalar", ".layer_scalar.weight")
     module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
     has_offset = config.model_type.startswith(("gemma3", "qwen3_5"))
     if module in _TOP_LEVEL:
@@ -356,7 +397,7 @@ def _add_tensor(
     if target.endswith("ssm_a"):
         values = -np.exp(values)
     # A convolution of one input for each output is a matrix there, a linear of one output a vector.
-    flat = values.squeeze(1) if values.ndim == 3 else values.squeeze()
+    flat = values.squeeze(1) if values.ndim == 3 else np.atleast_1d(values.squeeze())
     is_matrix = values.ndim == 2 and flat.ndim == 2
     stored_format = gguf.GGMLQuantizationType[matrix_format if is_matrix else "F32"]
     stored = _stored(flat + offset, stored_format, seed)
@@ -366,10 +407,10 @@ def _add_tensor(
     if ".linear_attn." in name:
         read = _tiled(name, read, config, back=True)
     parameter.data = torch.from_numpy(read)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     part = target.rpartition(".")[2]
     if config.model_type in _PAIRED and part in heads:
-        stored = _permuted(stored, heads[part])
+        stored = _permuted(stored, getattr(config, heads[part]))
     writer.add_tensor(f"{target}.{kind}".rstrip("."), stored, raw_dtype=stored_format)
 
 

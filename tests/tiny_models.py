@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -160,6 +162,93 @@ _GRANITE4 = _GRANITE | {
     "num_local_experts": 0,
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
+}
+# Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
+# and 6 that of layer 2.
+_GEMMA4 = {
+    "num_hidden_layers": 7,
+    "layer_types": [*("sliding_attention",) * 2, "full_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+}
+# As the larger ones: fewer heads without a window, whose values are their keys; nothing is shared.
+_GEMMA4_LARGE = _GEMMA4 | {
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_SENSES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "audio_config": None,
+}
+_S, _F = "sliding_attention", "full_attention"
+_K_EQ_V = {"attention_k_eq_v": True, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+# What published files of the family say of their layers.
+GEMMA4_SHAPES: dict[str, dict[str, Any]] = {
+    name: {"architectures": ["Gemma4ForCausalLM"], **shape}
+    for name, shape in {
+        "E2B": {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": [*[_S] * 4, _F] * 7,
+        },
+        "E4B": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "layer_types": [*[_S] * 5, _F] * 7,
+        },
+        "31B": _K_EQ_V
+        | {
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "layer_types": [*[_S] * 5, _F] * 10,
+        },
+        "26B-A4B": _K_EQ_V
+        | {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "layer_types": [*[_S] * 5, _F] * 5,
+        },
+    }.items()
 }
 # Three layers of convolutions to two of attention.
 _LFM2 = {
@@ -318,6 +407,11 @@ WINDOWED: dict[str, Architecture] = {
     "olmo3": Architecture(Olmo3Config, _OLMO3),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
+    "gemma4": Architecture(Gemma4TextConfig, _GEMMA4),
+    "gemma4-large": Architecture(Gemma4TextConfig, _GEMMA4_LARGE),
+    "gemma4-vision": Architecture(
+        Gemma4Config, {"text_config": _GEMMA4, "tie_word_embeddings": True, **_GEMMA4_SENSES}
+    ),
     "gemma3-vision": Architecture(Gemma3Config, {"text_config": _GEMMA3, **_VISION}),
 }
 
@@ -363,7 +457,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    sees_images = isinstance(config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig)
+    sees_images = isinstance(
+        config, Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig | Gemma4Config
+    )
     return AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
 
 
@@ -414,9 +510,7 @@ def _stir(model: PreTrainedModel) -> None:
     # These norms multiply by their weight and 1.
     offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0.0
     with torch.no_grad():
-        for name, bias in model.named_buffers():
-            if name.endswith("expert_bias"):
-                bias.normal_(std=0.2)
+        _stir_buffers(model)
         for name, parameter in model.named_parameters():
             if name.endswith("linear_attn.norm.weight"):
                 parameter.uniform_(0.5, 1.5)
@@ -430,6 +524,24 @@ def _stir(model: PreTrainedModel) -> None:
                 parameter.normal_(std=0.5)
             else:
                 parameter.normal_(std=0.15)
+    if model.config.model_type.startswith("gemma4"):
+        _scale_queries(model)
+
+
+def _stir_buffers(model: PreTrainedModel) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(std=0.2)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+
+
+@torch.no_grad()
+def _scale_queries(model: PreTrainedModel) -> None:
+    """By norms, which do what others' scale of scores does."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            parameter.mul_(0.3)
 
 
 def save_tokenizer(folder: Path) -> None:

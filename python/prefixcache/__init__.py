@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
+    from prefixcache.engine.weights_push import weights_digest
     from prefixcache.llm import LLM
     from prefixcache.types.request import CacheOptions
     from prefixcache.types.retention_range import RetentionRange
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["LLM", "AsyncEngine", "CacheOptions", "RetentionRange", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CacheOptions",
+    "RetentionRange",
+    "SamplingParams",
+    "__version__",
+    "weights_digest",
+]
 
 _HOMES = {
     "AsyncEngine": "prefixcache.engine.async_engine",
@@ -26,6 +35,7 @@ _HOMES = {
     "LLM": "prefixcache.llm",
     "RetentionRange": "prefixcache.types.retention_range",
     "SamplingParams": "prefixcache.types.sampling_params",
+    "weights_digest": "prefixcache.engine.weights_push",
 }
 
 

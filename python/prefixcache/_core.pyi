@@ -850,8 +850,10 @@ class AttentionMixer:
         *,
         qkv: PackedLinear,
         gated: bool = False,
+        makes: Literal["all", "queries_and_keys", "queries"] | None = None,
         qk_norm: int | None = None,
         whole_norms: bool = False,
+        value_norm: int | None = None,
         sinks: int | None = None,
         out: PackedLinear,
         rope: int,
@@ -859,9 +861,13 @@ class AttentionMixer:
     ) -> AttentionMixer:
         """Attention with these linears, and a norm of queries and keys at this address.
 
-        It is of each head, or with `whole_norms` of all queries at once and all keys. `sinks` is
-        the address of a float32 a head. With `gated` outputs of `qkv` before those of queries are
-        gates, whose sigmoid multiplies what heads make.
+        It is of each head, or with `whole_norms` of all queries at once and all keys; `value_norm`
+        is that of values. `sinks` is the address of a float32 a head. With `gated` outputs of `qkv`
+        before those of queries are gates, whose sigmoid multiplies what heads make.
+
+        `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys
+        are the values too, neither normalised nor turned; or "queries" alone: keys and values are
+        then those of an earlier layer with the same cache.
 
         `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
         queries where it is another.
@@ -956,6 +962,23 @@ class ExpertsFeedForward:
         """
 
 @final
+class OwnInput:
+    """What takes a layer's own input into the stream, on the CPU."""
+
+    def __new__(
+        cls,
+        *,
+        gate: PackedLinear,
+        activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        out: PackedLinear,
+        norm: int,
+    ) -> OwnInput:
+        """What gates, made of the stream, let pass of the layer's own input.
+
+        It goes through a linear and the norm at this address.
+        """
+
+@final
 class DecoderLayer:
     """A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them."""
 
@@ -969,11 +992,14 @@ class DecoderLayer:
         feed_forward: DenseFeedForward | ExpertsFeedForward,
         mlp_out_norm: int | None = None,
         norm_offset: float,
+        own_input: OwnInput | None = None,
+        stream_scale: int | None = None,
     ) -> DecoderLayer:
         """A layer of these parts, and of norms at these addresses.
 
         `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
-        `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms.
+        `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms. In the
+        end comes `own_input`, and the stream is multiplied by the float32 at `stream_scale`.
         """
 
 @final
@@ -998,17 +1024,21 @@ class DecoderStack:
         x: int,
         kept_tokens: int | None = None,
         *,
-        rotated: int | None = None,
+        rotated: _Iterable[int] | None = None,
         states: _Iterable[tuple[int, int, int, int]] | None = None,
+        page_stride: int | None = None,
+        own_inputs: int | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
         In place. Layer i computes with `attentions[layer_groups[i]]`, over keys and values at
-        `caches[i]`. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a
-        row. They turn the first `rotated` numbers of a head, by default all. At the cache of a
-        convolution a block has the inputs of its last `kept_tokens` tokens, among those of others.
-        `states` has the parts of states, in their order: of which layer, in which group, where that
-        is in page 0, and how many float32 numbers.
+        `caches[i]`. A page of a cache begins `page_stride` numbers after the one before, by default
+        where that ends. Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers
+        a row. They turn the first `rotated` numbers of a head, one entry a rotation, by default
+        all. At the cache of a convolution a block has the inputs of its last `kept_tokens` tokens,
+        among those of others. `states` has the parts of states, in their order: of which layer, in
+        which group, where that is in page 0, and how many float32 numbers. `own_inputs` are dense
+        rows of what each layer with an `own_input` has, one layer after the other.
         """
 
 @final
@@ -1016,6 +1046,8 @@ class RowOps:
     """Norms, gates and rotary positions, row by row, of tensors of one type."""
 
     def __new__(cls, cpu: Cpu, dtype: _KernelDType) -> RowOps: ...
+    def softcap(self, x: int, rows: int, width: int, cap: float) -> None:
+        """Replace each number x of dense float32 rows by cap * tanh(x / cap)."""
     def rms_norm(
         self,
         x: int,

@@ -1,4 +1,4 @@
-"""A tiny random Gemma 3 through HTTP, from a GGUF file with its own kind of tokenizer."""
+"""A tiny random Gemma 3 and 4 through HTTP, from GGUF files with their own kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,33 @@ HI = {"role": "user", "content": "Hi"}
 FLAGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
+GEMMA3: dict[str, Any] = {"num_hidden_layers": 7, "layer_types": None, "sliding_window": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "3": ("gemma3", GEMMA3),
+    "3-pins": ("gemma3", GEMMA3),
+    "4": ("gemma4", {}),
+    "4-large-pins": ("gemma4-large", {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def variant(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Path:
+    architecture, arguments = MODELS[variant]
     place = tmp_path_factory.mktemp("gemma")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFIXCACHE_HOME", str(place / "home"))
-        model = make_model("gemma3", num_hidden_layers=7, layer_types=None, sliding_window=24)
+        model = make_model(architecture, **arguments)
         return resolve_model(str(write_gguf(place / "gemma.gguf", model)))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["anchors", "pins"])
-def app(folder: Path, request: pytest.FixtureRequest) -> Generator[Any, None, None]:
-    app, engine = serve_folder(folder, pin_swa_tokens=request.param, **FLAGS)
+@pytest.fixture(scope="module")
+def app(folder: Path, variant: str) -> Generator[Any, None, None]:
+    app, engine = serve_folder(folder, pin_swa_tokens=variant.endswith("pins"), **FLAGS)
     yield app
     engine.close()
 

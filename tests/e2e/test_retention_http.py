@@ -96,3 +96,24 @@ async def test_keys_over_their_budget_do_not_touch_a_third(tiny_checkpoint):
         assert counted["hints_demoted"] > USABLE
         assert counted["hinted_blocks"] <= 3 * 0.2 * USABLE
         assert await ask(client, [*PREFIX, 7], key="c") == (96, cold)
+
+
+async def test_a_group_keeps_its_prompt_until_its_last_request(tiny_checkpoint: Any) -> None:
+    """Of its own name and of `n`; others of that name under another key are another group."""
+    rules = AccessRules(api_keys=("a", "b"), admin_api_keys=("root",))
+    options = {"num_blocks": USABLE + 1, "access": {"rules": rules}, "retention_budget": 0.5}
+    async with served_folder(tiny_checkpoint(), **options) as (client, _):
+        group = {"group_id": "g", "group_size": 3}
+        await ask(client, PREFIX, **group)
+        await ask(client, PREFIX, key="b", **group)
+        assert (await stats(client))["hinted_blocks"] == len(PREFIX) // 16
+        await traffic(client, 2)
+        assert (await ask(client, PREFIX, **group))[0] == len(PREFIX) - 16
+        await ask(client, PREFIX, **group)
+        await ask(client, PREFIX, key="b", group_id="g")
+        assert (await stats(client))["hinted_blocks"] == len(PREFIX) // 16
+        await ask(client, PREFIX, key="b", group_id="g")
+        assert (await stats(client))["hinted_blocks"] == 0
+        _, choices = await ask(client, [3, *PREFIX], n=5)
+        assert len(choices) == 5
+        assert (await stats(client))["hinted_blocks"] == 0

@@ -21,10 +21,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from prefixcache import LLM, SamplingParams
-from prefixcache.engine.weights_push import weights_digest
+from prefixcache import LLM, SamplingParams, weights_digest
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.models import replaceable
 from prefixcache.models.checkpoint import read_checkpoint
+from prefixcache.models.conversion import quantize_folder
 from server_process import PREFIXCACHE, server_process
 from serving import MODEL, client_of, serve_folder
 
@@ -331,3 +332,48 @@ def test_kill_9_of_the_trainer_leaves_the_old_weights(
         until(lambda: not status()["is_open"])
         assert status()["staged_bytes"] == 0
         assert ask() == first
+
+
+def test_quantized_weights_take_numbers_in_their_own_format(
+    tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    old, new = tiny_checkpoint("qwen2"), tiny_checkpoint("qwen2", seed=1)
+    quantize_folder(old, tmp_path, "Q8_0")
+    chunks = chunks_of(tensors_of(new))
+    plain, llm, other = (make_llm(tmp_path, requantize=on) for on in (False, True, True))
+    first = answer(plain)
+    assert param_of(lambda: plain.receive_weights(chunks)) == "chunk"
+    assert answer(plain) == first
+    llm.receive_weights(chunks)
+    other.control.update_weights_from_disk(str(new))
+    assert answer(llm) == answer(other)
+    assert llm.control.weights_name == other.control.weights_name
+    assert llm.control.weights_name.startswith("quantized:")
+
+
+def test_weights_that_were_given_up_come_back_from_a_trainer(folders: tuple[Path, Path]) -> None:
+    llm, chunks = make_llm(folders[0]), chunks_of(tensors_of(folders[1]))
+    llm.control.sleep(2)
+    assert param_of(lambda: llm.receive_weights(chunks[:1], full=False)) == "full"
+    llm.receive_weights(chunks)
+    llm.control.wake_up()
+    assert answer(llm) == answer(make_llm(folders[1]))
+
+
+def test_an_update_that_breaks_off_while_it_is_written_leaves_whole_weights(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot by what is known of tensors; were it to, half of them must compute nothing."""
+    llm = make_llm(folders[0])
+    first, name = answer(llm), llm.control.weights_name
+    real = replaceable.copy_into
+
+    def broken(slots: Any, tensors: Any, names: Any) -> Any:
+        real(slots, list(tensors)[:5], names)
+        raise RuntimeError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replaceable, "copy_into", broken)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            llm.receive_weights(chunks_of(tensors_of(folders[1])))
+    assert (answer(llm), llm.control.weights_name) == (first, name)

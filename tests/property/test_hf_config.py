@@ -95,9 +95,8 @@ def _ropes(family: Family) -> dict[str, Any]:
 
 def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     family = FAMILIES[name]
-    others = "conv" if family.convolves else "sliding_attention"
-    others = "linear_attention" if family.recurs else others
-    types = st.sampled_from(["full_attention", others])
+    other = "conv" if family.convolves else "linear_attention" if family.recurs else None
+    types = st.sampled_from(["full_attention", other or "sliding_attention"])
     required = {field: _SHAPE[field] for field in family.required}
     sizes = {field: st.just(value) for field, value in _SHAPE.items() if field not in required}
     hidden = st.sampled_from([64, 66, 256])
@@ -150,6 +149,10 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
         "num_dense_layers": st.integers(0, LAYERS + 1),
         "use_expert_bias": st.booleans(),
         "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
+        "full_attention_interval": st.integers(1, LAYERS + 1),
+        "linear_conv_kernel_dim": st.sampled_from([2, 4]),
+        "linear_key_head_dim": st.sampled_from([16, 24, 64]),
+        "linear_num_value_heads": st.sampled_from([8, 16, 48]),
         "bos_token_id": st.just(1),
         "eos_token_id": st.just([2, 3]),
         "dtype": st.just("bfloat16"),
@@ -161,7 +164,8 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
     return given.map(lambda fields: {"architectures": [name], "mamba_n_heads": 1, **fields})
 
 
-_FILES = st.sampled_from(sorted(FAMILIES)).flatmap(_fields)
+# Gemma 4's class says nothing of heads but layer by layer: `test_models.py` compares it.
+_FILES = st.sampled_from([name for name in FAMILIES if "Gemma4" not in name]).flatmap(_fields)
 _WHOLE = "prefixcache.config.hf_config._whole"
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -187,6 +188,36 @@ def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path)
     with torch.inference_mode():
         exact = original(torch.tensor([tokens])).logits[0]
     assert (ours - exact).norm() / exact.norm() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["gemma4", "gemma4-large"])
+def test_a_gguf_file_of_gemma_4_means_the_model_it_was_made_from(
+    tmp_path: Path, architecture: str
+) -> None:
+    original = make_model(architecture)
+    file = write_gguf(tmp_path / "gemma.gguf", original, formats=("Q8_0", "Q4_1"))
+    folder = resolve_model(str(file))
+    config = ModelConfig.from_hf(folder)
+    assert config.layer_windows == (24, 24, None, 24, 24, None, None)
+    assert config.rope == RopeConfig(theta=1e3, kind="proportional", partial_rotary_factor=0.25)
+    assert config.keys_as_values == (architecture == "gemma4-large")
+    tokens = list(range(3, 103))
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    cpu = cpu_model(folder)
+    for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu)):
+        ours = driver.forward([(0, 0, tokens)])
+        assert (ours - exact).norm() / exact.norm() < 1e-5
+    if config.own_input_size:
+        table = cpu.slots["model.embed_tokens_per_layer.weight"]
+        assert table.kept_format() in ("Q8_0", "Q4_1")
+
+
+def test_experts_of_a_gguf_file_of_gemma_4_are_refused(tmp_path: Path) -> None:
+    with mock.patch("tiny_gguf._add_experts_shape", lambda writer, _: writer.add_expert_count(8)):
+        file = write_gguf(tmp_path / "gemma.gguf", make_model("gemma4-large"))
+    with pytest.raises(UnsupportedModelError, match="enable_moe_block True is not supported"):
+        ModelConfig.from_hf(resolve_model(str(file)))
 
 
 def test_the_largest_gemma_3_scales_attention_by_its_width(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from prefixcache._core import (
     DeltaMixer,
     DenseFeedForward,
     ExpertsFeedForward,
+    OwnInput,
     PackedLinear,
     PagedAttention,
     RowOps,
@@ -179,7 +180,7 @@ def linear(inputs: int, outputs: int, dtype: Any = "float32") -> PackedLinear:
 _, NUMBERS = zeros(4 * 2 * 2 * 16 * 16)
 
 
-_OF_ATTENTION = ("gated", "qk_norm", "query_rope", "sinks")
+_OF_ATTENTION = ("gated", "qk_norm", "query_rope", "sinks", "makes", "value_norm")
 
 
 def decoder_layer(**changed: Any) -> DecoderLayer:
@@ -248,7 +249,12 @@ def forward(layers: list[DecoderLayer], **changed: Any) -> None:
 @pytest.mark.parametrize("rotated", [0, 3, 18, 2**63])
 def test_more_of_a_head_is_turned_than_there_is(rotated: int) -> None:
     with pytest.raises(ValueError, match=f"rotated must be even, and from 2 to 16, not {rotated}"):
-        forward([decoder_layer()], rotated=rotated)
+        forward([decoder_layer()], rotated=[rotated, 16])
+
+
+def test_what_is_turned_is_said_for_each_rotation() -> None:
+    with pytest.raises(ValueError, match="rotated must have one for each of 2 rotations"):
+        forward([decoder_layer()], rotated=[16])
 
 
 def test_a_sound_stack_is_computed() -> None:
@@ -404,6 +410,64 @@ def shared() -> DenseFeedForward:
     return DenseFeedForward(gate_up=linear(4, 20), gate="silu", down=linear(10, 4))
 
 
+def own_input(**changed: Any) -> OwnInput:
+    """Two numbers of a token, which go into a stream of 4."""
+    sound: dict[str, Any] = {
+        "gate": linear(4, 2),
+        "activation": "gelu_tanh",
+        "out": linear(2, 4),
+        "norm": NUMBERS,
+    }
+    return OwnInput(**sound | changed)
+
+
+def test_layers_read_the_keys_of_others_in_their_place() -> None:
+    """With values that are keys, inputs of their own, and heads of two sizes in one tensor."""
+    large = PagedAttention(CPU, "float32", 2, 1, 32, 1.0)
+    large.plan(2, 16, **ARRAYS)
+    layers = [
+        decoder_layer(value_norm=NUMBERS, own_input=own_input(), stream_scale=NUMBERS),
+        decoder_layer(qkv=linear(4, 64), makes="queries"),
+        decoder_layer(qkv=linear(4, 96), makes="queries_and_keys", rope=1, own_input=own_input()),
+    ]
+    small = PagedAttention(CPU, "float32", 4, 2, 16, 1.0)
+    small.plan(2, 16, **ARRAYS)
+    forward(
+        layers,
+        attentions=[small, large],
+        layer_groups=[0, 0, 1],
+        rotated=[16, 32],
+        page_stride=2048,
+        own_inputs=NUMBERS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"makes": "queries"}, r"attentions\[0\] must have"),
+        ({"makes": "queries_and_keys"}, r"attentions\[0\] must have"),
+        ({"qkv": linear(4, 96)}, r"attentions\[0\] must have"),
+        ({"makes": "keys"}, 'makes must be "all" or "queries_and_keys" or "queries"'),
+        ({"value_norm": 0}, "value_norm must be the address of its numbers"),
+        ({"stream_scale": 0}, "stream_scale must be the address of its numbers"),
+        ({"own_input": own_input(norm=0)}, "norm must be the address of its numbers"),
+        ({"own_input": own_input(gate=linear(6, 2))}, r"layers\[0\] must have linears that fit"),
+        ({"own_input": own_input(out=linear(2, 6))}, r"layers\[0\] must have linears that fit"),
+        ({"own_input": own_input(out=linear(4, 4))}, r"layers\[0\] must have linears that fit"),
+    ],
+)
+def test_layers_that_have_less_or_more(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forward([decoder_layer(**changed)], own_inputs=NUMBERS)
+
+
+@pytest.mark.parametrize("own_inputs", [None, 0, NUMBERS + 2])
+def test_own_inputs_that_are_none(own_inputs: int | None) -> None:
+    with pytest.raises(ValueError, match="own_inputs must be"):
+        forward([decoder_layer(own_input=own_input())], own_inputs=own_inputs)
+
+
 def test_a_layer_may_have_experts() -> None:
     biased = experts(scores="sigmoid", selection_bias=NUMBERS, renormalise=1e-6, scale=2.0)
     fused = experts(gate_up=parted(4, [12] * 3), shared=shared())
@@ -483,8 +547,6 @@ def test_queries_of_a_rotation_that_is_none() -> None:
 
 
 OTHER_HEADS = PagedAttention(CPU, "float32", 4, 1, 16, 1.0)
-# As many numbers of queries, keys and values as the layer has, in heads of another size.
-LARGER_HEADS = PagedAttention(CPU, "float32", 2, 1, 32, 1.0)
 OTHER_TYPE = PagedAttention(CPU, "bfloat16", 4, 2, 16, 1.0)
 NO_STEP = PagedAttention(CPU, "float32", 4, 2, 16, 1.0)
 TWO_ROWS = {"qo_indptr": np.array([0, 2], np.int32), "slot_mapping": np.array([0, 1])}
@@ -499,7 +561,6 @@ OTHERS = r"attentions\[1\] must have"
         ({"attentions": []}, ValueError, "attentions must have one for each group"),
         ({"attentions": [planned(), 1]}, TypeError, r"attentions\[1\] must be a PagedAttention"),
         (TWO_GROUPS | {"attentions": [planned(), OTHER_HEADS]}, ValueError, OTHERS),
-        (TWO_GROUPS | {"attentions": [planned(), LARGER_HEADS]}, ValueError, OTHERS),
         (TWO_GROUPS | {"attentions": [planned(), OTHER_TYPE]}, ValueError, OTHERS),
         ({"attentions": [planned(), NO_STEP]}, RuntimeError, "no step is planned"),
         ({"attentions": [TWICE, TWICE]}, RuntimeError, "the attention is in use"),
@@ -509,8 +570,10 @@ OTHERS = r"attentions\[1\] must have"
         ({"layer_groups": [0, 2**63]}, ValueError, r"layer_groups\[1\] must be below 1"),
         ({"layer_groups": [0, "full"]}, TypeError, r"layer_groups\[1\] must be a whole number"),
         ({"caches": [NUMBERS] * 3}, ValueError, "caches must have one for each of 2 layers, not 3"),
-        ({"caches": [NUMBERS, 0]}, ValueError, "cache must be the address"),
-        ({"rotations": []}, ValueError, "rotations must have one for rope 1"),
+        ({"caches": [NUMBERS, 0]}, ValueError, "caches must be the address"),
+        ({"page_stride": 1023}, ValueError, "caches must not have rows that overlap"),
+        ({"page_stride": 2**62}, ValueError, "caches must not have more numbers than memory"),
+        ({"rotations": []}, ValueError, "rotations must have one for rope 0"),
         ({"rotations": [(NUMBERS, NUMBERS)]}, ValueError, "rotations must have one for rope 1"),
         ({"rotations": [NUMBERS]}, TypeError, r"rotations\[0\] must be a pair of the addresses"),
         ({"rotations": [(NUMBERS, -1)]}, ValueError, r"rotations\[0\] must be from 0"),

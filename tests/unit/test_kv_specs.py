@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from prefixcache.config.model_config import DeltaConfig, ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
-from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout
+from prefixcache.kv.specs import GroupKind, KVGroup, kv_layout, layer_places
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
+from tiny_models import GEMMA4_SHAPES
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -178,6 +180,51 @@ def test_no_two_convolutions_share_a_number_and_all_lie_in_their_block(
         kept = min(2 + most_refused, block_size) * 2048
         assert len(places) == len(set(places)) == len(group.layers) * kept
         assert {tensor for tensor, _ in taken} <= {*range(layout.num_tensors)}
+
+
+# Bfloat16, blocks of 16 tokens: what a block takes, layers of each group, what is not used.
+@pytest.mark.parametrize(
+    ("shape", "block_bytes", "groups", "unused"),
+    [
+        ("E2B", 98_304, [3, 6, 6], 0),
+        ("E4B", 262_144, [4, 7, 7, 6], 1 / 8),
+        ("31B", 1_310_720, [10, *[5] * 10], 0),
+        ("26B-A4B", 327_680, [5, *[2] * 12, 1], 15 / 70),
+    ],
+)
+def test_layers_of_two_sizes_share_blocks(
+    shape: str, block_bytes: int, groups: list[int], unused: float
+) -> None:
+    model = ModelConfig.from_hf(GEMMA4_SHAPES[shape])
+    layout = kv_layout(model)
+    assert [len(group.layers) for group in layout.groups] == groups
+    assert layout.num_tensors == 1
+    assert layout.bytes_per_block(16, 2) == block_bytes
+    assert layout.unused_share == pytest.approx(unused)
+    assert layout.groups[0].kind == "full"
+    places = layer_places(layout.groups)
+    for layer in range(model.num_layers):
+        group, number = places[layer]
+        assert layout.groups[group].layers[number] == model.kv_owner(layer)
+    for group in layout.groups:
+        parts = [group.part(number) for number in range(len(group.layers))]
+        ends = [0, *(part.stop for _, part in parts)]
+        assert [(tensor, part.start) for tensor, part in parts] == [(0, end) for end in ends[:-1]]
+        assert 2 * ends[-1] <= block_bytes
+
+
+def test_layers_that_read_the_kv_of_others_take_no_blocks() -> None:
+    model = replace(model_of((5, None, 5, 5, None, 5)), num_kv_readers=3)
+    layout = kv_layout(model)
+    assert [group.layers for group in layout.groups] == [(1,), (0,), (2,)]
+    assert [group.readers for group in layout.groups] == [((4, 1),), (), ((3, 2), (5, 2))]
+    assert layer_places(layout.groups) == [(1, 0), (0, 0), (2, 0), (2, 0), (0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_layer_that_reads_needs_one_of_its_kind_before(count: int) -> None:
+    with pytest.raises(FieldError, match="num_kv_readers must leave a layer before them"):
+        replace(model_of((None, None, 5)), num_kv_readers=count)
 
 
 def test_blocks_too_small_for_a_convolution_are_refused_by_name() -> None:

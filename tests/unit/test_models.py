@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from loaded import cpu_model
 from loaded import torch_model as load
@@ -18,7 +19,9 @@ from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
 from prefixcache.engine.build import build
+from prefixcache.exceptions import UnsupportedModelError
 from prefixcache.models.loader import choose_dtype
+from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import NamedTensor, copy_into
 from tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
 
@@ -62,7 +65,8 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
     torch.testing.assert_close(ours, reference(folder, tokens), atol=2e-4, rtol=1e-4)
 
 
-CHUNKED = ["qwen3", "qwen3-window", "gemma3", "lfm2", "lfm2-bias", "qwen3.5"]
+CHUNKED = ["qwen3", "qwen3-window", "gemma3", "gemma4", "gemma4-large"]
+CHUNKED += ["lfm2", "lfm2-bias", "qwen3.5"]
 
 
 @pytest.mark.parametrize("architecture", CHUNKED)
@@ -178,10 +182,27 @@ _GEMMA3_PARTS = [
 ]
 
 
+_GEMMA4_ROPE = RopeConfig(theta=1e3, kind="proportional", partial_rotary_factor=0.25)
+_GEMMA4_PARTS = [
+    {"activation": "silu"},
+    {"local_rope": None},
+    {"rope": RopeConfig(theta=1e3)},
+    {"rope": RopeConfig(theta=1e3, partial_rotary_factor=0.25)},
+    {"rope": dataclasses.replace(_GEMMA4_ROPE, partial_rotary_factor=0.5)},
+    {"embedding_scale": 1.0},
+    {"attention_scale": None},
+    {"value_norms": False},
+    {"logits_softcap": None},
+    {"layer_windows": (512, 512, None, 512, 512, None, None)},
+]
+
+
 @pytest.mark.parametrize(
     ("architecture", "left_out"),
     [
         *(("gemma3", part) for part in _GEMMA3_PARTS),
+        *(("gemma4", part) for part in _GEMMA4_PARTS),
+        ("gemma4-large", {"value_norms": False}),
         *(("granite", part) for part in _GRANITE_PARTS),
         *(("phi3", {"rope": dataclasses.replace(_PHI3_ROPE, **part)}) for part in _PHI3_PARTS),
         ("olmo3", {"local_rope": None}),
@@ -253,6 +274,92 @@ def test_no_parameter_can_be_left_out_unnoticed(
     worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
     assert len(slots) == count
     assert worst > 0.05
+
+
+# What a tensor is where a model leaves out what it is for.
+_GEMMA4_WEIGHTS = {
+    "layer_scalar": 1.0,
+    "embed_tokens_per_layer.weight": 0.0,
+    "per_layer_model_projection.weight": 0.0,
+    "per_layer_projection_norm.weight": 1.0,
+    "per_layer_input_gate.weight": 0.0,
+    "post_per_layer_input_norm.weight": 1.0,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("part", _GEMMA4_WEIGHTS)
+def test_own_inputs_and_scales_of_layers_cannot_be_left_out_unnoticed(tiny_checkpoint, form, part):
+    folder, tokens = tiny_checkpoint("gemma4"), prompt_of(100)
+    driver = driver_of(form, folder)
+    names = [name for name in driver.model.slots if name.endswith(part)]
+    for name in names:
+        slot = driver.model.slots[name]
+        slot.write(np.full(slot.shape, _GEMMA4_WEIGHTS[part], np.float32))
+    worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert len(names) == (7 if "layers" in names[0] else 1)
+    assert worst > 0.05
+
+
+def test_a_layer_that_reads_the_keys_of_another_than_it_should_is_found(tiny_checkpoint):
+    folder, tokens = tiny_checkpoint("gemma4"), prompt_of(100)
+    driver = driver_of("cpu", folder)
+    caches = driver._kernels.caches
+    assert (caches[4], caches[5], caches[6]) == (caches[3], caches[2], caches[2])
+    caches[4] = caches[0]  # of the same kind and block table
+    worst = (driver.forward([(0, 0, tokens)]) - reference(folder, tokens)).abs().max()
+    assert worst > 0.05
+
+
+_GEMMA4_FILE = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+}
+
+
+def test_a_file_of_gemma_4_means_what_transformers_makes_of_it() -> None:
+    """Without its layers, whose last one has no window, and in the newer spelling of heads."""
+    given: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    config = ModelConfig.from_hf(_GEMMA4_FILE | given)
+    theirs = Gemma4TextConfig(**_GEMMA4_FILE | given)
+    written = json.loads(theirs.to_json_string()) | {"architectures": ["Gemma4ForCausalLM"]}
+    assert "per_layer_config" in written
+    again = ModelConfig.from_hf(written)
+    assert config == dataclasses.replace(
+        again, eos_token_ids=(), bos_token_id=None, checkpoint_dtype=None
+    )
+    assert config.layer_windows == (*(512,) * 5, None, 512, None)
+    assert [config.heads_of(window) for window in (512, None)] == [(4, 256), (2, 512)]
+    assert config.rope_of(None) == RopeConfig(
+        theta=1e6, kind="proportional", partial_rotary_factor=0.25
+    )
+    assert config.rope_of(512) == RopeConfig(theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+        ({"enable_moe_block": True}, "enable_moe_block True"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config that is not of full"),
+        ({"per_layer_config": {"5": {"num_attention_heads": 8}}}, "per_layer_config that is not"),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config that is not of full"),
+    ],
+)
+def test_what_gemma_4_does_not_run_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_hf(_GEMMA4_FILE | given)
+
+
+def test_keys_of_layers_that_read_others_may_stand_in_a_checkpoint(tiny_checkpoint):
+    """As they do in published ones."""
+    names = TensorNames(ModelConfig.from_hf(tiny_checkpoint("gemma4-vision")))
+    kept, unread = (f"model.language_model.layers.{i}.self_attn.k_proj.weight" for i in (3, 4))
+    assert names.own(kept) == "model.layers.3.self_attn.k_proj.weight"
+    senses = ("vision_tower.a", "embed_vision.a", "audio_tower.a", "embed_audio.a")
+    assert [names.own(name) for name in (unread, *(f"model.{one}" for one in senses))] == [None] * 5
 
 
 def test_embeddings_are_scaled_in_the_models_type(tiny_checkpoint: TinyCheckpoint) -> None:

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from prefixcache.config.hf_config import FAMILIES, Family
+from prefixcache.config.model_config import ModelConfig
+from prefixcache.kv.specs import kv_layout
 from prefixcache.models.gguf.choice import PREFERRED
 from prefixcache.models.gguf.folder import ARCHITECTURES
 from prefixcache.models.gguf.header import DENSE_FORMATS
 from prefixcache.models.quantized import QUANT_FORMATS, quant_block_size
+from tiny_models import GEMMA4_SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 WINDOWS = {
@@ -37,7 +40,7 @@ SHAPES = {
 
 
 def has_experts(family: Family) -> str:
-    if "num_local_experts" in family.refused:
+    if {"num_local_experts", "enable_moe_block"} & {*family.refused}:
         return "refused"
     return "yes" if "num_experts_per_tok" in family.defaults else "no"
 
@@ -90,6 +93,27 @@ def table_of_shapes() -> Iterator[str]:
         yield rows(name, f"{num_bytes / 1024:,.1f} KiB", mebibytes)
 
 
+def table_of_gemma4() -> Iterator[str]:
+    names = ("Model", "Groups", "Bytes of a block", "Not used", "KV of 8192 tokens")
+    yield rows(*names, "Of that not used")
+    yield rows(*["---"] * 6)
+    for name, shape in GEMMA4_SHAPES.items():
+        layout = kv_layout(ModelConfig.from_hf(shape))
+        block = layout.bytes_per_block(16, 2)
+        pages = layout.most_pages(8192, 1, 16)
+        used = [len(group.layers) * group.part_numbers * 2 for group in layout.groups]
+        held = sum(pages) * block
+        lost = held - sum(count * size for count, size in zip(pages, used, strict=True))
+        yield rows(
+            name,
+            str(len(layout.groups)),
+            f"{block:,}",
+            f"{layout.unused_share:.1%}",
+            f"{held / 2**20:,.0f} MiB",
+            f"{lost / held:.1%}",
+        )
+
+
 def page() -> str:
     lines = [
         "# Models",
@@ -117,6 +141,12 @@ def page() -> str:
         "Layers with windows keep less where a sequence is longer than the window.",
         "",
         *table_of_shapes(),
+        "",
+        "Layers of Gemma 4 without a window have heads of 512 numbers, others of 256. A block of",
+        "16 tokens is cut into the parts of a group's layers, so that any block serves any group.",
+        "Layers that read the keys and values of another take nothing.",
+        "",
+        *table_of_gemma4(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -130,6 +130,17 @@ def test_a_group_ends_when_its_last_request_never_started() -> None:
     assert raised(cache) == 0
 
 
+def test_a_group_whose_answers_began_again_ends_too() -> None:
+    engine, _, cache = make_versioned_engine(num_blocks=65)
+    engine.add_request(request("a", PROMPTS[0], "g", 1))
+    for _ in range(3):
+        engine.step()
+    engine.control.begin_weight_update()
+    engine.control.end_weight_update()
+    run(engine, [])
+    assert raised(cache) == len(cache.prompt_groups) == 0
+
+
 def test_a_group_without_a_size_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     engine, _, cache = make_engine(num_blocks=65)
@@ -152,6 +163,20 @@ def test_a_prefix_of_two_groups_is_kept_until_both_end() -> None:
     assert raised(cache) == FULL // SIZE
     run(engine, [request("d", other, "h", 2)])
     assert raised(cache) == 0
+
+
+def test_what_is_remembered_of_groups_is_bounded() -> None:
+    """With a name for each request, and with one that never ends."""
+    engine, _, cache = make_engine(num_blocks=33, max_num_seqs=2)
+    for name in ("a", "b"):
+        for i in range(40):
+            group = name if name == "b" else f"{name}{i}"
+            run(engine, [request(f"{name}{i}", [1 + i, *PROMPTS[i % 8]], group)])
+            assert raised(cache) <= 33 * 0.2
+    groups = cache.prompt_groups
+    assert sum(len(one.blocks) for one in groups._prompts.values()) <= 33
+    assert len(groups._num_raising) <= 33
+    assert len(groups) <= 33 // (FULL // SIZE)
 
 
 def test_others_wait_for_a_part_of_a_large_group_alone() -> None:

@@ -49,7 +49,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.fixture(params=["smollm2", "llama-bias", "qwen2", "qwen3", "gemma3", "gemma3-vision"])
+FAMILIES = ["smollm2", "llama-bias", "qwen2", "qwen3", "gemma3", "gemma3-vision", "qwen3.5-vision"]
+
+
+@pytest.fixture(params=FAMILIES)
 def folders(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoint) -> tuple[Path, Path]:
     return tiny_checkpoint(request.param), tiny_checkpoint(request.param, seed=1)
 
@@ -87,7 +90,7 @@ def test_weights_in_chunks_after_they_were_given_up(folders: tuple[Path, Path]) 
     assert torch.equal(logits(model), expected(new))
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "gemma3", "gemma3-vision"])
+@pytest.mark.parametrize("architecture", ["smollm2", "gemma3", "gemma3-vision", "qwen3.5"])
 def test_a_state_dict_of_transformers_fits(tiny_checkpoint: Checkpoint, architecture: str) -> None:
     from transformers import AutoModelForCausalLM
 

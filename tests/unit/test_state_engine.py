@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from equality import WIDE
+from equality import GRAMMARS, WIDE
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.specs import GroupKind, KVGroup
 from prefixcache.runner.cpu.kv_memory import KVMemory
+from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -34,8 +36,16 @@ def built(folder: Path, num_blocks: int = 2000, **flags: object) -> BuiltEngine:
     return build(EngineConfig.from_flags(model=str(folder), device="cpu", **options), folder)
 
 
-def requested(name: str, prompt: list[int], num_tokens: int, **cache: bool) -> Request:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+def requested(
+    name: str, prompt: list[int], num_tokens: int, *, guided: bool = False, **cache: bool
+) -> Request:
+    params = SamplingParams(
+        max_tokens=num_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=0,
+        structured_output=GRAMMARS[1] if guided else None,
+    )
     return Request(
         request_id=name, prompt_token_ids=prompt, params=params, cache=CacheOptions(**cache)
     )
@@ -95,6 +105,15 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
 
 
+def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) -> None:
+    """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
+    said, _ = answer(built(folder), tokens(300))
+    large = built(folder, num_blocks=40, state_block_size=128)
+    assert len(large.engine._runner.kv.layout.groups) == 2
+    assert answer(large, tokens(300)) == (said, 0)
+    assert answer(large, tokens(300)) == (said, 256)
+
+
 def test_short_prompts_hit(folder: Path) -> None:
     engine = built(folder)
     said, _ = answer(engine, tokens(60))
@@ -141,6 +160,38 @@ def test_the_start_line_names_states(folder: Path, caplog: pytest.LogCaptureFixt
 def test_guesses_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(FieldError, match="speculate must be off for a model with states"):
         built(folder, speculate="prompt")
+
+
+def test_an_answer_waits_until_its_mask_is_known(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's token is computed meanwhile, and again where the mask came late."""
+    engine, known, late = built(folder), AnswerMatcher.is_known, list[bool]()
+    request = requested("a", tokens(40), 30, guided=True)
+    said = serve(engine, [request])["a"][0]
+
+    def unknown(matcher: AnswerMatcher) -> bool:
+        late.append(len(late) % 3 == 0)
+        return not late[-1] and known.__get__(matcher)
+
+    monkeypatch.setattr(AnswerMatcher, "is_known", property(unknown))
+    assert serve(built(folder), [request])["a"][0] == said
+    assert any(late)
+
+
+def test_a_token_that_is_computed_twice_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = requested("a", tokens(40), 30, guided=True)
+    said = serve(built(folder), [request])["a"][0]
+    words, asked = AnswerMatcher.words, list[None]()
+
+    def once_late(matcher: AnswerMatcher, seconds: float, unwanted: tuple[int, ...]) -> Any:
+        asked.append(None)
+        return None if len(asked) == 9 else words(matcher, 60, unwanted)
+
+    monkeypatch.setattr(AnswerMatcher, "words", once_late)
+    assert serve(built(folder), [request])["a"][0] != said
 
 
 @pytest.mark.parametrize("fault", ["late", "convolution", "exchanged"])

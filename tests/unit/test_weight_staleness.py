@@ -13,6 +13,7 @@ import pytest
 from fake_memory import lone_answer, make_versioned_engine
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.exceptions import FieldError, InvalidRequestError
+from prefixcache.kv.cache_manager import GroupKind
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import as_token_ids
@@ -79,9 +80,13 @@ class Server:
 
     def writers(self, name: str) -> list[int]:
         """The weights that computed the KV of each block that the request holds and hit."""
-        blocks = self.cache._sequences[name].block_table(0)
+        hits = self.cached[name] // SIZE
+        tables = [
+            self.cache._sequences[name].block_table(group)[:hits]
+            for group in range(len(self.cache.groups))
+        ]
         kv = self.runner._writers.reshape(-1, SIZE)
-        return [int(one) for block in blocks[: self.cached[name] // SIZE] for one in kv[block]]
+        return [int(one) for table in tables for block in table if block for one in kv[block]]
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +160,12 @@ def test_weights_whose_name_comes_back_find_nothing_mixed() -> None:
     assert server.cached["b"] == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_hit_outside_its_bound(seed: int) -> None:
+@pytest.mark.parametrize("groups", [("full",), ("full", ("sliding_window", 9))], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_hit_outside_its_bound(seed: int, groups: Sequence[GroupKind]) -> None:
     """With requests kept over updates, so that chains hold what several weights computed."""
     choose = random.Random(seed)
-    server = Server(staleness=3, num_blocks=40, max_num_batched_tokens=16)
+    server = Server(staleness=3, num_blocks=60, max_num_batched_tokens=16, groups=groups)
     prompts = [[choose.randrange(2) + 1 for _ in range(20)] for _ in range(4)]
     alone: dict[str, tuple[list[int], int]] = {}
     hit_old = 0
@@ -182,7 +188,9 @@ def test_nothing_is_hit_outside_its_bound(seed: int) -> None:
                 if most == 0:
                     alone[name] = (prompt, now)
         for name, (prompt, weights) in alone.items():
-            assert server.tokens[name] == lone_answer(prompt, len(server.tokens[name]), weights)
+            assert server.tokens[name] == lone_answer(
+                prompt, len(server.tokens[name]), weights, groups
+            )
         server.swap(now + 1, "keep")
     server.run()
     assert hit_old > 3

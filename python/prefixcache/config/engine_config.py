@@ -442,7 +442,7 @@ class SchedulerConfig(Checked):
         None,
         "Most tokens of a step.",
         "Scheduling",
-        shown="2048 on a CPU, 8192 on CUDA",
+        shown="2048 on a CPU, 8192 on CUDA, 512 where layers have states",
         metavar="<tokens>",
     )
     max_step_ms: NonNegativeFloat | None = flag(

@@ -8,7 +8,7 @@ numbers that no model has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
@@ -21,7 +21,7 @@ from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelErro
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 NumLayers = Annotated[PositiveInt, Le(1 << 16)]
 TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
 
@@ -91,6 +91,16 @@ _FIELDS: dict[str, Any] = {
     "num_dense_layers": Count,
     "use_expert_bias": bool,
     "routed_scaling_factor": PositiveFloat,
+    "global_head_dim": PositiveInt,
+    "num_global_key_value_heads": PositiveInt,
+    "per_layer_config": dict[str, dict[str, PositiveInt]],
+    "attention_k_eq_v": bool,
+    "num_kv_shared_layers": Count,
+    "use_double_wide_mlp": bool,
+    "hidden_size_per_layer_input": Count,
+    "vocab_size_per_layer_input": PositiveInt,
+    "final_logit_softcapping": PositiveFloat,
+    "use_bidirectional_attention": bool | str,
     "full_attention_interval": PositiveInt,
     "linear_conv_kernel_dim": PositiveInt,
     "linear_key_head_dim": PositiveInt,
@@ -163,6 +173,8 @@ class Family:
     `biases` are those it may have: others ignore what the file says. With `heads_divide_hidden` the
     hidden size must be a multiple of the heads, even where `head_dim` is given.
 
+    With `ends_full` the last layer has no window, whatever the file says of it.
+
     There are no windows; or one for all layers; or one `by_layer`, where layers are sliding but
     each `sliding_window_pattern`-th; or one for the layers from `max_window_layers` on, which
     `use_sliding_window` switches on; or one for layers that do not rotate, each
@@ -190,6 +202,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     heads_divide_hidden: bool = False
     windows: Literal["none", "one", "by_layer", "switched", "unrotated"] = "none"
+    ends_full: bool = False
     ropes_by_layer: bool = False
     convolves: bool = False
     recurs: bool = False
@@ -200,7 +213,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     fused_experts: Literal["turns", "halves"] | None = None
     quantization: str | None = None
-    rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)
+    rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)[:-1]
     rotates_partly: bool = False
 
 
@@ -273,8 +286,9 @@ def _granite_flags(whole: Any) -> dict[str, Any]:
     }
 
 
-def _granite_moe_flags(whole: Any, **more: Any) -> dict[str, Any]:
-    experts = _experts(whole, whole.intermediate_size, renormalise=True, **more)
+def _granite_moe_flags(whole: Any) -> dict[str, Any]:
+    shared = getattr(whole, "shared_intermediate_size", 0)
+    experts = _experts(whole, whole.intermediate_size, renormalise=True, shared_size=shared)
     return _granite_flags(whole) | experts
 
 
@@ -326,7 +340,7 @@ def _delta_flags(whole: Any) -> dict[str, Any]:
         "key_dim": whole.linear_key_head_dim,
         "value_dim": whole.linear_value_head_dim,
         "taps": whole.linear_conv_kernel_dim,
-        "tiled": whole.linear_heads_tiled,
+        "tiled": getattr(whole, "linear_heads_tiled", False),  # which GGUF files alone are
     }
     return {"delta": delta}
 
@@ -367,6 +381,58 @@ def _gemma3_flags(whole: Any) -> dict[str, Any]:
     }
 
 
+# Of a head that layers without a window have, and how a file spells it for each of them.
+_GLOBAL_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+def _gemma4_flags(whole: Any) -> dict[str, Any]:
+    if whole.use_bidirectional_attention == "all":
+        raise UnsupportedModelError(
+            "use_bidirectional_attention 'all' is not supported. Supported: none, 'vision'."
+        )
+    readers, inputs = whole.num_kv_shared_layers, whole.hidden_size_per_layer_input
+    wide = whole.intermediate_size * 2 if whole.use_double_wide_mlp and readers else None
+    return {
+        **_gemma4_heads(whole),
+        "keys_as_values": whole.attention_k_eq_v,
+        "qk_norm": True,
+        "value_norms": True,
+        "sandwich_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": whole.hidden_size**0.5,
+        "attention_scale": 1.0,
+        "num_kv_readers": readers,
+        "reader_intermediate_size": wide,
+        "own_input_size": inputs,
+        "own_input_vocab_size": whole.vocab_size_per_layer_input if inputs else 0,
+        "layer_scales": True,
+        "logits_softcap": whole.final_logit_softcapping,
+    }
+
+
+def _gemma4_heads(whole: Any) -> dict[str, Any]:
+    """Those of layers without a window, in either spelling."""
+    heads = whole.global_head_dim, None
+    if whole.attention_k_eq_v:
+        heads = whole.global_head_dim, whole.num_global_key_value_heads
+    if whole.per_layer_config is not None:
+        names = tuple(_GLOBAL_HEADS)
+        full = [i for i, kind in enumerate(whole.layer_types) if kind == FULL]
+        said = {int(i): values for i, values in whole.per_layer_config.items() if i.isdigit()}
+        same = {tuple(said.get(i, {}).get(name) for name in names) for i in full}
+        if len(same) > 1 or said.keys() - set(full) or any(_others(said, names)):
+            raise UnsupportedModelError(
+                "per_layer_config that is not of full-attention layers' heads, alike in all of "
+                "them, is not supported."
+            )
+        heads = next(iter(same), (None, None))
+    return {"full_head_dim": heads[0], "full_kv_heads": heads[1]}
+
+
+def _others(said: Mapping[int, Mapping[str, int]], names: tuple[str, ...]) -> Iterator[str]:
+    return (name for values in said.values() for name in values if name not in names)
+
+
 _QWEN3_5 = Family(
     model_type="qwen3_5_text",
     defaults={
@@ -379,7 +445,6 @@ _QWEN3_5 = Family(
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
-        "linear_heads_tiled": False,
     },
     biases=("attention_bias",),
     recurs=True,
@@ -444,6 +509,41 @@ _GEMMA3 = Family(
     sees_images=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     flags=_gemma3_flags,
+)
+_GEMMA4 = Family(
+    model_type="gemma4_text",
+    required=("hidden_size", "intermediate_size", "num_hidden_layers"),
+    defaults={
+        "vocab_size": 262_144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": None,
+    },
+    refused=("enable_moe_block",),
+    biases=("attention_bias",),
+    windows="by_layer",
+    ends_full=True,
+    ropes_by_layer=True,
+    sees_images=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    flags=_gemma4_flags,
+    rope_kinds=("default", "linear", "proportional"),
 )
 _MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _MINISTRAL3_ROPE = {
@@ -672,7 +772,6 @@ FAMILIES: dict[str, Family] = {
         _GRANITE_MOE,
         model_type="granitemoeshared",
         defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
-        flags=lambda whole: _granite_moe_flags(whole, shared_size=whole.shared_intermediate_size),
     ),
     # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
     "GraniteMoeHybridForCausalLM": Family(
@@ -733,6 +832,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
 }
 
 
@@ -964,6 +1065,8 @@ def _whole(family: Family, given: dict[str, Any]) -> SimpleNamespace:
     if family.windows == "switched" and not whole.use_sliding_window:
         whole.sliding_window = None
     whole.layer_types = given.get("layer_types") or _default_layer_types(family, whole)
+    if family.ends_full:
+        whole.layer_types = [*whole.layer_types[:-1], FULL]
     ropes = _ropes_of_types(whole, given) if family.ropes_by_layer else _one_rope(whole, given)
     original = "original_max_position_embeddings"
     if original in family.defaults and ropes["rope_type"] != "default":

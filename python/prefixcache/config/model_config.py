@@ -48,7 +48,8 @@ class RopeConfig(Checked):
     `attention_factor` lets YaRN derive it from `factor` and the two `mscale` values, LongRoPE from
     `factor`. LongRoPE divides a pair's frequency by its `short_factor`, or by its `long_factor`
     where there are no short ones: `ModelConfig.for_length` leaves those of one kind. Of a head the
-    first `partial_rotary_factor` are turned.
+    first `partial_rotary_factor` are turned; of a proportional one all, but the slowest pairs by
+    nothing.
     """
 
     theta: PositiveFloat = 10_000.0
@@ -66,6 +67,12 @@ class RopeConfig(Checked):
     short_factor: tuple[PositiveFloat, ...] = ()
     long_factor: tuple[PositiveFloat, ...] = ()
     partial_rotary_factor: PositiveFloat = 1.0
+
+    def rotated_of(self, head_dim: int) -> int:
+        """Numbers of a head that are turned: the first ones."""
+        if self.kind == "proportional":
+            return head_dim
+        return int(head_dim * self.partial_rotary_factor)
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
@@ -197,6 +204,14 @@ class ModelConfig(Checked):
     products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
     the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
+    Layers without a window have `full_kv_heads` and heads of `full_head_dim` where these are given,
+    and with `keys_as_values` no projection of values: these are keys before norm and rotation. With
+    `value_norms` each head of values is normalised. The last `num_kv_readers` layers have no
+    keys and values: they read those of the last layer before them with the same window, and their
+    MLP has `reader_intermediate_size` where it is given.
+    Each layer takes `own_input_size` numbers of a token from a table of `own_input_vocab_size`
+    tokens, where there are some; with `layer_scales` it multiplies the stream by a number in the
+    end. Logits x become `logits_softcap` * tanh(x / `logits_softcap`), where it is given.
     `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
     attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
     those that `delta` names.
@@ -236,6 +251,16 @@ class ModelConfig(Checked):
     sinks: bool = False
     output_gate: bool = False
     experts: ExpertsConfig | None = None
+    full_kv_heads: PositiveInt | None = None
+    full_head_dim: PositiveInt | None = None
+    keys_as_values: bool = False
+    value_norms: bool = False
+    num_kv_readers: Count = 0
+    reader_intermediate_size: PositiveInt | None = None
+    own_input_size: Count = 0
+    own_input_vocab_size: Count = 0
+    layer_scales: bool = False
+    logits_softcap: PositiveFloat | None = None
     residual_scale: PositiveFloat = 1.0
     logits_divisor: PositiveFloat = 1.0
     tie_word_embeddings: bool = False
@@ -247,11 +272,12 @@ class ModelConfig(Checked):
     def check_together(self) -> None:
         """Raises `ConfigError`."""
         known_architecture([self.architecture])
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})."
-            )
+        for kv_heads in (self.num_kv_heads, self.full_kv_heads or self.num_kv_heads):
+            if self.num_heads % kv_heads:
+                raise ConfigError(
+                    f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                    f"num_key_value_heads ({kv_heads})."
+                )
         if len(self.layer_windows) not in (0, self.num_layers):
             raise FieldError(
                 "layer_windows",
@@ -267,15 +293,23 @@ class ModelConfig(Checked):
             raise FieldError("residual_scale", "is for models with norms of the stream alone.")
         if self.query_growth and not self.rope.original_max_position:
             raise FieldError("query_growth", "needs original_max_position of the rope.")
-        self._check_rotation()
+        self._check_readers()
+        for window in dict.fromkeys(map(self.window_of, range(self.num_layers))):
+            self._check_rotation(self.rope_of(window), self.heads_of(window)[1])
 
-    def _check_rotation(self) -> None:
-        if self.head_dim % 2:
+    def _check_readers(self) -> None:
+        first = self.num_layers - self.num_kv_readers
+        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        if self.num_kv_readers and (first < 1 or set(windows[first:]) - set(windows[:first])):
             raise FieldError(
-                "head_dim", f"must be even for rotary embeddings, got {self.head_dim}."
+                "num_kv_readers", "must leave a layer before them of each kind that reads."
             )
-        rotated, rope = self.rotary_dim, self.rope
-        if not 0 < rotated <= self.head_dim or rotated % 2:
+
+    def _check_rotation(self, rope: RopeConfig, head_dim: int) -> None:
+        if head_dim % 2:
+            raise FieldError("head_dim", f"must be even for rotary embeddings, got {head_dim}.")
+        rotated = rope.rotated_of(head_dim)
+        if not 0 < rotated <= head_dim or rotated % 2:
             raise FieldError(
                 "partial_rotary_factor", f"must turn an even part of a head, not {rotated}."
             )
@@ -288,10 +322,27 @@ class ModelConfig(Checked):
         """The layers of the gated delta rule."""
         return () if self.delta is None else self.delta.layers
 
-    @property
-    def rotary_dim(self) -> int:
-        """Numbers of a head that are turned: the first ones."""
-        return int(self.head_dim * self.rope.partial_rotary_factor)
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens the layer sees, None for all."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    def heads_of(self, window: int | None) -> tuple[int, int]:
+        """Key-value heads, and numbers of a head, of layers with this window."""
+        if window is not None:
+            return self.num_kv_heads, self.head_dim
+        return self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
+
+    def rope_of(self, window: int | None) -> RopeConfig:
+        """What layers with this window rotate by, if they do."""
+        return self.rope if window is None or self.local_rope is None else self.local_rope
+
+    def kv_owner(self, layer: int) -> int:
+        """The layer whose keys and values this one reads: itself, or one before it."""
+        first = self.num_layers - self.num_kv_readers
+        if layer < first:
+            return layer
+        window = self.window_of(layer)
+        return max(one for one in range(first) if self.window_of(one) == window)
 
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The model that serves sequences of up to this many tokens.
@@ -428,7 +479,8 @@ def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
 def _rope(hf: HFConfig, layers: str) -> RopeConfig:
     values = hf.ropes[layers]
     rotated = values.get("partial_rotary_factor", 1.0)
-    if rotated != 1.0 and not FAMILIES[hf.architecture].rotates_partly:
+    may_be_partial = FAMILIES[hf.architecture].rotates_partly
+    if rotated != 1.0 and not may_be_partial and values["rope_type"] != "proportional":
         raise UnsupportedModelError(
             f"partial_rotary_factor {rotated} is not supported. Supported: 1.0."
         )

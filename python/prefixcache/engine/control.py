@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import parse_memory
+from prefixcache.engine.staged import StagedTensors
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
 from prefixcache.engine.weights_names import (
     Tags,
@@ -52,7 +53,6 @@ from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.events import CacheEvents
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.staged import StagedTensors
 from prefixcache.models.weights import listed
 from prefixcache.runner.base import ModelMemory, ModelWeights
 from prefixcache.scheduler.scheduler import Scheduler

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from prefixcache.config.checked import shown
+from prefixcache.engine.staged import StagedTensors, as_chunk
 from prefixcache.engine.weights_names import check_tag
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.models.arrays import given_array
-from prefixcache.models.staged import StagedTensors, as_chunk
 from prefixcache.types.modes import InFlightMode
 
 logger = logging.getLogger(__name__)

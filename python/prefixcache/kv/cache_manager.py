@@ -143,7 +143,7 @@ class CacheManager:
         self.num_resets = 0
         self.num_released_blocks = 0
         self._hints_expire = False
-        self.prompt_groups = PromptGroups(self._cache)
+        self.prompt_groups = PromptGroups(self._cache, max(num_blocks, max_blocks or 0))
         self._max_staleness = max_weight_staleness
         self._older: dict[str, _Older] = {}
         self._file: KeptFile | None = None

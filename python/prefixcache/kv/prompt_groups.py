@@ -22,8 +22,16 @@ from prefixcache.types.retention_range import TTL_PRIORITY
 
 GROUP_TTL = 300.0
 
-_Blocks = list[tuple[str, bytes]]
-"""An owner and the hash of a block, for each full block of a prompt."""
+_Name = tuple[str | None, ...]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What a group has raised: the blocks of a prompt, each an owner and a hash."""
+
+    owner: str
+    sequence: CoreSequence
+    blocks: list[tuple[str, bytes]]
 
 
 @dataclass(slots=True)
@@ -32,9 +40,7 @@ class _Group:
     size: int | None
     num_present: int = 0
     num_ended: int = 0
-    prompts: dict[bytes, tuple[CoreSequence, _Blocks]] = field(
-        default_factory=dict[bytes, tuple[CoreSequence, _Blocks]]
-    )
+    prompts: set[bytes] = field(default_factory=set[bytes])
 
     @property
     def has_ended(self) -> bool:
@@ -43,14 +49,26 @@ class _Group:
 
 
 class PromptGroups:
-    """The groups of one cache; `clock` tells seconds. One thread makes all calls."""
+    """The groups of one cache; `clock` tells seconds. One thread makes all calls.
 
-    def __init__(self, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> None:
+    Prompts of up to `most_blocks` blocks are remembered, so that they can end; beyond that those
+    that were noted first end at once.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        most_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cache = cache
+        self._most_blocks = most_blocks
         self._clock = clock
-        self._groups: dict[tuple[str | None, ...], _Group] = {}
-        self._idle: dict[tuple[str | None, ...], float] = {}  # by the time when they end
+        self._groups: dict[_Name, _Group] = {}
+        self._idle: dict[_Name, float] = {}  # by the time when they end
         self._members: dict[str, tuple[_Group, Request]] = {}
+        self._prompts: dict[tuple[_Name, bytes], _Prompt] = {}
+        self._num_blocks = 0
         self._num_raising: Counter[tuple[str, bytes]] = Counter()
 
     def __len__(self) -> int:
@@ -66,8 +84,9 @@ class PromptGroups:
             owner = f"{request.cache.retention_owner}\0groups"
             group = self._groups[named.name] = _Group(owner, named.size)
         self._idle.pop(named.name, None)
-        group.num_present += 1
-        self._members[request.request_id] = (group, request)
+        if request.request_id not in self._members:  # else its answer begins again
+            group.num_present += 1
+            self._members[request.request_id] = (group, request)
         end = len(request.prompt_token_ids)
         sequence.set_hints(group.owner, [(0, end, TTL_PRIORITY, GROUP_TTL)])
         return True
@@ -83,16 +102,26 @@ class PromptGroups:
                 self._note_raised(*self._members[request_id], sequences[request_id])
 
     def _note_raised(self, group: _Group, request: Request, sequence: CoreSequence) -> None:
+        assert request.group is not None
         count = len(request.prompt_token_ids) // self._cache.block_size
         hashes = sequence.block_hashes(0, count)
-        if hashes and hashes[-1] not in group.prompts:
-            blocks = [(group.owner, one) for one in hashes]
-            # A copy: the request's own sequence is hashed again under new weights.
-            kept = sequence.at_version(sequence.weight_version)
-            if kept is None:
-                return  # other weights have come since, and everything was forgotten
-            group.prompts[hashes[-1]] = (kept, blocks)
-            self._num_raising.update(blocks)
+        if not hashes or hashes[-1] in group.prompts:
+            return
+        # A copy: the request's own sequence is hashed again under new weights.
+        kept = sequence.at_version(sequence.weight_version)
+        if kept is None:
+            return  # other weights have come since, and everything was forgotten
+        prompt = _Prompt(group.owner, kept, [(group.owner, one) for one in hashes])
+        group.prompts.add(hashes[-1])
+        self._prompts[request.group.name, hashes[-1]] = prompt
+        self._num_blocks += count
+        self._num_raising.update(prompt.blocks)
+        while self._num_blocks > self._most_blocks:
+            name, last = next(iter(self._prompts))
+            self._groups[name].prompts.discard(last)
+            self._end_prompt(name, last)
+            if not self._groups[name].prompts and name in self._idle:
+                del self._idle[name], self._groups[name]
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """These requests have ended, whether they ever started or not."""
@@ -105,8 +134,8 @@ class PromptGroups:
         name = request.group.name
         group.num_present -= 1
         group.num_ended += 1
-        if group.has_ended:
-            self._end(self._groups.pop(name))
+        if group.has_ended or not (group.num_present or group.prompts):
+            self._end(name)
         elif not group.num_present:
             self._idle[name] = self._clock() + GROUP_TTL
 
@@ -116,15 +145,21 @@ class PromptGroups:
         while self._idle and next(iter(self._idle.values())) <= now:
             name = next(iter(self._idle))
             del self._idle[name]
-            self._end(self._groups.pop(name))
+            self._end(name)
 
-    def _end(self, group: _Group) -> None:
-        for sequence, blocks in group.prompts.values():
-            self._num_raising.subtract(blocks)
-            raised = next(
-                (place for place, one in enumerate(blocks) if not self._num_raising[one]),
-                len(blocks),
-            )
-            for one in blocks[raised:]:
-                del self._num_raising[one]
-            self._cache.end_hints(group.owner, sequence, raised)
+    def _end(self, name: _Name) -> None:
+        for last in self._groups.pop(name).prompts:
+            self._end_prompt(name, last)
+
+    def _end_prompt(self, name: _Name, last: bytes) -> None:
+        """Ends the hints of a prompt, but for what other prompts raise still."""
+        prompt = self._prompts.pop((name, last))
+        self._num_blocks -= len(prompt.blocks)
+        self._num_raising.subtract(prompt.blocks)
+        raised = next(
+            (place for place, one in enumerate(prompt.blocks) if not self._num_raising[one]),
+            len(prompt.blocks),
+        )
+        for one in prompt.blocks[raised:]:
+            del self._num_raising[one]
+        self._cache.end_hints(prompt.owner, prompt.sequence, raised)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from math import gcd, prod
+from typing import Literal, Protocol, TypeAlias
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError
@@ -26,10 +27,12 @@ class KVGroup:
     """Layers whose KV lives under the same block ids. `sliding_window` None is full attention.
 
     Where `conv_width` is given they are short convolutions over the window, of that many channels:
-    a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` of them share a
+    a block keeps the inputs of its last `kept_tokens` tokens. `layers_per_tensor` layers share a
     block's part of one tensor. Where `state_tensors` is given a block keeps states, in its parts of
     that many tensors: where those of a layer lie is said by the layout, and the layers are those
-    whose states begin here.
+    whose states begin here. `heads`, key-value heads and the numbers of one, are given where groups
+    differ in them: a layer then has `part_numbers` of a block. `readers` are pairs, a layer that
+    has no KV and the layer of the group whose KV it reads.
     """
 
     layers: tuple[int, ...]
@@ -38,6 +41,9 @@ class KVGroup:
     kept_tokens: int = 0
     layers_per_tensor: int = 1
     state_tensors: int = 0
+    heads: tuple[int, int] | None = None
+    part_numbers: int = 0
+    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def kind(self) -> GroupKind:
@@ -52,7 +58,7 @@ class KVGroup:
     def part(self, number: int) -> tuple[int, slice]:
         """The tensor of the group's layer of that number, and which of a block's numbers there."""
         tensor, place = divmod(number, self.layers_per_tensor)
-        size = self.conv_width * self.kept_tokens
+        size = self.conv_width * self.kept_tokens or self.part_numbers
         return tensor, slice(place * size, (place + 1) * size) if size else slice(None)
 
     def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> int:
@@ -86,8 +92,10 @@ class StatePart:
 class KVLayout:
     """A model's groups, in the order of their ids, and what is the same for all of attention.
 
-    Tensor j serves the j-th layers of every group, so any block can serve any group. `states` are
-    the parts of layers' states, in the order of their numbers.
+    Tensor j serves the j-th layers of every group, so any block can serve any group. Where layers
+    differ in their heads there is one tensor, of which a block has `num_kv_heads` times `head_dim`
+    keys and values a token for all of a group's layers. `states` are the parts of layers' states,
+    in the order of their numbers.
     """
 
     groups: tuple[KVGroup, ...]
@@ -104,6 +112,14 @@ class KVLayout:
     def num_padded(self) -> int:
         """Tensors of which a group's block uses nothing, over all groups."""
         return sum(self.num_tensors - group.num_tensors for group in self.groups)
+
+    @property
+    def unused_share(self) -> float:
+        """Of a block of every group, the share of the bytes that no layer of attention uses."""
+        groups = [one for one in self.groups if not (one.conv_width or one.state_tensors)]
+        own = (self.num_kv_heads, self.head_dim)
+        used = [len(group.layers) * prod(group.heads or own) for group in groups]
+        return 1 - sum(used) / (len(groups) * self.num_tensors * prod(own))
 
     @property
     def kinds(self) -> tuple[GroupKind, ...]:
@@ -156,26 +172,65 @@ def kv_layout(
     Raises `FieldError` where not even one convolution fits.
     """
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(model.layer_windows or (None,) * model.num_layers):
-        if layer not in model.conv_layers and layer not in model.state_layers:
-            kinds.setdefault(window, []).append(layer)
-    counts = [len(layers) for layers in kinds.values()]
-    size = max(counts) if max(counts) < _MOST_BY_FEWEST * min(counts) else min(counts)
-    in_order = sorted(kinds.items(), key=lambda kind: kind[0] is not None)
+    others = {*model.conv_layers, *model.state_layers}
+    for layer in range(model.num_layers):
+        if layer not in others and model.kv_owner(layer) == layer:
+            kinds.setdefault(model.window_of(layer), []).append(layer)
+    in_order = dict(sorted(kinds.items(), key=lambda kind: kind[0] is not None))
+    if len({model.heads_of(window) for window in kinds}) > 1:
+        return _layout_of_parts(model, in_order, block_size)
+    size = _group_size([len(layers) for layers in kinds.values()])
     groups = tuple(
-        KVGroup(layers, window) for window, all_of in in_order for layers in _deal(all_of, size)
+        KVGroup(layers, window, readers=_readers(model, layers))
+        for window, all_of in in_order.items()
+        for layers in _deal(all_of, size)
     )
     if model.conv_layers:
         kept = min(model.conv_taps - 1 + most_refused, block_size)
         groups += tuple(_convolutions(model, size, block_size, kept))
-    part = 2 * block_size * model.num_kv_heads * model.head_dim * itemsize // STATE_BYTES
+    heads = model.heads_of(next(iter(kinds)))
+    part = 2 * block_size * prod(heads) * itemsize // STATE_BYTES
     states = tuple(_states(model, len(groups), size, part))
-    return KVLayout(
-        groups + tuple(_state_groups(states, len(groups))),
-        model.num_kv_heads,
-        model.head_dim,
-        states,
+    return KVLayout(groups + tuple(_state_groups(states, len(groups))), *heads, states)
+
+
+def _group_size(kinds: Sequence[int]) -> int:
+    """What groups of all kinds have at most, of these sizes of all that is of one kind."""
+    return max(kinds) if max(kinds) < _MOST_BY_FEWEST * min(kinds) else min(kinds)
+
+
+def _layout_of_parts(
+    model: ModelConfig, kinds: Mapping[int | None, Sequence[int]], block_size: int
+) -> KVLayout:
+    """Groups of layers whose heads differ: a block is cut into the parts of a group's layers.
+
+    As many layers share a block as make groups of all kinds of about the same bytes.
+    """
+    heads = {window: model.heads_of(window) for window in kinds}
+    keys = {window: prod(of_layer) for window, of_layer in heads.items()}
+    size = _group_size([len(layers) * keys[window] for window, layers in kinds.items()])
+    size = max(size, *keys.values())
+    groups = tuple(
+        KVGroup(
+            layers,
+            window,
+            layers_per_tensor=len(layers),
+            heads=heads[window],
+            part_numbers=2 * block_size * keys[window],
+            readers=_readers(model, layers),
+        )
+        for window, all_of in kinds.items()
+        for layers in _deal(all_of, size // keys[window])
     )
+    head_dim = gcd(*(dims for _, dims in heads.values()))
+    most = max(len(group.layers) * keys[group.sliding_window] for group in groups)
+    return KVLayout(groups, most // head_dim, head_dim)
+
+
+def _readers(model: ModelConfig, layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The layers that read the KV of these, each with the one that it reads."""
+    owners = ((layer, model.kv_owner(layer)) for layer in range(model.num_layers))
+    return tuple((layer, owner) for layer, owner in owners if owner != layer and owner in layers)
 
 
 def _states(model: ModelConfig, group: int, num_tensors: int, most: int) -> Iterator[StatePart]:
@@ -222,13 +277,26 @@ def _convolutions(
         yield KVGroup(layers, model.conv_taps, model.hidden_size, kept_tokens, per_tensor)
 
 
-def layer_places(groups: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
-    """For each layer of a model its group, and its number in that group; `groups` are layers."""
-    places = {
-        layer: (index, number)
-        for index, layers in enumerate(groups)
-        for number, layer in enumerate(layers)
-    }
+class LayerGroup(Protocol):
+    """Layers that share a block table, and those that read their KV: see `KVGroup`."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those with KV."""
+        ...
+
+    @property
+    def readers(self) -> tuple[tuple[int, int], ...]:
+        """Those without."""
+        ...
+
+
+def layer_places(groups: Iterable[LayerGroup]) -> list[tuple[int, int]]:
+    """For each layer of a model the group of its KV, and the number of that in the group."""
+    places: dict[int, tuple[int, int]] = {}
+    for index, group in enumerate(groups):
+        places |= {layer: (index, number) for number, layer in enumerate(group.layers)}
+        places |= {reader: places[owner] for reader, owner in group.readers}
     return [places[layer] for layer in range(len(places))]
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.fused import RowOrder
 
-# Where the text model stands in a checkpoint that sees images too, older and newer spelling.
+# Where the text model stands in a checkpoint that sees or hears too, older and newer spelling.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_IMAGE_PREFIXES = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
+_SENSES = (
+    *("vision_tower", "multi_modal_projector", "visual", "embed_vision"),
+    *("audio_tower", "embed_audio"),
 )
+_SENSE_PREFIXES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _SENSES)
 # Layers that guess several tokens.
 _GUESSING_PREFIX = "mtp."
 
@@ -32,21 +34,28 @@ class TensorNames:
             f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.num_layers)
         }
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()
-        self._copies = frozenset(rotary | tied | {"model.rotary_emb.inv_freq"})
+        unread = {name for i in range(config.num_layers) for name in _unread(config, i)}
+        self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
         self.fused_experts: RowOrder | None = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.
 
-        None for what it does not read: parts that see images or guess, and copies of what is known
-        already.
+        None for what it does not read: parts that see, hear or guess, copies of what is known
+        already, and keys and values of layers that read those of another.
         """
         if self._sees_images:
-            if name.startswith((*_IMAGE_PREFIXES, _GUESSING_PREFIX)):
+            if name.startswith((*_SENSE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _text_name(name)
         return None if name in self._copies else name
+
+
+def _unread(config: ModelConfig, layer: int) -> Iterator[str]:
+    if config.kv_owner(layer) != layer:
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm"):
+            yield f"model.layers.{layer}.self_attn.{part}.weight"
 
 
 def _text_name(name: str) -> str:

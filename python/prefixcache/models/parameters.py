@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from prefixcache.models.rope import Rotation
 from prefixcache.models.weights import Slot
 
 EMBEDDING = "model.embed_tokens.weight"
+OWN_EMBEDDING = "model.embed_tokens_per_layer.weight"
+
+Makes: TypeAlias = Literal["all", "queries_and_keys", "queries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +103,23 @@ class VectorShape:
 class AttentionShape:
     """Attention over keys and values.
 
-    `qk_norm` has a row for each query and key head [H + K, D], of which those of queries share a
-    mean square, and those of keys, where it is whole; `rope` is the number of the keys' rotation
-    among the model's, `query_rope` that of the queries'. `sinks` names a number for each query
-    head, where there are some. Where it is `gated`, `qkv` makes a gate for each number that heads
-    make, before the queries, whose sigmoid multiplies that number.
+    `qkv` makes all of queries, keys and values, or queries and keys, of which values are made too,
+    or queries alone: keys and values are then those of an earlier layer. `qk_norm` has a row for
+    each query and key head [H + K, D], of which those of queries share a mean square, and those of
+    keys, where it is whole; with `value_norm` each head of values is normalised, without a weight.
+    `rope` is the number of the keys' rotation among the model's, `query_rope` that of the queries'.
+    `sinks` names a number for each query head, where there are some. Where it
+    is `gated`, `qkv` makes a gate for each number that heads make, before the queries, whose
+    sigmoid multiplies that number.
     """
 
+    kv_heads: int
+    head_dim: int
     qkv: LinearShape
+    makes: Makes
     gated: bool
     qk_norm: NormShape | None
+    value_norm: bool
     sinks: VectorShape | None
     out: LinearShape
     rope: int
@@ -243,11 +253,38 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerShape:
-    """A mixer, then a feed-forward, each with a residual connection.
+class OwnInputShape:
+    """What takes a layer's own input of I numbers into the stream.
 
-    Where there are norms, `input_norm` and `mlp_norm` are of what the two read, `mixer_out_norm`
-    and `mlp_out_norm` of what they add to the residual.
+    `gate` makes gates of the stream, `out` and `norm` what is added of what they let pass.
+    """
+
+    gate: LinearShape
+    activation: Activation
+    out: LinearShape
+    norm: NormShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnInputsShape:
+    """Where the layers' own inputs come from: L * I numbers of a token, layer by layer.
+
+    They are the sum of a row of `table`, scaled by the root of I, and of what `projection` makes of
+    the token's embedding, normalised by layer, over the root of 2.
+    """
+
+    table: LinearShape
+    projection: LinearShape
+    norm: NormShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """A mixer, then a feed-forward, each with a residual connection; then its own input, if any.
+
+    In the end the stream is multiplied by `scale`, where there is one. Where there are norms,
+    `input_norm` and `mlp_norm` are of what the two read, `mixer_out_norm` and `mlp_out_norm` of
+    what they add to the residual.
     """
 
     input_norm: NormShape | None
@@ -256,17 +293,33 @@ class LayerShape:
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
     mlp_out_norm: NormShape | None
+    own_input: OwnInputShape | None
+    scale: VectorShape | None
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """In the order in which a token passes them."""
-        return (*self.mixer.linears, *self.feed_forward.linears)
+        own = self.own_input
+        after = () if own is None else (own.gate, own.out)
+        return (*self.mixer.linears, *self.feed_forward.linears, *after)
 
     @property
     def norms(self) -> Iterator[NormShape]:
         """Those that there are, in the order in which a token passes them."""
         mixer = (self.input_norm, *self.mixer.norms, self.mixer_out_norm)
-        return filter(None, (*mixer, self.mlp_norm, self.mlp_out_norm))
+        own = None if self.own_input is None else self.own_input.norm
+        return filter(None, (*mixer, self.mlp_norm, self.mlp_out_norm, own))
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        scale = {} if self.scale is None else {self.scale.name: (self.scale.width,)}
+        experts = self.feed_forward
+        return (
+            self.mixer.others
+            | scale
+            | (experts.others if isinstance(experts, ExpertsShape) else {})
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +328,7 @@ class DecoderShape:
 
     layers: tuple[LayerShape, ...]
     rotations: tuple[Rotation, ...]
+    own_inputs: OwnInputsShape | None
     norm: NormShape
     head: LinearShape
 
@@ -288,6 +342,7 @@ class DecoderShape:
         return cls(
             layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
             rotations=rotations,
+            own_inputs=_own_inputs(config) if config.own_input_size else None,
             norm=NormShape(config.hidden_size, {f"model.{_names(config).get('norm', 'norm')}": 1}),
             head=LinearShape(config.hidden_size, {name: config.vocab_size}),
         )
@@ -295,6 +350,8 @@ class DecoderShape:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape that each of the checkpoint's tensors must have."""
         found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.head.outputs, self.head.inputs)}
+        if self.own_inputs is not None:
+            found[OWN_EMBEDDING] = (self.own_inputs.table.outputs, self.own_inputs.table.inputs)
         for linear in self._linears():
             for name, rows in linear.parts.items():
                 found[f"{name}.weight"] = (rows, linear.inputs)
@@ -303,20 +360,22 @@ class DecoderShape:
         for norm in self._norms():
             found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
         for layer in self.layers:
-            found |= layer.mixer.others
-            if isinstance(layer.feed_forward, ExpertsShape):
-                found |= layer.feed_forward.others
+            found |= layer.others
         return found
 
     def _linears(self) -> Iterator[LinearShape]:
         for layer in self.layers:
             yield from layer.linears
+        if self.own_inputs is not None:
+            yield self.own_inputs.projection
         if "" not in self.head.parts:
             yield self.head
 
     def _norms(self) -> Iterator[NormShape]:
         for layer in self.layers:
             yield from layer.norms
+        if self.own_inputs is not None:
+            yield self.own_inputs.norm
         yield self.norm
 
 
@@ -336,6 +395,28 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
         feed_forward=_feed_forward(config, layer, prefix),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
+        own_input=_own_input(config, prefix) if config.own_input_size else None,
+        scale=VectorShape(f"{prefix}.layer_scalar", 1) if config.layer_scales else None,
+    )
+
+
+def _own_input(config: ModelConfig, prefix: str) -> OwnInputShape:
+    hidden, size = config.hidden_size, config.own_input_size
+    return OwnInputShape(
+        gate=LinearShape(hidden, {f"{prefix}.per_layer_input_gate": size}),
+        activation=config.activation,
+        out=LinearShape(size, {f"{prefix}.per_layer_projection": hidden}),
+        norm=NormShape(hidden, {f"{prefix}.post_per_layer_input_norm": 1}),
+    )
+
+
+def _own_inputs(config: ModelConfig) -> OwnInputsShape:
+    hidden, size = config.hidden_size, config.own_input_size
+    width = config.num_layers * size
+    return OwnInputsShape(
+        table=LinearShape(width, {"": config.own_input_vocab_size}),
+        projection=LinearShape(hidden, {"model.per_layer_model_projection": width}),
+        norm=NormShape(size, {"model.per_layer_projection_norm": 1}),
     )
 
 
@@ -346,16 +427,27 @@ def _mixer(
         return _conv(config, prefix)
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
-    return _attention(config, prefix, ropes)
+    return _attention(config, layer, prefix, ropes)
 
 
 def _names(config: ModelConfig) -> Mapping[str, str]:
     return FAMILIES[config.architecture].names
 
 
-def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> AttentionShape:
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    counts = dict(zip("qkv", (heads, kv_heads, kv_heads), strict=True))
+def _makes(config: ModelConfig, layer: int) -> Makes:
+    if config.kv_owner(layer) != layer:
+        return "queries"
+    keys_as_values = config.keys_as_values and config.window_of(layer) is None
+    return "queries_and_keys" if keys_as_values else "all"
+
+
+def _attention(
+    config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
+) -> AttentionShape:
+    heads, (kv_heads, head_dim) = config.num_heads, config.heads_of(config.window_of(layer))
+    makes = _makes(config, layer)
+    parts = {"all": "qkv", "queries_and_keys": "qk", "queries": "q"}[makes]
+    counts = {one: heads if one == "q" else kv_heads for one in parts}
     hidden, names = config.hidden_size, _names(config)
     pieces: dict[str, Pieces] = {}
     if config.output_gate:
@@ -367,12 +459,17 @@ def _attention(config: ModelConfig, prefix: str, ropes: tuple[int, ...]) -> Atte
     q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
     k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
     out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
+    normed = {q_norm: heads} | ({} if makes == "queries" else {k_norm: kv_heads})
     return AttentionShape(
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         qkv=LinearShape(hidden, qkv, config.qkv_bias, pieces),
+        makes=makes,
         gated=config.output_gate,
-        qk_norm=NormShape(head_dim, {q_norm: heads, k_norm: kv_heads}, whole=config.whole_qk_norms)
+        qk_norm=NormShape(head_dim, normed, whole=config.whole_qk_norms)
         if config.qk_norm
         else None,
+        value_norm=config.value_norms and makes != "queries",
         sinks=VectorShape(f"{prefix}.self_attn.sinks", heads) if config.sinks else None,
         out=LinearShape(heads * head_dim, {out: hidden}, config.output_bias),
         rope=ropes[0],
@@ -412,7 +509,10 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
 
 def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
     if config.experts is None or layer in config.experts.dense_layers:
-        return _dense(config, prefix, config.intermediate_size, _names(config))
+        size = config.intermediate_size
+        if config.kv_owner(layer) != layer:
+            size = config.reader_intermediate_size or size
+        return _dense(config, prefix, size, _names(config))
     return _experts(config, config.experts, prefix)
 
 
@@ -464,11 +564,12 @@ def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
     """Those of a layer's keys and of its queries."""
+    window = config.window_of(layer)
+    rope = config.rope_of(window)
+    rotated = rope.rotated_of(config.heads_of(window)[1])
     if layer in config.unrotated_layers:
-        return Rotation(None), Rotation(None)
-    has_window = bool(config.layer_windows) and config.layer_windows[layer] is not None
-    rope = config.local_rope if has_window and config.local_rope is not None else config.rope
-    return Rotation(rope), Rotation(rope, config.query_growth)
+        return Rotation(None, rotated=rotated), Rotation(None, rotated=rotated)
+    return Rotation(rope, rotated=rotated), Rotation(rope, config.query_growth, rotated)
 
 
 class WritableLinear(Protocol):

@@ -26,11 +26,13 @@ _CHUNK = 4096
 class Rotation:
     """How a layer turns its queries or its keys: by a rope, or not at all where there is none.
 
-    With a `growth` it scales them too, by 1 + growth * ln(1 + position // original context).
+    It turns `rotated` numbers of a head. With a `growth` it scales them too, by
+    1 + growth * ln(1 + position // original context).
     """
 
     rope: RopeConfig | None
     growth: float = 0.0
+    rotated: int = 0
 
     def tables(self, head_dim: int, max_positions: int) -> tuple[Angles, Angles]:
         """Cosines and sines of every position, [P, R] each, with what they scale by."""
@@ -111,6 +113,12 @@ def _longrope(config: RopeConfig, inverse_R: Angles) -> tuple[Angles, float]:
     return inverse_R / factors_R, magnitude
 
 
+def _proportional(config: RopeConfig, inverse_R: Angles) -> tuple[Angles, float]:
+    """The slowest pairs are not turned."""
+    turned = int(config.partial_rotary_factor * 2 * len(inverse_R) // 2)
+    return np.where(np.arange(len(inverse_R)) < turned, inverse_R / config.factor, 0.0), 1.0
+
+
 def _yarn_pair(config: RopeConfig, turns: float, head_dim: int) -> float:
     """The (fractional) pair that makes `turns` turns within the original context."""
     wavelength = config.original_max_position / (turns * 2 * math.pi)
@@ -136,4 +144,5 @@ _SCALINGS: dict[str, _Scaling] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

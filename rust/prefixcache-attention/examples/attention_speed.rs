@@ -46,7 +46,7 @@ fn speed<E: KvElement>(form: Form, team: &Team, name: &str, start: usize, count:
     let best = (0..if count > 100 { 12 } else { 200 })
         .map(|_| {
             let begun = Instant::now();
-            let (cache, queries) = (Rows::new(&cache, BLOCK * 64), Rows::new(&queries, 576));
+            let (cache, queries) = (Rows::new(&cache, 2 * BLOCK * 192), Rows::new(&queries, 576));
             attend(
                 form,
                 team,

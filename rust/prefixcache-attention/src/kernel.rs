@@ -13,7 +13,7 @@ use crate::state::{Sight, Workspace};
 
 /// Attends from each query to the keys of its sequence up to its own position.
 ///
-/// `queries` and `out` are [T, H * D]; `cache` is [P * 2 * K, B * D], as [`crate::append`] fills it.
+/// `queries` and `out` are [T, H * D]; `cache` is [P, 2 * K * B * D], as [`crate::append`] fills it.
 /// Where there are `sinks`, each head has one: a score, not scaled, of a key whose value is zero.
 ///
 /// # Errors
@@ -36,17 +36,14 @@ pub fn attend<E: KvElement>(
     assert_eq!(out.shape(), (plan.num_queries(), width), "shape of out");
     assert_eq!(
         cache.width(),
-        plan.block_size() * attention.head_dim,
+        2 * kv_heads * plan.block_size() * attention.head_dim,
         "width of the cache"
     );
     assert!(
         sinks.is_none_or(|sinks| sinks.len() == attention.heads),
         "sinks"
     );
-    assert!(
-        cache.rows() >= plan.num_pages() * 2 * kv_heads,
-        "rows of the cache"
-    );
+    assert!(cache.rows() >= plan.num_pages(), "rows of the cache");
     let tasks = plan.tasks();
     team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
@@ -203,10 +200,10 @@ impl<E: KvElement> QueryRun<'_, E> {
     fn numbers(&self, position: usize, count: usize) -> (*const E, *const E) {
         let (dims, kv_heads) = (self.attention.head_dim, self.attention.kv_heads);
         let (page, offset) = self.plan.place(self.task, position);
-        let row = page * 2 * kv_heads + self.kv_head;
-        let part = offset * dims..(offset + count) * dims;
-        let keys = self.cache.row(row)[part.clone()].as_ptr();
-        (keys, self.cache.row(row + kv_heads)[part].as_ptr())
+        let (page, size) = (self.cache.row(page), self.plan.block_size());
+        let part = |head| &page[(head * size + offset) * dims..][..count * dims];
+        let (keys, values) = (part(self.kv_head), part(self.kv_head + kv_heads));
+        (keys.as_ptr(), values.as_ptr())
     }
 
     /// Packs those keys and values of the tile; zeros stand for the others.

@@ -12,7 +12,8 @@
 //! rounded to the type of the values before they are multiplied; all sums are `f32`.
 //!
 //! Letters of shapes: T tokens in the step, S sequences, H query heads, K key-value heads, D head
-//! size, P pages (blocks), B tokens a block. The cache of a layer is [P, 2, K, B * D].
+//! size, P pages (blocks), B tokens a block. The cache of a layer is [P, 2 * K * B * D]: its part of each
+//! page, which others may share.
 
 mod conv;
 mod delta;

@@ -1,7 +1,7 @@
 //! The paged cache: where its numbers stand, writing tokens to it, and packing a tile of it.
 //!
-//! A layer's cache is a matrix of P * 2 * K rows: a block's keys of each head, then its values of
-//! each head, B * D numbers a row. Blocks of whole groups of 16 tokens hold each group as the dot
+//! A layer's cache is a matrix of P rows: a block's keys of each head, then its values of each head,
+//! B * D numbers a head. Rows may lie apart, so that layers share the memory of a block. Blocks of whole groups of 16 tokens hold each group as the dot
 //! products read it, so that a step reads the cache and copies nothing:
 //!
 //! - keys by word, then by token: the words w of 16 tokens are adjacent;
@@ -10,6 +10,8 @@
 //! Other blocks hold their tokens one after the other, and are packed tile by tile.
 
 use prefixcache_cpu::{Bf16, Element, Lanes, Rows, RowsMut};
+
+use crate::Plan;
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
@@ -31,35 +33,27 @@ pub(crate) fn holds_groups(block_size: usize) -> bool {
 /// The shapes do not fit, or a slot lies outside the cache.
 pub fn append<E: Element>(
     cache: &RowsMut<'_, E>,
-    block_size: usize,
+    plan: &Plan,
     slots: &[i64],
     keys: Rows<'_, E>,
     values: Rows<'_, E>,
 ) {
-    let dims = cache.width() / block_size;
-    let heads = keys.width() / dims;
-    assert_eq!(cache.width(), block_size * dims, "width of the cache");
-    assert_eq!(
-        keys.shape(),
-        (slots.len(), heads * dims),
-        "shape of the keys"
-    );
-    assert_eq!(
-        values.shape(),
-        (slots.len(), heads * dims),
-        "shape of the values"
-    );
+    let (attention, block_size) = (plan.attention(), plan.block_size());
+    let (heads, dims) = (attention.kv_heads(), attention.head_dim());
+    let (page, shape) = (block_size * dims, (slots.len(), heads * dims));
+    assert_eq!(cache.width(), 2 * heads * page, "width of the cache");
+    assert_eq!(keys.shape(), shape, "shape of the keys");
+    assert_eq!(values.shape(), shape, "shape of the values");
     for (token, &slot) in slots.iter().enumerate() {
         let slot = usize::try_from(slot).expect("slots are not negative");
         let (block, offset) = (slot / block_size, slot % block_size);
         let heads_of = |row| keys_and_values(keys.row(row), values.row(row), dims);
         for (head, (key, value)) in heads_of(token).enumerate() {
-            let row = block * 2 * heads + head;
-            // SAFETY: this thread alone writes, and the parts are different rows.
+            // SAFETY: this thread alone writes, and the parts do not overlap.
             let (key_page, value_page) = unsafe {
                 (
-                    cache.part(row, 0, cache.width()),
-                    cache.part(row + heads, 0, cache.width()),
+                    cache.part(block, head * page, page),
+                    cache.part(block, (head + heads) * page, page),
                 )
             };
             if holds_groups(block_size) {

@@ -4,6 +4,8 @@
 #[path = "../../prefixcache-cpu/tests/common/noise.rs"]
 mod noise;
 
+use std::slice::from_ref;
+
 use noise::noise;
 use prefixcache_attention::{
     Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, Plan, StatePart, delta_rule,
@@ -311,13 +313,13 @@ fn a_full_block_is_never_written_again() {
         let team = Team::new(2).expect("threads");
         let sequence: Vec<f32> = noise(1, 12 * heads.inputs());
         let mut layer = Layer::new(heads, 4);
-        let whole = layer.step(form, &team, &[sequence.clone()], &[(0, 0, 12)]);
+        let whole = layer.step(form, &team, from_ref(&sequence), &[(0, 0, 12)]);
         let page = Layer::page(0, 0, 1) as usize;
         let width = layer.parts[0].1 + OTHERS;
         let kept = layer.parts[0].0[page * width..][..width].to_vec();
         let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         for chunk in [(0, 8, 12), (0, 8, 9)] {
-            let again = layer.step(form, &team, &[sequence.clone()], &[chunk]);
+            let again = layer.step(form, &team, from_ref(&sequence), &[chunk]);
             assert_eq!(again, whole[8 * heads.values()..][..again.len()]);
         }
         assert_eq!(

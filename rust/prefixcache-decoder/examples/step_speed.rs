@@ -8,7 +8,7 @@
 use prefixcache_attention::{Attention, BlockTables, Plan};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_decoder::{
-    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Mixer, Rotation, Scratch, Step,
+    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Makes, Mixer, Rotation, Scratch, Step,
 };
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use prefixcache_ops::{Activations, Format, PackedLinear};
@@ -202,8 +202,8 @@ fn measure(
         let begun = seconds(model.team.threads());
         let mut x = RowsMut::new(&mut x, HIDDEN);
         for (layer, cache) in decoder.iter().zip(&mut caches) {
-            let mut cache = RowsMut::new(cache, BLOCK * DIMS);
-            step.forward(layer, &mut cache, &mut x, &mut scratch)
+            let mut cache = RowsMut::new(cache, 2 * KV_HEADS * BLOCK * DIMS);
+            step.forward(layer, &mut cache, None, &mut x, &mut scratch)
                 .expect("memory");
         }
         let last = x.read().row(rows - 1).repeat(sequences);
@@ -234,9 +234,11 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
         input_norm: Some(norm),
         mixer: Mixer::Attention(AttentionMixer {
             qkv: &linears.qkv,
+            makes: Makes::All,
             gated: false,
             qk_norm: None,
             key_norm: None,
+            value_norm: None,
             sinks: None,
             out: &linears.out,
             group: 0,
@@ -251,5 +253,7 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
             down: &linears.down,
         }),
         mlp_out_norm: None,
+        own_input: None,
+        scale: None,
     }
 }

@@ -18,15 +18,16 @@ use prefixcache_attention::{KvElement, Plan};
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 use prefixcache_ops::PackedLinear;
-use prefixcache_ops::rowwise::{RmsNorm, rms_norm};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, add_and_scale, gated, rms_norm};
 
 pub use feed_forward::{Dense, FeedForward};
 pub use mixer::Mixer;
-pub use mixer::attention::AttentionMixer;
+pub use mixer::attention::{AttentionMixer, Makes};
 pub use mixer::delta::DeltaMixer;
 pub use mixer::short_conv::ShortConvMixer;
 
-/// A layer: a mixer, then a feed-forward, each with a residual connection.
+/// A layer: a mixer, then a feed-forward, each with a residual connection; then what it makes of an
+/// input of its own, where it has one.
 pub struct DecoderLayer<'a, E> {
     /// Of E numbers: the norm of what the mixer reads, where there is one.
     pub input_norm: Option<RmsNorm<'a, E>>,
@@ -40,6 +41,22 @@ pub struct DecoderLayer<'a, E> {
     pub feed_forward: FeedForward<'a, E>,
     /// Of E numbers: the norm of what the feed-forward adds to the residual, where there is one.
     pub mlp_out_norm: Option<RmsNorm<'a, E>>,
+    /// What takes the layer's own input in, where it has one.
+    pub own_input: Option<OwnInput<'a, E>>,
+    /// What the stream is multiplied by in the end.
+    pub scale: Option<f32>,
+}
+
+/// Adds to the stream what its gates let pass of an input of I numbers, which no other layer has.
+pub struct OwnInput<'a, E> {
+    /// E to I
+    pub gate: &'a PackedLinear<E>,
+    /// What opens the gates.
+    pub activation: Gate,
+    /// I to E
+    pub out: &'a PackedLinear<E>,
+    /// Of E numbers: the norm of what is added.
+    pub norm: RmsNorm<'a, E>,
 }
 
 /// What is the same for all layers of a step.
@@ -97,6 +114,9 @@ pub struct Scratch<E> {
     normed: Buffer<E>,
     projected: Buffer<E>,
     residual: Buffer<E>,
+    /// Gates, and the layer's own input.
+    gates: Buffer<E>,
+    opened: Buffer<E>,
     attention: mixer::attention::Scratch<E>,
     short_conv: mixer::short_conv::Scratch<E>,
     delta: mixer::delta::Scratch<E>,
@@ -129,12 +149,19 @@ impl<E: KvElement> Scratch<E> {
             Mixer::Delta(mixer) => Some(mixer),
             _ => None,
         });
+        let widths = |times: usize| {
+            let inputs = layers.iter().filter_map(|layer| layer.own_input.as_ref());
+            inputs.map(move |input| times * input.out.inputs())
+        };
         Ok(Self {
             normed: needed(|layer| layer.input_norm.is_some() || layer.mlp_norm.is_some())?,
             projected: needed(|layer| {
-                layer.mixer_out_norm.is_some() || layer.mlp_out_norm.is_some()
+                let normed = layer.mixer_out_norm.is_some() || layer.mlp_out_norm.is_some();
+                normed || layer.own_input.is_some()
             })?,
             residual: needed(|_| true)?,
+            gates: Buffer::new(rows, widths(2))?,
+            opened: Buffer::new(rows, widths(1))?,
             attention: mixer::attention::Scratch::new(rows, of_attention)?,
             short_conv: mixer::short_conv::Scratch::new(rows, of_short_conv)?,
             delta: mixer::delta::Scratch::new(rows, of_delta)?,
@@ -160,7 +187,8 @@ struct Sum<'a, E> {
 
 impl Step<'_> {
     /// Takes the residual stream `x` [T, E] through a layer, in place; writes the tokens' keys and
-    /// values to `cache` [P * 2 * K, B * D], or the inputs of a convolution to `cache` [P, kept * E].
+    /// values to `cache` [P, 2 * K * B * D], or the inputs of a convolution to `cache` [P, kept * E].
+    /// `own` [T, I] is the input that the layer alone has, where it has one.
     /// States have places of their own.
     ///
     /// # Errors
@@ -174,11 +202,48 @@ impl Step<'_> {
         &self,
         layer: &DecoderLayer<'_, E>,
         cache: &mut RowsMut<'_, E>,
+        own: Option<Rows<'_, E>>,
         x: &mut RowsMut<'_, E>,
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
         self.mix(layer, cache, x.read(), scratch)?;
-        self.feed_forward(layer, scratch, x)
+        self.feed_forward(layer, scratch, x)?;
+        let added = match &layer.own_input {
+            Some(input) => Some(self.taken_in(input, own, x.read(), scratch)?),
+            None => None,
+        };
+        if added.is_some() || layer.scale.is_some() {
+            add_and_scale(self.form, self.team, added, layer.scale.unwrap_or(1.0), x);
+        }
+        Ok(())
+    }
+
+    /// What the gates, which the stream opens, let pass of the layer's own input.
+    fn taken_in<'b, E: KvElement>(
+        &self,
+        input: &OwnInput<'_, E>,
+        own: Option<Rows<'_, E>>,
+        x: Rows<'_, E>,
+        scratch: &'b mut Scratch<E>,
+    ) -> Result<Rows<'b, E>, OutOfMemory> {
+        let (width, hidden) = (input.out.inputs(), x.width());
+        let own = own.expect("the layer has an input of its own");
+        let mut gates = scratch.gates.write(2 * width);
+        self.linear(input.gate, x, None, &gates.columns(0..width))?;
+        copy_rows(own, &gates.columns(width..2 * width));
+        let opened = scratch.opened.write(width);
+        gated(
+            self.form,
+            self.team,
+            input.activation,
+            gates.read(),
+            &opened,
+        );
+        let projected = scratch.projected.write(hidden);
+        self.linear(input.out, scratch.opened.read(width), None, &projected)?;
+        let normed = scratch.residual.write(hidden);
+        self.norm(input.norm, scratch.projected.read(hidden), None, &normed);
+        Ok(scratch.residual.read(hidden))
     }
 
     /// Leaves x with what the mixer adds in the scratch's residual.
@@ -276,5 +341,13 @@ impl Step<'_> {
         out: &RowsMut<'_, E>,
     ) -> Result<(), OutOfMemory> {
         linear.forward(self.form, self.team, x, residual, out)
+    }
+}
+
+fn copy_rows<E: KvElement>(from: Rows<'_, E>, to: &RowsMut<'_, E>) {
+    assert_eq!(from.shape(), to.shape(), "shape of the layer's own input");
+    for row in 0..from.rows() {
+        // SAFETY: this thread alone uses the rows now.
+        unsafe { to.part(row, 0, to.width()) }.copy_from_slice(from.row(row));
     }
 }

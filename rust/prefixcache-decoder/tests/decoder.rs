@@ -10,7 +10,8 @@ use noise::noise;
 use prefixcache_attention::{Attention, BlockTables, KvElement, Plan};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_decoder::{
-    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Mixer, Rotation, Scratch, Step,
+    AttentionMixer, DecoderLayer, Dense, FeedForward, Group, Makes, Mixer, OwnInput, Rotation,
+    Scratch, Step,
 };
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
@@ -59,9 +60,12 @@ enum Family {
     Qwen3,
     /// Layer 1 sees all keys, the others a window and other angles.
     Gemma3,
+    /// Values of layer 1 are its keys, layer 2 reads the keys and values of layer 1, and each layer has
+    /// an input of its own.
+    Gemma4,
 }
 
-use Family::{Gemma3, Llama, Qwen3};
+use Family::{Gemma3, Gemma4, Llama, Qwen3};
 
 /// Shorter than a block.
 const WINDOW: usize = 11;
@@ -77,7 +81,7 @@ impl Family {
     }
 
     fn gate(self) -> Gate {
-        if self == Gemma3 {
+        if matches!(self, Gemma3 | Gemma4) {
             Gate::GeluTanh
         } else {
             Gate::Silu
@@ -98,7 +102,21 @@ impl Family {
         match self {
             Gemma3 => &[(1, 1), (0, 0), (1, 1)],
             Llama | Qwen3 => &[(0, 0), (0, 0)],
+            Gemma4 => &[(0, 0), (0, 1), (0, 1)],
         }
+    }
+
+    fn makes(self, layer: usize) -> Makes {
+        match (self, layer) {
+            (Gemma4, 1) => Makes::QueriesAndKeys,
+            (Gemma4, 2) => Makes::Queries,
+            _ => Makes::All,
+        }
+    }
+
+    /// The layer whose keys and values a layer reads.
+    fn owner(self, layer: usize) -> usize {
+        layer - usize::from(self.makes(layer) == Makes::Queries)
     }
 
     fn norm<E: KvElement>(self, weight: &[E], group: usize) -> RmsNorm<'_, E> {
@@ -124,18 +142,41 @@ struct Layer<E> {
     gate_up: Linear<E>,
     down: Linear<E>,
     mlp_out_norm: Vec<E>,
+    makes: Makes,
+    own_gate: Linear<E>,
+    own_out: Linear<E>,
+    own_norm: Vec<E>,
+    value_norm: Vec<E>,
+}
+
+/// Numbers of a token that a layer alone has.
+const OWN: usize = 6;
+
+/// What the stream is multiplied by after each layer that has an input of its own.
+const SCALE: f32 = 0.75;
+
+/// The inputs of a layer alone, a row a token.
+fn own_inputs<E: KvElement>(layer: usize) -> Vec<E> {
+    noise(100 + layer as u64, TOKENS * OWN)
 }
 
 impl<E: KvElement> Layer<E> {
     fn random(seed: u64, family: Family, (group, rope): (usize, usize)) -> Self {
-        let seed = 10 * seed;
-        let turned = (HEADS + KV_HEADS) * DIMS;
+        let makes = family.makes(seed as usize - 1);
+        let seed = 20 * seed;
+        let kv_heads = if makes == Makes::Queries { 0 } else { KV_HEADS };
+        let turned = (HEADS + kv_heads) * DIMS;
+        let values = if makes == Makes::All {
+            KV_HEADS * DIMS
+        } else {
+            0
+        };
         Self {
             family,
             group,
             rope,
             input_norm: noise(seed + 1, HIDDEN),
-            qkv: Linear::random(seed + 2, HIDDEN, family.gates() + turned + KV_HEADS * DIMS),
+            qkv: Linear::random(seed + 2, HIDDEN, family.gates() + turned + values),
             qk_norm: noise(seed + 3, turned),
             out: Linear::random(seed + 4, HEADS * DIMS, HIDDEN),
             mixer_out_norm: noise(seed + 8, HIDDEN),
@@ -143,6 +184,11 @@ impl<E: KvElement> Layer<E> {
             gate_up: Linear::random(seed + 6, HIDDEN, 2 * WIDE),
             down: Linear::random(seed + 7, WIDE, HIDDEN),
             mlp_out_norm: noise(seed + 9, HIDDEN),
+            makes,
+            own_gate: Linear::random(seed + 10, HIDDEN, OWN),
+            own_out: Linear::random(seed + 11, OWN, HIDDEN),
+            own_norm: noise(seed + 12, HIDDEN),
+            value_norm: noise(seed + 13, KV_HEADS * DIMS),
         }
     }
 
@@ -157,13 +203,21 @@ impl<E: KvElement> Layer<E> {
         let family = self.family;
         let norm = |weight| family.norm(weight, HIDDEN);
         let out_norm = |weight| (family == Gemma3).then(|| norm(weight));
+        let own_input = || OwnInput {
+            gate: &self.own_gate.packed,
+            activation: family.gate(),
+            out: &self.own_out.packed,
+            norm: norm(&self.own_norm),
+        };
         DecoderLayer {
             input_norm: Some(norm(&self.input_norm)),
             mixer: Mixer::Attention(AttentionMixer {
                 qkv: &self.qkv.packed,
+                makes: self.makes,
                 gated: family.gates() > 0,
                 qk_norm: (family != Llama).then(|| family.norm(&self.qk_norm, DIMS)),
                 key_norm: None,
+                value_norm: (family == Gemma4).then(|| family.norm(&self.value_norm, DIMS)),
                 sinks: None,
                 out: &self.out.packed,
                 group: self.group,
@@ -178,6 +232,8 @@ impl<E: KvElement> Layer<E> {
                 down: &self.down.packed,
             }),
             mlp_out_norm: out_norm(&self.mlp_out_norm),
+            own_input: (family == Gemma4).then(own_input),
+            scale: (family == Gemma4).then_some(SCALE),
         }
     }
 
@@ -186,15 +242,17 @@ impl<E: KvElement> Layer<E> {
         if self.family == Qwen3 { 1 } else { self.rope }
     }
 
-    /// The layer on a whole sequence, a row a token.
-    fn reference(&self, x: &mut [Vec<f64>]) {
-        let turned = (HEADS + KV_HEADS) * DIMS;
+    /// The layer on a whole sequence, a row a token. `before` are the queries, keys and values of the
+    /// layer before, and those of this one come back.
+    fn reference(&self, number: usize, x: &mut [Vec<f64>], before: &[Vec<f64>]) -> Vec<Vec<f64>> {
+        let queries = HEADS * DIMS;
+        let turned = (self.qkv.packed.outputs()).min(queries + KV_HEADS * DIMS);
         let normed = |x: &[f64], weight: &[E], group| {
             normed(x, weight, f64::from(self.family.norm_offset()), group)
         };
         let out_normed = |x: Vec<f64>, weight: &[E]| match self.family {
             Gemma3 => normed(&x, weight, HIDDEN),
-            Llama | Qwen3 => x,
+            Llama | Qwen3 | Gemma4 => x,
         };
         let projected: Vec<(Vec<f64>, Vec<f64>)> = x
             .iter()
@@ -202,6 +260,13 @@ impl<E: KvElement> Layer<E> {
             .map(|(position, x)| {
                 let mut gates = self.qkv.reference(&normed(x, &self.input_norm, HIDDEN));
                 let mut qkv = gates.split_off(self.family.gates());
+                if self.makes == Makes::QueriesAndKeys {
+                    qkv.extend_from_within(queries..);
+                }
+                if self.family == Gemma4 && self.makes != Makes::Queries {
+                    let normed = normed(&qkv[turned..], &self.value_norm, DIMS);
+                    qkv[turned..].copy_from_slice(&normed);
+                }
                 if self.family != Llama {
                     let normed = normed(&qkv[..turned], &self.qk_norm, DIMS);
                     qkv[..turned].copy_from_slice(&normed);
@@ -216,6 +281,9 @@ impl<E: KvElement> Layer<E> {
                     };
                     turn(head, rope, position);
                 });
+                if self.makes == Makes::Queries {
+                    qkv.extend(&before[position][queries..]);
+                }
                 (gates, qkv)
             })
             .collect();
@@ -240,7 +308,18 @@ impl<E: KvElement> Layer<E> {
                 .collect();
             let down = self.down.reference(&opened);
             add(x, &out_normed(down, &self.mlp_out_norm));
+            if self.family == Gemma4 {
+                let own = &own_inputs::<E>(number)[position * OWN..][..OWN];
+                let gates = self.own_gate.reference(x);
+                let opened: Vec<f64> = (gates.iter().zip(own))
+                    .map(|(&gate, &own)| self::opened(Gate::GeluTanh, gate) * self::number(own))
+                    .collect();
+                let added = self.own_out.reference(&opened);
+                add(x, &normed(&added, &self.own_norm, HIDDEN));
+                x.iter_mut().for_each(|x| *x *= f64::from(SCALE));
+            }
         }
+        qkv
     }
 }
 
@@ -355,9 +434,9 @@ fn in_steps<E: KvElement>(
     let windows = layers[0].family.windows();
     let attentions: Vec<Attention> = windows.iter().map(|&window| attention(window)).collect();
     let team = Team::new(threads).expect("threads");
-    let page_width = BLOCK * DIMS;
+    let page_width = 2 * KV_HEADS * BLOCK * DIMS;
     // What was never written is NaN, so that reading it shows.
-    let empty = vec![E::from_f32(f32::NAN); PAGES * 2 * KV_HEADS * page_width];
+    let empty = vec![E::from_f32(f32::NAN); PAGES * page_width];
     let mut caches = vec![empty; layers.len()];
     let mut x = noise::<E>(3, TOKENS * HIDDEN);
     let mut start = 0;
@@ -385,11 +464,15 @@ fn in_steps<E: KvElement>(
         };
         let rows = &mut x[start * HIDDEN..(start + length) * HIDDEN];
         let mut rows = RowsMut::new(rows, HIDDEN);
+        let family = layers[0].family;
         let layers: Vec<_> = layers.iter().map(Layer::borrowed).collect();
         let mut scratch = Scratch::new(length, HIDDEN, &layers).expect("memory");
-        for (layer, cache) in layers.iter().zip(&mut caches) {
-            let mut cache = RowsMut::new(cache, page_width);
-            step.forward(layer, &mut cache, &mut rows, &mut scratch)
+        for (number, layer) in layers.iter().enumerate() {
+            let mut cache = RowsMut::new(&mut caches[family.owner(number)], page_width);
+            let own = own_inputs::<E>(number);
+            let own = Rows::new(&own[start * OWN..(start + length) * OWN], OWN);
+            let own = layer.own_input.is_some().then_some(own);
+            step.forward(layer, &mut cache, own, &mut rows, &mut scratch)
                 .expect("memory");
         }
         start += length;
@@ -400,13 +483,16 @@ fn in_steps<E: KvElement>(
 
 #[test]
 fn near_the_reference() {
-    for family in [Llama, Qwen3, Gemma3] {
+    for family in [Llama, Qwen3, Gemma3, Gemma4] {
         let layers = Layer::<f32>::stack(family);
         let mut want: Vec<Vec<f64>> = noise::<f32>(3, TOKENS * HIDDEN)
             .chunks_exact(HIDDEN)
             .map(|row| row.iter().map(|&x| f64::from(x)).collect())
             .collect();
-        layers.iter().for_each(|layer| layer.reference(&mut want));
+        let mut qkv = Vec::new();
+        for (number, layer) in layers.iter().enumerate() {
+            qkv = layer.reference(number, &mut want, &qkv);
+        }
         for form in Form::available() {
             let got = in_steps(&layers, form, 2, &[TOKENS]);
             for (i, (got, want)) in got.iter().zip(want.iter().flatten()).enumerate() {
@@ -440,7 +526,7 @@ fn check_steps<E: KvElement + PartialEq>(family: Family) {
 
 #[test]
 fn the_same_bits_in_every_schedule() {
-    for family in [Llama, Qwen3, Gemma3] {
+    for family in [Llama, Qwen3, Gemma3, Gemma4] {
         check_steps::<f32>(family);
         check_steps::<Bf16>(family);
     }

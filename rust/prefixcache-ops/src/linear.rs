@@ -15,10 +15,9 @@ mod groups;
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
-use prefixcache_cpu::tile::{MAX_HEIGHT, TileWork, dot_tile, heights, run_tile};
+use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
     Bf16, ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
 };
@@ -28,8 +27,7 @@ use crate::int8::{Int8Weight, QuantizedRows};
 use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
-use crate::quant::dequantized::{DequantizedPanels, words_of};
-use crate::quant::packed::PackedBlocks;
+use crate::quant::packed::{Line, PackedBlocks, words_of};
 
 pub use groups::RowGroup;
 
@@ -38,6 +36,10 @@ const MIN_TASK_ROWS: usize = 24;
 
 /// Tasks wanted for an even split over a few threads.
 const ENOUGH_TASKS: usize = 24;
+
+/// Lines of a panel that are dequantized before they are multiplied: 16 KiB, so that the first cache holds
+/// them.
+const DEQUANTIZED_LINES: usize = 64;
 
 /// Bytes above which no weight is asked for: more than processes can address.
 const MOST_BYTES: usize = 1 << 47;
@@ -270,7 +272,7 @@ impl<E: Element> PackedLinear<E> {
     /// Writes `x W^T + b + residual` to `out`, rounded once, to the type of `out`.
     ///
     /// # Errors
-    /// There is no memory for quantized activations or dequantized panels; nothing is written.
+    /// There is no memory for quantized activations; nothing is written.
     ///
     /// # Panics
     /// The shapes do not fit, or the layer is of `f32` and `out` is not.
@@ -297,43 +299,13 @@ impl<E: Element> PackedLinear<E> {
             quantized: self.quantized(form, team, x)?,
         };
         let panels = self.parts.iter().map(Part::panels).sum();
-        if !self.dequantizes(form, x.rows()) {
-            product.multiply(team, 0..panels, None);
-            return Ok(());
-        }
-        if Split::new(x.rows(), panels).chunks == 1 {
-            return product.multiply_at_once(team, panels);
-        }
-        let mut dequantized = DequantizedPanels::new(team, panels, self.inputs / E::PER_WORD)?;
-        for first in (0..panels).step_by(dequantized.room()) {
-            let panels = first..panels.min(first + dequantized.room());
-            dequantized.dequantize::<E>(team, form, &self.blocks_of(panels.clone()));
-            product.multiply(team, panels, Some(&dequantized));
-        }
-        Ok(())
-    }
-
-    /// Whether there are blocks, and too many rows to dequantize them in registers.
-    fn dequantizes(&self, form: Form, rows: usize) -> bool {
-        self.parts.iter().any(|part| part.dequantizes(form, rows))
-    }
-
-    /// The blocks of panel `panel` of the layer, if it is of blocks, and which panel of theirs it is.
-    fn blocks_at(&self, panel: usize) -> Option<(&PackedBlocks, usize)> {
-        let (part, panel) = self.part_of(panel);
-        match &part.storage {
-            Storage::Blocks(blocks) => Some((blocks, panel)),
-            _ => None,
-        }
-    }
-
-    /// Which of these panels are of blocks: their place among them, the blocks, and which panel of theirs.
-    fn blocks_of(&self, panels: Range<usize>) -> Vec<(usize, &PackedBlocks, usize)> {
-        let of_blocks = panels.enumerate().filter_map(|(place, panel)| {
-            let (blocks, panel) = self.blocks_at(panel)?;
-            Some((place, blocks, panel))
+        let split = Split::new(x.rows(), panels);
+        team.run(split.tasks(), |task| {
+            let (panel, rows) = split.task(task);
+            let (part, panel) = self.part_of(panel);
+            product.multiply_part(part, panel, 0, rows);
         });
-        of_blocks.collect()
+        Ok(())
     }
 
     /// The rows of x in eight bits, if there is a part that wants them so.
@@ -410,65 +382,8 @@ struct Product<'a, E, O> {
 }
 
 impl<E: Element, O: Element> Product<'_, E, O> {
-    /// Computes the outputs of these panels of the layer. Of `dequantized`, where panels of blocks need it,
-    /// the first place is that of the first of them.
-    fn multiply(&self, team: &Team, panels: Range<usize>, dequantized: Option<&DequantizedPanels>) {
-        let split = Split::new(self.x.rows(), panels.len());
-        team.run(split.tasks(), |task| {
-            let (place, rows) = split.task(task);
-            let panel = panels.start + place;
-            let dequantized = dequantized.filter(|_| self.layer.blocks_at(panel).is_some());
-            // SAFETY: the panels of blocks were dequantized to their places.
-            let words = dequantized.map(|all| unsafe { all.panel(place) });
-            self.multiply_panel(panel, rows, words);
-        });
-    }
-
-    /// Computes the outputs of all panels, each of which has one task: those of blocks are multiplied
-    /// as soon as they are dequantized, while the caches next to the processor hold them.
-    fn multiply_at_once(&self, team: &Team, panels: usize) -> Result<(), OutOfMemory> {
-        let depth = self.layer.inputs / E::PER_WORD;
-        let places = team.threads().min(panels);
-        let mut dequantized = DequantizedPanels::with_room(places, depth)?;
-        let places = dequantized.places();
-        let next = AtomicUsize::new(0);
-        team.run(places.rows(), |place| {
-            // SAFETY: each task has a place of its own.
-            let lines = unsafe { places.part(place, 0, depth) };
-            loop {
-                // Relaxed: nothing but the number is passed on.
-                let panel = next.fetch_add(1, Ordering::Relaxed);
-                if panel >= panels {
-                    break;
-                }
-                let of_blocks = self.layer.blocks_at(panel);
-                let words = of_blocks.map(|(blocks, panel)| {
-                    blocks.dequantize::<E>(self.form, panel, 0, lines);
-                    // SAFETY: all of its lines were just written.
-                    unsafe { words_of(lines) }
-                });
-                self.multiply_panel(panel, 0..self.x.rows(), words);
-            }
-        });
-        Ok(())
-    }
-
-    /// Computes the outputs of a panel of the layer for these rows. Without its words, one of blocks is
-    /// dequantized in registers.
-    fn multiply_panel(&self, panel: usize, rows: Range<usize>, words: Option<&[u32]>) {
-        let (part, panel) = self.layer.part_of(panel);
-        self.multiply_part(part, panel, 0, rows, words);
-    }
-
     /// Computes the outputs of panel `panel` of a part. The first column of out is output `first`.
-    fn multiply_part(
-        &self,
-        part: &Part<E>,
-        panel: usize,
-        first: usize,
-        rows: Range<usize>,
-        words: Option<&[u32]>,
-    ) {
+    fn multiply_part(&self, part: &Part<E>, panel: usize, first: usize, rows: Range<usize>) {
         let task = PanelTask {
             x: self.x,
             results: Results {
@@ -482,12 +397,9 @@ impl<E: Element, O: Element> Product<'_, E, O> {
             },
         };
         match &part.storage {
-            Storage::Zeros => task.finish_zeros(self.form),
+            Storage::Zeros => task.finish_sums(self.form, |_| {}),
             Storage::Dense(dense) => task.multiply_dense(self.form, dense.panel(panel)),
-            Storage::Blocks(blocks) => match words {
-                Some(words) => task.multiply_dense(self.form, words),
-                None => task.multiply_blocks(self.form, blocks),
-            },
+            Storage::Blocks(blocks) => task.multiply_blocks(self.form, blocks),
             Storage::Int8(weight) => {
                 let x = self.quantized.as_ref().expect("rows for this part");
                 task.multiply_int8(self.form, weight, x);
@@ -531,109 +443,131 @@ impl<'a, O: Element> Results<'a, O> {
     }
 }
 
-/// A panel of dense numbers times a few rows.
-struct DenseTask<'a, E, O> {
-    task: PanelTask<'a, E, O>,
-    panel: &'a [u32],
+/// Adds the products of rows with lines of a panel to the rows' sums, in the order of the depth.
+struct AddLines<'a, E> {
+    rows: TaskRows<'a, E>,
+    /// Lines of 64 words, the first of which is of depth `start`.
+    lines: &'a [u32],
+    start: usize,
+    /// Columns that are outputs.
+    used: usize,
+    sums: &'a mut [Sums],
 }
 
-impl<E: Element, O: Element> Kernel for DenseTask<'_, E, O> {
+impl<E: Element> Kernel for AddLines<'_, E> {
     type Output = ();
 
-    const HAS_BF16: bool = E::PER_WORD > 1 || O::PER_WORD > 1;
+    const HAS_BF16: bool = E::PER_WORD > 1;
 
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        let results = &self.task.results;
-        let used = PANEL.min(results.outputs.len() - results.panel * PANEL);
-        for (first, height) in heights(results.rows.len()) {
-            let row = results.rows.start + first;
-            // What is added to sums is compiled once, and not for every height.
-            let mut sums = [[0.0; PANEL]; MAX_HEIGHT];
-            for column in (0..used).step_by(L::WIDTH * L::LANES) {
+    fn run<L: Lanes>(mut self, lanes: L) {
+        for (row, height) in heights(self.sums.len()) {
+            for column in (0..self.used).step_by(L::WIDTH * L::LANES) {
+                let task = &mut self;
                 run_tile(
                     height,
                     L::WIDTH,
                     Tile {
-                        x: self.task.x,
-                        panel: self.panel,
+                        task,
                         lanes,
                         row,
                         column,
-                        sums: &mut sums,
                     },
                 );
             }
-            results.finish_rows(lanes, row, &sums[..height]);
         }
     }
 }
 
 /// A register tile: a few rows times a few vectors of the panel, from `row` and `column`.
-struct Tile<'a, E, L> {
-    x: Rows<'a, E>,
-    panel: &'a [u32],
+struct Tile<'t, 'a, E, L> {
+    task: &'t mut AddLines<'a, E>,
     lanes: L,
     row: usize,
     column: usize,
-    sums: &'a mut [Sums; MAX_HEIGHT],
 }
 
-impl<E: Element, L: Lanes> TileWork for Tile<'_, E, L> {
+impl<E: Element, L: Lanes> TileWork for Tile<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
-        let lanes = self.lanes;
-        let depth = self.x.width() / E::PER_WORD;
-        let rows = std::array::from_fn(|r| self.x.row(self.row + r).as_ptr().cast());
-        let panel = &self.panel[self.column..];
-        let panels = std::array::from_fn(|c| panel[c * L::LANES..].as_ptr());
+        let (task, lanes) = (self.task, self.lanes);
+        let sums = &mut task.sums[self.row..][..H];
+        let rows = std::array::from_fn(|r| task.rows.words(self.row + r, task.start));
+        let lines = &task.lines[self.column..];
+        let panels = std::array::from_fn(|c| lines[c * L::LANES..].as_ptr());
+        let depth = task.lines.len() / PANEL;
+        let at = |c: usize| self.column + c * L::LANES;
         let mut acc = [[lanes.splat(0.0); W]; H];
-        // SAFETY: a row of x holds `depth` words, and a panel `depth` lines of 64 of which
-        // `column` starts a group of W * LANES.
-        unsafe { dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth) };
-        for (to, sums) in self.sums.iter_mut().zip(&acc) {
-            let to = to[self.column..].chunks_exact_mut(L::LANES);
-            for (to, &sum) in to.zip(sums) {
-                // SAFETY: the chunk holds LANES numbers.
-                unsafe { lanes.store(to.as_mut_ptr(), sum) };
+        // SAFETY: a row of x holds `depth` words from `start` on, there are as many lines of 64, and
+        // `column` starts a group of W * LANES of the 64 columns, as many as there are sums.
+        unsafe {
+            for (acc, sums) in acc.iter_mut().zip(&*sums) {
+                for (c, acc) in acc.iter_mut().enumerate() {
+                    *acc = lanes.load(sums.as_ptr().add(at(c)));
+                }
+            }
+            dot_tile::<E, L, H, W>(lanes, &mut acc, &rows, &panels, PANEL, depth);
+            for (sums, acc) in sums.iter_mut().zip(&acc) {
+                for (c, &acc) in acc.iter().enumerate() {
+                    lanes.store(sums.as_mut_ptr().add(at(c)), acc);
+                }
             }
         }
     }
 }
 
-impl<E: Element, O: Element> PanelTask<'_, E, O> {
-    fn finish_zeros(self, form: Form) {
-        let sums = &[[0.0; PANEL]; MAX_TASK_ROWS][..self.results.rows.len()];
-        self.results.finish_all(form, sums);
+impl<'a, E: Element, O: Element> PanelTask<'a, E, O> {
+    fn multiply_dense(self, form: Form, lines: &[u32]) {
+        let (rows, used) = (self.rows(), self.results.used());
+        self.finish_sums(form, |sums| {
+            add_lines(
+                form,
+                AddLines {
+                    rows,
+                    lines,
+                    start: 0,
+                    used,
+                    sums,
+                },
+            );
+        });
     }
 
-    fn multiply_dense(self, form: Form, panel: &[u32]) {
-        let (f32_x, bf16_x) = (self.x.of_type(), self.x.of_type());
-        let (f32_results, bf16_results) = (self.results.of_type(), self.results.of_type());
-        match (f32_x, bf16_x, f32_results, bf16_results) {
-            (Some(x), _, Some(results), _) => {
-                let task = PanelTask { x, results };
-                dense_f32(form, DenseTask { task, panel });
-            }
-            (_, Some(x), _, Some(results)) => {
-                let task = PanelTask { x, results };
-                dense_bf16(form, DenseTask { task, panel });
-            }
-            (_, Some(x), Some(results), _) => {
-                let task = PanelTask { x, results };
-                dense_bf16_to_f32(form, DenseTask { task, panel });
-            }
-            _ => unreachable!("a layer of f32 has results of f32"),
-        }
-    }
-
+    /// Dequantizes the blocks in registers for a few rows, and otherwise as many of them at a time as the
+    /// first cache holds.
     fn multiply_blocks(self, form: Form, blocks: &PackedBlocks) {
-        let rows = TaskRows {
+        let (rows, used, panel) = (self.rows(), self.results.used(), self.results.panel);
+        self.finish_sums(form, |sums| {
+            if blocks.multiplies_few::<E>(form, sums.len()) {
+                return blocks.multiply_few(form, panel, rows, sums);
+            }
+            let mut lines = [Line::UNWRITTEN; DEQUANTIZED_LINES];
+            let inputs = rows.x.width();
+            for start in (0..inputs).step_by(lines.len() * E::PER_WORD) {
+                let count = lines.len().min((inputs - start) / E::PER_WORD);
+                let lines = &mut lines[..count];
+                blocks.dequantize::<E>(form, panel, start, lines);
+                // SAFETY: all of them were just written.
+                let lines = unsafe { words_of(lines) };
+                add_lines(
+                    form,
+                    AddLines {
+                        rows,
+                        lines,
+                        start,
+                        used,
+                        sums,
+                    },
+                );
+            }
+        });
+    }
+
+    fn rows(&self) -> TaskRows<'a, E> {
+        TaskRows {
             x: self.x,
             first: self.results.rows.start,
-        };
-        let panel = self.results.panel;
-        self.finish_sums(form, |sums| blocks.multiply_few(form, panel, rows, sums));
+        }
     }
 
     fn multiply_int8(self, form: Form, weight: &Int8Weight, x: &QuantizedRows) {
@@ -677,6 +611,11 @@ impl<O: Element> Kernel for Finish<'_, O> {
 }
 
 impl<O: Element> Results<'_, O> {
+    /// Columns of the panel that are outputs.
+    fn used(&self) -> usize {
+        PANEL.min(self.outputs.len() - self.panel * PANEL)
+    }
+
     /// Writes the outputs that the sums become.
     fn finish_all(&self, form: Form, sums: &[Sums]) {
         if let Some(results) = self.of_type() {
@@ -726,17 +665,48 @@ impl<O: Element> Results<'_, O> {
     }
 }
 
+fn add_lines<E: Element>(form: Form, task: AddLines<'_, E>) {
+    let AddLines {
+        rows: TaskRows { x, first },
+        lines,
+        start,
+        used,
+        sums,
+    } = task;
+    if let Some(x) = x.of_type() {
+        let rows = TaskRows { x, first };
+        add_f32_lines(
+            form,
+            AddLines {
+                rows,
+                lines,
+                start,
+                used,
+                sums,
+            },
+        );
+    } else if let Some(x) = x.of_type() {
+        let rows = TaskRows { x, first };
+        add_bf16_lines(
+            form,
+            AddLines {
+                rows,
+                lines,
+                start,
+                used,
+                sums,
+            },
+        );
+    }
+}
+
 // Not generic, so that crates which use them need not compile the kernels again.
 
-fn dense_f32(form: Form, task: DenseTask<'_, f32, f32>) {
+fn add_f32_lines(form: Form, task: AddLines<'_, f32>) {
     form.run(task);
 }
 
-fn dense_bf16(form: Form, task: DenseTask<'_, Bf16, Bf16>) {
-    form.run(task);
-}
-
-fn dense_bf16_to_f32(form: Form, task: DenseTask<'_, Bf16, f32>) {
+fn add_bf16_lines(form: Form, task: AddLines<'_, Bf16>) {
     form.run(task);
 }
 

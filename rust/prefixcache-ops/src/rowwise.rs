@@ -168,6 +168,106 @@ pub(crate) fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, us
         .map(move |at| (at, (width - at).min(L::LANES)))
 }
 
+/// Adds rows to those of x, where there are some, then multiplies each number, in place.
+///
+/// The sum is rounded before it is multiplied.
+///
+/// # Panics
+/// The shapes do not fit.
+pub fn add_and_scale<E: Element>(
+    form: Form,
+    team: &Team,
+    more: Option<Rows<'_, E>>,
+    factor: f32,
+    x: &mut RowsMut<'_, E>,
+) {
+    assert!(more.is_none_or(|more| more.shape() == x.shape()), "shape");
+    let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
+    let x = &*x;
+    team.run(x.rows().div_ceil(chunk), |task| {
+        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
+        form.run(Scaled {
+            more,
+            factor,
+            x,
+            rows,
+        });
+    });
+}
+
+/// The rows of one task.
+struct Scaled<'a, E> {
+    more: Option<Rows<'a, E>>,
+    factor: f32,
+    x: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+}
+
+impl<E: Element> Kernel for Scaled<'_, E> {
+    type Output = ();
+
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let factor = lanes.splat(self.factor);
+        for row in self.rows {
+            // SAFETY: a row belongs to one task.
+            let x = unsafe { self.x.part(row, 0, self.x.width()) };
+            if let Some(more) = &self.more {
+                add(lanes, more.row(row), x);
+            }
+            for (at, count) in vectors::<L>(x.len()) {
+                let to = x[at..].as_mut_ptr();
+                // SAFETY: `count` numbers stand at `at`.
+                unsafe {
+                    let y = lanes.mul(E::load_some(lanes, to, count), factor);
+                    E::store_some(lanes, to, y, count);
+                }
+            }
+        }
+    }
+}
+
+/// Replaces each number x by `cap * tanh(x / cap)`, in place.
+pub fn softcap(form: Form, team: &Team, cap: f32, x: &mut RowsMut<'_, f32>) {
+    let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
+    let x = &*x;
+    team.run(x.rows().div_ceil(chunk), |task| {
+        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
+        form.run(Capped { cap, x, rows });
+    });
+}
+
+/// The rows of one task.
+struct Capped<'a> {
+    cap: f32,
+    x: &'a RowsMut<'a, f32>,
+    rows: Range<usize>,
+}
+
+impl Kernel for Capped<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let cap = lanes.splat(self.cap);
+        for row in self.rows {
+            // SAFETY: a row belongs to one task.
+            let x = unsafe { self.x.part(row, 0, self.x.width()) };
+            for (at, count) in vectors::<L>(x.len()) {
+                let to = x[at..].as_mut_ptr();
+                // SAFETY: `count` numbers stand at `at`.
+                unsafe {
+                    let scaled = lanes.div(f32::load_some(lanes, to, count), cap);
+                    let y = lanes.mul(cap, lanes.tanh(scaled));
+                    f32::store_some(lanes, to, y, count);
+                }
+            }
+        }
+    }
+}
+
 struct NormedRow<'a, E> {
     norm: RmsNorm<'a, E>,
     residual: Option<Rows<'a, E>>,

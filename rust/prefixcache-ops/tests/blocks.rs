@@ -208,15 +208,13 @@ fn every_format_in_every_form_at_the_row_counts_where_kernels_change() {
 }
 
 #[test]
-fn panels_are_dequantized_in_turns_where_there_is_no_room_for_all() {
-    // A panel takes 2 MiB.
+fn blocks_are_dequantized_a_part_of_the_depth_at_a_time() {
     let parts = [(Some(Format::Q4K), 72), (None, 70), (Some(Format::Q6K), 72)];
     for form in Form::available() {
-        let pair = Pair::<Bf16>::new(form, 16_384, &parts, true);
-        // Rows of two tasks: all panels that there is room for come first.
-        pair.check::<Bf16>(1, 25, true);
-        // Rows of one: a thread has room for one panel.
+        let pair = Pair::<Bf16>::new(form, 4352, &parts, true);
+        // Rows of one task and of two.
         pair.check::<Bf16>(2, 9, true);
+        pair.check::<Bf16>(1, 25, true);
     }
 }
 

@@ -41,10 +41,9 @@ impl Tensors {
         // SAFETY: the caller's promise. The cache is written first, and then only read.
         unsafe {
             let cache = self.cache.rows_mut::<E>()?;
-            let block_size = step.plan.block_size();
             append(
                 &cache,
-                block_size,
+                &step.plan,
                 &step.slots,
                 self.keys.rows()?,
                 self.values.rows()?,
@@ -108,26 +107,15 @@ impl PagedAttention {
         })
     }
 
-    /// A part of each page at an address, of `width` numbers.
-    pub fn page_parts(&self, step: &PlannedStep, address: usize, width: usize) -> Matrix {
-        let dims = self.attention.kv_heads() * self.attention.head_dim();
-        let stride = 2 * dims * step.plan.block_size();
-        Matrix::strided_at("caches", address, (step.plan.num_pages(), width), stride)
+    /// Numbers of a page that holds a layer's keys and values.
+    pub fn page_numbers(&self, step: &PlannedStep) -> usize {
+        2 * self.attention.kv_heads() * step.plan.block_size() * self.attention.head_dim()
     }
 
     /// A part of each page at an address, of `numbers` float32 numbers of a state.
     pub fn state_parts(&self, step: &PlannedStep, address: usize, numbers: usize) -> Matrix {
-        let dims = self.attention.kv_heads() * self.attention.head_dim();
-        let bytes = 2 * dims * step.plan.block_size() * self.dtype.size();
-        let stride = bytes / size_of::<f32>();
+        let stride = self.page_numbers(step) * self.dtype.size() / size_of::<f32>();
         Matrix::strided_at("states", address, (step.plan.num_pages(), numbers), stride)
-    }
-
-    /// A layer's keys and values at an address.
-    pub fn cache(&self, step: &PlannedStep, address: usize) -> Matrix {
-        let rows = step.plan.num_pages() * 2 * self.attention.kv_heads();
-        let width = step.plan.block_size() * self.attention.head_dim();
-        Matrix::dense_at("cache", address, rows, width)
     }
 }
 
@@ -236,7 +224,7 @@ impl PagedAttention {
             self.attention.kv_heads() * dims,
         );
         let tensors = Tensors {
-            cache: self.cache(step, cache.0),
+            cache: Matrix::dense(cache, step.plan.num_pages(), self.page_numbers(step)),
             queries: Matrix::strided(queries, (rows, width), query_stride.0),
             keys: Matrix::strided(keys, (rows, kv_width), key_stride.0),
             values: Matrix::strided(values, (rows, kv_width), value_stride.0),

@@ -38,6 +38,8 @@ struct Tensors {
     x: Matrix,
     /// One a layer.
     caches: Vec<Matrix>,
+    /// What layers alone have, for all of them.
+    own_inputs: Option<Matrix>,
     /// Of each layer the groups and places of its state's parts.
     states: Vec<Vec<(usize, Matrix)>>,
 }
@@ -100,25 +102,33 @@ impl DecoderStack {
         let layers = layers.collect::<PyResult<Vec<_>>>()?;
         let scratch = Scratch::new(x.rows(), self.hidden, &layers);
         let mut scratch = scratch.map_err(IntoPyErr::into_py_err)?;
+        // SAFETY: the caller's promise.
+        let own = unsafe { tensors.own_inputs.map(|own| own.rows::<E>()).transpose()? };
+        let mut first = 0;
         for (layer, cache) in layers.iter().zip(&tensors.caches) {
             // SAFETY: the caller's promise; layers of several groups may share a cache, one after
             // the other.
             let mut cache = unsafe { cache.rows_mut::<E>()? };
-            step.forward(layer, &mut cache, &mut x, &mut scratch)
+            let width = layer.own_input.as_ref().map(|own| own.out.inputs());
+            let own = own.zip(width).map(|(own, width)| {
+                first += width;
+                own.columns(first - width..first)
+            });
+            step.forward(layer, &mut cache, own, &mut x, &mut scratch)
                 .map_err(IntoPyErr::into_py_err)?;
         }
         Ok(())
     }
 
-    /// The attention of each layer has its heads; all are of one type and head size.
+    /// The attention of each layer has its heads; all are of one type.
     fn check_attentions(
         &self,
         attentions: &[&PagedAttention],
         layer_groups: &[usize],
     ) -> PyResult<()> {
         for (index, paged) in attentions.iter().enumerate() {
-            let (attention, first) = (&paged.attention, &attentions[0].attention);
-            let same = paged.dtype == self.dtype && attention.head_dim() == first.head_dim();
+            let attention = &paged.attention;
+            let same = paged.dtype == self.dtype;
             let mut layers = self.layers.iter().zip(layer_groups);
             let fits = |(layer, &group): (&Py<DecoderLayer>, &usize)| {
                 group != index || layer.get().has_heads_of(attention)
@@ -195,18 +205,39 @@ impl DecoderStack {
         }
     }
 
-    fn check_rotations(&self, rotations: usize) -> PyResult<()> {
-        let ropes = self
-            .layers
-            .iter()
-            .filter_map(|layer| layer.get().highest_rope());
-        match ropes.max() {
-            Some(rope) if rope >= rotations => {
-                let reason = format!("must have one for rope {rope} of a layer, not {rotations}");
-                Err(out_of_range("rotations", reason))
-            }
-            _ => Ok(()),
+    /// The numbers of a head that each rotation turns: even ones, and of heads that are there.
+    fn rotated(
+        &self,
+        given: Option<Vec<usize>>,
+        rotations: usize,
+        heads: &[usize],
+    ) -> PyResult<Vec<usize>> {
+        let whole = heads.iter().copied().max().unwrap_or(0);
+        let rotated = given.unwrap_or_else(|| vec![whole; rotations]);
+        if rotated.len() != rotations {
+            let reason = format!("must have one for each of {rotations} rotations");
+            return Err(out_of_range("rotated", reason));
         }
+        for (layer, &head) in self.layers.iter().zip(heads) {
+            for rope in layer.get().ropes() {
+                let Some(&turned) = rotated.get(rope) else {
+                    let reason =
+                        format!("must have one for rope {rope} of a layer, not {rotations}");
+                    return Err(out_of_range("rotations", reason));
+                };
+                if turned == 0 || turned > head || turned % 2 == 1 {
+                    let reason = format!("must be even, and from 2 to {head}, not {turned}");
+                    return Err(out_of_range("rotated", reason));
+                }
+            }
+        }
+        Ok(rotated)
+    }
+
+    /// Numbers of a token that layers alone have, all of them together.
+    fn own_width(&self) -> usize {
+        let widths = self.layers.iter().map(|layer| layer.get().own_width());
+        widths.fold(0, usize::saturating_add)
     }
 }
 
@@ -240,12 +271,16 @@ impl DecoderStack {
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
     ///
     /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
+    /// A page of a cache begins `page_stride` numbers after the one before, by default where that ends.
     /// Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a row. They turn the first
-    /// `rotated` numbers of a head, by default all. At the cache of a convolution a block has the inputs
-    /// of its last `kept_tokens` tokens, among those of others. `states` has the parts of states, in their
-    /// order: of which layer, in which group, where that is in page 0, and how many float32 numbers.
+    /// `rotated` numbers of a head, one entry a rotation, by default all. At the cache of a convolution a
+    /// block has the inputs of its last `kept_tokens` tokens, among those of others. `states` has the parts
+    /// of states, in their order: of which layer, in which group, where that is in page 0, and how many
+    /// float32 numbers. `own_inputs` are dense rows of what each layer with an `own_input` has, one layer
+    /// after the other.
     #[pyo3(signature = (
-        attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None, states=None
+        attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None, states=None,
+        page_stride=None, own_inputs=None
     ))]
     fn forward(
         &self,
@@ -256,8 +291,10 @@ impl DecoderStack {
         rotations: List<names::Rotations, Angles>,
         x: Number<names::X>,
         kept_tokens: Option<Number<names::KeptTokens>>,
-        rotated: Option<Number<names::Rotated>>,
+        rotated: Option<Numbers<names::Rotated>>,
         states: Option<List<names::States, StatePlace>>,
+        page_stride: Option<Number<names::PageStride>>,
+        own_inputs: Option<Number<names::OwnInputs>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -266,44 +303,50 @@ impl DecoderStack {
         }
         self.check_places(&layer_groups, caches.0.len(), attentions.len())?;
         self.check_attentions(&attentions, &layer_groups)?;
-        self.check_rotations(rotations.0.len())?;
         let planned = attentions.iter().map(|attention| attention.planned());
         let planned = planned.collect::<PyResult<Vec<_>>>()?;
         let steps = planned.iter().map(|step| PagedAttention::of_step(step));
         let steps = steps.collect::<PyResult<Vec<_>>>()?;
         let rows = steps[0].plan.num_queries();
-        let head = attentions[0].attention.head_dim();
-        let rotated = rotated.map_or(head, |rotated| rotated.0);
-        if rotated == 0 || rotated > head || rotated % 2 == 1 {
-            let reason = format!("must be even, and from 2 to {head}, not {rotated}");
-            return Err(out_of_range("rotated", reason));
-        }
-        let angles = |address| Matrix::dense_at("rotations", address, rows, rotated / 2);
+        let head = |&group: &usize| attentions[group].attention.head_dim();
+        let heads: Vec<_> = layer_groups.iter().map(head).collect();
+        let given = rotated.map(|rotated| rotated.0);
+        let rotated = self.rotated(given, rotations.0.len(), &heads)?;
+        let angles = |address, turned| Matrix::dense_at("rotations", address, rows, turned / 2);
         let kept_tokens = kept_tokens.map_or(0, |kept| kept.0);
         let cache = |((layer, &group), address): ((&Py<DecoderLayer>, &usize), usize)| {
             let (attention, step) = (attentions[group], steps[group]);
             if layer.get().state() > 0 {
                 return Ok(Matrix::dense_at("caches", 0, 0, 0));
             }
-            let Some(least) = layer.get().least_kept(step.plan.block_size()) else {
-                return Ok(attention.cache(step, address));
+            let page = attention.page_numbers(step);
+            let width = match layer.get().least_kept(step.plan.block_size()) {
+                None => page,
+                Some(least) if kept_tokens < least => {
+                    let reason = format!("must be at least {least} for a convolution");
+                    return Err(out_of_range("kept_tokens", reason));
+                }
+                Some(_) => kept_tokens.saturating_mul(self.hidden),
             };
-            if kept_tokens < least {
-                let reason = format!("must be at least {least} for a convolution");
-                return Err(out_of_range("kept_tokens", reason));
-            }
-            let width = kept_tokens.saturating_mul(self.hidden);
-            Ok(attention.page_parts(step, address, width))
+            let stride = page_stride.as_ref().map_or(page, |stride| stride.0);
+            let shape = (step.plan.num_pages(), width);
+            Ok(Matrix::strided_at("caches", address, shape, stride))
         };
+        let own_inputs = own_inputs.map(|own| Matrix::dense(own, rows, self.own_width()));
+        if own_inputs.is_none() && self.own_width() > 0 {
+            return Err(out_of_range("own_inputs", "must be given for these layers"));
+        }
         let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
         let tensors = Tensors {
             rotations: rotations
                 .0
                 .iter()
-                .map(|r| [r.cos, r.sin].map(angles))
+                .zip(&rotated)
+                .map(|(r, &turned)| [r.cos, r.sin].map(|at| angles(at, turned)))
                 .collect(),
             x: Matrix::dense(x, rows, self.hidden),
             caches: places.map(cache).collect::<PyResult<_>>()?,
+            own_inputs,
             states: self.states(
                 &states.map_or(Vec::new(), |states| states.0),
                 &attentions,

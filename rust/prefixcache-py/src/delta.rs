@@ -3,12 +3,12 @@
 use prefixcache_attention::{Attention, DeltaHeads, DeltaRule, HEAD_STEP, MAX_TAPS, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
+use prefixcache_ops as ops;
 use pyo3::prelude::*;
 
 use crate::arguments::{Number, Value, wrong_type};
 use crate::cpu::{DType, Matrix};
 use crate::errors::out_of_range;
-use crate::layer::Linears;
 use crate::linear::{LayerElement, PackedLinear};
 use crate::names;
 
@@ -102,7 +102,7 @@ impl DeltaMixer {
         &self,
         eps: f32,
         parts: Vec<StatePart<'a>>,
-        linears: &'a Linears<'_>,
+        [in_proj, out]: [&'a ops::PackedLinear<E>; 2],
     ) -> PyResult<decoder::DeltaMixer<'a, E>> {
         let rows = |name, address, count, width| {
             // SAFETY: the caller's promise.
@@ -118,10 +118,10 @@ impl DeltaMixer {
             eps,
         };
         Ok(decoder::DeltaMixer {
-            in_proj: linears.mixer(0),
+            in_proj,
             rule,
             parts,
-            out: linears.mixer(1),
+            out,
         })
     }
 }

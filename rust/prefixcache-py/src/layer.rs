@@ -1,11 +1,12 @@
-//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward` and
-//! `DecoderLayer`.
+//! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward`,
+//! `OwnInput` and `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
 use prefixcache_decoder as decoder;
+use prefixcache_decoder::Makes;
 use prefixcache_ops as ops;
 use prefixcache_ops::experts::{Experts, Router, Scores, SharedExpert};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
@@ -22,32 +23,51 @@ use crate::names;
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
+    makes: Makes,
     gated: bool,
     qk_norm: Option<usize>,
     whole_norms: bool,
+    value_norm: Option<usize>,
     sinks: Option<usize>,
     out: Py<PackedLinear>,
     rope: usize,
     query_rope: usize,
 }
 
+impl Word for Makes {
+    const ARGUMENT: &'static str = "makes";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("all", Self::All),
+        ("queries_and_keys", Self::QueriesAndKeys),
+        ("queries", Self::Queries),
+    ];
+}
+
 #[pymethods]
 impl AttentionMixer {
     /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
-    /// `whole_norms` of all queries at once and all keys. `sinks` is the address of a float32 a head. With
-    /// `gated` outputs of `qkv` before those of queries are gates, whose sigmoid multiplies what heads make.
+    /// `whole_norms` of all queries at once and all keys; `value_norm` is that of values. `sinks` is the
+    /// address of a float32 a head. With `gated` outputs of `qkv` before those of queries are gates, whose
+    /// sigmoid multiplies what heads make.
+    ///
+    /// `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys are the
+    /// values too, neither normalised nor turned; or "queries" alone: keys and values are then those of an
+    /// earlier layer with the same cache.
     ///
     /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
     /// queries where it is another.
     #[new]
     #[pyo3(signature = (
-        *, qkv, gated=false, qk_norm=None, whole_norms=false, sinks=None, out, rope, query_rope=None
+        *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
+        out, rope, query_rope=None
     ))]
     fn new(
         qkv: Py<PackedLinear>,
         gated: bool,
+        makes: Option<OneOf<Makes>>,
         qk_norm: Option<Number<names::QkNorm>>,
         whole_norms: bool,
+        value_norm: Option<Number<names::ValueNorm>>,
         sinks: Option<Number<names::Sinks>>,
         out: Py<PackedLinear>,
         rope: Number<names::Rope>,
@@ -55,9 +75,11 @@ impl AttentionMixer {
     ) -> Self {
         Self {
             qkv,
+            makes: makes.map_or(Makes::All, |makes| makes.0),
             gated,
             qk_norm: qk_norm.map(|norm| norm.0),
             whole_norms,
+            value_norm: value_norm.map(|norm| norm.0),
             sinks: sinks.map(|sinks| sinks.0),
             out,
             rope: rope.0,
@@ -82,7 +104,12 @@ impl AttentionMixer {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
         let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
-        out.inputs == queries * dims && qkv.outputs == (gates + queries + 2 * keys) * dims
+        let made = match self.makes {
+            Makes::All => queries + 2 * keys,
+            Makes::QueriesAndKeys => queries + keys,
+            Makes::Queries => queries,
+        };
+        out.inputs == queries * dims && qkv.outputs == (gates + made) * dims
     }
 }
 
@@ -315,6 +342,48 @@ impl ExpertsFeedForward {
     }
 }
 
+/// What takes a layer's own input into the stream, on the CPU.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct OwnInput {
+    gate: Py<PackedLinear>,
+    activation: Gate,
+    out: Py<PackedLinear>,
+    norm: usize,
+}
+
+#[pymethods]
+impl OwnInput {
+    /// What gates, made of the stream, let pass of the layer's own input, through a linear and a norm.
+    #[new]
+    #[pyo3(signature = (*, gate, activation, out, norm))]
+    fn new(
+        gate: Py<PackedLinear>,
+        activation: OneOf<Gate>,
+        out: Py<PackedLinear>,
+        norm: Number<names::Norm>,
+    ) -> Self {
+        Self {
+            gate,
+            activation: activation.0,
+            out,
+            norm: norm.0,
+        }
+    }
+}
+
+impl OwnInput {
+    fn linears(&self) -> [&PackedLinear; 2] {
+        [self.gate.get(), self.out.get()]
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType) -> bool {
+        let linears = self.linears();
+        let [gate, out] = linears;
+        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+        of_type && [gate.inputs, out.outputs] == [hidden; 2] && gate.outputs == out.inputs
+    }
+}
+
 /// The mixer of a layer.
 enum Mixer {
     Attention(Py<AttentionMixer>),
@@ -382,6 +451,8 @@ pub struct DecoderLayer {
     norms: Norms,
     mixer: Mixer,
     feed_forward: FeedForward,
+    own_input: Option<Py<OwnInput>>,
+    stream_scale: Option<usize>,
 }
 
 /// The addresses of a layer's norms.
@@ -398,11 +469,12 @@ impl DecoderLayer {
     /// A layer of these parts, and of norms at these addresses.
     ///
     /// `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
-    /// `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms.
+    /// `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms. In the end
+    /// comes `own_input`, and the stream is multiplied by the float32 at the address `stream_scale`.
     #[new]
     #[pyo3(signature = (
         *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward,
-        mlp_out_norm=None, norm_offset
+        mlp_out_norm=None, norm_offset, own_input=None, stream_scale=None
     ))]
     fn new(
         input_norm: Option<Number<names::InputNorm>>,
@@ -412,6 +484,8 @@ impl DecoderLayer {
         feed_forward: One<names::FeedForward, FeedForward>,
         mlp_out_norm: Option<Number<names::MlpOutNorm>>,
         norm_offset: Real<names::NormOffset>,
+        own_input: Option<Py<OwnInput>>,
+        stream_scale: Option<Number<names::StreamScale>>,
     ) -> Self {
         let norms = Norms {
             input: input_norm.map(|norm| norm.0),
@@ -424,6 +498,8 @@ impl DecoderLayer {
             norms,
             mixer: mixer.0,
             feed_forward: feed_forward.0,
+            own_input,
+            stream_scale: stream_scale.map(|scale| scale.0),
         }
     }
 }
@@ -440,7 +516,8 @@ impl DecoderLayer {
             FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
             FeedForward::Experts(experts) => experts.get().fits(hidden, dtype),
         };
-        mixer_fits && feed_forward_fits
+        let own = self.own_input.as_ref();
+        mixer_fits && feed_forward_fits && own.is_none_or(|own| own.get().fits(hidden, dtype))
     }
 
     /// Whether the layer can compute with this attention.
@@ -452,11 +529,11 @@ impl DecoderLayer {
         }
     }
 
-    /// The highest number of a rotation that the layer takes, if it takes any.
-    pub fn highest_rope(&self) -> Option<usize> {
+    /// The numbers of the rotations that the layer takes.
+    pub fn ropes(&self) -> Vec<usize> {
         match &self.mixer {
-            Mixer::Attention(mixer) => Some(mixer.get().rope.max(mixer.get().query_rope)),
-            Mixer::ShortConv(_) | Mixer::Delta(_) => None,
+            Mixer::Attention(mixer) => vec![mixer.get().rope, mixer.get().query_rope],
+            Mixer::ShortConv(_) | Mixer::Delta(_) => Vec::new(),
         }
     }
 
@@ -466,6 +543,12 @@ impl DecoderLayer {
             Mixer::Delta(mixer) => mixer.get().state(),
             Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
         }
+    }
+
+    /// Numbers of a token's input that the layer alone has.
+    pub fn own_width(&self) -> usize {
+        let own = self.own_input.as_ref();
+        own.map_or(0, |own| own.get().out.get().inputs)
     }
 
     /// Tokens whose inputs a block must keep, where the layer is a convolution.
@@ -480,10 +563,10 @@ impl DecoderLayer {
     /// in `states`.
     ///
     /// # Safety
-    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks and
-    /// selection bias of float32.
+    /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
+    /// bias and scale of float32.
     pub unsafe fn read<'a, E: LayerElement>(
-        &self,
+        &'a self,
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
@@ -509,6 +592,10 @@ impl DecoderLayer {
                 let mixer = mixer.get();
                 let dims = attention.head_dim();
                 let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
+                let turned = match mixer.makes {
+                    Makes::All | Makes::QueriesAndKeys => queries + keys,
+                    Makes::Queries => queries,
+                };
                 let (qk_norm, key_norm) = if mixer.whole_norms {
                     let after = |address: usize| address.saturating_add(queries * size_of::<E>());
                     let of_keys = mixer.qk_norm.map(after);
@@ -517,13 +604,15 @@ impl DecoderLayer {
                         norm("qk_norm", of_keys, keys, keys)?,
                     )
                 } else {
-                    (norm("qk_norm", mixer.qk_norm, queries + keys, dims)?, None)
+                    (norm("qk_norm", mixer.qk_norm, turned, dims)?, None)
                 };
                 decoder::Mixer::Attention(decoder::AttentionMixer {
                     qkv: linears.mixer(0),
+                    makes: mixer.makes,
                     gated: mixer.gated,
                     qk_norm,
                     key_norm,
+                    value_norm: norm("value_norm", mixer.value_norm, keys, dims)?,
                     // SAFETY: the caller's promise.
                     sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
                     out: linears.mixer(1),
@@ -537,10 +626,23 @@ impl DecoderLayer {
                 decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
             }
             Mixer::Delta(mixer) => {
+                let linears = [linears.mixer(0), linears.mixer(1)];
                 // SAFETY: the caller's promise.
                 decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
             }
         };
+        let own_input = |own: &'a Py<OwnInput>| {
+            let own = own.get();
+            let norm = norm("norm", Some(own.norm), hidden, hidden)?;
+            Ok::<_, PyErr>(decoder::OwnInput {
+                gate: linears.own_input(0),
+                activation: own.activation,
+                out: linears.own_input(1),
+                norm: norm.expect("it has an address"),
+            })
+        };
+        // SAFETY: the caller's promise.
+        let scale = unsafe { float32_at("stream_scale", self.stream_scale, 1)? };
         Ok(decoder::DecoderLayer {
             input_norm: of_stream("input_norm", self.norms.input)?,
             mixer,
@@ -549,6 +651,8 @@ impl DecoderLayer {
             // SAFETY: the caller's promise.
             feed_forward: unsafe { self.feed_forward.read(linears)? },
             mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
+            own_input: self.own_input.as_ref().map(own_input).transpose()?,
+            scale: scale.map(|scale| scale[0]),
         })
     }
 }
@@ -618,6 +722,7 @@ type Guard<'a> = RwLockReadGuard<'a, Layer>;
 pub struct Linears<'a> {
     mixer: Vec<Guard<'a>>,
     feed_forward: Vec<Guard<'a>>,
+    own_input: Vec<Guard<'a>>,
 }
 
 impl<'a> Linears<'a> {
@@ -629,14 +734,22 @@ impl<'a> Linears<'a> {
         Ok(Self {
             mixer: read(&layer.get().mixer.linears())?,
             feed_forward: read(&layer.get().feed_forward.linears())?,
+            own_input: match &layer.get().own_input {
+                Some(own) => read(&own.get().linears())?,
+                None => Vec::new(),
+            },
         })
     }
 
-    pub fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+    fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.mixer[number]).expect("types were checked with the shapes")
     }
 
     fn feed_forward<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
         E::of(&self.feed_forward[number]).expect("types were checked with the shapes")
+    }
+
+    fn own_input<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
+        E::of(&self.own_input[number]).expect("types were checked with the shapes")
     }
 }

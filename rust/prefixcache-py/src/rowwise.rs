@@ -1,6 +1,6 @@
 //! The Python class `RowOps`: layers without a weight matrix.
 
-use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate, softcap};
 use pyo3::prelude::*;
 
 use crate::arguments::{Number, OneOf, Real, Word};
@@ -113,6 +113,25 @@ impl RowOps {
                 let (x, out) = unsafe { (x.rows::<E>()?, out.rows_mut()?) };
                 gated(cpu.form, &cpu.team, gate.0, x, &out);
             });
+            Ok(())
+        })
+    }
+
+    /// Replace each number x of dense float32 rows by cap * tanh(x / cap).
+    fn softcap(
+        &self,
+        py: Python<'_>,
+        x: Number<names::X>,
+        rows: Number<names::RowCount>,
+        width: Number<names::Width>,
+        cap: Real<names::Cap>,
+    ) -> PyResult<()> {
+        let x = Matrix::dense(x, rows.0, width.0);
+        let cpu = self.cpu.get();
+        run_on_numbers(py, x.numbers(), || {
+            // SAFETY: the caller gives the address of a tensor of this type and shape, and keeps it.
+            let mut x = unsafe { x.rows_mut()? };
+            softcap(cpu.form, &cpu.team, cap.0, &mut x);
             Ok(())
         })
     }

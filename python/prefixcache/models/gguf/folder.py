@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
 }
 """The architectures of GGUF files, by their names there."""
 _MODULES = {
@@ -103,6 +104,11 @@ _QWEN35_MODULES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_GEMMA_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
 # the names of Llama's.
 _OWN_MODULES = {
@@ -136,14 +142,17 @@ _OWN_MODULES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
-    "gemma3": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+    "gemma3": _GEMMA_MODULES,
+    "gemma4": _GEMMA_MODULES
+    | {
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
     },
 }
 # What the frequencies of pairs are divided by, tensors of a file. Llama 3's are the same at any
-# length, and do not stretch what they turn.
+# length, and do not stretch what they turn. Gemma 4's are 1, or so large that nothing is turned.
 _FACTORS = {
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",),
@@ -168,11 +177,16 @@ _PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
+# Factors from here on, of Gemma 4's slowest pairs, stand for no rotation.
+_UNTURNED = 1e20
 _GEMMA_27B_LAYERS = 62
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.embedding_norm.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
     "output.weight": "lm_head.weight",
 }
 # Those whose name begins so have tensors of formats that do not run.
@@ -236,6 +250,8 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     names = {tensor.name for part in parts for tensor in part.tensors}
     metadata = _Metadata(parts[0].metadata)
     config: dict[str, Any] = _config(metadata) | _flags(names)
+    if metadata.architecture == "gemma4":
+        return config | _gemma4_config(metadata, config, names, factors)
     if factors:
         original = "original_max_position_embeddings"
         context = metadata.shape(
@@ -433,6 +449,54 @@ def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def _gemma4_config(
+    metadata: _Metadata,
+    config: dict[str, Any],
+    names: set[str],
+    factors: Mapping[str, list[float]],
+) -> dict[str, Any]:
+    slides: list[bool] = metadata.shape("attention.sliding_window_pattern")
+    full = [i for i, one in enumerate(slides) if not one]
+    if len(slides) != config["num_hidden_layers"] or not full:
+        raise ModelLoadError("its gemma4.attention.sliding_window_pattern is not one of its layers")
+    of_layers = {
+        name: values if isinstance(values := config[name], list) else [values] * len(slides)
+        for name in ("num_key_value_heads", "intermediate_size")
+    }
+    if any(len(values) != len(slides) for values in of_layers.values()):
+        raise ModelLoadError("it lacks sizes of some of its layers.")
+    heads, sizes = of_layers["num_key_value_heads"], of_layers["intermediate_size"]
+    turned = [factor < _UNTURNED for factor in factors.get("rope_freqs.weight", [1.0])]
+    return {
+        "enable_moe_block": bool(metadata.shape("expert_count", 0)),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": metadata.shape("attention.key_length_swa"),
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": next((heads[i] for i, one in enumerate(slides) if one), heads[0]),
+        "num_global_key_value_heads": heads[full[0]],
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in names,
+        "num_kv_shared_layers": metadata.shape("attention.shared_kv_layers", 0),
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "hidden_size_per_layer_input": metadata.shape("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
+        "sliding_window": metadata.shape("attention.sliding_window"),
+        "layer_types": [SLIDING if one else FULL for one in slides],
+        "rope_parameters": {
+            FULL: config["rope_parameters"]
+            | {
+                "rope_type": "proportional",
+                "partial_rotary_factor": sum(turned) / len(turned),
+            },
+            SLIDING: {
+                "rope_theta": metadata.decimal("rope.freq_base_swa", 10_000.0),
+                "rope_type": "default",
+            },
+        },
+    }
+
+
 def _common_config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
@@ -554,7 +618,7 @@ def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
     match = _LAYER_NAME.fullmatch(f"{name}.weight" if name.endswith(".ssm_a") else name)
     if match is not None and match[2] in modules:
         name = f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
-        return _LONE.sub(r"\1", name)
+        return _LONE.sub(r"\1", name).replace("_scalar.weight", "_scalar")
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     raise UnsupportedModelError(f"it holds a tensor {name} that no supported model has.")

@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file, built from its metadata without transformers.
 
 llama.cpp's `llama-vocab.cpp` says what the keys mean. Two kinds of vocabulary are supported, by
-`tokenizer.ggml.model`: `gpt2` (byte-level byte-pair encoding) and `llama` (SentencePiece with byte
-fallback). `tokenizer.ggml.pre` names how a byte-level vocabulary cuts text before merging.
+`tokenizer.ggml.model`: `gpt2` (byte-level byte-pair encoding), and `llama` or `gemma4`
+(SentencePiece with byte fallback). `tokenizer.ggml.pre` names how a byte-level vocabulary cuts text
+before merging.
 """
 
 from __future__ import annotations
@@ -143,11 +144,12 @@ class _Vocabulary:
         """The tokenizer with all tokens that it must keep whole."""
         if self._kind == "gpt2":
             tokenizer, adds_bos = self._byte_level()
-        elif self._kind == "llama":
+        elif self._kind in ("llama", "gemma4"):
             tokenizer, adds_bos = self._sentencepiece()
         else:
             raise UnsupportedModelError(
-                f"tokenizer.ggml.model {self._kind!r} is not supported. Supported: gpt2, llama."
+                f"tokenizer.ggml.model {self._kind!r} is not supported. "
+                "Supported: gpt2, llama, gemma4."
             )
         self._add_whole_tokens(tokenizer)
         tokenizer.post_processor = self._post_processor(adds_bos)

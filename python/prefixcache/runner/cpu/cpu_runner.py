@@ -203,6 +203,7 @@ def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> 
             "head size": layout.head_dim,
             "groups": layout.kinds,
             "layers": [group.layers for group in layout.groups],
+            "heads of groups": [group.heads for group in layout.groups],
             "convolutions": [
                 (group.conv_width, group.kept_tokens, group.layers_per_tensor)
                 for group in layout.groups

@@ -45,6 +45,7 @@ from prefixcache._core import (
     DeltaMixer,
     DenseFeedForward,
     ExpertsFeedForward,
+    OwnInput,
     PagedAttention,
     RowOps,
     ShortConvMixer,
@@ -57,6 +58,7 @@ from prefixcache.models.arrays import DTYPES, Array, new_array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
+    OWN_EMBEDDING,
     AttentionShape,
     ConvShape,
     DecoderShape,
@@ -67,6 +69,8 @@ from prefixcache.models.parameters import (
     LayerShape,
     LinearShape,
     NormShape,
+    OwnInputShape,
+    OwnInputsShape,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -84,13 +88,14 @@ class StepKernels:
 
     Layer i attends with `attentions[layer_groups[i]]` over keys and values at `caches[i]`; a
     convolution takes from it where the tokens stand, and a block has the inputs of its last
-    `kept_tokens` tokens. `states` are the parts of layers' states: layer, group, where that is in
-    the null block, and float32 numbers.
+    `kept_tokens` tokens. A block begins `page_stride` numbers after the one before. `states` are
+    the parts of layers' states: layer, group, where that is in the null block, and float32 numbers.
     """
 
     attentions: list[PagedAttention]
     layer_groups: list[int]
     caches: list[int]
+    page_stride: int
     kept_tokens: int = 0
     states: Sequence[tuple[int, int, int, int]] = ()
 
@@ -125,8 +130,11 @@ class CpuModel:
         self._norm_E = self._norm(shape.norm)
         self._rows = RowOps(cpu, dtype)
         self._head = self._linear(shape.head)
-        self._embedding = self._make_embedding(shape.head)
-        self._rotations = [one.tables(config.rotary_dim, max_positions) for one in shape.rotations]
+        tied = self._head if config.tie_word_embeddings else None
+        self._embedding = self._make_embedding(EMBEDDING, shape.head, tied)
+        self._own_inputs = shape.own_inputs and self._make_own_inputs(shape.own_inputs)
+        self._rotated = [one.rotated for one in shape.rotations]
+        self._rotations = [one.tables(one.rotated, max_positions) for one in shape.rotations]
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
         rounded = np.array(config.embedding_scale, DTYPES[dtype])
         self._embedding_scale = np.float32(rounded) / np.float32(config.residual_scale)
@@ -148,6 +156,7 @@ class CpuModel:
         x_TE = self._embedding(token_ids_T)
         if self._embedding_scale != 1.0:
             np.multiply(x_TE, self._embedding_scale, out=x_TE, casting="unsafe")
+        own_TI = None if self._own_inputs is None else self._own_inputs(token_ids_T, x_TE)
         rotations = [(cos[positions_T], sin[positions_T]) for cos, sin in self._rotations]
         self._stack.forward(
             kernels.attentions,
@@ -156,8 +165,10 @@ class CpuModel:
             [(address(cos), address(sin)) for cos, sin in rotations],
             address(x_TE),
             kernels.kept_tokens,
-            rotated=self.config.rotary_dim,
+            rotated=self._rotated,
             states=kernels.states,
+            page_stride=kernels.page_stride,
+            own_inputs=None if own_TI is None else address(own_TI),
         )
         return x_TE
 
@@ -171,6 +182,8 @@ class CpuModel:
         self._head.wide(normed_RE, logits_RV)
         if self.config.logits_divisor != 1.0:
             logits_RV /= np.float32(self.config.logits_divisor)
+        if (cap := self.config.logits_softcap) is not None:
+            self._rows.softcap(address(logits_RV), *logits_RV.shape, cap)
         return logits_RV
 
     def _normed(self, x_RE: Array) -> Array:
@@ -192,6 +205,25 @@ class CpuModel:
             feed_forward=self._feed_forward(shape.feed_forward),
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
+            own_input=None if shape.own_input is None else self._own_input(shape.own_input),
+            stream_scale=None if shape.scale is None else address(self._vector(shape.scale)),
+        )
+
+    def _own_input(self, shape: OwnInputShape) -> OwnInput:
+        return OwnInput(
+            gate=self._linear(shape.gate).packed,
+            activation=shape.activation,
+            out=self._linear(shape.out).packed,
+            norm=address(self._norm(shape.norm)),
+        )
+
+    def _make_own_inputs(self, shape: OwnInputsShape) -> OwnInputs:
+        return OwnInputs(
+            self._make_embedding(OWN_EMBEDDING, shape.table, None),
+            self._linear(shape.projection),
+            self._norm(shape.norm),
+            self._rows,
+            self.config.rms_norm_eps * shape.projection.inputs,
         )
 
     def _mixer(
@@ -240,9 +272,11 @@ class CpuModel:
     def _attention(self, shape: AttentionShape) -> AttentionMixer:
         return AttentionMixer(
             qkv=self._linear(shape.qkv).packed,
+            makes=shape.makes,
             gated=shape.gated,
             qk_norm=self._optional_norm(shape.qk_norm),
             whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
+            value_norm=address(self._ones(shape)) if shape.value_norm else None,
             sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),
             out=self._linear(shape.out).packed,
             rope=shape.rope,
@@ -301,13 +335,55 @@ class CpuModel:
         self.slots[name] = slot
         return made
 
-    def _make_embedding(self, shape: LinearShape) -> CpuEmbedding:
-        tied = self._head if self.config.tie_word_embeddings else None
+    def _ones(self, shape: AttentionShape) -> Array:
+        """A weight of values' norms that changes nothing."""
+        size, number = shape.kv_heads * shape.head_dim, 1 - self.config.norm_offset
+        made = np.full(size, number, DTYPES[self.dtype_name])
+        self._norms.append(made)  # as above
+        return made
+
+    def _make_embedding(
+        self, name: str, shape: LinearShape, tied: CpuLinear | None
+    ) -> CpuEmbedding:
         made = CpuEmbedding(self._cpu, self.dtype_name, shape, tied)
         self._parts.append(made)
         size = (shape.outputs, shape.inputs)
-        self.slots[EMBEDDING] = Slot(size, made.write, made.kept_format)
+        self.slots[name] = Slot(size, made.write, made.kept_format)
         return made
+
+
+class OwnInputs:
+    """What each layer alone has of a token: see `OwnInputsShape`. I numbers a layer, of L layers.
+
+    `eps` is that of the norm times E: so the projection's scale, the root of E, is in it.
+    """
+
+    def __init__(
+        self, table: CpuEmbedding, projection: CpuLinear, norm_I: Array, rows: RowOps, eps: float
+    ) -> None:
+        self._table = table
+        self._projection = projection
+        self._norm_1I = norm_I
+        self._rows = rows
+        self._eps = eps
+        width = norm_I.shape[-1]
+        # Rounded as embeddings' is.
+        self._scale = np.float32(np.array(width**0.5, norm_I.dtype))
+
+    def __call__(self, token_ids_T: npt.NDArray[np.int64], x_TE: Array) -> Array:
+        """Returns [T, L * I] of tokens and their embeddings."""
+        made_TI = self._projection(x_TE)
+        normed_TI, norm = np.empty_like(made_TI), self._norm_1I.shape[-1]
+        rows, width = made_TI.shape
+        self._rows.rms_norm(
+            address(made_TI), rows, width, width, address(self._norm_1I), norm, norm, self._eps,
+            address(normed_TI),
+        )  # fmt: skip
+        sum_TI = self._table(token_ids_T).astype(np.float32)
+        sum_TI *= self._scale
+        sum_TI += normed_TI.astype(np.float32)
+        sum_TI *= np.float32(0.5**0.5)
+        return sum_TI.astype(made_TI.dtype, copy=False)
 
 
 def _write(target: Array, numbers: Array) -> None:
@@ -328,13 +404,16 @@ def attention_kernels(
     as in FlashAttention (Dao et al., 2022); the kernel is in `rust/prefixcache-attention`.
     """
     scale = config.attention_scale or config.head_dim**-0.5
-    shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-    windows = [group.sliding_window for group in layout.groups]
+    own = (layout.num_kv_heads, layout.head_dim)
+    kinds = [(group.heads or own, group.sliding_window) for group in layout.groups]
     try:
         return [
-            PagedAttention(cpu, dtype, *shape, scale, window_left=None if w is None else w - 1)
-            for w in windows
-        ]
+            PagedAttention(
+                cpu, dtype, config.num_heads, *heads, scale,
+                window_left=None if window is None else window - 1,
+            )
+            for heads, window in kinds
+        ]  # fmt: skip
     except ValueError as error:
         raise ConfigError(
             f"The CPU's attention cannot compute this model: {error}. --attention torch can."
@@ -344,9 +423,11 @@ def attention_kernels(
 def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKernels:
     """What the layers of a model attend with, over these KV tensors."""
     groups = kv.layout.groups
-    places = layer_places(group.layers for group in groups)
+    places = layer_places(groups)
 
     def cache(group: KVGroup, number: int) -> int:
+        if group.state_tensors:
+            return 0  # `states` says where they lie.
         tensor, part = group.part(number)
         return kv.addresses[tensor] + (part.start or 0) * kv.itemsize
 
@@ -354,6 +435,7 @@ def step_kernels(attentions: Sequence[PagedAttention], kv: KVMemory) -> StepKern
         attentions=list(attentions),
         layer_groups=[group for group, _ in places],
         caches=[cache(groups[group], number) for group, number in places],
+        page_stride=kv.bytes_per_tensor_block // kv.itemsize,
         kept_tokens=max(group.kept_tokens for group in groups),
         states=[
             (

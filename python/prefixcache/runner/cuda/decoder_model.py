@@ -17,6 +17,7 @@ from prefixcache.models.arrays import Array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
     EMBEDDING,
+    OWN_EMBEDDING,
     AttentionShape,
     ConvShape,
     DecoderShape,
@@ -27,6 +28,8 @@ from prefixcache.models.parameters import (
     LayerShape,
     LinearShape,
     NormShape,
+    OwnInputShape,
+    OwnInputsShape,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -116,12 +119,12 @@ class Builder:
             "clamped_swiglu": self.ops.clamped_swiglu,
         }[activation]
 
-    def embedding(self, shape: LinearShape, head: Linear | None) -> Embedding:
-        """A table of embeddings, and the head tied to it if there is one."""
+    def embedding(self, name: str, shape: LinearShape, head: Linear | None) -> Embedding:
+        """A table of embeddings by its name, and the head tied to it if there is one."""
         made = self.ops.embedding(shape, head)
         self._layers.append(made)
         size = (shape.outputs, shape.inputs)
-        self.slots[EMBEDDING] = Slot(size, made.write, made.kept_format)
+        self.slots[name] = Slot(size, made.write, made.kept_format)
         return made
 
 
@@ -135,8 +138,12 @@ class AttentionMixer:
         self._layer = layer
         self._ropes = (shape.rope, shape.query_rope)
         self._rms_norm = _norm_of(config, builder.ops)
-        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self._head_dim = config.head_dim
+        self._makes = shape.makes
+        of_keys = shape.kv_heads if shape.makes != "queries" else 0
+        self._heads = (config.num_heads, of_keys, of_keys if shape.makes == "all" else 0)
+        self._head_dim = shape.head_dim
+        self._value_norm_D = 1 - config.norm_offset + builder.ops.empty(self._head_dim).zero_()
+        self._has_value_norm = shape.value_norm
         self._qkv = builder.linear(shape.qkv)
         self._gates = config.num_heads if shape.gated else 0
         # One row a head, so that one call normalises the queries and the keys.
@@ -161,9 +168,16 @@ class AttentionMixer:
     ) -> Tensor:
         num_q, num_k, _ = self._heads
         qk, v_TKD = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
+        if self._makes == "queries_and_keys":
+            v_TKD = qk[:, num_q:]
+        if self._has_value_norm:
+            v_TKD = self._rms_norm(v_TKD, self._value_norm_D)
         if self._qk_norm is not None:
             qk = self._normed(qk, self._qk_norm)
         of_keys, of_queries = (rotations[rope] for rope in self._ropes)
+        if self._makes == "queries":
+            q_THD = self._ops.apply_rope(qk, *of_queries)
+            return attention.run(self._layer, q_THD, None, None, self._sinks_H).flatten(1)
         if of_keys is of_queries and attention.rotate_and_run is not None:
             return attention.rotate_and_run(self._layer, qk, v_TKD, of_keys).flatten(1)
         if of_keys is of_queries:
@@ -311,18 +325,29 @@ class DecoderLayer:
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
         self._feed_forward = _feed_forward(shape.feed_forward, builder)
         self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
+        own = shape.own_input
+        self._own_input = None if own is None else OwnInput(config, own, builder)
+        self._scale_1 = None if shape.scale is None else builder.vector(shape.scale)
 
     def __call__(
         self,
         x_TE: Tensor,
         rotations: Sequence[Rotation],
         attention: GroupedAttention,
+        own_TI: Tensor | None,
     ) -> Tensor:
-        """Returns the residual stream after this layer, [T, E]; `rotations` are the model's."""
+        """Returns the residual stream after this layer, [T, E]; `rotations` are the model's.
+
+        `own_TI` is the input that the layer alone has, where it has one.
+        """
         heads_TI = self._mixer(self._normed(x_TE, self._input_norm_E), rotations, attention)
         x_TE = self._added(x_TE, self._mixer.out, heads_TI, self._mixer_out_norm_E)
         gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
-        return self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
+        x_TE = self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
+        if self._own_input is not None:
+            assert own_TI is not None
+            x_TE = x_TE + self._own_input(x_TE, own_TI)
+        return x_TE if self._scale_1 is None else x_TE * self._scale_1.to(x_TE)
 
     def _normed(self, x_TE: Tensor, norm_E: Tensor | None) -> Tensor:
         return x_TE if norm_E is None else self._rms_norm(x_TE, norm_E)
@@ -338,6 +363,41 @@ class DecoderLayer:
         if out_norm_E is None:
             return out(y_TI, x_TE)
         return x_TE + self._rms_norm(out(y_TI, None).to(x_TE), out_norm_E)
+
+
+class OwnInput:
+    """What takes a layer's own input into the stream; see `OwnInputShape`."""
+
+    def __init__(self, config: ModelConfig, shape: OwnInputShape, builder: Builder) -> None:
+        self._rms_norm = _norm_of(config, builder.ops)
+        self._gate = builder.linear(shape.gate)
+        self._open = builder.gate(shape.activation)
+        self._out = builder.linear(shape.out)
+        self._norm_E = builder.norm(shape.norm)
+
+    def __call__(self, x_TE: Tensor, own_TI: Tensor) -> Tensor:
+        """What is added, [T, E]."""
+        opened_TI = self._open(torch.cat([self._gate(x_TE), own_TI], dim=-1))
+        return self._rms_norm(self._out(opened_TI), self._norm_E)
+
+
+class OwnInputs:
+    """What each of L layers alone has of a token, I numbers; see `OwnInputsShape`."""
+
+    def __init__(self, config: ModelConfig, shape: OwnInputsShape, builder: Builder) -> None:
+        self._table = builder.embedding(OWN_EMBEDDING, shape.table, None)
+        self._projection = builder.linear(shape.projection)
+        self._norm_I = builder.norm(shape.norm)
+        self._rms_norm = _norm_of(config, builder.ops)
+        self._size = config.own_input_size
+        self._scale = torch.tensor(self._size**0.5, dtype=builder.ops.dtype).item()
+
+    def __call__(self, token_ids_T: Tensor, x_TE: Tensor) -> Tensor:
+        """Returns [L, T, I] of tokens and their embeddings."""
+        made_TI = self._projection(x_TE) * x_TE.shape[-1] ** -0.5
+        normed_TLI = self._rms_norm(made_TI.unflatten(-1, (-1, self._size)), self._norm_I)
+        table_TLI = (self._table(token_ids_T) * self._scale).view_as(normed_TLI)
+        return ((normed_TLI + table_TLI) * 0.5**0.5).transpose(0, 1)
 
 
 class DecoderModel:
@@ -359,12 +419,13 @@ class DecoderModel:
         self._norm_E = self._builder.norm(shape.norm)
         self._head = self._builder.linear(shape.head)
         self._embedding = self._builder.embedding(
-            shape.head, self._head if config.tie_word_embeddings else None
+            EMBEDDING, shape.head, self._head if config.tie_word_embeddings else None
         )
         self._ropes = [
-            RotaryEmbedding(one, config.rotary_dim, max_positions, self.device)
-            for one in shape.rotations
+            RotaryEmbedding(one, one.rotated, max_positions, self.device) for one in shape.rotations
         ]
+        own = shape.own_inputs
+        self._own_inputs = None if own is None else OwnInputs(config, own, self._builder)
         # Rounded as the weights are: Gemma was trained so. The stream is kept divided.
         rounded = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._embedding_scale = rounded / config.residual_scale
@@ -394,8 +455,10 @@ class DecoderModel:
         """Hidden states [T, E] after the last norm; `attention` must be planned for the step."""
         rotations = [rope.at(positions_T) for rope in self._ropes]
         x_TE = self._embedded(token_ids_T)
-        for layer in self._layers:
-            x_TE = layer(x_TE, rotations, attention)
+        own = None if self._own_inputs is None else self._own_inputs(token_ids_T, x_TE)
+        for number, layer in enumerate(self._layers):
+            own_TI = None if own is None else own[number]
+            x_TE = layer(x_TE, rotations, attention, own_TI)
         return self._rms_norm(x_TE, self._norm_E)
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
@@ -406,8 +469,9 @@ class DecoderModel:
     def compute_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits [R, V] of the given rows of `forward`'s result, not rounded any further."""
         logits_RV = self._head.wide(hidden_RE)
-        divisor = self.config.logits_divisor
-        return logits_RV if divisor == 1.0 else logits_RV.div_(divisor)
+        divisor, cap = self.config.logits_divisor, self.config.logits_softcap
+        logits_RV = logits_RV if divisor == 1.0 else logits_RV.div_(divisor)
+        return logits_RV if cap is None else logits_RV.div_(cap).tanh_().mul_(cap)
 
 
 def _mixer(

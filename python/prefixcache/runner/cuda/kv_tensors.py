@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefixcache.kv.cache_manager import Blocks
-from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.specs import KVGroup, KVLayout
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.cuda_memory import CudaMemory
@@ -120,13 +120,21 @@ def attention_groups(layout: KVLayout, spec: AttentionSpec) -> tuple[AttentionGr
     """What attention is made with: a group for each of the layout, the rest as in `spec`."""
     return tuple(
         AttentionGroup(
-            replace(spec, sliding_window=group.sliding_window),
+            _spec_of(group, spec),
             group.layers,
-            group if group.conv_width else None,
-            tuple(part for part in layout.states if part.group == number),
+            conv=group if group.conv_width else None,
+            states=tuple(part for part in layout.states if part.group == number),
+            parts=group if group.heads else None,
+            readers=group.readers,
         )
         for number, group in enumerate(layout.groups)
     )
+
+
+def _spec_of(group: KVGroup, spec: AttentionSpec) -> AttentionSpec:
+    kv_heads, head_dim = group.heads or (spec.num_kv_heads, spec.head_dim)
+    window = group.sliding_window
+    return replace(spec, sliding_window=window, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
 def give_back(device: torch.device) -> None:

@@ -39,6 +39,7 @@ _SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
     "logprob_start_len",
     "prompt_logprobs",
     "return_token_ids",
+    "return_weight_versions",
     "stop",
     "stream",
     "stream_options",

@@ -52,6 +52,7 @@ _SAME = frozenset(
     "logprob_start_len",
     "prompt_logprobs",
     "return_token_ids",
+    "return_weight_versions",
     "stream",
     "stream_options",
 }

@@ -44,10 +44,13 @@ pub struct Layer<'a, E> {
 
 const PAGES: usize = 256;
 
+/// Numbers of another layer between the pages of this one.
+const BETWEEN: usize = 16;
+
 impl<'a, E: KvElement> Layer<'a, E> {
     pub fn new(attention: Attention, form: Form, team: &'a Team, block_size: usize) -> Self {
-        let numbers = PAGES * 2 * block_size * attention.kv_heads() * attention.head_dim();
-        let cache = vec![E::from_f32(f32::NAN); numbers];
+        let page_width = 2 * block_size * attention.kv_heads() * attention.head_dim();
+        let cache = vec![E::from_f32(f32::NAN); PAGES * (BETWEEN + page_width)];
         Self {
             attention,
             form,
@@ -95,11 +98,12 @@ impl<'a, E: KvElement> Layer<'a, E> {
         };
         let plan =
             Plan::new(tables, PAGES, self.block_size, &self.attention).expect("a sound step");
-        let page_width = self.block_size * self.attention.head_dim();
-        let cache = RowsMut::new(&mut self.cache, page_width);
+        let page_width = BETWEEN + 2 * self.block_size * kv_width;
+        let mut cache = RowsMut::new(&mut self.cache, page_width);
+        let cache = cache.columns(BETWEEN..page_width);
         append(
             &cache,
-            self.block_size,
+            &plan,
             &slots,
             Rows::new(&keys, kv_width),
             Rows::new(&values, kv_width),
@@ -109,7 +113,7 @@ impl<'a, E: KvElement> Layer<'a, E> {
             self.form,
             self.team,
             &plan,
-            Rows::new(&self.cache, page_width),
+            Rows::new(&self.cache, page_width).columns(BETWEEN..page_width),
             Rows::new(&queries, width),
             sinks(&self.attention).as_deref(),
             &RowsMut::new(&mut out, width),

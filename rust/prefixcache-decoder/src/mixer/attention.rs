@@ -10,14 +10,19 @@ use crate::{Buffer, Rotation, Step, Sum};
 
 /// Queries, keys and values, attention, and what becomes of it.
 pub struct AttentionMixer<'a, E> {
-    /// E to (H + 2 K) * D: queries, keys, values; before them H * D gates, where it is gated.
+    /// E to (H + 2 K) * D: queries, keys, values, as far as the layer makes them; before them H * D gates,
+    /// where it is gated.
     pub qkv: &'a PackedLinear<E>,
+    /// Which of them it makes.
+    pub makes: Makes,
     /// Whether what heads make is multiplied by the sigmoid of gates.
     pub gated: bool,
     /// Of (H + K) * D numbers, a head a group: the norm of queries and keys, where there is one.
     pub qk_norm: Option<RmsNorm<'a, E>>,
     /// Of K * D numbers: that of keys, where `qk_norm` is of all H * D queries at once.
     pub key_norm: Option<RmsNorm<'a, E>>,
+    /// Of K * D numbers, a head a group: that of values, where there is one.
+    pub value_norm: Option<RmsNorm<'a, E>>,
     /// Of H numbers: the heads' sinks, where there are some.
     pub sinks: Option<&'a [f32]>,
     /// H * D to E
@@ -30,15 +35,30 @@ pub struct AttentionMixer<'a, E> {
     pub query_rope: usize,
 }
 
+/// What the first linear of attention makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Makes {
+    /// Queries, keys and values.
+    All,
+    /// Queries and keys. Values are the keys, neither normalised as they are nor turned.
+    QueriesAndKeys,
+    /// Queries. Keys and values are those that an earlier layer wrote to the cache.
+    Queries,
+}
+
 impl<E: KvElement> AttentionMixer<'_, E> {
     /// Gates of a token.
     fn gates(&self) -> usize {
         if self.gated { self.out.inputs() } else { 0 }
     }
 
-    /// Numbers of a token's queries and keys: (H + K) * D.
+    /// Numbers of a token's queries, and of its keys, if the layer makes them.
     fn turned(&self) -> usize {
-        usize::midpoint(self.out.inputs(), self.qkv.outputs() - self.gates())
+        let made = self.qkv.outputs() - self.gates();
+        match self.makes {
+            Makes::All => usize::midpoint(self.out.inputs(), made),
+            Makes::QueriesAndKeys | Makes::Queries => made,
+        }
     }
 }
 
@@ -47,6 +67,7 @@ pub struct Scratch<E> {
     qkv: Buffer<E>,
     qk: Buffer<E>,
     turned: Buffer<E>,
+    values: Buffer<E>,
     attended: Buffer<E>,
 }
 
@@ -62,6 +83,9 @@ impl<E: KvElement> Scratch<E> {
             qkv: of(|mixer| mixer.qkv.outputs())?,
             qk: of(|mixer| mixer.qk_norm.map_or(0, |_| mixer.turned()))?,
             turned: of(|mixer| mixer.turned())?,
+            values: of(|mixer| {
+                (mixer.value_norm).map_or(0, |_| mixer.turned() - mixer.out.inputs())
+            })?,
             attended: of(|mixer| mixer.out.inputs())?,
         })
     }
@@ -79,14 +103,14 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         let group = &self.groups[mixer.group];
         let queries = mixer.out.inputs();
-        let (width, gates, turned) = (mixer.qkv.outputs(), mixer.gates(), mixer.turned());
+        let (width, gates) = (mixer.qkv.outputs(), mixer.gates());
         self.linear(mixer.qkv, x, None, &scratch.qkv.write(width))?;
         self.turn(mixer, scratch);
+        if mixer.makes != Makes::Queries {
+            self.keep(mixer, cache, scratch);
+        }
         let qkv = scratch.qkv.read(width);
-        let values = qkv.columns(gates + turned..width);
-        let turned = scratch.turned.read(turned);
-        let keys = turned.columns(queries..turned.width());
-        append(cache, group.plan.block_size(), group.slots, keys, values);
+        let turned = scratch.turned.read(mixer.turned());
         attend(
             self.form,
             self.team,
@@ -111,6 +135,29 @@ impl Step<'_> {
         self.add(sum, |residual, out| {
             self.linear(mixer.out, attended, residual, out)
         })
+    }
+
+    /// Writes the turned keys to the cache, and the values, normalised where the model does that.
+    fn keep<E: KvElement>(
+        &self,
+        mixer: &AttentionMixer<'_, E>,
+        cache: &RowsMut<'_, E>,
+        scratch: &mut Scratch<E>,
+    ) {
+        let (width, turned) = (mixer.qkv.outputs(), mixer.turned());
+        let keys = mixer.out.inputs()..turned;
+        let made = scratch.qkv.read(width).columns(mixer.gates()..width);
+        let mut values = match mixer.makes {
+            Makes::All => made.columns(turned..made.width()),
+            Makes::QueriesAndKeys | Makes::Queries => made.columns(keys.clone()),
+        };
+        if let Some(norm) = mixer.value_norm {
+            self.norm(norm, values, None, &scratch.values.write(keys.len()));
+            values = scratch.values.read(keys.len());
+        }
+        let keys = scratch.turned.read(turned).columns(keys);
+        let group = &self.groups[mixer.group];
+        append(cache, group.plan, group.slots, keys, values);
     }
 
     /// Normalises the queries and keys, where the model does, and turns them by their positions.

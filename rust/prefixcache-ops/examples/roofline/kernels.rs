@@ -2,8 +2,7 @@
 
 use prefixcache_cpu::{Bf16, ByteForm, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::int8::QuantizedRows;
-use prefixcache_ops::quant::dequantized::DequantizedPanels;
-use prefixcache_ops::quant::packed::PackedBlocks;
+use prefixcache_ops::quant::packed::{Line, PackedBlocks};
 use prefixcache_ops::{Activations, Format, PackedLinear};
 
 use crate::best;
@@ -140,15 +139,16 @@ impl Bench {
         let mut packed = made.expect("memory");
         let blocks = blocks(format, FEW_OUTPUTS);
         packed.pack(&self.team, Rows::new(&blocks, format.row_bytes(INPUTS)));
-        let panels: Vec<_> = (0..FEW_OUTPUTS / PANEL).map(|i| (i, &packed, i)).collect();
-        let room = DequantizedPanels::new(&self.team, panels.len(), INPUTS / Bf16::PER_WORD);
-        let mut room = room.expect("memory");
+        let mut lines = [Line::UNWRITTEN; INPUTS / Bf16::PER_WORD];
         let passes = 50;
         let seconds = best(
             TURNS,
             &mut [Box::new(|| {
-                for _ in 0..passes {
-                    room.dequantize::<Bf16>(&self.team, self.form, &panels);
+                for panel in (0..FEW_OUTPUTS / PANEL)
+                    .cycle()
+                    .take(passes * FEW_OUTPUTS / PANEL)
+                {
+                    packed.dequantize::<Bf16>(self.form, panel, 0, &mut lines);
                 }
             })],
         );

@@ -128,7 +128,7 @@ impl<E: Element> Experts<'_, E> {
     /// Writes the sum of what each row's experts make of it, plus the residual, to `out`.
     ///
     /// # Errors
-    /// There is no memory for the routes, quantized activations or dequantized panels; `out` is as it was.
+    /// There is no memory for the routes or quantized activations; `out` is as it was.
     ///
     /// # Panics
     /// The shapes do not fit each other or the scratch.

@@ -1,16 +1,12 @@
 //! Products of rows in groups, each with parts of its own: what experts compute.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_cpu::{Element, Form, Rows, RowsMut, Team};
 
 use super::{PackedLinear, Product};
 use crate::panel::MAX_TASK_ROWS;
-use crate::part::{Part, Storage};
-use crate::quant::dequantized::{DequantizedPanels, words_of};
-use crate::quant::packed::Line;
 
 /// Rows of a product, and the parts of the layer that they are multiplied with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +30,7 @@ impl<E: Element> PackedLinear<E> {
     /// for bit. No weight of another part is read.
     ///
     /// # Errors
-    /// There is no memory for quantized activations or dequantized panels; nothing is written.
+    /// There is no memory for quantized activations; nothing is written.
     ///
     /// # Panics
     /// There are no such rows or parts, the parts of a group have not as many outputs as `out` has
@@ -59,24 +55,9 @@ impl<E: Element> PackedLinear<E> {
             quantized: self.quantized(form, team, x)?,
         };
         let tasks = self.group_tasks(groups);
-        let workers = team.threads().min(tasks.len());
-        let depth = self.inputs / E::PER_WORD;
-        let mut dequantized = match self.groups_dequantize(form, groups) {
-            true => Some(DequantizedPanels::with_room(workers, depth)?),
-            false => None,
-        };
-        let places = dequantized.as_mut().map(DequantizedPanels::places);
-        let next = AtomicUsize::new(0);
-        team.run(workers, |worker| {
-            let lines = match &places {
-                // SAFETY: each worker has a place of its own.
-                Some(places) => unsafe { places.part(worker, 0, depth) },
-                None => &mut [],
-            };
-            // Relaxed: nothing but the number is passed on.
-            while let Some(task) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                product.multiply_in_group(&groups[task.group], task, lines);
-            }
+        team.run(tasks.len(), |task| {
+            let task = &tasks[task];
+            product.multiply_in_group(&groups[task.group], task);
         });
         Ok(())
     }
@@ -111,42 +92,17 @@ impl<E: Element> PackedLinear<E> {
         });
         panels.collect()
     }
-
-    fn groups_dequantize(&self, form: Form, groups: &[RowGroup]) -> bool {
-        groups.iter().any(|group| {
-            let mut parts = self.parts[group.parts.clone()].iter();
-            parts.any(|part| part.dequantizes(form, group.rows.len()))
-        })
-    }
-}
-
-impl<E: Element> Part<E> {
-    /// Whether it is of blocks, and there are too many rows to dequantize them in registers.
-    pub(super) fn dequantizes(&self, form: Form, rows: usize) -> bool {
-        match &self.storage {
-            Storage::Blocks(blocks) => !blocks.multiplies_few::<E>(form, rows),
-            _ => false,
-        }
-    }
 }
 
 impl<E: Element, O: Element> Product<'_, E, O> {
-    /// Computes a panel for all rows of its group. `lines` has room for a panel where it is dequantized.
-    fn multiply_in_group(&self, group: &RowGroup, task: &GroupTask, lines: &mut [Line]) {
+    /// Computes a panel for all rows of its group.
+    fn multiply_in_group(&self, group: &RowGroup, task: &GroupTask) {
         let part = &self.layer.parts[task.part];
         let first = self.layer.parts[group.parts.start].outputs.start;
         let rows = group.rows.clone();
-        let mut words = None;
-        if let Storage::Blocks(blocks) = &part.storage
-            && part.dequantizes(self.form, rows.len())
-        {
-            blocks.dequantize::<E>(self.form, task.panel, 0, lines);
-            // SAFETY: all of its lines were just written.
-            words = Some(unsafe { words_of(lines) });
-        }
         for start in rows.clone().step_by(MAX_TASK_ROWS) {
             let rows = start..(start + MAX_TASK_ROWS).min(rows.end);
-            self.multiply_part(part, task.panel, first, rows, words);
+            self.multiply_part(part, task.panel, first, rows);
         }
     }
 }

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
 
-use super::blocks::{BlockScales, GROUP, Scales};
+use super::blocks::{BlockScales, Format, GROUP, Scales};
 use super::packed::{
     AHEAD, CodeAt, Layout, Line, Product, codes_at, for_pairs, nibbles, pack_scales, table,
 };
@@ -24,9 +24,11 @@ use crate::panel::{PANEL, Sums};
 /// Columns of a strip.
 pub const STRIP: usize = 32;
 
-/// The most rows that are multiplied without a dequantized panel in between: with more, dequantizing it
-/// once takes less time.
-pub const MAX_FEW: usize = 8;
+/// The most rows that are multiplied in registers: with more, to store what is dequantized and to load it
+/// for a few rows at a time takes less time.
+pub fn max_few(format: Format) -> usize {
+    if format.is_common() { 6 } else { 4 }
+}
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
@@ -82,13 +84,13 @@ pub(super) fn code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
     }
 }
 
-/// What becomes of the words of columns.
-trait TakeWords<L: Lanes> {
-    /// Takes word `line` of the group, of vector `c` of columns.
+/// What becomes of `C` vectors of words.
+trait TakeLines<L: Lanes, const C: usize> {
+    /// Takes the words of the columns at word `line` of the group.
     ///
     /// # Safety
     /// There is such a word.
-    unsafe fn take(&mut self, line: usize, c: usize, words: L::V);
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]);
 }
 
 /// `C` vectors of columns of a group of a strip.
@@ -167,20 +169,18 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         }
     }
 
-    /// Dequantizes the group, a vector after the other for as many numbers as fill whole words: with those
-    /// of all vectors at once the registers would not do.
+    /// Dequantizes the group: in a loop over as many numbers as fill whole words, so that shifts are by
+    /// constants.
     ///
     /// # Safety
-    /// `take` has the words of a group.
+    /// `take` has the lines of a group.
     #[inline(always)]
-    unsafe fn each_word<E: Element>(&self, take: &mut impl TakeWords<L>) {
+    unsafe fn each_line<E: Element>(&self, take: &mut impl TakeLines<L, C>) {
         for first in (0..GROUP).step_by(F::PERIOD) {
             for_pairs!(PAIR => {
                 if const { 2 * PAIR < F::PERIOD } {
-                    for c in 0..C {
-                        // SAFETY: the caller's promise.
-                        unsafe { self.pair::<E>(c, first, 2 * PAIR, take) };
-                    }
+                    // SAFETY: the caller's promise.
+                    unsafe { self.pair::<E>(first, 2 * PAIR, take) };
                 }
             });
         }
@@ -189,24 +189,31 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
     /// Dequantizes the numbers at depth `first + depth` and after it.
     ///
     /// # Safety
-    /// As [`Self::each_word`], and there are such numbers.
+    /// As [`Self::each_line`], and there are such numbers.
     #[inline(always)]
-    unsafe fn pair<E: Element>(
-        &self,
-        c: usize,
-        first: usize,
-        depth: usize,
-        take: &mut impl TakeWords<L>,
-    ) {
+    unsafe fn pair<E: Element>(&self, first: usize, depth: usize, take: &mut impl TakeLines<L, C>) {
+        let mut words = [self.lanes.splat(0.0); C];
+        let mut more = words;
+        for c in 0..C {
+            // SAFETY: the stream has 32 codes.
+            let (a, b) = unsafe {
+                (
+                    self.number(c, first, depth),
+                    self.number(c, first, depth + 1),
+                )
+            };
+            let (even, odd) = E::column_lines(self.lanes, a, b);
+            words[c] = even;
+            if let Some(odd) = odd {
+                more[c] = odd;
+            }
+        }
         let line = (first + depth) / E::PER_WORD;
-        // SAFETY: the caller's promise.
+        // SAFETY: `take` has these lines.
         unsafe {
-            let a = self.number(c, first, depth);
-            let b = self.number(c, first, depth + 1);
-            let (words, more) = E::column_lines(self.lanes, a, b);
-            take.take(line, c, words);
-            if let Some(more) = more {
-                take.take(line + 1, c, more);
+            take.take(line, words);
+            if E::PER_WORD == 1 {
+                take.take(line + 1, more);
             }
         }
     }
@@ -243,11 +250,7 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             6 => lanes.field::<6, false>(words, from),
             _ => lanes.field::<8, false>(words, from),
         };
-        let half = if F::HAS_HALVES {
-            (first + depth) / 16
-        } else {
-            0
-        };
+        let half = depth / 16;
         lanes.mul_add(code, self.scales[half][c], self.offsets[half][c])
     }
 }
@@ -261,15 +264,19 @@ struct Multiply<L: Lanes, E, const H: usize, const C: usize> {
     element: PhantomData<E>,
 }
 
-impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeWords<L> for Multiply<L, E, H, C> {
+impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
+    for Multiply<L, E, H, C>
+{
     #[inline(always)]
-    unsafe fn take(&mut self, line: usize, c: usize, words: L::V) {
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
+        // By references: to iterate over arrays themselves keeps the sums in memory.
         for r in 0..H {
             // SAFETY: the row has this word, as the caller vouches.
             let x = unsafe { self.rows[r].add(line).read_unaligned() };
             let x = self.lanes.splat_word(x);
-            let sum = &mut self.sums[r][c];
-            *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
+            for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
+                *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
+            }
         }
     }
 }
@@ -289,10 +296,7 @@ impl<E: Element> Product<'_, E> {
             0 => {}
             1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
             2 if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 2, 2>::new(self, sums)),
-            5..=6 if const { F::FORMAT.is_common() } => {
-                form.run(Few::<_, F, 6, 1>::new(self, sums));
-            }
-            // Eight as four and four.
+            5.. if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 6, 1>::new(self, sums)),
             _ => form.run(Few::<_, F, 4, 2>::new(self, sums)),
         }
     }
@@ -319,18 +323,12 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
         }
         let product = self.product;
         for column in (0..product.used).step_by(C * L::LANES) {
-            for first in (0..self.sums.len()).step_by(H) {
-                let sums = product.tile::<F, L, H, C>(lanes, column, first, self.sums.len());
-                // Of known rows: with an index that the compiler does not know, sums stay in memory.
-                for (r, sums) in sums.iter().enumerate() {
-                    let Some(to) = self.sums.get_mut(first + r) else {
-                        continue;
-                    };
-                    let to = to[column..][..C * L::LANES].chunks_exact_mut(L::LANES);
-                    for (to, &sum) in to.zip(sums) {
-                        // SAFETY: the chunk holds a vector.
-                        unsafe { lanes.store(to.as_mut_ptr(), sum) };
-                    }
+            let sums = product.tile::<F, L, H, C>(lanes, column, self.sums.len());
+            for (to, sums) in self.sums.iter_mut().zip(&sums) {
+                let to = to[column..][..C * L::LANES].chunks_exact_mut(L::LANES);
+                for (to, &sum) in to.zip(sums) {
+                    // SAFETY: the chunk holds a vector.
+                    unsafe { lanes.store(to.as_mut_ptr(), sum) };
                 }
             }
         }
@@ -338,31 +336,30 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
 }
 
 impl<E: Element> Product<'_, E> {
-    /// The sums of `H` rows from `first` on and `C` vectors from `column` on. Rows that there are not, of
-    /// `count`, are the last one, computed for nothing.
+    /// The sums of `H` rows and `C` vectors from `column` on. Rows that there are not, of `count`, are the
+    /// last one, computed for nothing.
     #[inline(always)]
     fn tile<F: Layout, L: Lanes, const H: usize, const C: usize>(
         &self,
         lanes: L,
         column: usize,
-        first: usize,
         count: usize,
     ) -> [[L::V; C]; H] {
         let strip = strip_of::<F>(self.panel, self.inputs, column);
         let mut multiply = Multiply::<L, E, H, C> {
             lanes,
-            rows: std::array::from_fn(|r| self.rows.words((first + r).min(count - 1), 0)),
+            rows: std::array::from_fn(|r| self.rows.words(r.min(count - 1), 0)),
             sums: [[lanes.splat(0.0); C]; H],
             element: PhantomData,
         };
         for group in 0..self.inputs / GROUP {
-            if column.is_multiple_of(STRIP) && first == 0 {
+            if column.is_multiple_of(STRIP) {
                 prefetch::<F, L>(lanes, strip, group);
             }
             // SAFETY: the strip has the group, the rows its words.
             unsafe {
                 Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
-                    .each_word::<E>(&mut multiply);
+                    .each_line::<E>(&mut multiply);
                 for row in &mut multiply.rows {
                     *row = row.add(GROUP / E::PER_WORD);
                 }
@@ -398,13 +395,15 @@ struct Store<L> {
     to: *mut u32,
 }
 
-impl<L: Lanes> TakeWords<L> for Store<L> {
+impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
     #[inline(always)]
-    unsafe fn take(&mut self, line: usize, c: usize, words: L::V) {
-        // SAFETY: the panel has this line, as the caller vouches.
-        unsafe {
-            let to = self.to.add(line * PANEL + c * L::LANES);
-            self.lanes.store(to.cast(), words);
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
+        for (c, &words) in words.iter().enumerate() {
+            // SAFETY: the panel has this line, as the caller vouches.
+            unsafe {
+                let to = self.to.add(line * PANEL + c * L::LANES);
+                self.lanes.store(to.cast(), words);
+            }
         }
     }
 }
@@ -437,7 +436,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
                 unsafe {
                     let to = lines.as_mut_ptr().cast::<u32>().add(column);
                     Columns::<L, F, 1>::new(lanes, strip, group, column % STRIP)
-                        .each_word::<E>(&mut Store { lanes, to });
+                        .each_line::<E>(&mut Store { lanes, to });
                 }
             }
         }

@@ -2,9 +2,7 @@
 //!
 //! A number of a block is a small integer, its code or what a table has for it, times a scale, plus or
 //! minus a minimum. The product is exact in `f32` and the sum is rounded once, so the number is the same however it is
-//! computed; rounded to the layer's type it is the very number that a dequantized weight would hold.
 
 pub mod blocks;
 mod columns;
-pub mod dequantized;
 pub mod packed;

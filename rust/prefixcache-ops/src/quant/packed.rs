@@ -25,14 +25,28 @@ use crate::panel::{PANEL, Sums, TaskRows};
 /// Columns of a tile.
 const TILE: usize = 16;
 
-/// The most rows whose products are taken from registers, without a dequantized panel in between. With
-/// more, dequantizing a panel first takes less time: where minimums take registers too, from three rows on.
+/// The most rows whose products are taken from registers. With more, dequantizing the blocks first takes
+/// less time: where minimums take registers too, from three rows on.
 const MAX_FEW: usize = 4;
 const MAX_FEW_WITH_MORE_SCALES: usize = 2;
 
 /// A word of each column of a panel.
 #[repr(C, align(64))]
 pub struct Line([MaybeUninit<u32>; PANEL]);
+
+impl Line {
+    /// One that is not written yet.
+    pub const UNWRITTEN: Self = Self([MaybeUninit::uninit(); PANEL]);
+}
+
+/// The words of some lines.
+///
+/// # Safety
+/// All of them were written.
+pub unsafe fn words_of(lines: &[Line]) -> &[u32] {
+    // SAFETY: a line is 64 words, which were written, as the caller vouches.
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * PANEL) }
+}
 
 /// Bytes that are asked for before they are dequantized: that takes so much computation that
 /// loads alone keep too few lines in flight from memory.
@@ -64,15 +78,12 @@ pub(super) trait Layout: Send + Sync {
     } else {
         0
     };
-    /// Numbers whose codes fill whole words.
+    /// Numbers whose codes fill whole words, and which have one scale or are a group.
     const PERIOD: usize = match Self::BITS {
-        2 | 6 => 16,
         4 => 8,
         8 => 4,
         _ => GROUP,
     };
-    /// Whether the halves of a group have scales of their own.
-    const HAS_HALVES: bool = matches!(Self::SCALES, Scales::Sixteens | Scales::SixteenMinimums);
     /// The most rows whose products with this format's blocks are taken from registers.
     const MAX_FEW: usize = match Self::SCALES {
         Scales::Plain | Scales::PowerOfTwo | Scales::Group => MAX_FEW,
@@ -221,14 +232,17 @@ impl PackedBlocks {
     }
 
     /// Whether products with `rows` rows are taken from registers by [`Self::multiply_few`]; with more
-    /// rows, and in forms without such products, a panel is dequantized first.
+    /// rows, and in forms without such products, the blocks are dequantized first.
     pub fn multiplies_few<E: Element>(&self, form: Form, rows: usize) -> bool {
         match self.order {
             Order::Tiles => {
                 let most = with_layout!(self.format, F => F::MAX_FEW);
                 rows <= most && form.dots_in_registers()
             }
-            Order::Strips => rows <= columns::MAX_FEW && E::PER_WORD == 1 && form.lane_is_column(),
+            Order::Strips => {
+                let few = rows <= columns::max_few(self.format);
+                few && E::PER_WORD == 1 && form.lane_is_column()
+            }
         }
     }
 
@@ -814,11 +828,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
             (6, _) => self.lanes.field::<6, true>(words, from),
             _ => self.lanes.field::<8, true>(words, from),
         };
-        let sixteen = if F::HAS_HALVES {
-            (2 * first + code) / 16
-        } else {
-            0
-        };
+        let sixteen = code / 16;
         let scale = self.scales[sixteen][VECTOR];
         match self.offsets {
             Some(offsets) => self.lanes.mul_add(number, scale, offsets[sixteen][VECTOR]),

@@ -73,13 +73,16 @@ class AttentionGroup:
 
     Where the layers are convolutions, `conv` is their group of the layout, and where they have
     states, `states` are the parts that lie in the group; the spec says the shape of the KV tensors
-    alone then.
+    alone then. Where they have a part of a tensor's blocks, `parts` is their group. `readers` are
+    as in `KVGroup`.
     """
 
     spec: AttentionSpec
     layers: tuple[int, ...]
     conv: KVGroup | None = None
     states: tuple[StatePart, ...] = ()
+    parts: KVGroup | None = None
+    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def attends(self) -> bool:
@@ -125,12 +128,13 @@ class AttentionBackend(Protocol):
         self,
         layer: int,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Writes k and v to their slots, then attends: causal, aligned at the last token.
 
+        None of them is written where an earlier layer did that.
         `sinks_H`, where the spec has sinks, are scores of a key without a value, one a head.
         Returns [T, H, D] in the type of `q_THD`.
         """

@@ -176,16 +176,17 @@ class FlashInferAttention:
         self,
         layer: int,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         sinks_H: Tensor | None = None,  # noqa: ARG002  (refused)
     ) -> Tensor:
         """Writes k and v to their slots, then attends; returns [T, H, D]."""
         step, kv = self._require_step(), self._kv[layer]
         assert self._pool_table is not None
-        self._kernels.append_paged_kv_cache(
-            k_TKD, v_TKD, step.zeros, step.slots, kv, *self._pool_table, LAYOUT
-        )
+        if k_TKD is not None:
+            self._kernels.append_paged_kv_cache(
+                k_TKD, v_TKD, step.zeros, step.slots, kv, *self._pool_table, LAYOUT
+            )
         return self._attend(step, q_THD, kv)
 
     def rotate_and_run(

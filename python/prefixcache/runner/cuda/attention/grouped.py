@@ -11,11 +11,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from prefixcache.kv.specs import StatePart, layer_places
+from prefixcache.kv.specs import KVGroup, StatePart, layer_places
 from prefixcache.runner.cuda.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionGroup,
+    AttentionSpec,
     GraphAttention,
 )
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
@@ -41,7 +42,7 @@ class GroupedAttention:
         self.batch_invariant = all(backend.batch_invariant for backend in backends)
         self.decode_matches_prefill = all(backend.decode_matches_prefill for backend in backends)
         self.kv_shape = first.kv_shape
-        places = layer_places(group.layers for group in groups)
+        places = layer_places(groups)
         self._layers = [(backends[group], number) for group, number in places]
 
     @property
@@ -52,10 +53,14 @@ class GroupedAttention:
     def bind(self, kv_tensors: Sequence[Tensor]) -> None:
         """Takes the KV tensors, each of `kv_shape`: tensor j is that of layer j of every group.
 
-        Several convolutions share a tensor, and states lie in any.
+        Several convolutions share a tensor, and layers that differ in their heads; states lie in
+        any.
         """
         for group, backend in zip(self.groups, self.backends, strict=True):
-            backend.bind(kv_tensors if group.states else kv_tensors[: len(group.layers)])
+            if group.parts is not None:
+                backend.bind(_parts(group.parts, group.spec, self.kv_shape, kv_tensors))
+            else:
+                backend.bind(kv_tensors if group.states else kv_tensors[: len(group.layers)])
 
     def plan(self, batches: Sequence[AttentionBatch]) -> None:
         """Prepares for the step; the batches, one a group, must not change until its last `run`."""
@@ -66,8 +71,8 @@ class GroupedAttention:
         self,
         layer: int,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """The attention of a layer of the model; see `AttentionBackend.run`."""
@@ -137,3 +142,17 @@ class GroupedAttention:
 
     def _graph_backends(self) -> list[GraphAttention]:
         return [backend for backend in self.backends if isinstance(backend, GraphAttention)]
+
+
+def _parts(
+    group: KVGroup,
+    spec: AttentionSpec,
+    kv_shape: Callable[[int, int, int, int], tuple[int, ...]],
+    kv_tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """The part of each layer of the group, of the backends' shape, without a copy."""
+    heads = (spec.num_kv_heads, spec.head_dim)
+    block_size = group.part_numbers // (2 * heads[0] * heads[1])
+    places = [group.part(number) for number in range(len(group.layers))]
+    shape = kv_shape(1, block_size, *heads)[1:]
+    return [kv_tensors[tensor].flatten(1)[:, part].unflatten(1, shape) for tensor, part in places]

@@ -101,14 +101,15 @@ class TorchAttention:
         self,
         layer: int,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Writes k and v to their slots, then attends; [T, H, D] in the type of `q_THD`."""
         kv_P2BKD = self._kv_layers[layer]
-        kv_P2BKD[self._slot_blocks_T, 0, self._slot_offsets_T] = k_TKD
-        kv_P2BKD[self._slot_blocks_T, 1, self._slot_offsets_T] = v_TKD
+        for half, x_TKD in enumerate((k_TKD, v_TKD)):
+            if x_TKD is not None:
+                kv_P2BKD[self._slot_blocks_T, half, self._slot_offsets_T] = x_TKD
         out_THD = torch.empty_like(q_THD)
         for sequence in self._sequences:
             out_THD[sequence.rows] = self._attend(q_THD[sequence.rows], kv_P2BKD, sequence, sinks_H)

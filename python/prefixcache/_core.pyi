@@ -34,6 +34,7 @@ __all__ = [
     "EventSnapshot",
     "ExpertsFeedForward",
     "KVFile",
+    "OwnInput",
     "PackedLinear",
     "PagedAttention",
     "PrefixCache",

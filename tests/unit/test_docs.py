@@ -199,7 +199,9 @@ def check_command(words: list[str]) -> None:
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
     assert command is not app, words
-    command.make_parser(click.Context(command)).parse_args(words)
+    # A command keeps the help option that its first context makes.
+    context = click.Context(command, parent=click.Context(app, **app.context_settings))
+    command.make_parser(context).parse_args(words)
 
 
 def test_the_site_has_every_page_and_every_option(tmp_path: Path) -> None:

@@ -462,7 +462,7 @@ def test_layers_that_have_less_or_more(changed: dict[str, Any], message: str) ->
         forward([decoder_layer(**changed)], own_inputs=NUMBERS)
 
 
-@pytest.mark.parametrize("own_inputs", [None, 0, NUMBERS + 2])
+@pytest.mark.parametrize("own_inputs", [None, 0, NUMBERS + 2], ids=["none", "null", "unaligned"])
 def test_own_inputs_that_are_none(own_inputs: int | None) -> None:
     with pytest.raises(ValueError, match="own_inputs must be"):
         forward([decoder_layer(own_input=own_input())], own_inputs=own_inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import httpx
 import pytest
@@ -40,7 +41,7 @@ class Steps:
 @pytest.fixture
 def engine() -> FakeEngine:
     engine = FakeEngine(lambda request: says(request, "x"))
-    engine.control = Extended(engine, engine, engine, None)
+    engine.control = Extended(mock.Mock(), mock.Mock(), mock.Mock(), None)
     return engine
 
 

@@ -166,6 +166,7 @@ def test_tokens_of_all_choices_are_those_of_each(
             num_written_tokens=written,
             num_accepted_drafts=cached,
             num_refused_drafts=written,
+            hit_staleness=written,
             restarted=not restarts,
         )
         choices.add(place % len(choices), output)
@@ -178,6 +179,7 @@ def test_tokens_of_all_choices_are_those_of_each(
         reasoning=sum(choice.num_reasoning_tokens for choice in choices),
         accepted=sum(choice.num_accepted_drafts for choice in choices),
         refused=sum(choice.num_refused_drafts for choice in choices),
+        stale=sum(choice.num_cached_tokens for choice in firsts if choice.hit_staleness),
     )
 
 

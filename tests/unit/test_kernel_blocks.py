@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_gguf_package(name: str) -> None:
     wanted = torch.from_numpy(np.ascontiguousarray(wanted))
     for dtype in (torch.float32, torch.bfloat16):
         layer = layer_of(name, blocks, str(dtype)[6:])
-        assert layer.formats == [name]
+        assert layer.format_at(0) == name
         integers = bits_of(layer, dtype)
         assert torch.equal(integers, wanted.to(dtype).view(integers.dtype))
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefixcache._core import derive_digest, hash_file_ranges
-from prefixcache.config.model_config import ModelConfig, without_defaults
+from prefixcache.config.model_config import (
+    ExpertsConfig,
+    ModelConfig,
+    RopeConfig,
+    without_defaults,
+)
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.digests import FileState, file_state, range_digests
 from prefixcache.models.gguf.index import (
@@ -72,43 +77,50 @@ def _digest_of(parts: list[tuple[TensorRange, str]]) -> str:
     return _derived("weights", b"".join(_described(one, digest) for one, digest in parts))
 
 
-# Fields that `ModelConfig` had not from the first, and what they are in models without them: these
-# keep their digests.
-_LATER_FIELDS: dict[str, object] = {
-    "query_growth": 0.0,
-    "unrotated_layers": (),
-    "conv_layers": (),
-    "conv_taps": 0,
-    "conv_bias": False,
-    "delta": None,
-    "residual_scale": 1.0,
-    "whole_qk_norms": False,
-    "input_norms": True,
-    "sinks": False,
-    "output_gate": False,
-    "experts": None,
-    "logits_divisor": 1.0,
-}
-
-_LATER_EXPERTS_FIELDS = {"shared_size": 0, "shared_weight": False}
-_LATER_ROPE_FIELDS = {"short_factor": (), "long_factor": (), "partial_rotary_factor": 1.0}
+# Fields that count in a digest whatever they are. Those that came later count where they are not as
+# in models that do without: these keep their digests.
+_MODEL_FIELDS = frozenset(
+    (
+        *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+        *("num_heads", "num_kv_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+        *("rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "layer_windows", "local_rope"),
+        *("norm_offset", "sandwich_norms", "activation", "embedding_scale", "attention_scale"),
+        *("tie_word_embeddings", "checkpoint_dtype", "bos_token_id", "eos_token_ids", "generation"),
+    )
+)
+_ROPE_FIELDS = frozenset(
+    (
+        *("theta", "kind", "factor", "low_freq_factor", "high_freq_factor"),
+        *("original_max_position", "beta_fast", "beta_slow", "attention_factor"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    )
+)
+_EXPERTS_FIELDS = frozenset(
+    (
+        *("count", "top_k", "intermediate_size", "scores", "selection_bias", "renormalise"),
+        *("added_to_sum", "scale", "router_bias", "dense_layers"),
+    )
+)
 
 
 def model_digest(config: ModelConfig) -> str:
     """A digest of all but the weights that decides what a model computes, in hexadecimal."""
-    fields = dataclasses.asdict(without_defaults(config))
-    if fields["experts"]:
-        _drop_unused(fields["experts"], _LATER_EXPERTS_FIELDS)
-    _drop_unused(fields, _LATER_FIELDS)
-    for rope in filter(None, (fields["rope"], fields["local_rope"])):
-        _drop_unused(rope, _LATER_ROPE_FIELDS)
+    config = without_defaults(config)
+    fields = _counted(config, _MODEL_FIELDS)
+    for name in ("rope", "local_rope"):
+        rope = getattr(config, name)
+        fields[name] = rope and _counted(rope, _ROPE_FIELDS)
+    if config.experts is not None:
+        fields["experts"] = _counted(config.experts, _EXPERTS_FIELDS)
     return _derived("model", json.dumps(fields, sort_keys=True).encode())
 
 
-def _drop_unused(fields: dict[str, Any], defaults: Mapping[str, object]) -> None:
-    for name, default in defaults.items():
-        if fields[name] == default:
-            del fields[name]
+def _counted(config: ModelConfig | RopeConfig | ExpertsConfig, first: Set[str]) -> dict[str, Any]:
+    values = dataclasses.asdict(config)
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {
+        name: value for name, value in values.items() if name in first or value != defaults[name]
+    }
 
 
 def formats_digest(formats: Mapping[str, str]) -> str:

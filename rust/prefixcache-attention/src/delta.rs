@@ -149,7 +149,7 @@ pub struct DeltaRule<'a> {
     pub decay: &'a [f32],
     /// What is added to a, of each value head.
     pub time_bias: &'a [f32],
-    /// [`value_dim`]: the weight of the norm.
+    /// `value_dim`: the weight of the norm.
     pub norm: &'a [f32],
     /// Added to the norm's mean square.
     pub eps: f32,

@@ -27,6 +27,8 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-trace-compares -Cllvm-args=-simplifycfg-branch-fold-threshold=0 \
   --cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks
 
+# Of the packages that only development needs few modules are imported: those are compiled then.
+INSTALL  := pip install --disable-pip-version-check --no-compile
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
@@ -47,8 +49,8 @@ setup-dev: .venv/.built .venv/.dev ## setup, and what the tests need
 	touch $@
 
 .venv/.dev: requirements/dev.txt benches/gpu/requirements-alone.in | .venv/.runtime
-	$(BIN)/pip install --disable-pip-version-check -r $<
-	$(BIN)/pip install --disable-pip-version-check --no-deps -r benches/gpu/requirements-alone.in
+	$(BIN)/$(INSTALL) -r $<
+	$(BIN)/$(INSTALL) --no-deps -r benches/gpu/requirements-alone.in
 	touch $@
 
 .venv/.built: $(RUST_SOURCES) | .venv/.runtime
@@ -77,6 +79,7 @@ test-long: setup-dev model         ## the same tests in their long forms
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
 nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
+	$(MAKE) --no-print-directory test-python COVERAGE=1
 	$(MAKE) --no-print-directory stress sanitize STRESS_SECONDS=600
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
 	$(MAKE) --no-print-directory equality kills
@@ -90,8 +93,8 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/pip install --disable-pip-version-check -r $<
-	.venv-clients/bin/pip install --disable-pip-version-check --no-deps -r requirements/clients-no-deps.txt
+	.venv-clients/bin/$(INSTALL) -r $<
+	.venv-clients/bin/$(INSTALL) --no-deps -r requirements/clients-no-deps.txt
 	touch $@
 
 RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
@@ -215,7 +218,7 @@ docs: setup .venv-docs/.built       ## the site in target/site, with its generat
 
 .venv-docs/.built: requirements/docs.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --disable-pip-version-check -r $<
+	.venv-docs/bin/$(INSTALL) -r $<
 	touch $@
 
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
@@ -242,7 +245,7 @@ lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the sy
 
 .venv-release/.built: requirements/release.txt
 	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/pip install --disable-pip-version-check -r $<
+	.venv-release/bin/$(INSTALL) -r $<
 	touch $@
 
 format:

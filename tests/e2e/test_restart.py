@@ -258,11 +258,12 @@ def test_the_folder_never_exceeds_its_size(folder, tmp_path):
     limit = int(found[1]) + (1 << 20)
     flags = (*ceiling, "--kv-cache-dir-size", str(limit))
     sizes: list[int] = []
+    requests = bounded(12, 40)
 
     def use(server: ServerProcess) -> None:
-        for number in range(40):
+        for number in range(requests):
             _ask(server, f"{number} " + _PROMPTS[number % 3])
-            if number % 10 == 0:
+            if number % 4 == 0:
                 body = {"num_blocks": 100 + 8 * number}
                 httpx.post(f"{server.address}/prefix_cache/resize", json=body, timeout=60)
             sizes.append(sum(file.stat().st_blocks for file in kept.iterdir()) * 512)

@@ -17,7 +17,7 @@ from cluster import Cluster
 
 from tiny_models import make_checkpoint
 
-FLAGS = ("--served-model-name", "tiny", "--num-blocks", "320", "--dtype", "float32")
+FLAGS = ("--served-model-name", "tiny", "--num-blocks", "160", "--dtype", "float32")
 
 
 @pytest.fixture(scope="session")

@@ -143,10 +143,10 @@ sanitize:                          ## the stress test under AddressSanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) \
 	  cargo test --package prefixcache-core --release --test stress_pool --target $(HOST)
 
-# The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
 proofs:                            ## loom, sanitize and fuzz, whose builds leave a core idle
 	$(PARALLEL) loom sanitize fuzz
 
+# The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
 fuzz-build:
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --release --locked --manifest-path fuzz/Cargo.toml --target $(HOST)
 

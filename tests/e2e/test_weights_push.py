@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -280,6 +282,36 @@ async def test_over_http(folders: tuple[Path, Path]) -> None:
         await engine.shutdown()
         with suppress(FileNotFoundError):
             Path("/dev/shm", shared).unlink()
+
+
+@pytest.mark.timeout(60)
+async def test_a_chunk_that_waits_for_another_call_stops_nobody(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, engine = serve_folder(folders[0])
+    push, waits, may_go = engine.control.weights_push, Event(), Event()
+    touch = push.touch
+
+    def held(update_id: str) -> None:
+        waits.set()
+        assert may_go.wait(20), "nobody was served meanwhile"
+        touch(update_id)
+
+    monkeypatch.setattr(push, "touch", held)
+    (chunk,) = chunks_of(tensors_of(folders[1]), 1000)
+    try:
+        async with client_of(app) as client:
+            begun = await client.post("/weights/begin")
+            url = f"/weights/chunk?update_id={begun.json()['update_id']}"
+            binary = {"Content-Type": "application/octet-stream"}
+            sent = asyncio.create_task(client.post(url, content=save(chunk), headers=binary))
+            assert await asyncio.to_thread(waits.wait, 20)
+            assert (await client.get("/health")).status_code == 200
+            may_go.set()
+            assert (await sent).json()["num_tensors"] == len(chunk)
+    finally:
+        may_go.set()
+        await engine.shutdown()
 
 
 def test_what_is_no_file_of_this_user_in_shared_memory_is_refused(

@@ -140,7 +140,8 @@ async def _pieces(request: Request, touch: Any) -> AsyncIterator[bytes]:
     try:
         async for piece in request.stream():
             if time.monotonic() - touched >= _TOUCHES_EVERY:
-                touch()
+                # Not on the event loop: it waits while another call uses the update.
+                await asyncio.to_thread(touch)
                 touched = time.monotonic()
             size += len(piece)
             if size > MAX_CHUNK_BYTES:

@@ -35,7 +35,7 @@ PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxproc
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-long test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
-.PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -187,6 +187,9 @@ bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (
 
 bench-restart: setup-dev            ## first token after kill -9 of a server that keeps its cache (ARGS="--tokens 1024")
 	$(BIN)/python benches/serving/restart.py $(ARGS)
+
+bench-disk: setup-dev              ## first token of a prompt on a disk, next to computed and in memory (ARGS="--tokens 4000")
+	$(BIN)/python benches/serving/disk.py $(ARGS)
 
 bench-elastic: setup-dev           ## what a resize costs, and two servers that share a budget (ARGS="--phases 6")
 	$(BIN)/python benches/core/resize.py

@@ -115,6 +115,7 @@ class Counts:
     differences: int = 0
     block_differences: int = 0
     hit_tokens: int = 0
+    disk_tokens: int = 0
     chunks: int = 0
     preemptions: int = 0
     evictions: int = 0
@@ -180,9 +181,12 @@ class Schedule:
     merge_duplicate_blocks: bool = True
     interruptions: tuple[tuple[int, Interruption], ...] = ()
     speculates: bool = False
+    disk: Path | None = None
 
 
-def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
+def random_schedule(
+    seed: int, *, speculates: bool = False, disk: Path | None = None
+) -> Schedule:
     """Half of them crowded: a burst of requests, and a pool that their answers outgrow."""
     choose = random.Random(seed)
     crowded = choose.random() < 0.5
@@ -204,6 +208,7 @@ def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
             for _ in range(choose.choice([0, 0, 1, 3]))
         ),
         speculates=speculates,
+        disk=disk,
     )
 
 
@@ -425,6 +430,7 @@ class Bench:
             differences=different,
             block_differences=self._witness.differences - differing,
             hit_tokens=gauges.num_hit_tokens,
+            disk_tokens=gauges.loads.tokens if gauges.loads else 0,
             chunks=self._chunks,
             preemptions=gauges.num_preemptions,
             evictions=engine.control.stats()["evictions"],
@@ -526,6 +532,9 @@ def make_engine(
             state_block_size=1,
             enable_prefix_caching=schedule.enable_prefix_caching,
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
+            disk_cache_memory=None if schedule.disk is None else 1 << 28,
+            disk_cache_dir=schedule.disk,
+            disk_cache_min_uses=1 + schedule.seed % 2,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=schedule.max_num_batched_tokens,

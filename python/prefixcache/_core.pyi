@@ -24,6 +24,7 @@ __all__ = [
     "BlockHashes",
     "BlockPool",
     "BlockPseudonyms",
+    "BlockStaging",
     "Cpu",
     "DecoderLayer",
     "DecoderStack",
@@ -574,6 +575,13 @@ class PrefixCache:
         many of the file's were not. While the weights are not named by their content nothing is
         kept.
         """
+    def stage_evicted(self, staging: BlockStaging) -> None:
+        """Copy what is evicted from now on into `staging`, if it is worth it.
+
+        Once, before the cache's first use, and not with `keep_in`: RuntimeError otherwise. ValueError
+        where several threads may write. While the weights are not named by their content nothing is
+        copied.
+        """
     def keep_events(self) -> None:
         """Keep a record, from now on, of what can be found and cannot any more.
 
@@ -770,6 +778,59 @@ class KVFile:
 
         Those that are checked were read at their first hit.
         """
+
+@final
+class BlockStaging:
+    """Evicted blocks on their way to a slower tier and back.
+
+    A cache that was given it (`PrefixCache.stage_evicted`) copies evicted blocks out of the tensors
+    at `addresses` while up to `capacity` bytes wait. Each tensor has `max_blocks` blocks of
+    `block_bytes`, and `owner` keeps all of them there. Copied are blocks that were used `min_uses`
+    times, their computing counted, or that a hint or a pin keeps longer than others.
+
+    A key has 34 bytes: the hash, and the group, big endian. What is taken out is the bytes of a block
+    in all tensors, with a checksum of 8 bytes. A clear of the cache begins another era, in which
+    nothing is stored. From any thread.
+    """
+
+    def __new__(
+        cls,
+        addresses: _Sequence[int],
+        block_bytes: int,
+        max_blocks: int,
+        capacity: int,
+        min_uses: int,
+        owner: object,
+    ) -> BlockStaging: ...
+    @property
+    def era(self) -> int:
+        """How many clears of the cache there were."""
+    @property
+    def has_staged(self) -> bool:
+        """Whether blocks wait to be taken."""
+    @property
+    def num_stored(self) -> int:
+        """How many blocks the tier holds."""
+    def take(self, max_blocks: int) -> tuple[int, list[tuple[bytes, npt.NDArray[np.uint8]]]]:
+        """Take blocks, the oldest first: the era they are of, and key and value of each."""
+    def add_stored(self, keys: _Sequence[bytes], era: int) -> None:
+        """The tier holds these from now on, unless another era has begun."""
+    def remove_stored(self, keys: _Sequence[bytes]) -> None:
+        """The tier holds these no more."""
+    def clear_stored(self) -> None:
+        """The tier holds nothing."""
+    def count_stored(self, keys: _Sequence[bytes]) -> int:
+        """How many leading ones of these the tier holds."""
+    def fill(
+        self, blocks: _Sequence[int], keys: _Sequence[bytes], values: _Sequence[bytes]
+    ) -> int:
+        """Write values to blocks, up to the first that is not what `take` gave; how many.
+
+        Nobody else may read or write these blocks meanwhile. ValueError for a block that the pool
+        does not have.
+        """
+    def counts(self) -> dict[str, int]:
+        """Blocks so far: staged, dropped without room, skipped as not worth it, and damaged."""
 
 @final
 class PackedLinear:

@@ -65,6 +65,37 @@ class FileCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskCounts:
+    """Blocks of a disk tier, of which `stored` are there now.
+
+    Of those that were evicted so far `written` went there, `dropped` found no room in the queue and
+    `skipped` were used too seldom. Of those that came back `damaged` were not used. `failures`
+    counts how often the disk failed.
+    """
+
+    stored: int
+    written: int
+    dropped: int
+    skipped: int
+    damaged: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCounts:
+    """Loads of a disk tier, and the tokens that they brought.
+
+    Of the loads that were possible `refused` were predicted to take longer than computing, and
+    of those that were `started`, `late` ones did.
+    """
+
+    started: int
+    refused: int
+    late: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
     """Guessed tokens by where they came from, and how often a request had any in a step."""
 
@@ -100,6 +131,8 @@ class Gauges:
     num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     pool: PoolGauges | None = None
     file: FileCounts | None = None
+    disk: DiskCounts | None = None
+    loads: LoadCounts | None = None
     drafts: DraftCounts | None = None
     weights_bytes: int | None = None
 
@@ -219,6 +252,8 @@ class Metrics(Collector):
             yield from _pool_families(gauges.pool)
         if gauges.file is not None:
             yield from _file_families(gauges.file)
+        if gauges.disk is not None and gauges.loads is not None:
+            yield from _disk_families(gauges.disk, gauges.loads)
         if gauges.drafts is not None:
             yield from _draft_families(gauges.drafts)
         yield from self._counter_families(gauges)
@@ -377,6 +412,23 @@ def _file_families(file: FileCounts) -> Iterator[Metric]:
         ("kv_file_kept_blocks", "Blocks that the next process can find.", file.kept),
         ("kv_file_checked_blocks", "Restored blocks that are sound.", file.checked),
         ("kv_file_failed_checks", "Restored blocks that were damaged.", file.failed),
+    )
+    for name, documentation, value in counters:
+        yield CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+def _disk_families(disk: DiskCounts, loads: LoadCounts) -> Iterator[Metric]:
+    yield GaugeMetricFamily(PREFIX + "disk_blocks", "Blocks on the disk.", value=disk.stored)
+    counters = (
+        ("disk_written_blocks", "Evicted blocks that went to the disk.", disk.written),
+        ("disk_dropped_blocks", "Evicted blocks that the queue had no room for.", disk.dropped),
+        ("disk_skipped_blocks", "Evicted blocks that were used too seldom.", disk.skipped),
+        ("disk_damaged_blocks", "Blocks that were not as they were written.", disk.damaged),
+        ("disk_failures", "Times that the disk failed.", disk.failures),
+        ("disk_loads", "Loads from the disk.", loads.started),
+        ("disk_refused_loads", "Loads predicted slower than computing.", loads.refused),
+        ("disk_late_loads", "Loads that took longer than computing.", loads.late),
+        ("disk_hits", "Tokens loaded from the disk.", loads.tokens),
     )
     for name, documentation, value in counters:
         yield CounterMetricFamily(PREFIX + name, documentation, value=value)

@@ -269,6 +269,27 @@ class CacheConfig(Checked):
         shown="the cache's own and one older file",
         metavar="<bytes or size>",
     )
+    disk_cache_memory: ByteSize | None = flag(
+        None,
+        "Most bytes on a disk for blocks that memory has no room for, on a CPU, for models whose "
+        "layers all have full attention; docs/guides/disk.md says how it works.",
+        "Cache",
+        shown="the cache is kept in memory alone",
+        metavar="<bytes or size>",
+    )
+    disk_cache_dir: FilePath | None = flag(
+        None,
+        "Folder of --disk-cache-memory.",
+        "Cache",
+        shown="disk in PREFIXCACHE_HOME or ~/.cache/prefixcache",
+        metavar="<folder>",
+    )
+    disk_cache_min_uses: PositiveInt = flag(
+        2,
+        "Uses of a block, its computing counted, from which it is put on the disk; one that a "
+        "retention hint raises is in any case.",
+        "Cache",
+    )
     merge_duplicate_blocks: bool = flag(
         True, "Keep one of several blocks that were filled with the same.", "Cache"
     )
@@ -321,9 +342,13 @@ class CacheConfig(Checked):
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
         if self.max_weight_staleness:
-            for name in ("kv_cache_dir", "record_trace"):
+            for name in ("kv_cache_dir", "disk_cache_memory", "record_trace"):
                 if getattr(self, name) is not None:
                     raise FieldError("max_weight_staleness", f"excludes {name}.")
+        if self.disk_cache_memory is not None:
+            for name in ("kv_cache_dir", "record_trace"):
+                if getattr(self, name) is not None:
+                    raise FieldError("disk_cache_memory", f"excludes {name}.")
         if self.kv_cache_dir is not None and self.record_trace is not None:
             raise FieldError(
                 "record_trace",
@@ -331,6 +356,8 @@ class CacheConfig(Checked):
             )
         if self.kv_cache_dir_size is not None and self.kv_cache_dir is None:
             raise FieldError("kv_cache_dir_size", "needs kv_cache_dir.")
+        if self.disk_cache_dir is not None and self.disk_cache_memory is None:
+            raise FieldError("disk_cache_dir", "needs disk_cache_memory.")
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",

@@ -93,6 +93,8 @@ def build(
     cache = _make_cache(config, model, spec, kv, retention, writer)
     if kv.file is not None:
         _restore(cache, kv.file)
+    if kv.disk is not None:
+        cache.stage_evicted(kv.disk)
     evictions = EvictionReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, model, cache, runner, spec.max_model_len),

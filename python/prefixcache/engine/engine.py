@@ -20,7 +20,7 @@ from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
-from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
+from prefixcache.kv.cache_manager import CacheManager, PrefixLocation, PrefixLookup
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.runner.base import ModelMemory, StepRunner
@@ -209,6 +209,10 @@ class Engine:
         """What the cache has of a prompt now. From any thread."""
         return self._cache.look_up(token_ids, salt)
 
+    def locate_prefix(self, token_ids: TokenIds, salt: str | None = None) -> PrefixLocation:
+        """Where the prefix of a prompt lies, in memory and on a disk. From any thread."""
+        return self._cache.locate_prefix(self._cache.new_sequence(token_ids, salt))
+
     def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
         """Calls `listener` twice a second, and at `read_evictions`, with what was evicted.
 
@@ -348,6 +352,8 @@ class Engine:
         """After requests may have taken blocks or given them back."""
         self._cache_usage = self._cache.usage
         self._cache.log_changes()
+        if self._cache.disk is not None:
+            self._cache.disk.nudge()
         if self._pool is not None:
             self._pool.note_release()
 
@@ -459,6 +465,7 @@ class Engine:
                 missed,
                 self.control.weight_label,
                 self._scheduler.hit_staleness(scheduled.request_id),
+                self._scheduler.num_disk_tokens(scheduled.request_id),
             )
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
@@ -552,6 +559,8 @@ class Engine:
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
             file=self._cache.file_counts,
+            disk=None if self._cache.disk is None else self._cache.disk.counts(),
+            loads=None if scheduler.loads is None else scheduler.loads.counts(),
             drafts=None if scheduler.drafter is None else scheduler.drafter.counts(),
             weights_bytes=None if weights is None else weights.bytes,
             num_running=scheduler.num_running,

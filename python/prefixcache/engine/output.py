@@ -77,11 +77,12 @@ class Answer:
         num_window_missed_tokens: int = 0,
         weight_version: WeightLabel | None = None,
         hit_staleness: int = 0,
+        num_disk_tokens: int = 0,
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 
-        The counts are those of the prompt's tokens that were hits, that were published, and that
-        windows kept from being hits. `weight_version` is that of the weights that sampled it.
+        The counts are those of the prompt's tokens that were hits, that were published, that windows
+        kept from being hits, and that were hits from a disk. `weight_version` is that of the weights that sampled it.
         """
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))
@@ -104,6 +105,7 @@ class Answer:
             prompt_logprobs=self._take_prompt_logprobs() if first else None,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
+            num_disk_tokens=num_disk_tokens,
             num_written_tokens=num_written_tokens,
             num_window_missed_tokens=num_window_missed_tokens,
             num_accepted_drafts=self._num_accepted_drafts,

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from prefixcache.config.engine_config import EvictionPolicy
 from prefixcache.core import PrefixCache
 from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.disk_tier import DiskTier
 from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.prompt_groups import PromptGroups
@@ -41,6 +42,13 @@ what may be cached."""
 
 HASH_FORMAT = "prefixcache v2"
 """Names what docs/reference/hashing.md specifies; other bytes need another format."""
+
+
+class PrefixLocation(NamedTuple):
+    """Where the leading full blocks of a prompt lie: tokens in memory, and on a disk after them."""
+
+    memory_tokens: int
+    disk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,7 @@ class CacheManager:
         self._max_staleness = max_weight_staleness
         self._older: dict[str, _Older] = {}
         self._file: KeptFile | None = None
+        self.disk: DiskTier | None = None
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
         self._publish_answers = publish_answers
@@ -276,6 +285,12 @@ class CacheManager:
         file.num_restored, file.num_dropped = self._cache.keep_in(file.core)
         self._file = file
 
+    def stage_evicted(self, disk: DiskTier) -> None:
+        """Puts what is evicted from now on to a disk. Before the first request, and not `keep_in`."""
+        self._cache.stage_evicted(disk.staging)
+        self.disk = disk
+        disk.start()
+
     @property
     def file_counts(self) -> FileCounts | None:
         """What became of the blocks of the file, where there is one. From any thread."""
@@ -299,9 +314,20 @@ class CacheManager:
         )
         return self._cache.probe(hashes, self._hit_limit(len(request.prompt_token_ids) - 1))
 
+    def new_sequence(self, token_ids: TokenIds, salt: str | None) -> CoreSequence:
+        """A prompt as the cache knows it, which holds no blocks. From any thread."""
+        return self._cache.new_sequence(token_ids, cache_salt=salt)
+
+    def locate_prefix(self, sequence: CoreSequence) -> PrefixLocation:
+        """Where the sequence's prefix lies now; a step may change it. From any thread."""
+        memory = self._cache.count_prefix_hits(sequence)
+        after = sequence.block_hashes(memory // self.block_size)
+        on_disk = 0 if self.disk is None else self.disk.count(after)
+        return PrefixLocation(memory, on_disk * self.block_size)
+
     def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
         """What is cached of a prompt now. From any thread; reads as `probe` does."""
-        sequence = self._cache.new_sequence(token_ids, cache_salt=salt)
+        sequence = self.new_sequence(token_ids, salt)
         most = self._hit_limit(len(token_ids) - 1)
         return PrefixLookup(
             hit_tokens=self._cache.count_prefix_hits(sequence, most),
@@ -424,6 +450,14 @@ class CacheManager:
     def block_hash(self, request_id: str, index: int) -> bytes | None:
         """The hash that names the request's full block and all before it; None past the last."""
         return next(iter(self._sequences[request_id].block_hashes(index, index + 1)), None)
+
+    def block_hashes(self, request_id: str, start: int, stop: int) -> list[bytes]:
+        """The hashes of the request's full blocks from `start` to before `stop`."""
+        return self._sequences[request_id].block_hashes(start, stop)
+
+    def blocks(self, request_id: str, start: int, stop: int) -> list[int]:
+        """The blocks that the request holds in the first group, from `start` to before `stop`."""
+        return self._sequences[request_id].block_table()[start:stop]
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:
         """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.
@@ -598,6 +632,7 @@ class CacheManager:
         """Forgets all cached prefixes; running requests keep their blocks."""
         self.num_resets += 1
         self._cache.clear_cache_index()
+        self._forget_disk()
         logger.debug("All cached prefixes are forgotten.")
 
     @property
@@ -627,10 +662,18 @@ class CacheManager:
         Hashes call the weights `weights`, or by the version's digits.
         """
         self.num_resets += 1
-        return self._cache.new_weight_version(weights)
+        version = self._cache.new_weight_version(weights)
+        self._forget_disk()
+        return version
+
+    def _forget_disk(self) -> None:
+        if self.disk is not None:
+            self.disk.forget()
 
     def close(self) -> None:
-        """Ends what runs along with the cache: a recording, where there is one. From any thread."""
+        """Ends what runs along with the cache: a recording, a disk tier. From any thread."""
+        if self.disk is not None:
+            self.disk.close()
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences

@@ -178,7 +178,7 @@ class KVFolder:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags)
         try:
-            _check_owner(os.fstat(self._descriptor), "the folder")
+            check_owner(os.fstat(self._descriptor), "the folder")
         except NotUsableError:
             self.close()
             raise
@@ -210,7 +210,7 @@ class KVFolder:
                 found = os.fstat(descriptor)
                 if not stat.S_ISREG(found.st_mode):
                     raise NotUsableError(f"{name} is no file")
-                _check_owner(found, name)
+                check_owner(found, name)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(descriptor)
@@ -281,7 +281,7 @@ class KVFolder:
             raise NotUsableError("other servers' files take the room of --kv-cache-dir-size")
 
 
-def _check_owner(found: os.stat_result, what: str) -> None:
+def check_owner(found: os.stat_result, what: str) -> None:
     """Raises `NotUsableError` unless it is the user's own, and nobody else may open it."""
     if found.st_uid != os.geteuid():
         raise NotUsableError(f"{what} belongs to another user")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.kv.disk_tier import DiskTier
 from prefixcache.kv.elastic import BlockMemory
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
@@ -47,12 +48,14 @@ class ModelSpec:
 class KVSpecs:
     """The KV cache of a loaded model: its groups of layers, and how large its pool may be.
 
-    With a `file` the KV lies there, and that of another process may be hit.
+    With a `file` the KV lies there, and that of another process may be hit. What is evicted goes to
+    `disk`, where there is one.
     """
 
     layout: KVLayout
     sizes: PoolSizes
     file: KeptFile | None = None
+    disk: DiskTier | None = None
 
 
 class StepRunner(Protocol[Step]):

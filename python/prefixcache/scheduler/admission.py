@@ -92,6 +92,10 @@ class Admission:
         most = self._most_hits(state)
         return min(self._matched_tokens(state, most), most)
 
+    def most_loaded(self, state: RequestState) -> int:
+        """Tokens up to which a request that started may take its blocks from a slower tier."""
+        return self._most_hits(state) if self._may_read(state) else 0
+
     def _most_hits(self, state: RequestState) -> int:
         """Tokens in full blocks that may be hits: at least the last token is left to compute."""
         limit = state.num_prompt_logprobs if state.prompt_logprobs_due else state.num_tokens - 1

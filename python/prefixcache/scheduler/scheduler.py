@@ -38,6 +38,7 @@ from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
+from prefixcache.scheduler.loading import Loads
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -123,6 +124,9 @@ class Scheduler:
         self._admission = Admission(
             cache, config, self._in_flight, enable_prefix_caching=enable_prefix_caching
         )
+        self.loads = None
+        if cache.disk is not None:
+            self.loads = Loads(cache, cache.disk, chunk=limits.max_num_batched_tokens)
         self._states: dict[str, RequestState] = {}
         self._jobs = Jobs(limits.max_num_seqs)
         self._max_running_per_client = config.max_running_per_key
@@ -256,6 +260,9 @@ class Scheduler:
         self._cache.demote_expired()
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
+        if self.loads is not None:
+            for state, tokens in self.loads.take_done():
+                self._take_loaded(state, tokens)
         preempted_before = self.num_preemptions
         running, budget = self._running_chunks()
         chunks = self._with_slots(running)
@@ -322,6 +329,8 @@ class Scheduler:
     def forget_all(self) -> None:
         """Forgets every step and request and frees all blocks, whatever was left half done."""
         self.steps_in_flight.clear()
+        if self.loads is not None:
+            self.loads.clear()
         self._cache.free_all()
         if self._in_flight is not None:
             self._in_flight.clear()
@@ -347,8 +356,7 @@ class Scheduler:
             waited = self._stops_waiting(request_id)
             self._jobs.remove(state.request, waited=waited)
             if not waited:
-                self._running.remove(state)
-                self._withdraw(state)
+                self._stop_running(state)
         if known:
             self._cache.free(known, ended_well=ended_well)
         if not self._states:
@@ -385,13 +393,17 @@ class Scheduler:
         return [state.request_id for state in begun]
 
     def wait_for_masks(self, seconds: float) -> None:
-        """Waits for one of the answers that their grammars keep out of steps, at most so long."""
+        """Waits for what keeps requests out of steps, at most so long: loads, then grammars."""
+        if self.loads is not None and self.loads.wait(seconds):
+            return
         held = (state.matcher for state in self._running if state.matcher and state.is_held)
         if (matcher := next(held, None)) is not None:
             matcher.wait(seconds)
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a completed step took."""
+        if self.loads is not None:
+            self.loads.times.observe(plan, seconds)
         if self.drafter is not None:
             self.drafter.rows.observe(plan, seconds)
         if self._step_times is not None:
@@ -413,6 +425,10 @@ class Scheduler:
     def hit_staleness(self, request_id: str) -> int:
         """How many updates before the request's start the oldest of its hits was computed."""
         return self._states[request_id].hit_staleness
+
+    def num_disk_tokens(self, request_id: str) -> int:
+        """Those of `num_cached_tokens` that were read from a disk."""
+        return self._states[request_id].num_disk_tokens
 
     def num_written_tokens(self, request_id: str) -> int:
         """Prompt tokens in blocks that the request was the first to publish, since it started."""
@@ -439,7 +455,7 @@ class Scheduler:
         decodes: list[RequestState] = []
         prefills: list[RequestState] = []
         for state in self._running:
-            if not (state.is_full or state.is_held):
+            if not (state.is_full or state.is_held or state.is_loading):
                 (decodes if state.decodes else prefills).append(state)
         chunks = [
             _Chunk(state, 1, is_decode=True) for state in decodes[: self._max_num_batched_tokens]
@@ -529,8 +545,7 @@ class Scheduler:
         return self._requeue(self._running[-1])
 
     def _requeue(self, state: RequestState) -> RequestState:
-        self._running.remove(state)
-        self._withdraw(state)
+        self._stop_running(state)
         self._cache.release([state.request_id])
         state.restart()
         self._jobs.put_back(state.request)
@@ -543,6 +558,7 @@ class Scheduler:
             state = self._waiting.head()
             if state is None:
                 return
+            is_first = state.num_cached_tokens is None
             verdict = self._admission.start(state)
             if verdict is Verdict.NO_ROOM and self._running:
                 return
@@ -556,6 +572,10 @@ class Scheduler:
             self._jobs.start(state.request, state.turn)
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
+            if self.loads is not None and self.loads.begin(
+                state, self._admission.most_loaded(state), counts=is_first
+            ):
+                continue
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             chunks.append(_Chunk(state, count))
 
@@ -603,7 +623,11 @@ class Scheduler:
         if self._in_flight is not None and state.write_limit:
             self._wake(self._in_flight.advance(state))
 
-    def _withdraw(self, state: RequestState) -> None:
+    def _stop_running(self, state: RequestState) -> None:
+        """Before its blocks go back."""
+        self._running.remove(state)
+        if self.loads is not None:
+            self.loads.cancel(state)
         if self._in_flight is not None:
             self._wake(self._in_flight.withdraw(state.request_id))
 
@@ -626,6 +650,17 @@ class Scheduler:
         for place, (state, upto) in enumerate(written):
             if state.num_resets == self._cache.num_resets:
                 state.count_written(upto, duplicates.get(place, 0), self._cache.block_size)
+            state.num_published_tokens = upto
+            self._announce(state)
+
+    def _take_loaded(self, state: RequestState, num_tokens: int) -> None:
+        """The request's next tokens have their KV from a slower tier: it goes on behind them."""
+        if not num_tokens:
+            return
+        state.num_computed_tokens += num_tokens
+        upto = min(state.num_computed_tokens, state.write_limit)
+        if upto > state.num_published_tokens:
+            self._cache.mark_filled([state.request_id], [upto])
             state.num_published_tokens = upto
             self._announce(state)
 

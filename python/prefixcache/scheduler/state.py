@@ -50,7 +50,8 @@ class RequestState:
 
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
-    blocks after `num_resets` of the cache, and a later one lets it publish no more.
+    blocks after `num_resets` of the cache, and a later one lets it publish no more. While it
+    `is_loading` its next blocks come from a disk; `num_disk_tokens` of its hits did.
     """
 
     __slots__ = (
@@ -62,10 +63,12 @@ class RequestState:
         "first_wait_step",
         "has_ended",
         "hit_staleness",
+        "is_loading",
         "matcher",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_disk_tokens",
         "num_prompt_logprobs",
         "num_published_tokens",
         "num_resets",
@@ -108,6 +111,8 @@ class RequestState:
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_resets = 0
         self.hit_staleness = 0
+        self.is_loading = False
+        self.num_disk_tokens = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0
         self.write_limit = write_limit
@@ -189,7 +194,7 @@ class RequestState:
             self.matcher.reset()
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_cached_tokens = None
-        self.num_written_tokens = 0
+        self.num_disk_tokens = self.num_written_tokens = 0
         self.restart()
 
     def restart(self) -> None:

@@ -89,6 +89,14 @@ class StepTimeModel:
                 most = middle - 1
         return fewest
 
+    def seconds(self, start: int, count: int, chunk: int) -> float:
+        """How long `count` tokens from `start` on take in chunks; 0 until a chunk was measured."""
+        if not self._prefills:
+            return 0.0
+        fit, load = self._fit(), Load().plus(start, count)
+        num_steps = -(-count // chunk)
+        return fit.per_step * num_steps + fit.per_token * load.tokens + fit.per_pair * load.pairs
+
     def _fit(self) -> _Fit:
         if self._fitted is None:
             self._fitted = _Fit.to(self._decodes, self._prefills)

@@ -242,7 +242,7 @@ class RequestOutput:
     `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
-    came from the cache, `num_window_missed_tokens` would have but for blocks of sliding windows,
+    came from the cache, `num_disk_tokens` of these from a disk, `num_window_missed_tokens` would have but for blocks of sliding windows,
     and `num_written_tokens` of it are in blocks that this request was the first to publish.
     `num_accepted_drafts` tokens of the answer so far had been guessed, and `num_refused_drafts`
     guesses were wrong.
@@ -261,6 +261,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     num_written_tokens: int = 0
     num_window_missed_tokens: int = 0
     num_accepted_drafts: int = 0

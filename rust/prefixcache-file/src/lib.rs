@@ -29,6 +29,8 @@ mod record;
 #[cfg(not(loom))]
 mod space;
 #[cfg(not(loom))]
+pub mod staging;
+#[cfg(not(loom))]
 mod table;
 
 #[cfg(all(test, not(loom)))]

@@ -37,6 +37,7 @@ mod rowwise;
 mod sampler;
 mod sequence;
 mod shared_cache;
+mod staging;
 mod stop_strings;
 mod tokens;
 mod writer;
@@ -93,6 +94,8 @@ mod _core {
     use crate::sampler::{Sampler, SamplerRow};
     #[pymodule_export]
     use crate::sequence::Sequence;
+    #[pymodule_export]
+    use crate::staging::BlockStaging;
     #[pymodule_export]
     use crate::stop_strings::{StopStream, StopStrings};
 }

@@ -35,6 +35,7 @@ use crate::names::{self, Name};
 use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, Reader, blocks_looked_at};
+use crate::staging::BlockStaging;
 use crate::tokens::Tokens;
 use crate::writer::Threads;
 
@@ -808,6 +809,13 @@ retention_budget=0.2, max_cached_blocks=None)"
             Ok((restored, kept.dropped + lost as u64))
         });
         kept.map_err(ListenError::into_py_err)
+    }
+
+    /// Copy what is evicted from now on into `staging`. The writer's thread, once, before the cache's first use.
+    fn stage_evicted(&self, staging: &BlockStaging) -> PyResult<()> {
+        let core = &mut *self.0.write()?;
+        let kept = core.keep_in(staging.0.store(), &[]);
+        kept.map(drop).map_err(ListenError::into_py_err)
     }
 
     /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.

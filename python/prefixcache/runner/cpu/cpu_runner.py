@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelSpec, check_supported
+from prefixcache.runner.cpu.disk import check_tiered, make_disk_tier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels
@@ -72,7 +73,9 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
-        layout_on_disk = _file_layout(config, specs, dtype, cpu)
+        facts = _kv_facts(config, layout, dtype, cpu)
+        layout_on_disk = _file_layout(config.cache, specs, facts)
+        check_tiered(config.cache, layout)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         with ThreadPoolExecutor(1) as digests:
             reading = digests.submit(read_checkpoint, folder, cpu.threads)
@@ -83,9 +86,9 @@ class CpuRunner:
         _check_quantized(config, weights.info.formats)
         specs = replace(specs, file=_kept_file(config.cache, layout_on_disk, specs))
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
-        self._specs = specs
         self.memory = CpuModelMemory(weights, self.kv)
         self.memory.make_kv()
+        self._specs = replace(specs, disk=make_disk_tier(config.cache, self.kv, facts))
         tables = self._make_tables(layout, max_model_len)
         self._steps = StepComputer(weights, attentions, self.kv, tables, Sampler(cpu))
         return ModelSpec(
@@ -188,29 +191,41 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> FileLayout | None:
+def _kv_facts(
+    config: EngineConfig, layout: KVLayout, dtype: str, cpu: Cpu
+) -> Mapping[str, object]:
+    """All that the bytes of a block depend on besides its hash."""
+    cache = config.cache
+    if not cache.enable_prefix_caching or (cache.kv_cache_dir or cache.disk_cache_memory) is None:
+        return {}
+    return {
+        "dtype": dtype,
+        "instructions": cpu.instructions,
+        "activations": config.activations,
+        "block size": cache.block_size,
+        "heads": layout.num_kv_heads,
+        "head size": layout.head_dim,
+        "groups": layout.kinds,
+        "layers": [group.layers for group in layout.groups],
+        "heads of groups": [group.heads for group in layout.groups],
+        "convolutions": [
+            (group.conv_width, group.kept_tokens, group.layers_per_tensor)
+            for group in layout.groups
+        ],
+        "states": [dataclasses.astuple(part) for part in layout.states],
+        "program": program_digest(),
+    }
+
+
+def _file_layout(
+    cache: CacheConfig, specs: KVSpecs, facts: Mapping[str, object]
+) -> FileLayout | None:
     """What the file of `kv_cache_dir` is of. Raises `FieldError` where that is too small for it."""
-    cache, layout, sizes = config.cache, specs.layout, specs.sizes
-    if cache.kv_cache_dir is None or not cache.enable_prefix_caching:
+    layout, sizes = specs.layout, specs.sizes
+    if cache.kv_cache_dir is None or not facts:
         return None
     wanted = FileLayout(
-        facts={
-            "dtype": dtype,
-            "instructions": cpu.instructions,
-            "activations": config.activations,
-            "block size": cache.block_size,
-            "heads": layout.num_kv_heads,
-            "head size": layout.head_dim,
-            "groups": layout.kinds,
-            "layers": [group.layers for group in layout.groups],
-            "heads of groups": [group.heads for group in layout.groups],
-            "convolutions": [
-                (group.conv_width, group.kept_tokens, group.layers_per_tensor)
-                for group in layout.groups
-            ],
-            "states": [dataclasses.astuple(part) for part in layout.states],
-            "program": program_digest(),
-        },
+        facts=facts,
         num_tensors=layout.num_tensors,
         block_bytes=sizes.block_bytes // layout.num_tensors,
         max_blocks=sizes.ceiling,

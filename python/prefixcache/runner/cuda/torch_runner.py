@@ -54,8 +54,9 @@ class TorchRunner:
                 f"cpu_activations must be exact on {config.device} with attention "
                 f"{config.attention}: int8 needs the CPU's own kernels."
             )
-        if config.cache.kv_cache_dir is not None:
-            raise FieldError("kv_cache_dir", "needs the CPU's own kernels, without torch.")
+        for name in ("kv_cache_dir", "disk_cache_memory"):
+            if getattr(config.cache, name) is not None:
+                raise FieldError(name, "needs the CPU's own kernels, without torch.")
         if config.speculation.source != "off":
             raise FieldError("speculate", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)

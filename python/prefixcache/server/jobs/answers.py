@@ -51,6 +51,7 @@ class TokenCounts(NamedTuple):
     accepted: int
     refused: int
     stale: int
+    from_disk: int
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_ids: list[int] = field(default_factory=list[int])
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     num_written_tokens: int = 0
     num_window_missed_tokens: int = 0
     num_accepted_drafts: int = 0
@@ -113,6 +115,7 @@ class Choice:
             self.num_accepted_drafts,
             self.num_refused_drafts,
             self.num_cached_tokens if self.is_first and self.hit_staleness else 0,
+            self.num_disk_tokens if self.is_first else 0,
         )
 
     def add(self, output: RequestOutput) -> None:
@@ -124,6 +127,7 @@ class Choice:
         if not self.num_tokens:
             self.started_at, self.first_token_at = output.started_at, time.monotonic()
             self.num_cached_tokens = output.num_cached_tokens
+            self.num_disk_tokens = output.num_disk_tokens
             self.num_written_tokens = output.num_written_tokens
             self.num_window_missed_tokens = output.num_window_missed_tokens
             self.hit_staleness = output.hit_staleness
@@ -410,6 +414,8 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     }
     if counts.stale:
         shown["prompt_tokens_details"]["stale_cached_tokens"] = counts.stale
+    if counts.from_disk:
+        shown["prompt_tokens_details"]["disk_cached_tokens"] = counts.from_disk
     details: dict[str, int] = {}
     if counts.reasoning:
         details["reasoning_tokens"] = counts.reasoning

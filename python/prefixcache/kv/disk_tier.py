@@ -1,0 +1,270 @@
+"""A tier of blocks on a disk, behind the ones in memory.
+
+The pool copies what it evicts into a bounded queue (`BlockStaging`), and a thread of the tier puts
+it into a `BlockStore`. A request whose next blocks are there waits in a `Load` until that thread
+has read them into blocks that the request holds. The thread reads before it writes. When the store
+fails, the tier is idle for a while and then opens it again: no answer depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from prefixcache._core import BlockStaging
+from prefixcache.config.logs import SHOWS_ERROR
+from prefixcache.kv.disk_store import BlockStore
+from prefixcache.kv.kv_folder import NotUsableError
+from prefixcache.metrics import DiskCounts
+
+logger = logging.getLogger(__name__)
+
+_GROUP = b"\0\0"
+_RUN_BYTES = 4 << 20
+_MOST_IN_RUN = 128
+_RETRY_SECONDS = 60.0
+_FORGET_SECONDS = 10.0
+_NEW = 0.3
+"""Weight of the last run of blocks in the average of what a block takes."""
+_PATIENCE = 1.05
+"""How much faster the disk is taken to be after each load that it was too slow for."""
+
+
+class Load:
+    """Blocks of one request that are being read. `num_loaded` leading ones are there.
+
+    Between its start and `is_done`, or the return of `cancel`, the tier writes to the blocks.
+    """
+
+    def __init__(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        self.blocks = blocks
+        self.keys = keys
+        self.num_loaded = 0
+        self.is_done = False
+        self._lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Ends it with what is there. Waits for the copy of a few blocks, never for the disk."""
+        with self._lock:
+            self.is_done = True
+
+    def fill(self, staging: BlockStaging, values: Sequence[bytes]) -> bool:
+        """Writes the next values to their blocks; false when it has ended or one is damaged."""
+        part = slice(self.num_loaded, self.num_loaded + len(values))
+        with self._lock:
+            if self.is_done:
+                return False
+            filled = staging.fill(self.blocks[part], self.keys[part], values)
+            self.num_loaded += filled
+            self.is_done = self.num_loaded == len(self.blocks)
+        return filled == len(values)
+
+
+class DiskTier:
+    """Blocks of one pool on a disk, each with `block_bytes`.
+
+    `open_store` is called by the tier's thread, again after a failure; `name` says where that is.
+    One thread makes all calls but `count` and `counts`.
+    """
+
+    def __init__(
+        self,
+        staging: BlockStaging,
+        open_store: Callable[[], BlockStore],
+        *,
+        block_bytes: int,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.staging = staging
+        self._open_store = open_store
+        self._run_blocks = max(1, min(_MOST_IN_RUN, _RUN_BYTES // block_bytes))
+        self._name = name
+        self._clock = clock
+        self._store: BlockStore | None = None
+        self._is_listed = self._is_failing = False
+        self._retry_at = clock()
+        self._era = 0
+        self._loads: deque[Load] = deque()
+        self._block_seconds = 0.0
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._num_written = self._num_failures = 0
+        self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
+
+    def start(self) -> None:
+        """Opens the store, in the tier's thread; what is evicted is copied by now."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits until what was copied is written, unless the store fails."""
+        self._stopped = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """Lets the thread look whether blocks were evicted. After each step."""
+        if self.staging.has_staged:
+            self._wake()
+
+    def count(self, hashes: Sequence[bytes]) -> int:
+        """How many leading ones of these blocks are on the disk. From any thread."""
+        return self.staging.count_stored([block_key(one) for one in hashes])
+
+    def seconds(self, num_blocks: int) -> float:
+        """How long a load of that many blocks will take; 0 until one was measured."""
+        waiting = sum(len(load.blocks) - load.num_loaded for load in tuple(self._loads))
+        return (waiting + num_blocks) * self._block_seconds
+
+    def note_refused(self) -> None:
+        """A load would have taken too long: after many of them the disk is tried again."""
+        self._block_seconds /= _PATIENCE
+
+    def note_late(self, num_blocks: int, seconds: float) -> None:
+        """Learns from a load that took too long, whether or not anything of it came."""
+        self._block_seconds = max(self._block_seconds, seconds / num_blocks)
+
+    def load(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> Load:
+        """Reads blocks that are on the disk into `blocks` of the pool, one after the other."""
+        load = Load(blocks, [block_key(one) for one in hashes])
+        with self._changed:
+            if self._store is None:
+                load.cancel()
+            else:
+                self._loads.append(load)
+                self._changed.notify_all()
+        return load
+
+    def wait(self, loads: Sequence[Load], seconds: float) -> None:
+        """Waits until one of the loads is done, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(load.is_done for load in loads), seconds)
+
+    def forget(self) -> None:
+        """After a clear of the cache: waits until no process finds what was put before.
+
+        Where the store fails or hangs, it is cleared when it is opened again.
+        """
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(self._is_current, _FORGET_SECONDS)
+
+    def _is_current(self) -> bool:
+        return self._era == self.staging.era or self._store is None
+
+    def counts(self) -> DiskCounts:
+        """What became of blocks. From any thread."""
+        counts = self.staging.counts()
+        return DiskCounts(
+            stored=self.staging.num_stored,
+            written=self._num_written,
+            dropped=counts["dropped"],
+            skipped=counts["skipped"],
+            damaged=counts["damaged"],
+            failures=self._num_failures,
+        )
+
+    # In the tier's thread.
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._work()
+            except (OSError, NotUsableError) as error:
+                self._fail(error)
+            except Exception as error:
+                logger.exception("The disk tier failed.", extra=SHOWS_ERROR)
+                self._fail(error)
+            self._wake()  # Somebody may wait for what is done.
+        self._close_store()
+
+    def _wait(self) -> bool:
+        """Waits for something to do; false at the end."""
+        with self._changed:
+            while not self._has_work():
+                if self._stopped:
+                    return False
+                self._changed.wait()
+        return True
+
+    def _has_work(self) -> bool:
+        if self._store is None:
+            return not self._stopped and self._clock() >= self._retry_at
+        is_behind = self._era != self.staging.era or not self._is_listed
+        return is_behind or bool(self._loads) or self.staging.has_staged
+
+    def _work(self) -> None:
+        store = self._store = self._store or self._open_store()
+        era = self.staging.era
+        if self._era != era:
+            store.clear()
+            self._era = era
+        elif not self._is_listed:
+            self.staging.add_stored(list(store.keys()), era)
+            self._is_listed = True
+            if self._is_failing:
+                logger.info("The disk tier in %s is in use again.", self._name)
+            self._is_failing = False
+        elif self._loads:
+            self._read(store, self._loads[0])
+        else:
+            self._write(store)
+
+    def _read(self, store: BlockStore, load: Load) -> None:
+        """Reads the next run of blocks."""
+        begun, keys = self._clock(), load.keys[load.num_loaded :][: self._run_blocks]
+        if not load.is_done:
+            values = store.get(keys)
+            is_whole = load.fill(self.staging, values) and len(values) == len(keys)
+            if is_whole:
+                self._measure((self._clock() - begun) / len(keys))
+            elif not load.is_done:
+                self._remove(store, load.keys[load.num_loaded])
+                load.cancel()
+        if load.is_done:
+            self._loads.popleft()
+
+    def _measure(self, seconds: float) -> None:
+        weight = _NEW if self._block_seconds else 1.0
+        self._block_seconds += weight * (seconds - self._block_seconds)
+
+    def _remove(self, store: BlockStore, key: bytes) -> None:
+        """Forgets a block that is damaged, or that another process removed."""
+        self.staging.remove_stored([key])
+        store.remove([key])
+
+    def _write(self, store: BlockStore) -> None:
+        era, taken = self.staging.take(self._run_blocks)
+        if taken:
+            self.staging.remove_stored(store.put(taken))
+            self.staging.add_stored([key for key, _ in taken], era)
+            self._num_written += len(taken)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all loads with what is there; the store is opened again later."""
+        level = logging.DEBUG if self._is_failing else logging.WARNING
+        logger.log(level, "The disk tier in %s is idle: %s.", self._name, error)
+        self._is_failing, self._is_listed = True, False
+        self._num_failures += 1
+        self._retry_at = self._clock() + _RETRY_SECONDS
+        self._close_store()
+        self.staging.clear_stored()
+        with self._changed:
+            while self._loads:
+                self._loads.popleft().cancel()
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        try:
+            if store is not None:
+                store.close()
+        except OSError as error:
+            logger.debug("Closing it failed: %s.", error)

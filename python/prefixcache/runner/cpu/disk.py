@@ -1,0 +1,58 @@
+"""The disk tier of a CPU's pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+
+from prefixcache._core import BlockStaging, derive_digest
+from prefixcache.config.engine_config import CacheConfig
+from prefixcache.config.home import cache_home
+from prefixcache.exceptions import FieldError
+from prefixcache.kv.disk_store import SCOPE_BYTES, DiskStore
+from prefixcache.kv.disk_tier import DiskTier
+from prefixcache.kv.specs import KVLayout
+from prefixcache.runner.cpu.kv_memory import KVMemory
+
+_QUEUE_BYTES = 256 << 20
+_LEAST_BLOCKS = 64
+
+
+def check_tiered(cache: CacheConfig, layout: KVLayout) -> None:
+    """Raises `FieldError` where a disk tier is asked for and the model's blocks cannot go there."""
+    if cache.disk_cache_memory is not None and layout.kinds != ("full",):
+        raise FieldError(
+            "disk_cache_memory",
+            "needs a model whose layers all have full attention of one kind; this one has windows, "
+            "convolutions, states or heads of several sizes.",
+        )
+
+
+def make_disk_tier(
+    cache: CacheConfig, kv: KVMemory, facts: Mapping[str, object]
+) -> DiskTier | None:
+    """The tier of a pool whose blocks depend on these facts; None where there is to be none."""
+    most = cache.disk_cache_memory
+    if most is None or not facts:
+        return None
+    if most < _LEAST_BLOCKS * kv.bytes_per_block:
+        least = _LEAST_BLOCKS * kv.bytes_per_block
+        raise FieldError("disk_cache_memory", f"must be at least {least} bytes, got {most}.")
+    folder = cache.disk_cache_dir or cache_home() / "disk"
+    about = json.dumps([dict(facts), kv.bytes_per_block], sort_keys=True)
+    scope = derive_digest("prefixcache disk tier v1", about.encode())[:SCOPE_BYTES]
+    staging = BlockStaging(
+        kv.addresses,
+        kv.bytes_per_tensor_block,
+        kv.most_blocks,
+        min(_QUEUE_BYTES, most // 4),
+        cache.disk_cache_min_uses,
+        kv,
+    )
+    return DiskTier(
+        staging,
+        partial(DiskStore, folder, most, scope),
+        block_bytes=kv.bytes_per_block,
+        name=str(folder),
+    )

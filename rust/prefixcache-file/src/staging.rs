@@ -1,0 +1,374 @@
+//! The bytes of evicted blocks, on their way to a slower tier and back.
+//!
+//! The pool's writer copies a block into a bounded queue before its bytes change; another thread takes it out. Which
+//! blocks the tier holds is known here, so that none is copied twice and hits are counted without I/O.
+
+use std::any::Any;
+use std::collections::{HashSet, VecDeque};
+use std::hash::Hasher;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use prefixcache_core::backing::{BackingStore, BlockTokens};
+use prefixcache_core::band::Band;
+use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::store::BlockKey;
+use twox_hash::XxHash3_64;
+
+/// Bytes of a checksum, which end a block's bytes.
+const SUM_BYTES: usize = 8;
+
+/// Evicted blocks whose keys are remembered, for each block of the pool.
+const SEEN_PER_BLOCK: usize = 4;
+
+/// The KV tensors of a pool: where each begins, and what a block takes of it.
+#[derive(Debug)]
+pub struct Memory {
+    /// The first byte of each tensor.
+    pub tensors: Vec<NonNull<u8>>,
+    /// Bytes of a block in one tensor.
+    pub block_bytes: usize,
+    /// Blocks of each tensor.
+    pub num_blocks: usize,
+    /// What keeps the tensors there.
+    pub owner: Box<dyn Any + Send + Sync>,
+}
+
+// SAFETY: plain addresses and what may be sent itself; `Staging::new` says who may read and write what is there.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Bytes of a block with its checksum.
+    #[must_use]
+    pub fn value_bytes(&self) -> usize {
+        self.tensors.len() * self.block_bytes + SUM_BYTES
+    }
+
+    fn places(&self, block: BlockId) -> impl Iterator<Item = NonNull<u8>> {
+        assert!(block.index() < self.num_blocks, "no such block: {block}");
+        // SAFETY: the block is one of the tensor's, so the offset stays inside.
+        let place = move |start: &NonNull<u8>| unsafe { start.add(block.index() * self.block_bytes) };
+        self.tensors.iter().map(place)
+    }
+}
+
+/// What is known of the content of a block of the pool.
+#[derive(Clone, Copy, Debug)]
+struct Content {
+    key: BlockKey,
+    era: u64,
+    uses: u32,
+    band: Band,
+    pinned: bool,
+}
+
+impl Content {
+    /// Whether it may come back: it was used often enough, or somebody wants it kept.
+    fn is_worth(&self, min_uses: u32) -> bool {
+        let used = self.uses >= min_uses || self.band > Band::DEFAULT;
+        self.pinned || (used && self.band >= Band::DEFAULT)
+    }
+}
+
+/// Lifetime counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StagingCounts {
+    /// Blocks that were copied into the queue.
+    pub staged: u64,
+    /// Blocks that were worth it and found no room in the queue.
+    pub dropped: u64,
+    /// Blocks that were evicted and not worth it.
+    pub skipped: u64,
+    /// Blocks that came from the tier with other bytes than were written.
+    pub damaged: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    contents: Vec<Option<Content>>,
+    queue: VecDeque<(BlockKey, Vec<u8>)>,
+    stored: HashSet<BlockKey>,
+    /// Keys that were evicted and not copied, the younger half first.
+    seen: [HashSet<u64>; 2],
+    is_durable: bool,
+    era: u64,
+    counts: StagingCounts,
+}
+
+impl State {
+    fn was_seen(&self, key: &BlockKey) -> bool {
+        let short = key.hash.short();
+        self.seen.iter().any(|keys| keys.contains(&short))
+    }
+
+    fn remember(&mut self, key: &BlockKey, most: usize) {
+        if self.seen[0].len() >= most {
+            self.seen.swap(0, 1);
+            self.seen[0].clear();
+        }
+        self.seen[0].insert(key.hash.short());
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    memory: Memory,
+    capacity: usize,
+    min_uses: u32,
+    state: Mutex<State>,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The bytes of a block of which nothing is written meanwhile, with room for a checksum.
+    fn copy(&self, block: BlockId) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.memory.value_bytes());
+        for place in self.memory.places(block) {
+            // SAFETY: `Staging::new` has the promise that the tensors live; the pool's writer calls this before
+            // the block is handed out, so nobody writes to it.
+            let part = unsafe { std::slice::from_raw_parts(place.as_ptr(), self.memory.block_bytes) };
+            bytes.extend_from_slice(part);
+        }
+        bytes
+    }
+}
+
+/// Evicted blocks between a pool and a slower tier. Clones are the same.
+#[derive(Clone, Debug)]
+pub struct Staging(Arc<Shared>);
+
+impl Staging {
+    /// Room for `capacity` bytes of blocks that were used `min_uses` times or more.
+    ///
+    /// # Safety
+    ///
+    /// Every byte of the tensors may be read and written as long as the result or a clone of it lives.
+    #[must_use]
+    pub unsafe fn new(memory: Memory, capacity: usize, min_uses: u32) -> Self {
+        let state = State {
+            contents: vec![None; memory.num_blocks],
+            ..State::default()
+        };
+        Self(Arc::new(Shared {
+            memory,
+            capacity,
+            min_uses,
+            state: Mutex::new(state),
+        }))
+    }
+
+    /// What a pool reports to.
+    #[must_use]
+    pub fn store(&self) -> Box<dyn BackingStore> {
+        Box::new(self.clone())
+    }
+
+    /// How many clears there were, and whether blocks wait.
+    #[must_use]
+    pub fn era(&self) -> (u64, bool) {
+        let state = self.0.state();
+        (state.era, !state.queue.is_empty())
+    }
+
+    /// Takes up to `most` blocks, the oldest first, each with its checksum at the end; and the era they are of.
+    #[must_use]
+    pub fn take(&self, most: usize) -> (u64, Vec<(BlockKey, Vec<u8>)>) {
+        let mut state = self.0.state();
+        let count = most.min(state.queue.len());
+        let mut taken: Vec<_> = state.queue.drain(..count).collect();
+        let era = state.era;
+        drop(state);
+        for (key, bytes) in &mut taken {
+            let sum = checksum(key, bytes);
+            bytes.extend_from_slice(&sum.to_le_bytes());
+        }
+        (era, taken)
+    }
+
+    /// The tier holds these from now on, unless another era has begun.
+    pub fn add_stored(&self, keys: &[BlockKey], era: u64) {
+        let mut state = self.0.state();
+        if state.era == era {
+            state.stored.extend(keys);
+        }
+    }
+
+    /// The tier holds these no more.
+    pub fn remove_stored(&self, keys: &[BlockKey]) {
+        let mut state = self.0.state();
+        keys.iter().for_each(|key| drop(state.stored.remove(key)));
+    }
+
+    /// The tier holds nothing.
+    pub fn clear_stored(&self) {
+        self.0.state().stored.clear();
+    }
+
+    /// How many leading ones of these the tier holds.
+    #[must_use]
+    pub fn count_stored(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
+        let state = self.0.state();
+        keys.take_while(|key| state.stored.contains(key)).count()
+    }
+
+    /// How many blocks the tier holds.
+    #[must_use]
+    pub fn num_stored(&self) -> usize {
+        self.0.state().stored.len()
+    }
+
+    /// Writes what the tier gave to blocks of the pool, up to the first that is not what was written; how many.
+    ///
+    /// Fails for a block that the pool does not have.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else reads or writes the blocks meanwhile: the caller holds them, and no step computes them.
+    pub unsafe fn fill<'a>(
+        &self,
+        blocks: impl Iterator<Item = (BlockId, BlockKey, &'a [u8])>,
+    ) -> Option<usize> {
+        let memory = &self.0.memory;
+        let mut filled = 0;
+        for (block, key, value) in blocks {
+            if block.is_null() || block.index() >= memory.num_blocks {
+                return None;
+            }
+            let Some(bytes) = checked(&key, value, memory.value_bytes()) else {
+                self.0.state().counts.damaged += 1;
+                break;
+            };
+            for (place, part) in memory.places(block).zip(bytes.chunks_exact(memory.block_bytes)) {
+                // SAFETY: the tensors live by the promise of `new`, and the caller has the block to itself.
+                unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), place.as_ptr(), part.len()) };
+            }
+            filled += 1;
+        }
+        Some(filled)
+    }
+
+    /// Lifetime counts. From any thread.
+    #[must_use]
+    pub fn counts(&self) -> StagingCounts {
+        self.0.state().counts
+    }
+}
+
+/// The sum over a block's key and bytes: a block that is stored under another's key does not fit either.
+fn checksum(key: &BlockKey, bytes: &[u8]) -> u64 {
+    let mut hasher = XxHash3_64::with_seed(u64::from(key.group.get()));
+    hasher.write(key.hash.as_bytes());
+    hasher.write(bytes);
+    hasher.finish()
+}
+
+/// The bytes of a value, if it is as long as it should be and its checksum fits.
+fn checked<'a>(key: &BlockKey, value: &'a [u8], len: usize) -> Option<&'a [u8]> {
+    let (bytes, sum) = value.split_last_chunk::<SUM_BYTES>()?;
+    let fits = value.len() == len && checksum(key, bytes) == u64::from_le_bytes(*sum);
+    fits.then_some(bytes)
+}
+
+impl BackingStore for Staging {
+    fn published(&self, block: BlockId, key: &BlockKey) {
+        let mut state = self.0.state();
+        let content = Content {
+            key: *key,
+            era: state.era,
+            uses: 1 + u32::from(state.was_seen(key)),
+            band: Band::DEFAULT,
+            pinned: false,
+        };
+        state.contents[block.index()] = state.is_durable.then_some(content);
+    }
+
+    fn keep_tokens(&self, _block: BlockId, _tokens: BlockTokens<'_>) {}
+
+    fn kept_tokens(&self, _block: BlockId) -> Option<BlockTokens<'static>> {
+        None
+    }
+
+    fn withdrawn(&self, block: BlockId) {
+        let mut state = self.0.state();
+        let Some(content) = state.contents[block.index()].take() else {
+            return;
+        };
+        if content.era != state.era || state.stored.contains(&content.key) {
+            return;
+        }
+        if !content.is_worth(self.0.min_uses) {
+            state.counts.skipped += 1;
+            state.remember(&content.key, SEEN_PER_BLOCK * self.0.memory.num_blocks);
+        } else if (state.queue.len() + 1) * self.0.memory.value_bytes() > self.0.capacity {
+            state.counts.dropped += 1;
+        } else {
+            state.counts.staged += 1;
+            let bytes = self.0.copy(block);
+            state.queue.push_back((content.key, bytes));
+        }
+    }
+
+    fn moved(&self, from: BlockId, to: BlockId) {
+        // What `to` had was withdrawn before its bytes were written over.
+        let mut state = self.0.state();
+        state.contents[to.index()] = state.contents[from.index()].take();
+    }
+
+    fn used(&self, blocks: &[BlockId]) {
+        let mut state = self.0.state();
+        for block in blocks {
+            if let Some(content) = &mut state.contents[block.index()] {
+                content.uses = content.uses.saturating_add(1);
+            }
+        }
+    }
+
+    fn queued(&self, block: BlockId, band: Band, pinned: bool) {
+        self.classed(block, band, pinned);
+    }
+
+    fn classed(&self, block: BlockId, band: Band, pinned: bool) {
+        if let Some(content) = &mut self.0.state().contents[block.index()] {
+            (content.band, content.pinned) = (band, pinned);
+        }
+    }
+
+    fn is_sound(&self, _block: BlockId) -> bool {
+        true
+    }
+
+    fn cleared(&self) {
+        let mut state = self.0.state();
+        state.era += 1;
+        state.queue.clear();
+        state.stored.clear();
+        state.seen.iter_mut().for_each(HashSet::clear);
+    }
+
+    fn set_durable(&self, durable: bool) {
+        self.0.state().is_durable = durable;
+    }
+}
+
+/// The 34 bytes of a key: the hash, and the group, big endian.
+#[must_use]
+pub fn key_to_bytes(key: &BlockKey) -> [u8; 34] {
+    let mut bytes = [0; 34];
+    bytes[..32].copy_from_slice(key.hash.as_bytes());
+    bytes[32..].copy_from_slice(&key.group.get().to_be_bytes());
+    bytes
+}
+
+/// The key of [`key_to_bytes`].
+#[must_use]
+pub fn key_from_bytes(bytes: &[u8]) -> Option<BlockKey> {
+    let (hash, group) = bytes.split_last_chunk::<2>()?;
+    let hash = BlockHash::from_bytes(hash.try_into().ok()?);
+    let group = GroupId::new(u16::from_be_bytes(*group));
+    Some(BlockKey::new(hash, group))
+}

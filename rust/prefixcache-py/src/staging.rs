@@ -1,0 +1,151 @@
+//! The Python class `BlockStaging`: evicted blocks between a pool and a slower tier.
+
+use std::ptr::NonNull;
+
+use numpy::{IntoPyArray, PyArray1};
+use prefixcache_core::error::Argument;
+use prefixcache_core::id::BlockId;
+use prefixcache_core::store::BlockKey;
+use prefixcache_file::staging::{Memory, Staging, key_from_bytes, key_to_bytes};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::arguments::{Blocks, List, Number, Value, wrong_type};
+use crate::errors::out_of_range;
+use crate::names::{self, Name};
+
+type Keys = List<names::Keys, BlockKey>;
+
+/// A key and the bytes of its block, with their checksum.
+type Taken<'py> = (Bound<'py, PyBytes>, Bound<'py, PyArray1<u8>>);
+
+/// Evicted blocks on their way to a slower tier and back.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct BlockStaging(pub Staging);
+
+/// 34 bytes: the hash, and the group, big endian.
+impl Value for BlockKey {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let bytes = value.extract::<PyBackedBytes>();
+        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
+        let reason = || format!("must have 34 bytes, not {}", bytes.len());
+        key_from_bytes(&bytes).ok_or_else(|| out_of_range(argument, reason()))
+    }
+}
+
+impl Value for PyBackedBytes {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let bytes = value.extract::<Self>();
+        bytes.map_err(|_| wrong_type(argument, "bytes", value))
+    }
+}
+
+#[pymethods]
+impl BlockStaging {
+    /// Up to `capacity` bytes of evicted blocks that were used `min_uses` times, out of tensors at `addresses`,
+    /// which `owner` keeps there.
+    #[new]
+    fn new(
+        addresses: List<names::Addresses, usize>,
+        block_bytes: Number<names::BlockBytes>,
+        max_blocks: Number<names::MaxBlocks>,
+        capacity: Number<names::Capacity>,
+        min_uses: Number<names::MinUses, u32>,
+        owner: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let tensors = addresses.0.into_iter();
+        let tensors: Option<Vec<_>> = tensors.map(|at| NonNull::new(at as *mut u8)).collect();
+        let none = || out_of_range(names::Addresses::NAME, "must name tensors, not 0");
+        let memory = Memory {
+            tensors: tensors.filter(|all| !all.is_empty()).ok_or_else(none)?,
+            block_bytes: block_bytes.0,
+            num_blocks: max_blocks.0,
+            owner: Box::new(owner),
+        };
+        if block_bytes.0 == 0 {
+            return Err(out_of_range(names::BlockBytes::NAME, "must be at least 1, not 0"));
+        }
+        // SAFETY: the caller gives the addresses of tensors of that size, and keeps them.
+        Ok(Self(unsafe { Staging::new(memory, capacity.0, min_uses.0) }))
+    }
+
+    /// How many clears of the cache there were. Any thread.
+    #[getter]
+    fn era(&self) -> u64 {
+        self.0.era().0
+    }
+
+    /// Whether blocks wait to be taken. Any thread.
+    #[getter]
+    fn has_staged(&self) -> bool {
+        self.0.era().1
+    }
+
+    /// How many blocks the tier holds. Any thread.
+    #[getter]
+    fn num_stored(&self) -> usize {
+        self.0.num_stored()
+    }
+
+    /// Take up to `max_blocks` blocks, the oldest first, and the era they are of. Any thread.
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        max_blocks: Number<names::MaxBlocks>,
+    ) -> (u64, Vec<Taken<'py>>) {
+        let (era, taken) = py.detach(|| self.0.take(max_blocks.0));
+        let taken = taken.into_iter().map(|(key, bytes)| {
+            (PyBytes::new(py, &key_to_bytes(&key)), bytes.into_pyarray(py))
+        });
+        (era, taken.collect())
+    }
+
+    /// The tier holds these from now on, unless another era has begun. Any thread.
+    fn add_stored(&self, keys: Keys, era: Number<names::Era, u64>) {
+        self.0.add_stored(&keys.0, era.0);
+    }
+
+    /// The tier holds these no more. Any thread.
+    fn remove_stored(&self, keys: Keys) {
+        self.0.remove_stored(&keys.0);
+    }
+
+    /// The tier holds nothing. Any thread.
+    fn clear_stored(&self) {
+        self.0.clear_stored();
+    }
+
+    /// How many leading ones of these the tier holds. Any thread.
+    fn count_stored(&self, keys: Keys) -> usize {
+        self.0.count_stored(keys.0.into_iter())
+    }
+
+    /// Write values that `take` gave to blocks, up to the first that is damaged; how many. Any thread.
+    ///
+    /// Nobody else may read or write these blocks meanwhile.
+    fn fill(
+        &self,
+        py: Python<'_>,
+        blocks: Blocks,
+        keys: Keys,
+        values: List<names::Values, PyBackedBytes>,
+    ) -> PyResult<usize> {
+        let (blocks, keys, values) = (blocks.0, keys.0, values.0);
+        let triples = blocks.into_iter().zip(keys).zip(&values);
+        let triples = triples.map(|((block, key), value): ((BlockId, _), _)| (block, key, &**value));
+        // SAFETY: the caller's promise.
+        let filled = py.detach(|| unsafe { self.0.fill(triples) });
+        filled.ok_or_else(|| out_of_range(names::Blocks::NAME, "must be blocks of the pool"))
+    }
+
+    /// Lifetime counts of blocks: staged, dropped, skipped (not worth it) and damaged. Any thread.
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (counts, dict) = (self.0.counts(), PyDict::new(py));
+        dict.set_item("staged", counts.staged)?;
+        dict.set_item("dropped", counts.dropped)?;
+        dict.set_item("skipped", counts.skipped)?;
+        dict.set_item("damaged", counts.damaged)?;
+        Ok(dict)
+    }
+}

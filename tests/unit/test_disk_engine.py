@@ -1,0 +1,192 @@
+"""An engine whose evicted blocks lie on a disk: loads, what ends them, and the bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from equality import WIDE, Bench, random_schedule
+from prefixcache.config.engine_config import EngineConfig
+from prefixcache.engine.build import build
+from prefixcache.engine.engine import Engine
+from prefixcache.exceptions import FieldError
+from prefixcache.kv.disk_store import DiskStore
+from prefixcache.scheduler.step_time import StepTimeModel
+from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.sampling_params import SamplingParams
+
+TinyCheckpoint = Callable[..., Path]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 384, count).tolist()
+
+
+PROMPT, OTHER = tokens(150), tokens(200, seed=1)
+
+
+class Served:
+    """An engine with a pool of 16 blocks, and what it answered."""
+
+    def __init__(self, folder: Path, disk: Path | None, **flags: object) -> None:
+        if disk is not None:
+            flags |= {"disk_cache_memory": "64MiB", "disk_cache_dir": disk, "disk_cache_min_uses": 1}
+        options = {"num_blocks": 17, "max_num_batched_tokens": 64, "max_model_len": 240} | flags
+        config = EngineConfig.from_flags(model=str(folder), device="cpu", **options)
+        self.engine: Engine = build(config, folder).engine
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+        self.outputs[name] = []
+        self.engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
+
+    def step(self) -> None:
+        for output in [*self.engine.take_outputs(), *self.engine.step()]:
+            self.outputs[output.request_id].append(output)
+
+    def run(self) -> None:
+        while self.engine.has_unfinished():
+            self.step()
+        self.engine._cache.validate()
+
+    def answer(self, name: str, prompt: list[int]) -> list[tuple[int, float]]:
+        self.add(name, prompt)
+        self.run()
+        return self.said(name)
+
+    def said(self, name: str) -> list[tuple[int, float]]:
+        outputs = self.outputs[name]
+        assert [one.error for one in outputs] == [None] * len(outputs)
+        return [
+            (t, p.logprob) for o in outputs for t, p in zip(o.token_ids, o.logprobs, strict=True)
+        ]
+
+    def from_disk(self, name: str) -> int:
+        return self.outputs[name][0].num_disk_tokens
+
+    def evict(self) -> None:
+        """The first prompt lies on the disk alone."""
+        self.answer("first", PROMPT)
+        self.answer("other", OTHER)
+        disk = self.engine._cache.disk
+        assert disk is not None
+        while self.engine.locate_prefix(PROMPT) != (0, 144):
+            disk.nudge()
+
+
+@pytest.fixture
+def model(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("qwen3")
+
+
+@pytest.fixture(autouse=True)
+def _loads_are_taken_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads wait for the event."""
+    go, get = threading.Event(), DiskStore.get
+
+    def wait(store: DiskStore, keys: list[bytes]) -> list[bytes]:
+        assert go.wait(60)
+        return get(store, keys)
+
+    monkeypatch.setattr(DiskStore, "get", wait)
+    return go
+
+
+def test_hits_from_disk_change_no_bit(model, tmp_path):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    assert served.answer("again", PROMPT) == served.said("first")
+    assert (served.from_disk("again"), served.outputs["again"][0].num_cached_tokens) == (144, 144)
+    assert served.answer("memory", PROMPT) == served.said("first")
+    assert served.from_disk("memory") == 0
+    served.engine.close()
+    next_process = Served(model, tmp_path / "disk")
+    while next_process.engine.locate_prefix(PROMPT).disk_tokens < 144:
+        pass
+    assert next_process.answer("first", PROMPT) == served.said("first")
+    assert next_process.from_disk("first") == 144
+    next_process.engine.close()
+
+
+def test_others_run_while_a_request_waits(model, tmp_path, slow_disk):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    served.add("again", PROMPT)
+    served.add("short", tokens(30, seed=5))
+    while len(served.said("short")) < 6:
+        served.step()
+    assert served.outputs["again"] == []
+    slow_disk.set()
+    served.run()
+    assert served.said("again") == served.said("first")
+    served.engine.close()
+
+
+@pytest.mark.parametrize("how", ["abort", "sleep", "requeue", "reset", "resize"])
+def test_what_ends_a_load_loses_nothing(model, tmp_path, slow_disk, how):
+    served = Served(model, tmp_path / "disk", kv_cache_max_memory="1MiB")
+    served.evict()
+    served.add("again", PROMPT)
+    served.step()
+    assert served.engine._scheduler.loads.counts().started == 1
+    if how == "abort":
+        served.engine.abort(["again"])
+    elif how == "sleep":
+        served.engine.control.sleep()
+        served.engine.control.wake_up()
+    elif how == "requeue":
+        served.engine.control.pause("recompute")
+        served.engine.control.resume()
+    elif how == "resize":
+        served.engine.control.resize(num_blocks=20)
+    else:
+        threading.Timer(0.01, slow_disk.set).start()
+        served.engine.control.reset_prefix_cache()
+    slow_disk.set()
+    served.run()
+    if how != "abort":
+        assert served.said("again") == served.said("first")
+    assert served.engine.control.stats()["blocks_in_use"] == 0
+    assert served.answer("last", PROMPT) == served.said("first")
+    served.engine.close()
+
+
+def test_a_load_that_is_late_ends_with_what_is_there(model, tmp_path, slow_disk, monkeypatch):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 1e-3)
+    assert served.answer("again", PROMPT) == served.said("first")
+    assert served.from_disk("again") == 0
+    assert served.engine._scheduler.loads.counts().late == 1
+    slow_disk.set()
+    served.answer("other again", OTHER)
+    served.answer("refused", PROMPT)
+    assert served.engine._scheduler.loads.counts().refused > 0
+    served.engine.close()
+
+
+def test_a_model_with_windows_is_refused_by_name(tiny_checkpoint, tmp_path):
+    folder = tiny_checkpoint("gpt-oss")
+    with pytest.raises(FieldError, match="disk_cache_memory needs a model"):
+        Served(folder, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, seed):
+    folder = tiny_checkpoint("qwen3", **WIDE)
+    bench = Bench(folder, "float32")
+    schedule = random_schedule(seed, disk=tmp_path / "disk")
+    with mock.patch.object(StepTimeModel, "seconds", return_value=0.0):
+        counts = bench.compare(schedule)
+    assert counts.differences == counts.block_differences == 0

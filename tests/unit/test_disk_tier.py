@@ -1,0 +1,220 @@
+"""Blocks that memory has no room for, on a disk: what goes there, what comes back, and failures."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefixcache._core import BlockStaging, PrefixCache
+from prefixcache.kv.disk_store import FILE_NAME, DiskStore
+from prefixcache.kv.disk_tier import DiskTier, block_key
+
+NUM_BLOCKS, BLOCK_BYTES, TENSORS = 8, 4096, 2
+MIB = 1 << 20
+SCOPE = b"s" * 16
+
+
+class Tiered:
+    """A cache of seven blocks of 16 tokens, and a disk behind it."""
+
+    def __init__(self, folder: Path, *, min_uses: int = 1, weights: str = "blake3:a") -> None:
+        self.kv = np.zeros((TENSORS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+        addresses = [tensor.ctypes.data for tensor in self.kv]
+        self.staging = BlockStaging(addresses, BLOCK_BYTES, NUM_BLOCKS, MIB, min_uses, self.kv)
+        self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights)
+        self.cache.stage_evicted(self.staging)
+        self.now = 0.0
+        self.tier = DiskTier(
+            self.staging,
+            partial(DiskStore, folder, 8 * MIB, SCOPE),
+            block_bytes=TENSORS * BLOCK_BYTES,
+            name=str(folder),
+            clock=lambda: self.now,
+        )
+        self.tier.start()
+
+    def compute(self, first: int, num_blocks: int = 7, **hints: int) -> list[bytes]:
+        """Fills the blocks of a prompt with numbers of its tokens; its hashes."""
+        sequence = self.cache.new_sequence([first + i for i in range(16 * num_blocks)])
+        if hints:
+            sequence.set_hints(None, [(0, None, hints["priority"], None)])
+        assert self.cache.commit_prefix_plan(sequence, 0, 16 * num_blocks) == 0
+        for place, block in enumerate(sequence.block_table()):
+            self.kv[:, block] = (first + place) % 251
+        self.cache.mark_blocks_filled([sequence], [16 * num_blocks])
+        self.cache.release([sequence])
+        return sequence.block_hashes()
+
+    def settle(self) -> None:
+        """All that waits is written."""
+        self.tier.nudge()
+        while self.staging.has_staged or self.tier.counts().written < self.staged:
+            pass
+
+    @property
+    def staged(self) -> int:
+        return self.staging.counts()["staged"]
+
+    def load(self, hashes: list[bytes]) -> list[int]:
+        """Numbers of the first bytes of the blocks that came back."""
+        load = self.tier.load(range(1, 1 + len(hashes)), hashes)
+        while not load.is_done:
+            self.tier.wait([load], 1)
+        return self.kv[1, 1 : 1 + load.num_loaded, 0].tolist()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Callable[..., Tiered]]:
+    made: list[Tiered] = []
+
+    def one(**options: int | str) -> Tiered:
+        made.append(Tiered(folder, **options))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.tier.close()
+
+
+def evicted(tiered: Tiered, first: int = 100) -> list[bytes]:
+    """The hashes of a prompt that was computed and then evicted."""
+    hashes = tiered.compute(first)
+    tiered.compute(first + 1000)
+    tiered.settle()
+    return hashes
+
+
+def test_evicted_blocks_come_back_as_they_were(make):
+    tiered = make()
+    hashes = evicted(tiered)
+    assert tiered.tier.count(hashes) == 7
+    assert tiered.load(hashes) == [100 + i for i in range(7)]
+
+
+def test_the_next_process_finds_them(make):
+    first = make()
+    hashes = evicted(first)
+    first.tier.close()
+    second = make()
+    while second.tier.count(hashes) < 7:
+        pass
+    assert second.load(hashes[2:5]) == [102, 103, 104]
+
+
+@pytest.mark.parametrize("weights", ["tag:a", "count:1:blake3:a"])
+def test_blocks_of_weights_without_a_digest_stay_in_memory(make, weights):
+    tiered = make(weights=weights)
+    evicted(tiered)
+    assert tiered.staged == 0
+
+
+def test_a_clear_is_one_for_the_next_process_too(make):
+    first = make()
+    hashes = evicted(first)
+    first.cache.clear_cache_index()
+    first.tier.forget()
+    assert first.tier.count(hashes) == 0
+    again = evicted(first, 300)
+    assert first.tier.count(again) == 7
+    first.tier.close()
+    second = make()
+    while second.tier.count(again) < 7:
+        pass
+    assert second.tier.count(hashes) == 0
+
+
+def test_blocks_go_there_from_their_second_use_on(make):
+    tiered = make(min_uses=2)
+    hashes = evicted(tiered)
+    assert tiered.staged == 0
+    assert tiered.staging.counts()["skipped"] == 7
+    assert evicted(tiered) == hashes  # computed twice
+    assert tiered.tier.count(hashes) == 7
+
+
+@pytest.mark.parametrize(("priority", "count"), [(80, 7), (0, 0)])
+def test_a_hint_decides(make, priority, count):
+    tiered = make(min_uses=2 if count else 1)
+    tiered.compute(100, priority=priority)
+    tiered.compute(1000, priority=90)
+    assert tiered.staged == count
+
+
+def test_what_the_queue_has_no_room_for_is_dropped(folder):
+    tiered = Tiered(folder)  # without a thread
+    for first in range(0, 40_000, 200):
+        tiered.compute(first)
+    counts = tiered.staging.counts()
+    assert counts["staged"] * (TENSORS * BLOCK_BYTES + 8) <= MIB
+    assert counts["dropped"] > 0
+
+
+def test_a_damaged_block_ends_the_load_and_is_removed(make, folder):
+    tiered = make()
+    hashes = evicted(tiered)
+    with sqlite3.connect(folder / FILE_NAME) as db:
+        key = SCOPE + bytes(8) + block_key(hashes[3])
+        (value,) = db.execute(
+            "SELECT value FROM data JOIN blocks USING (id) WHERE key = ?", [key]
+        ).fetchone()
+        wrong = value[:500] + bytes([value[500] ^ 1]) + value[501:]
+        db.execute("UPDATE data SET value = ? WHERE value = ?", [wrong, value])
+    db.close()
+    assert tiered.load(hashes) == [100, 101, 102]
+    assert tiered.tier.count(hashes) == 3
+    assert tiered.tier.counts().damaged == 1
+
+
+def test_the_folder_is_the_users_alone_and_bounded(make, folder):
+    tiered = make()
+    for first in range(0, 400_000, 1000):
+        tiered.compute(first)
+        tiered.settle()
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        assert size <= 8 * MIB
+    counts = tiered.tier.counts()
+    assert counts.written > 2 * counts.stored > 8 * MIB / (TENSORS * BLOCK_BYTES)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+
+
+def test_a_failing_disk_makes_the_tier_idle_until_it_is_back(make, folder, caplog):
+    tiered = make()
+    hashes = evicted(tiered)
+    (folder / FILE_NAME).write_bytes(b"damaged" * 1000)
+    assert tiered.load(hashes) == []
+    assert tiered.tier.count(hashes) == 0
+    assert caplog.text.count("is idle") == 1
+    tiered.compute(5000)
+    tiered.now += 100
+    hashes = evicted(tiered, 7000)
+    assert tiered.load(hashes) == [(7000 + i) % 251 for i in range(7)]
+
+
+def test_a_killed_process_leaves_what_it_wrote(folder):
+    code = f"""
+import os, signal, sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from pathlib import Path
+from test_disk_tier import Tiered, evicted
+tiered = Tiered(Path({str(folder)!r}))
+evicted(tiered)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ))
+    store = DiskStore(folder, 8 * MIB, SCOPE)
+    assert len(list(store.keys())) >= 7
+    store.close()

@@ -33,6 +33,11 @@ _PATIENCE = 1.05
 """How much faster the disk is taken to be after each load that it was too slow for."""
 
 
+def block_key(block_hash: bytes) -> bytes:
+    """The tier's key of a block of the first group."""
+    return block_hash + _GROUP
+
+
 class Load:
     """Blocks of one request that are being read. `num_loaded` leading ones are there.
 

@@ -49,7 +49,8 @@ impl Memory {
     fn places(&self, block: BlockId) -> impl Iterator<Item = NonNull<u8>> {
         assert!(block.index() < self.num_blocks, "no such block: {block}");
         // SAFETY: the block is one of the tensor's, so the offset stays inside.
-        let place = move |start: &NonNull<u8>| unsafe { start.add(block.index() * self.block_bytes) };
+        let place =
+            move |start: &NonNull<u8>| unsafe { start.add(block.index() * self.block_bytes) };
         self.tensors.iter().map(place)
     }
 }
@@ -131,7 +132,8 @@ impl Shared {
         for place in self.memory.places(block) {
             // SAFETY: `Staging::new` has the promise that the tensors live; the pool's writer calls this before
             // the block is handed out, so nobody writes to it.
-            let part = unsafe { std::slice::from_raw_parts(place.as_ptr(), self.memory.block_bytes) };
+            let part =
+                unsafe { std::slice::from_raw_parts(place.as_ptr(), self.memory.block_bytes) };
             bytes.extend_from_slice(part);
         }
         bytes
@@ -201,7 +203,9 @@ impl Staging {
     /// The tier holds these no more.
     pub fn remove_stored(&self, keys: &[BlockKey]) {
         let mut state = self.0.state();
-        keys.iter().for_each(|key| drop(state.stored.remove(key)));
+        for key in keys {
+            state.stored.remove(key);
+        }
     }
 
     /// The tier holds nothing.
@@ -243,7 +247,10 @@ impl Staging {
                 self.0.state().counts.damaged += 1;
                 break;
             };
-            for (place, part) in memory.places(block).zip(bytes.chunks_exact(memory.block_bytes)) {
+            for (place, part) in memory
+                .places(block)
+                .zip(bytes.chunks_exact(memory.block_bytes))
+            {
                 // SAFETY: the tensors live by the promise of `new`, and the caller has the block to itself.
                 unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), place.as_ptr(), part.len()) };
             }

@@ -64,10 +64,15 @@ impl BlockStaging {
             owner: Box::new(owner),
         };
         if block_bytes.0 == 0 {
-            return Err(out_of_range(names::BlockBytes::NAME, "must be at least 1, not 0"));
+            return Err(out_of_range(
+                names::BlockBytes::NAME,
+                "must be at least 1, not 0",
+            ));
         }
         // SAFETY: the caller gives the addresses of tensors of that size, and keeps them.
-        Ok(Self(unsafe { Staging::new(memory, capacity.0, min_uses.0) }))
+        Ok(Self(unsafe {
+            Staging::new(memory, capacity.0, min_uses.0)
+        }))
     }
 
     /// How many clears of the cache there were. Any thread.
@@ -96,7 +101,10 @@ impl BlockStaging {
     ) -> (u64, Vec<Taken<'py>>) {
         let (era, taken) = py.detach(|| self.0.take(max_blocks.0));
         let taken = taken.into_iter().map(|(key, bytes)| {
-            (PyBytes::new(py, &key_to_bytes(&key)), bytes.into_pyarray(py))
+            (
+                PyBytes::new(py, &key_to_bytes(&key)),
+                bytes.into_pyarray(py),
+            )
         });
         (era, taken.collect())
     }
@@ -133,7 +141,8 @@ impl BlockStaging {
     ) -> PyResult<usize> {
         let (blocks, keys, values) = (blocks.0, keys.0, values.0);
         let triples = blocks.into_iter().zip(keys).zip(&values);
-        let triples = triples.map(|((block, key), value): ((BlockId, _), _)| (block, key, &**value));
+        let triples =
+            triples.map(|((block, key), value): ((BlockId, _), _)| (block, key, &**value));
         // SAFETY: the caller's promise.
         let filled = py.detach(|| unsafe { self.0.fill(triples) });
         filled.ok_or_else(|| out_of_range(names::Blocks::NAME, "must be blocks of the pool"))

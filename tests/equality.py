@@ -184,9 +184,7 @@ class Schedule:
     disk: Path | None = None
 
 
-def random_schedule(
-    seed: int, *, speculates: bool = False, disk: Path | None = None
-) -> Schedule:
+def random_schedule(seed: int, *, speculates: bool = False) -> Schedule:
     """Half of them crowded: a burst of requests, and a pool that their answers outgrow."""
     choose = random.Random(seed)
     crowded = choose.random() < 0.5
@@ -208,6 +206,20 @@ def random_schedule(
             for _ in range(choose.choice([0, 0, 1, 3]))
         ),
         speculates=speculates,
+    )
+
+
+def schedule_on_disk(seed: int, disk: Path) -> Schedule:
+    """More requests over a longer time than memory has room for."""
+    choose, schedule = random.Random(seed), random_schedule(seed)
+    arrivals = tuple(choose.randrange(200) for _ in range(16))
+    return replace(
+        schedule,
+        arrivals=arrivals,
+        max_prompt=160,
+        num_blocks=16,
+        block_size=16,
+        enable_prefix_caching=True,
         disk=disk,
     )
 
@@ -423,6 +435,7 @@ class Bench:
         with late_masks(schedule.seed, held=bool(states)) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
+        engine.close()
         gauges = engine.metrics.gauges()
         return Counts(
             outputs=len(answers),

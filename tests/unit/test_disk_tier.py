@@ -25,7 +25,9 @@ SCOPE = b"s" * 16
 class Tiered:
     """A cache of seven blocks of 16 tokens, and a disk behind it."""
 
-    def __init__(self, folder: Path, *, min_uses: int = 1, weights: str = "blake3:a") -> None:
+    def __init__(
+        self, folder: Path, *, min_uses: int = 1, weights: str = "blake3:a", starts: bool = True
+    ) -> None:
         self.kv = np.zeros((TENSORS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         addresses = [tensor.ctypes.data for tensor in self.kv]
         self.staging = BlockStaging(addresses, BLOCK_BYTES, NUM_BLOCKS, MIB, min_uses, self.kv)
@@ -39,7 +41,8 @@ class Tiered:
             name=str(folder),
             clock=lambda: self.now,
         )
-        self.tier.start()
+        if starts:
+            self.tier.start()
 
     def compute(self, first: int, num_blocks: int = 7, **hints: int) -> list[bytes]:
         """Fills the blocks of a prompt with numbers of its tokens; its hashes."""
@@ -154,7 +157,7 @@ def test_a_hint_decides(make, priority, count):
 
 
 def test_what_the_queue_has_no_room_for_is_dropped(folder):
-    tiered = Tiered(folder)  # without a thread
+    tiered = Tiered(folder, starts=False)
     for first in range(0, 40_000, 200):
         tiered.compute(first)
     counts = tiered.staging.counts()

@@ -578,9 +578,9 @@ class PrefixCache:
     def stage_evicted(self, staging: BlockStaging) -> None:
         """Copy what is evicted from now on into `staging`, if it is worth it.
 
-        Once, before the cache's first use, and not with `keep_in`: RuntimeError otherwise. ValueError
-        where several threads may write. While the weights are not named by their content nothing is
-        copied.
+        Once, before the cache's first use, and not with `keep_in`: RuntimeError otherwise.
+        ValueError where several threads may write. While the weights are not named by their content
+        nothing is copied.
         """
     def keep_events(self) -> None:
         """Keep a record, from now on, of what can be found and cannot any more.
@@ -788,9 +788,9 @@ class BlockStaging:
     `block_bytes`, and `owner` keeps all of them there. Copied are blocks that were used `min_uses`
     times, their computing counted, or that a hint or a pin keeps longer than others.
 
-    A key has 34 bytes: the hash, and the group, big endian. What is taken out is the bytes of a block
-    in all tensors, with a checksum of 8 bytes. A clear of the cache begins another era, in which
-    nothing is stored. From any thread.
+    A key has 34 bytes: the hash, and the group, big endian. What is taken out is the bytes of a
+    block in all tensors, with a checksum of 8 bytes. A clear of the cache begins another era, in
+    which nothing is stored. From any thread.
     """
 
     def __new__(
@@ -821,9 +821,7 @@ class BlockStaging:
         """The tier holds nothing."""
     def count_stored(self, keys: _Sequence[bytes]) -> int:
         """How many leading ones of these the tier holds."""
-    def fill(
-        self, blocks: _Sequence[int], keys: _Sequence[bytes], values: _Sequence[bytes]
-    ) -> int:
+    def fill(self, blocks: _Sequence[int], keys: _Sequence[bytes], values: _Sequence[bytes]) -> int:
         """Write values to blocks, up to the first that is not what `take` gave; how many.
 
         Nobody else may read or write these blocks meanwhile. ValueError for a block that the pool

@@ -34,7 +34,11 @@ class Served:
 
     def __init__(self, folder: Path, disk: Path | None, **flags: object) -> None:
         if disk is not None:
-            flags |= {"disk_cache_memory": "64MiB", "disk_cache_dir": disk, "disk_cache_min_uses": 1}
+            flags |= {
+                "disk_cache_memory": "64MiB",
+                "disk_cache_dir": disk,
+                "disk_cache_min_uses": 1,
+            }
         options = {"num_blocks": 16, "max_num_batched_tokens": 64, "max_model_len": 240} | flags
         config = EngineConfig.from_flags(model=str(folder), device="cpu", **options)
         self.engine: Engine = build(config, folder).engine

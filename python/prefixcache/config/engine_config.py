@@ -341,29 +341,26 @@ class CacheConfig(Checked):
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise FieldError("kv_cache_memory", "excludes num_blocks: give one, not both.")
         self._check_range()
-        if self.max_weight_staleness:
-            for name in ("kv_cache_dir", "disk_cache_memory", "record_trace"):
-                if getattr(self, name) is not None:
-                    raise FieldError("max_weight_staleness", f"excludes {name}.")
-        if self.disk_cache_memory is not None:
-            for name in ("kv_cache_dir", "record_trace"):
-                if getattr(self, name) is not None:
-                    raise FieldError("disk_cache_memory", f"excludes {name}.")
-        if self.kv_cache_dir is not None and self.record_trace is not None:
-            raise FieldError(
-                "record_trace",
-                "excludes kv_cache_dir: a replay begins with an empty cache.",
-            )
-        if self.kv_cache_dir_size is not None and self.kv_cache_dir is None:
-            raise FieldError("kv_cache_dir_size", "needs kv_cache_dir.")
-        if self.disk_cache_dir is not None and self.disk_cache_memory is None:
-            raise FieldError("disk_cache_dir", "needs disk_cache_memory.")
+        self._check_folders()
         if self.pin_swa_tokens and self.prefix_cache_retention_interval == "none":
             raise FieldError(
                 "prefix_cache_retention_interval",
                 "must be a number of tokens where pin_swa_tokens is on: pins protect chosen "
                 "windows, and none keeps all, which would push the pinned ones out.",
             )
+
+    def _check_folders(self) -> None:
+        """At most one of what keeps or records blocks is given, and none alone that needs it."""
+        names = ("max_weight_staleness", "disk_cache_memory", "record_trace", "kv_cache_dir")
+        given = [name for name in names if getattr(self, name)]
+        if given[1:]:
+            raise FieldError(given[0], f"excludes {given[1]}.")
+        for name, needed in (
+            ("kv_cache_dir_size", "kv_cache_dir"),
+            ("disk_cache_dir", "disk_cache_memory"),
+        ):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise FieldError(name, f"needs {needed}.")
 
     def _check_range(self) -> None:
         """The floor, the start and the ceiling ascend, as far as they can be compared yet."""

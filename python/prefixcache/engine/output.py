@@ -81,8 +81,9 @@ class Answer:
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 
-        The counts are those of the prompt's tokens that were hits, that were published, that windows
-        kept from being hits, and that were hits from a disk. `weight_version` is that of the weights that sampled it.
+        The counts are those of the prompt's tokens that were hits, that were published, that
+        windows kept from being hits, and that were hits from a disk. `weight_version` is that of
+        the weights that sampled it.
         """
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))

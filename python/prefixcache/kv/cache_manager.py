@@ -286,7 +286,7 @@ class CacheManager:
         self._file = file
 
     def stage_evicted(self, disk: DiskTier) -> None:
-        """Puts what is evicted from now on to a disk. Before the first request, and not `keep_in`."""
+        """Puts what is evicted from now on to a disk. Before the first request."""
         self._cache.stage_evicted(disk.staging)
         self.disk = disk
         disk.start()

@@ -242,10 +242,10 @@ class RequestOutput:
     `text` is the new text alone and never holds half of a character. `stop_reason` is the stop
     string or token id that ended the request. `prompt_logprobs` comes with the first token; its
     first entry is None, since nothing precedes the first token. `num_cached_tokens` of the prompt
-    came from the cache, `num_disk_tokens` of these from a disk, `num_window_missed_tokens` would have but for blocks of sliding windows,
-    and `num_written_tokens` of it are in blocks that this request was the first to publish.
-    `num_accepted_drafts` tokens of the answer so far had been guessed, and `num_refused_drafts`
-    guesses were wrong.
+    came from the cache, `num_disk_tokens` of these from a disk, `num_window_missed_tokens` would
+    have but for blocks of sliding windows, and `num_written_tokens` of it are in blocks that this
+    request was the first to publish. `num_accepted_drafts` tokens of the answer so far had been
+    guessed, and `num_refused_drafts` guesses were wrong.
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
     `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`

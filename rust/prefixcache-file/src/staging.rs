@@ -379,3 +379,68 @@ pub fn key_from_bytes(bytes: &[u8]) -> Option<BlockKey> {
     let group = GroupId::new(u16::from_be_bytes(*group));
     Some(BlockKey::new(hash, group))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK_BYTES: usize = 16;
+
+    /// Three blocks of two tensors, and a place for each.
+    fn staging() -> (Staging, Vec<Vec<u8>>) {
+        let mut tensors = vec![vec![0; 3 * BLOCK_BYTES]; 2];
+        let starts = tensors.iter_mut().map(Vec::as_mut_ptr);
+        let memory = Memory {
+            tensors: starts.filter_map(NonNull::new).collect(),
+            block_bytes: BLOCK_BYTES,
+            num_blocks: 3,
+            owner: Box::new(()),
+        };
+        // SAFETY: each test keeps the tensors, and touches them through the staging alone.
+        let staging = unsafe { Staging::new(memory, 1000, 1) };
+        staging.set_durable(true);
+        (staging, tensors)
+    }
+
+    fn key(number: u8) -> BlockKey {
+        BlockKey::new(BlockHash::from_bytes([number; 32]), GroupId::new(1))
+    }
+
+    fn value(number: u8) -> Vec<u8> {
+        let mut value = vec![number; 2 * BLOCK_BYTES];
+        let sum = checksum(&key(number), &value);
+        value.extend_from_slice(&sum.to_le_bytes());
+        value
+    }
+
+    fn fill(staging: &Staging, block: u32, number: u8, value: &[u8]) -> Option<usize> {
+        let triple = (BlockId::new(block), key(number), value);
+        // SAFETY: nobody else uses the tensors.
+        unsafe { staging.fill([triple].into_iter()) }
+    }
+
+    #[test]
+    fn content_that_moves_is_copied_from_where_it_is() {
+        let (staging, _tensors) = staging();
+        assert_eq!(fill(&staging, 2, 7, &value(7)), Some(1));
+        staging.published(BlockId::new(1), &key(7));
+        staging.moved(BlockId::new(1), BlockId::new(2));
+        staging.withdrawn(BlockId::new(1));
+        assert_eq!(staging.take(9), (0, vec![]));
+        staging.withdrawn(BlockId::new(2));
+        assert_eq!(staging.take(9), (0, vec![(key(7), value(7))]));
+    }
+
+    #[test]
+    fn nothing_is_written_that_does_not_fit() {
+        let (staging, _tensors) = staging();
+        assert_eq!(fill(&staging, 0, 7, &value(7)), None);
+        assert_eq!(fill(&staging, 3, 7, &value(7)), None);
+        for wrong in [value(6), value(7)[1..].to_vec(), vec![], vec![7; 3]] {
+            assert_eq!(fill(&staging, 1, 7, &wrong), Some(0));
+        }
+        assert_eq!(staging.counts().damaged, 4);
+        assert_eq!(key_from_bytes(&key_to_bytes(&key(7))), Some(key(7)));
+        assert_eq!(key_from_bytes(&[0; 33]), None);
+    }
+}

@@ -191,9 +191,7 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _kv_facts(
-    config: EngineConfig, layout: KVLayout, dtype: str, cpu: Cpu
-) -> Mapping[str, object]:
+def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str, cpu: Cpu) -> Mapping[str, object]:
     """All that the bytes of a block depend on besides its hash."""
     cache = config.cache
     if not cache.enable_prefix_caching or (cache.kv_cache_dir or cache.disk_cache_memory) is None:

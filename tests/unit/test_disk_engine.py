@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -178,6 +180,26 @@ def test_a_load_that_is_late_ends_with_what_is_there(model, tmp_path, slow_disk,
     served.answer("refused", PROMPT)
     assert served.engine._scheduler.loads.counts().refused > 0
     served.engine.close()
+
+
+@pytest.mark.parametrize("call", ["_connect", "keys", "put", "get", "clear", "close"])
+def test_no_answer_depends_on_the_disk(model, tmp_path, monkeypatch, caplog, call):
+    served = Served(model, None)
+    expected = served.answer("first", PROMPT)
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    failing = mock.Mock(side_effect=sqlite3.OperationalError if call == "_connect" else OSError)
+    monkeypatch.setattr(DiskStore, call, failing)
+    if call in ("_connect", "keys"):
+        served = Served(model, tmp_path / "disk")
+    for number in range(2):
+        assert served.answer(f"{number}", PROMPT) == expected
+        served.answer(f"other {number}", tokens(230, seed=2 + number))
+    served.engine.control.reset_prefix_cache()
+    assert served.answer("last", PROMPT) == expected
+    served.engine.close()
+    assert failing.called
+    assert caplog.text.count("is idle") == (call != "close")
 
 
 def test_a_model_with_windows_is_refused_by_name(tiny_checkpoint, tmp_path):

@@ -27,6 +27,7 @@ _RUN_BYTES = 4 << 20
 _MOST_IN_RUN = 128
 _RETRY_SECONDS = 60.0
 _FORGET_SECONDS = 10.0
+_CLOSE_SECONDS = 30.0
 _NEW = 0.3
 """Weight of the last run of blocks in the average of what a block takes."""
 _PATIENCE = 1.05
@@ -105,11 +106,11 @@ class DiskTier:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until what was copied is written, unless the store fails."""
+        """Waits until what was copied is written, unless the store fails or hangs."""
         self._stopped = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
 
     def _wake(self) -> None:
         with self._changed:

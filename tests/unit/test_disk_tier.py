@@ -60,7 +60,7 @@ class Tiered:
         """All that waits is written."""
         self.tier.nudge()
         while self.staging.has_staged or self.tier.counts().written < self.staged:
-            pass
+            assert not self.tier._is_failing
 
     @property
     def staged(self) -> int:

@@ -240,7 +240,7 @@ def rows_of(right_of_ten: int, steps: int = 5000) -> tuple[int, int, int]:
     state = guessed_state("a")
     accepted = refused = 0
     for _ in range(steps):
-        drafted = len(drafter.propose([state], 63, lambda _, wanted: wanted).get("a", ()))
+        drafted = len(drafter.propose([state], 1, 63, lambda _, wanted: wanted).get("a", ()))
         right = drafted if source.next_is_right else 0
         accepted, refused = accepted + right, refused + drafted - right
         drafter.observe({"a": right})
@@ -276,7 +276,7 @@ def test_what_can_be_guessed_often_enough_is() -> None:
 
 def test_a_step_without_guesses_says_nothing_of_those_before() -> None:
     drafter = Drafter(Guesses(10), RowTimes(), shares=False, most=MOST_DRAFTS)
-    assert drafter.propose([guessed_state("a")], 63, lambda _, wanted: wanted)
+    assert drafter.propose([guessed_state("a")], 1, 63, lambda _, wanted: wanted)
     for _ in range(3):
         drafter.observe({"a": 1})
     counts = drafter.counts()
@@ -302,7 +302,7 @@ def test_guesses_go_by_what_a_row_costs_in_this_step(num_seqs, a_row, guesses) -
     assert longer == pytest.approx(1 + 7 * a_row / (1 + a_row * num_seqs), rel=0.15)
     drafter = Drafter(Guesses(10), rows, shares=False, most=MOST_DRAFTS)
     states = [guessed_state(f"{number}") for number in range(num_seqs)]
-    found = drafter.propose(states, 63, lambda _, wanted: wanted)
+    found = drafter.propose(states, num_seqs, 63, lambda _, wanted: wanted)
     assert sum(map(len, found.values())) == guesses
 
 
@@ -336,7 +336,7 @@ def test_steps_with_guesses_teach_nothing_of_chunks() -> None:
     assert not model._prefills
 
 
-def test_no_guess_joins_a_chunk_of_a_prompt_or_takes_the_last_blocks() -> None:
+def test_no_guess_takes_the_last_blocks_or_the_place_of_a_prompt() -> None:
     requests = [make_request(f"{n}", [n, *PROMPT], max_tokens=30) for n in range(6)]
     plain, _, _ = make_engine(num_blocks=30, max_model_len=64)
     _, plain_steps = serve(plain, *requests)
@@ -345,8 +345,9 @@ def test_no_guess_joins_a_chunk_of_a_prompt_or_takes_the_last_blocks() -> None:
     for request in requests:
         expected = answer_alone(request.prompt_token_ids.tolist(), 30)
         assert tokens_of(outputs[request.request_id]) == expected
-    assert all(plan.num_decodes == len(plan.sequences) for plan in runner.plans if plan.drafts)
-    assert any(plan.drafts for plan in runner.plans)
+    assert all(row < plan.num_decodes for plan in runner.plans for row, _ in plan.drafts)
+    drafted = {plan.num_decodes == len(plan.sequences) for plan in runner.plans if plan.drafts}
+    assert drafted == {True, False}, "in steps with chunks of prompts too"
     assert steps < plain_steps
     cache.validate()
 

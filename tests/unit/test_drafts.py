@@ -27,6 +27,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cpu import sampler
+from prefixcache.runner.cpu.model import CpuModel, StepKernels
 from prefixcache.scheduler import drafts as drafts_module
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
@@ -368,9 +369,10 @@ _CONVOLUTIONS = LFM2 | {"architecture": "lfm2", "num_key_value_heads": 3}
 
 
 _EXPERTS = WIDE | {"architecture": "qwen2-moe"}
+_STATES = WIDE | {"architecture": "qwen3.5"}
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS])
+@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS, _STATES])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):
@@ -443,19 +445,36 @@ def _a_mask_of_the_place_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixcache.text.grammar.answer_matcher._DraftWords.follow", stay)
 
 
+def _states_take_refused_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache.runner.cpu.step._guesses", lambda plan: [])
+
+
+def _the_last_accepted_guess_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = CpuModel.keep_accepted
+
+    def too_few(self: CpuModel, kernels: StepKernels, accepted: Sequence[int]) -> None:
+        keep(self, kernels, [max(0, count - 1) for count in accepted])
+
+    monkeypatch.setattr(CpuModel, "keep_accepted", too_few)
+
+
 @pytest.mark.parametrize(
-    "break_it",
+    ("break_it", "shape"),
     [
-        _noise_of_the_wrong_position,
-        _a_penalty_counts_twice,
-        _a_refused_guess_is_kept,
-        _a_mask_of_the_place_before,
+        (_noise_of_the_wrong_position, WIDE),
+        (_a_penalty_counts_twice, WIDE),
+        (_a_refused_guess_is_kept, WIDE),
+        (_a_mask_of_the_place_before, WIDE),
+        (_states_take_refused_guesses, _STATES),
+        (_the_last_accepted_guess_is_no_state, _STATES),
     ],
 )
-def test_the_comparison_notices_what_it_is_for(monkeypatch, break_it: Callable[..., None]) -> None:
+def test_the_comparison_notices_what_it_is_for(
+    monkeypatch, break_it: Callable[..., None], shape: dict[str, Any]
+) -> None:
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of them
-        for counts in compare(seed for seed in range(40) if seed % 3):
+        for counts in compare((seed for seed in range(40) if seed % 3), shape):
             assert not counts.differences
 
 

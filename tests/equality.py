@@ -625,10 +625,11 @@ def main() -> None:
         shape = GEMMA4
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
-            # Guesses meet experts too.
+            # Guesses meet experts and states too.
             architecture = arguments.architecture
-            if (architecture, arguments.speculate, quant_format) == ("qwen3", "cache", "Q4_1"):
-                architecture = "qwen2-moe"
+            if (architecture, arguments.speculate) == ("qwen3", "cache"):
+                others = {"Q4_1": "qwen2-moe", "Q8_0": "qwen3.5"}
+                architecture = others.get(quant_format or "", architecture)
             folder, dequantized = make_pair(
                 Path(scratch), dtype, quant_format, architecture, **shape
             )

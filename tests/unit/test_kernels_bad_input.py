@@ -94,6 +94,7 @@ def test_widths_that_cannot_be_doubled() -> None:
 
 def test_rows_of_nothing_take_no_time() -> None:
     RowOps(CPU, "float32").gated("silu", 0, 2**62, 0, 0, 0)
+    RowOps(CPU, "float32").softcap(0, 2**62, 0, 1.0)
 
 
 def test_addresses_that_are_none() -> None:

@@ -1053,6 +1053,7 @@ class DecoderStack:
         states: _Iterable[tuple[int, int, int, int]] | None = None,
         page_stride: int | None = None,
         own_inputs: int | None = None,
+        guesses: _Iterable[int] | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
@@ -1063,7 +1064,18 @@ class DecoderStack:
         all. At the cache of a convolution a block has the inputs of its last `kept_tokens` tokens,
         among those of others. `states` has the parts of states, in their order: of which layer, in
         which group, where that is in page 0, and how many float32 numbers. `own_inputs` are dense
-        rows of what each layer with an `own_input` has, one layer after the other.
+        rows of what each layer with an `own_input` has, one layer after the other. As many of the
+        last tokens of each sequence as `guesses` says are not taken into states.
+        """
+    def keep_accepted(
+        self,
+        attentions: list[PagedAttention],
+        states: _Iterable[tuple[int, int, int, int]],
+        accepted: _Iterable[int],
+    ) -> None:
+        """Take the first `accepted` guesses of each sequence of the last `forward` into `states`.
+
+        These are as they were there, and so is what `attentions` have planned.
         """
 
 @final

@@ -70,6 +70,8 @@ pub struct Step<'a> {
     pub groups: &'a [Group<'a>],
     /// The model's rotations at the tokens' positions.
     pub rotations: &'a [Rotation<'a>],
+    /// `[S]`: how many of a sequence's last tokens are guesses, whose states are not kept; none where it is empty.
+    pub guesses: &'a [usize],
 }
 
 /// What is the same for all layers of a group.

@@ -5,6 +5,7 @@ use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
+use prefixcache_cpu::RowsMut;
 use prefixcache_decoder as decoder;
 use prefixcache_decoder::Makes;
 use prefixcache_ops as ops;
@@ -605,9 +606,14 @@ impl DecoderLayer {
 
     /// Numbers of the layer's state; 0 where it has none.
     pub fn state(&self) -> usize {
+        self.delta().map_or(0, DeltaMixer::state)
+    }
+
+    /// The delta rule of the layer, where it has one.
+    pub fn delta(&self) -> Option<&DeltaMixer> {
         match &self.mixer {
-            Mixer::Delta(mixer) => mixer.get().state(),
-            Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
+            Mixer::Delta(mixer) => Some(mixer.get()),
+            Mixer::Attention(_) | Mixer::ShortConv(_) => None,
         }
     }
 
@@ -626,7 +632,7 @@ impl DecoderLayer {
     }
 
     /// The layer as the decoder computes it, of group `group` of the step with this attention, with its state
-    /// in `states`.
+    /// in `states`, whose inputs by the step's guesses are kept in `guessed`.
     ///
     /// # Safety
     /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
@@ -636,7 +642,7 @@ impl DecoderLayer {
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
-        states: Vec<StatePart<'a>>,
+        (states, guessed): (Vec<StatePart<'a>>, RowsMut<'a, E>),
         linears: &'a Linears<'_>,
     ) -> PyResult<decoder::DecoderLayer<'a, E>> {
         let norm = |name, address: Option<usize>, width, group| {
@@ -694,7 +700,7 @@ impl DecoderLayer {
             Mixer::Delta(mixer) => {
                 let linears = [linears.mixer(0), linears.mixer(1)];
                 // SAFETY: the caller's promise.
-                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
+                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, guessed, linears)? })
             }
         };
         let own_input = |own: &'a Py<OwnInput>| {

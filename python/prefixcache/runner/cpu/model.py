@@ -153,8 +153,13 @@ class CpuModel:
         token_ids_T: npt.NDArray[np.int64],
         positions_T: npt.NDArray[np.int64],
         kernels: StepKernels,
+        guesses: Sequence[int] = (),
     ) -> Array:
-        """The residual stream [T, E] after the last layer."""
+        """The residual stream [T, E] after the last layer.
+
+        As many of the last tokens of each sequence as `guesses` says are guesses: states are those
+        before them until `keep_accepted`. There are none where it is empty.
+        """
         x_TE = self._embedding(token_ids_T)
         if self._embedding_scale != 1.0:
             np.multiply(x_TE, self._embedding_scale, out=x_TE, casting="unsafe")
@@ -171,8 +176,13 @@ class CpuModel:
             states=kernels.states,
             page_stride=kernels.page_stride,
             own_inputs=None if own_TI is None else address(own_TI),
+            guesses=guesses,
         )
         return x_TE
+
+    def keep_accepted(self, kernels: StepKernels, accepted: Sequence[int]) -> None:
+        """Takes the first guesses of each sequence of the last `forward` into its states."""
+        self._stack.keep_accepted(kernels.attentions, kernels.states, accepted)
 
     def compute_logits(self, x_RE: Array) -> npt.NDArray[np.float32]:
         """Logits [R, V] of rows of the residual stream, good until the next call."""

@@ -82,7 +82,7 @@ class World:
         self.buffer = np.zeros(WORDS, np.float32)
         self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
         self.rows = _core.RowOps(self.cpu, "float32")
-        self.file = tempfile.TemporaryFile()
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the case
         self.file.write(bytes(256))
         self.file.flush()
         self.laid_out = _core.LaidOutFile(self.file.fileno())

@@ -849,7 +849,7 @@ class PackedLinear:
         num_bytes: int,
         format: _BlockFormat | None = None,  # noqa: A002
     ) -> None:
-        """Take for the part that starts at output `start` what `write_laid_out` wrote of one like it.
+        """Take for the part from output `start` on what `write_laid_out` wrote of one like it.
 
         Of the same inputs, outputs, type, instructions and activations; without a format it is
         dense. The part stays in the file until it is written again. ValueError where `num_bytes`

@@ -95,7 +95,7 @@ class PrivateFolder:
             yield info, state
 
     def make_room(self, infos: list[FileInfo], room: int, most_files: int = 1 << 30) -> int:
-        """Removes those of the files beyond the first `most_files`, or that `room` bytes are short for.
+        """Removes files beyond the first `most_files`, and those that `room` bytes are short for.
 
         Returns the bytes that are left, which are negative where files are in use.
         """

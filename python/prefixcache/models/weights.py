@@ -220,7 +220,8 @@ def _tensor_bytes(one: NamedTensor) -> int:
 
 
 def _read_file(file: Path, wanted: list[TensorRange]) -> Iterator[NamedTensor]:
-    yield NamedTensor(one.name, tensor, file.name)
+    for one, tensor in zip(wanted, read_tensors(file, wanted), strict=True):
+        yield NamedTensor(one.name, tensor, file.name)
 
 
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:

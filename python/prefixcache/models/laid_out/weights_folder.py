@@ -79,6 +79,15 @@ class WeightsFolder(PrivateFolder):
                 os.utime(descriptor)
         return {one.name for one in table.parts}
 
+    def map_or_remove(self, facts: Mapping[str, Any], parts: Parts, threads: int) -> set[str]:
+        """`map`, which leaves no file that it cannot map."""
+        try:
+            return self.map(facts, parts, threads)
+        except (NotUsableError, OSError, ValueError):
+            with suppress(OSError):
+                os.unlink(file_name(facts), dir_fd=self.descriptor)
+            raise
+
     def write(self, facts: Mapping[str, Any], parts: Parts, most_bytes: int, threads: int) -> None:
         """Writes parts to a file that `map` finds.
 
@@ -141,17 +150,12 @@ class WeightsCache:
         begun, facts = time.perf_counter(), self._facts(digest)
         try:
             with closing(WeightsFolder(self.folder, create=False)) as folder:
-                try:
-                    names = folder.map(facts, parts, self.threads)
-                except (NotUsableError, ValueError):
-                    os.unlink(file_name(facts), dir_fd=folder.descriptor)
-                    raise
+                names = folder.map_or_remove(facts, parts, self.threads)
         except FileNotFoundError:
             return set()
         except (NotUsableError, OSError, ValueError) as error:
-            logger.warning(
-                "Weights are laid out again, not from %s: %s.", self._path(digest), error
-            )
+            path = self._path(digest)
+            logger.warning("Weights are laid out again, not from %s: %s.", path, error)
             return set()
         seconds = time.perf_counter() - begun
         logger.info("weights mapped from %s in %.2f s", self._path(digest), seconds)

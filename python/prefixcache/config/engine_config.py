@@ -597,9 +597,9 @@ class EngineConfig(Checked):
     weights_cache_dir: CacheFolder | None = flag(
         None,
         "Folder to keep weights in as a CPU's kernels read them, so that the next start maps them; "
-        "none for none. See docs/guides/restart.md.",
+        "none for none. See docs/guides/weights.md.",
         "Model",
-        shown="weights below ~/.cache/prefixcache, for models of 256MiB and more",
+        shown="~/.cache/prefixcache/weights, for weights of 32MiB and more",
         metavar="<none or folder>",
     )
     weights_cache_size: ByteSize = flag(

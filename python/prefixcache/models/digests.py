@@ -64,8 +64,10 @@ def remembered_digests(file: Path, ranges: Sequence[tuple[int, int]]) -> list[st
     Raises `OSError`.
     """
     known = _known(_note(file, "ranges"), file_state(file))
-    found = [known.get(key) for key in _keys(ranges)] if isinstance(known, dict) else [None]
-    return found if all(isinstance(one, str) for one in found) else None
+    keys = _keys(ranges)
+    if not (isinstance(known, dict) and all(isinstance(known.get(key), str) for key in keys)):
+        return None
+    return [known[key] for key in keys]
 
 
 def _keys(ranges: Sequence[tuple[int, int]]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter, ne
@@ -123,7 +123,7 @@ class WeightsFolder(PrivateFolder):
             raise NotUsableError(f"its disk has too little room for {num_bytes} bytes")
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _opened(self, name: str) -> Generator[int]:
         descriptor = self.open_file(name, os.O_RDONLY)
         try:
             yield descriptor

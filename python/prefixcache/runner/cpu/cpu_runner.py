@@ -45,8 +45,8 @@ from prefixcache.runner.sizing import (
 from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
-_LEAST_CACHED_BYTES = 256 << 20
-"""Of weights that are kept laid out if nothing is said: others are laid out as fast."""
+_LEAST_CACHED_BYTES = 32 << 20
+"""Of a model whose weights are kept laid out if nothing is said: smaller ones load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,9 @@ def _load_weights(
     known = remembered_checkpoint(folder)
 
     def restore(made: CpuModel) -> Collection[str]:
-        is_known = cache is not None and known is not None
-        return cache.restore(known.digest, made.laid_out()) if is_known else ()
+        if cache is None or known is None:
+            return ()
+        return cache.restore(known.digest, made.laid_out())
 
     with ThreadPoolExecutor(1) as digests:
         reading = digests.submit(lambda: known or read_checkpoint(folder, threads))

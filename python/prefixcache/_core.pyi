@@ -34,6 +34,7 @@ __all__ = [
     "EventSnapshot",
     "ExpertsFeedForward",
     "KVFile",
+    "LaidOutFile",
     "OwnInput",
     "PackedLinear",
     "PagedAttention",

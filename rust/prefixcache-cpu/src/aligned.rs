@@ -53,11 +53,7 @@ impl AlignedWords {
         let mut lines = filled(Line([0; WORDS]), len.div_ceil(WORDS), 1)?;
         let start = NonNull::from(lines.as_mut_slice()).cast();
         let memory = Memory::Own { _lines: lines };
-        Ok(Self {
-            start,
-            len,
-            memory,
-        })
+        Ok(Self { start, len, memory })
     }
 
     /// The words.
@@ -117,11 +113,7 @@ impl WordSource for WeightMemory {
         // SAFETY: the chunk has `bytes` from `at` on, which are whole lines and handed out once.
         let start = unsafe { chunk.start.add(at) }.cast();
         let memory = Memory::Shared { _chunk: chunk };
-        Ok(AlignedWords {
-            start,
-            len,
-            memory,
-        })
+        Ok(AlignedWords { start, len, memory })
     }
 }
 

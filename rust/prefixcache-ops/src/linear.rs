@@ -19,8 +19,7 @@ use std::ops::Range;
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
-    Bf16, ByteForm, Element, Form, Kernel, Lanes, MappedWords, Rows, RowsMut, Team,
-    WordSource,
+    Bf16, ByteForm, Element, Form, Kernel, Lanes, MappedWords, Rows, RowsMut, Team, WordSource,
 };
 
 use crate::bytes::bytes_of;

@@ -353,11 +353,7 @@ fn mapped<E: Element>(
 #[test]
 fn mapped_parts_are_what_was_written_until_they_are_written_again() {
     let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
-    let parts = [
-        (None, 40),
-        (Some(Format::Q4K), 70),
-        (Some(Format::Q6K), 30),
-    ];
+    let parts = [(None, 40), (Some(Format::Q4K), 70), (Some(Format::Q6K), 30)];
     for (form, activations) in Form::available()
         .into_iter()
         .flat_map(|form| [Activations::Exact, Activations::Int8].map(|one| (form, one)))
@@ -375,7 +371,10 @@ fn mapped_parts_are_what_was_written_until_they_are_written_again() {
             layer.read_rows(&team, &ids, &RowsMut::new(&mut rows, 256));
             bits(&[out, rows].concat())
         };
-        let (before, other) = (outputs(&kept), mapped(form, activations, &kept, &[40, 70, 30]));
+        let (before, other) = (
+            outputs(&kept),
+            mapped(form, activations, &kept, &[40, 70, 30]),
+        );
         assert_eq!(outputs(&layer), before);
         let (rows, bytes) = (noise(5, 3 * 256), random_rows(9, Format::Q6K, 256, 30));
         for to in [&mut layer, &mut kept] {

@@ -365,7 +365,10 @@ impl PackedLinear {
     ) -> PyResult<()> {
         let part = self.part_at(start.0)?;
         let words = file.0.part(offset.0, num_bytes.0).ok_or_else(|| {
-            out_of_range("offset", "must be a multiple of 64 and leave room for num_bytes")
+            out_of_range(
+                "offset",
+                "must be a multiple of 64 and leave room for num_bytes",
+            )
         })?;
         let (form, format) = (self.cpu.get().form, format.map(|word| word.0));
         let mut layer = self.write()?;

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from prefixcache.kv.disk_store import FILE_NAME
+from prefixcache.kv.tiers.disk_store import FILE_NAME
 from prefixcache.tools.bench.machine import machine_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))

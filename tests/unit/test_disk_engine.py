@@ -16,7 +16,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import FieldError
-from prefixcache.kv.disk_store import DiskStore
+from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams

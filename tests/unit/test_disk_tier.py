@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from prefixcache._core import BlockStaging, PrefixCache
-from prefixcache.kv.disk_store import FILE_NAME, DiskStore
-from prefixcache.kv.disk_tier import DiskTier, block_key
+from prefixcache.kv.tiers.disk_store import FILE_NAME, DiskStore
+from prefixcache.kv.tiers.disk_tier import DiskTier, block_key
 
 NUM_BLOCKS, BLOCK_BYTES, TENSORS = 8, 4096, 2
 MIB = 1 << 20

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.kv.disk_tier import DiskTier
 from prefixcache.kv.elastic import BlockMemory
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
+from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.types.modes import WeightsInfo
 from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
 
@@ -31,8 +31,8 @@ Step = TypeVar("Step", bound=InFlightStep)
 class ModelSpec:
     """What is known of a model once it is loaded.
 
-    `hardware` describes in words what computes. Where `shares_answers` is false, blocks that
-    decodes wrote may not be hit.
+    `hardware` describes in words what computes, and `instructions` names those of the CPU's own
+    kernels. Where `shares_answers` is false, blocks that decodes wrote may not be hit.
     """
 
     dtype: str
@@ -42,6 +42,7 @@ class ModelSpec:
     shares_answers: bool
     max_model_len: int
     weights_digest: str
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

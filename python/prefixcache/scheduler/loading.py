@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefixcache.kv.cache_manager import CacheManager
-from prefixcache.kv.disk_tier import DiskTier, Load
+from prefixcache.kv.tiers.disk_tier import DiskTier, Load
 from prefixcache.metrics import LoadCounts
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import StepTimeModel

@@ -10,9 +10,9 @@ from prefixcache._core import BlockStaging, derive_digest
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.home import cache_home
 from prefixcache.exceptions import FieldError
-from prefixcache.kv.disk_store import SCOPE_BYTES, DiskStore
-from prefixcache.kv.disk_tier import DiskTier
 from prefixcache.kv.specs import KVLayout
+from prefixcache.kv.tiers.disk_store import SCOPE_BYTES, DiskStore
+from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 
 _QUEUE_BYTES = 256 << 20

@@ -54,8 +54,13 @@ class TorchRunner:
                 f"cpu_activations must be exact on {config.device} with attention "
                 f"{config.attention}: int8 needs the CPU's own kernels."
             )
-        for name in ("kv_cache_dir", "disk_cache_memory"):
-            if getattr(config.cache, name) is not None:
+        given: dict[str, object] = {
+            name: getattr(config.cache, name) for name in ("kv_cache_dir", "disk_cache_memory")
+        }
+        if config.weights_cache_dir != "none":
+            given["weights_cache_dir"] = config.weights_cache_dir
+        for name, value in given.items():
+            if value is not None:
                 raise FieldError(name, "needs the CPU's own kernels, without torch.")
         if config.speculation.source != "off":
             raise FieldError("speculate", "needs the CPU's own kernels, without torch.")

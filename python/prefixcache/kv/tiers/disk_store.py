@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.kv.kv_folder import KVFolder, check_owner
+from prefixcache.config.private_folder import PrivateFolder, check_owner
 
 FILE_NAME = "blocks.sqlite"
 SCOPE_BYTES = 16
@@ -73,7 +73,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, max_bytes: int, scope: bytes) -> None:
-        KVFolder(folder).close()
+        PrivateFolder(folder).close()
         self._path = folder / FILE_NAME
         self._max_bytes = max_bytes
         self._scope = scope

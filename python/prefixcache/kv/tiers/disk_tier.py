@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from prefixcache._core import BlockStaging
 from prefixcache.config.logs import SHOWS_ERROR
-from prefixcache.kv.disk_store import BlockStore
-from prefixcache.kv.kv_folder import NotUsableError
+from prefixcache.config.private_folder import NotUsableError
+from prefixcache.kv.tiers.disk_store import BlockStore
 from prefixcache.metrics import DiskCounts
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Tiers of blocks behind the ones in memory."""

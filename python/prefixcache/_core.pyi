@@ -35,6 +35,7 @@ __all__ = [
     "EventSnapshot",
     "ExpertsFeedForward",
     "KVFile",
+    "LaidOutFile",
     "OwnInput",
     "PackedLinear",
     "PagedAttention",
@@ -773,6 +774,16 @@ class KVFile:
         """
 
 @final
+class LaidOutFile:
+    """A file of laid-out parts of linear layers, mapped to be read."""
+
+    def __new__(cls, descriptor: int) -> LaidOutFile:
+        """Maps the file of a descriptor, which may be closed then. Raises OSError.
+
+        Nobody may write to the file any more, or cut it short: the process would end.
+        """
+
+@final
 class PackedLinear:
     """A linear layer, its weight packed for the kernels of the CPU.
 
@@ -825,6 +836,26 @@ class PackedLinear:
         """What the part is kept as that starts at output `start`; ValueError where none does.
 
         It is the layer's type where the part is dense or never written.
+        """
+    def write_laid_out(self, start: int, descriptor: int, offset: int) -> int:
+        """Write the part that starts at output `start` to a file, as the kernels read it.
+
+        Returns its bytes, which begin at `offset`: 0 where it was never written. OSError where the
+        file does not take them.
+        """
+    def map_laid_out(
+        self,
+        start: int,
+        file: LaidOutFile,
+        offset: int,
+        num_bytes: int,
+        format: _BlockFormat | None = None,  # noqa: A002
+    ) -> None:
+        """Take for the part from output `start` on what `write_laid_out` wrote of one like it.
+
+        Of the same inputs, outputs, type, instructions and activations; without a format it is
+        dense. The part stays in the file until it is written again. ValueError where `num_bytes`
+        are not those of such a part, or `offset` is no multiple of 64.
         """
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""

@@ -37,8 +37,8 @@ def rerun(given: Given) -> None:
     """Ask recorded requests again, and compare the answers.
 
     They are compared bit for bit. RECORD is a file of --record-requests; an ID is a request's, or
-    what it begins with up to a dash. Model and arithmetic are those of the record where no flag says otherwise. It fails where
-    an answer differs, and where one cannot be compared.
+    what it begins with up to a dash. Model and arithmetic are those of the record where no flag
+    says otherwise. It fails where an answer differs, and where one cannot be compared.
     """
     path, ids = given.values["record"], given.values["ids"]
     check_can_read("RECORD", path)

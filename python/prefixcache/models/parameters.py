@@ -227,8 +227,9 @@ class DenseShape:
 class ExpertsShape:
     """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
 
-    `scales` are what weights are multiplied by, a number an expert. `gate_up` has for each expert its gates and what they let pass, `down` a part an expert. All
-    tokens go through `shared` too, which the sigmoid of what `shared_weight` makes weighs.
+    `scales` are what weights are multiplied by, a number an expert. `gate_up` has for each expert
+    its gates and what they let pass, `down` a part an expert. All tokens go through `shared` too,
+    which the sigmoid of what `shared_weight` makes weighs.
     """
 
     router: LinearShape

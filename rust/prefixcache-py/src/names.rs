@@ -123,6 +123,7 @@ names! {
     NumKvHeads = "num_kv_heads",
     NumNew = "num_new",
     NumPages = "num_pages",
+    NumBytes = "num_bytes",
     NumTensors = "num_tensors",
     NumTokens = "num_tokens",
     ObjectiveMs = "objective_ms",

@@ -335,9 +335,9 @@ def test_no_two_parts_of_states_share_a_number_and_each_layer_has_its_own(
         assert part.tensor < layout.groups[part.group].num_tensors <= layout.num_tensors
         ends[place] = part.start + part.numbers
         assert ends[place] <= part_numbers
-    assert model.delta is not None
+    assert model.states is not None
     for layer in model.state_layers:
         parts = [part for part in layout.states if part.layer == layer]
-        assert sum(part.numbers for part in parts) == model.delta.state_numbers
+        assert sum(part.numbers for part in parts) == model.states.state_numbers
         places = [(part.group, part.tensor) for part in parts]
         assert places == sorted(places)

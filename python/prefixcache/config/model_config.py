@@ -318,9 +318,14 @@ class ModelConfig(Checked):
                 raise FieldError(name, f"of the rope must have {rotated // 2} entries.")
 
     @property
+    def states(self) -> DeltaConfig | None:
+        """What layers with a state compute, where there are some."""
+        return self.delta
+
+    @property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers of the gated delta rule."""
-        return () if self.delta is None else self.delta.layers
+        """The layers with a state."""
+        return () if self.states is None else self.states.layers
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens the layer sees, None for all."""

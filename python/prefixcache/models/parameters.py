@@ -142,47 +142,11 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvShape:
-    """A convolution over the last `taps` tokens, each of E channels alone, between two linears.
-
-    `in_proj` makes a token's gates B and C, and x. The tensors of the convolution go by `name`.
-    """
+class ProjectedShape:
+    """What a mixer between two linears has, whose own tensors begin with `name`."""
 
     in_proj: LinearShape
     name: str
-    taps: int
-    bias: bool
-    out: LinearShape
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (self.in_proj, self.out)
-
-    @property
-    def norms(self) -> tuple[NormShape | None, ...]:
-        """It has none of its own."""
-        return ()
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        channels = self.out.inputs
-        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
-        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaShape:
-    """The gated delta rule between two linears: see `DeltaConfig`.
-
-    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
-    begin with `name`, and are kept in float32.
-    """
-
-    in_proj: LinearShape
-    name: str
-    delta: DeltaConfig
     out: LinearShape
 
     @property
@@ -195,10 +159,39 @@ class DeltaShape:
         """It has none that is like others."""
         return ()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvShape(ProjectedShape):
+    """A convolution over the last `taps` tokens, each of E channels alone.
+
+    `in_proj` makes a token's gates B and C, and x.
+    """
+
+    taps: int
+    bias: bool
+
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
-        delta = self.delta
+        channels = self.out.inputs
+        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
+        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape(ProjectedShape):
+    """The gated delta rule: see `DeltaConfig`.
+
+    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
+    are kept in float32.
+    """
+
+    states: DeltaConfig
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        delta = self.states
         return {
             f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
             f"{self.name}.A_log": (delta.value_heads,),
@@ -288,7 +281,7 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape | ConvShape | DeltaShape
+    mixer: AttentionShape | ConvShape | StateShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
     feed_forward: DenseShape | ExpertsShape
@@ -422,7 +415,7 @@ def _own_inputs(config: ModelConfig) -> OwnInputsShape:
 
 def _mixer(
     config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
-) -> AttentionShape | ConvShape | DeltaShape:
+) -> AttentionShape | ConvShape | StateShape:
     if layer in config.conv_layers:
         return _conv(config, prefix)
     if config.delta is not None and layer in config.delta.layers:
@@ -488,7 +481,7 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
     )
 
 
-def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> StateShape:
     outputs = {"qkv": delta.channels, "z": delta.values}
     outputs |= dict.fromkeys("ba", delta.value_heads)
     pieces: dict[str, Pieces] = {}
@@ -499,10 +492,10 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
         pieces[f"{name}.in_proj_qkvz"] = Pieces(heads, qkvz, (0, 1, 2, 3))
         pieces[f"{name}.in_proj_ba"] = Pieces(heads, (each, each), (0, 1))
     parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
-    return DeltaShape(
+    return StateShape(
         in_proj=LinearShape(config.hidden_size, parts, pieces=pieces),
         name=name,
-        delta=delta,
+        states=delta,
         out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
     )
 
@@ -643,8 +636,8 @@ def conv_slots(
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """What a delta rule computes with, float32: of numpy or of torch.
+class StateWeights:
+    """What a recurrence computes with, float32: of numpy or of torch.
 
     `decay` are e^A_log of each value head, `conv` is [taps, channels].
     """
@@ -655,9 +648,9 @@ class DeltaWeights:
     norm: Any
 
     @classmethod
-    def of(cls, shape: DeltaShape, empty: Callable[..., Any]) -> DeltaWeights:
+    def of(cls, shape: StateShape, empty: Callable[..., Any]) -> StateWeights:
         """Unfilled; `empty` makes an array of a shape."""
-        delta = shape.delta
+        delta = shape.states
         heads = (delta.value_heads,)
         return cls(
             empty((delta.taps, delta.channels)),
@@ -667,7 +660,7 @@ class DeltaWeights:
         )
 
     def slots(
-        self, shape: DeltaShape, write: Callable[[Any, Array], None]
+        self, shape: StateShape, write: Callable[[Any, Array], None]
     ) -> Iterator[tuple[str, Slot]]:
         """Where the tensors go; `write` fills an array."""
         writes: tuple[Callable[[Array], None], ...] = (

@@ -47,7 +47,7 @@ def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayo
     Raises `FieldError` for blocks too small for it, and for guesses where there are states.
     """
     guesses = config.speculation
-    if model.delta is not None and guesses.source != "off":
+    if model.states is not None and guesses.source != "off":
         raise FieldError(
             "speculate", "must be off for a model with states: refused guesses would stay in them."
         )

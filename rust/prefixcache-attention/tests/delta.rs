@@ -1,24 +1,16 @@
 //! The gated delta rule against the obvious sums, and against itself: the same bits for a row however the tokens
 //! around it are cut into steps, from states that other sequences left too.
 
-#[path = "../../prefixcache-cpu/tests/common/noise.rs"]
-mod noise;
+#[path = "common/steps.rs"]
+mod steps;
 
 use std::slice::from_ref;
 
-use noise::noise;
-use prefixcache_attention::{
-    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, Plan, StatePart, delta_rule,
-};
+use prefixcache_attention::{DeltaHeads, DeltaRule, KvElement, StatePart, delta_rule};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
+use steps::{Chunk, Layer as _, PAGES, noise, page, plan, rows_of};
 
-const PAGES: usize = 128;
-
-/// Tokens of a sequence: its number, and those that are computed.
-type Chunk = (usize, usize, usize);
-
-/// A layer. What was never written is NaN, so that reading it shows.
 struct Layer {
     heads: DeltaHeads,
     block_size: usize,
@@ -49,52 +41,23 @@ impl Layer {
             parts: widths.map(|width| (pages(width), width)).into(),
         }
     }
+}
 
-    /// Pages of each sequence in a part, scattered.
-    fn page(part: usize, sequence: usize, index: usize) -> i32 {
-        (1 + ((sequence * 40 + index) * 37 + 11 * part) % (PAGES - 1)) as i32
+impl<E: KvElement> steps::Layer<E> for Layer {
+    fn inputs(&self) -> usize {
+        self.heads.inputs()
     }
 
-    fn plan(&self, part: usize, step: &[Chunk]) -> Plan {
-        let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
-        let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
-        let mut first_pages = Vec::new();
-        let size = self.block_size;
-        for &(sequence, from, to) in step {
-            let first = from.saturating_sub(1) / size;
-            let pages = first..to.div_ceil(size);
-            kv_indices.extend(pages.map(|index| Self::page(part, sequence, index)));
-            first_pages.push(first as i32);
-            kv_indptr.push(kv_indices.len() as i32);
-            qo_indptr.push(qo_indptr.last().expect("one") + (to - from) as i32);
-            last_page_len.push(((to - 1) % size + 1) as i32);
-        }
-        let tables = BlockTables {
-            qo_indptr: &qo_indptr,
-            kv_indptr: &kv_indptr,
-            kv_indices: &kv_indices,
-            last_page_len: &last_page_len,
-            first_pages: Some(&first_pages),
-        };
-        let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
-        window.window_left = Some(1);
-        Plan::new(tables, PAGES, size, &window).expect("a sound step")
+    fn outputs(&self) -> usize {
+        self.heads.values()
     }
 
-    /// Computes tokens of each sequence, of which there are all rows.
-    fn step<E: KvElement>(
-        &mut self,
-        form: Form,
-        team: &Team,
-        sequences: &[Vec<E>],
-        step: &[Chunk],
-    ) -> Vec<E> {
+    fn step(&mut self, form: Form, team: &Team, sequences: &[Vec<E>], step: &[Chunk]) -> Vec<E> {
         let inputs = self.heads.inputs();
-        let mut x = Vec::new();
-        for &(sequence, from, to) in step {
-            x.extend_from_slice(&sequences[sequence][from * inputs..to * inputs]);
-        }
-        let plans: Vec<_> = (0..3).map(|part| self.plan(part, step)).collect();
+        let x = rows_of(sequences, step, inputs);
+        let plans: Vec<_> = (0..3)
+            .map(|part| plan(step, self.block_size, 1, part))
+            .collect();
         let rule = DeltaRule {
             heads: self.heads,
             conv: Rows::new(&self.conv, self.heads.channels()),
@@ -119,8 +82,7 @@ impl Layer {
         out
     }
 
-    /// All outputs of a sequence, in `f64`.
-    fn reference<E: KvElement>(&self, x: &[E]) -> Vec<f64> {
+    fn reference(&self, x: &[E]) -> Vec<f64> {
         let DeltaHeads {
             key_heads,
             value_heads,
@@ -195,7 +157,6 @@ fn heads(
     }
 }
 
-/// Every row is that of its sequence computed alone in one step.
 fn check<E: KvElement + PartialEq>(
     form: Form,
     (heads, block_size): (DeltaHeads, usize),
@@ -203,48 +164,9 @@ fn check<E: KvElement + PartialEq>(
     lengths: &[usize],
     chunks: &[usize],
 ) {
-    let sequences: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| noise(number as u64, lengths[number] * heads.inputs()))
-        .collect();
-    let alone = Team::new(1).expect("threads");
-    let layer = || Layer::new(heads, block_size);
-    let want: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| layer().step(form, &alone, &sequences, &[(number, 0, lengths[number])]))
-        .collect();
     let tolerance = if size_of::<E>() == 4 { 1e-4 } else { 1e-2 };
-    for (got, sequence) in want.iter().zip(&sequences) {
-        for (at, (got, exact)) in got.iter().zip(layer().reference(sequence)).enumerate() {
-            let error = (f64::from(got.to_f32()) - exact).abs();
-            assert!(
-                error <= tolerance * exact.abs().max(1.0),
-                "{at}: {error} of {exact}"
-            );
-        }
-    }
-    let team = Team::new(threads).expect("threads");
-    let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
-    let mut chunks = chunks.iter().cycle();
-    let width = heads.values();
-    while done != lengths {
-        let mut step = Vec::new();
-        for number in 0..lengths.len() {
-            let from = done[number];
-            let to = lengths[number].min(from + chunks.next().expect("a cycle"));
-            if to > from {
-                step.push((number, from, to));
-                done[number] = to;
-            }
-        }
-        let out = many.step(form, &team, &sequences, &step);
-        let mut rows = out.chunks_exact(width);
-        for &(number, from, to) in &step {
-            for position in from..to {
-                let want = &want[number][position * width..][..width];
-                let same = rows.next().is_some_and(|row| row == want);
-                assert!(same, "{form:?}: {number} at {position} of {step:?}");
-            }
-        }
-    }
+    let layer = || Layer::new(heads, block_size);
+    steps::check::<E, _>(form, layer, threads, (lengths, chunks), 0, tolerance);
 }
 
 proptest! {
@@ -314,7 +236,7 @@ fn a_full_block_is_never_written_again() {
         let sequence: Vec<f32> = noise(1, 12 * heads.inputs());
         let mut layer = Layer::new(heads, 4);
         let whole = layer.step(form, &team, from_ref(&sequence), &[(0, 0, 12)]);
-        let page = Layer::page(0, 0, 1) as usize;
+        let page = page(0, 0, 1) as usize;
         let width = layer.parts[0].1 + OTHERS;
         let kept = layer.parts[0].0[page * width..][..width].to_vec();
         let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();

@@ -62,8 +62,6 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
-    DeltaShape,
-    DeltaWeights,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -71,6 +69,8 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    StateShape,
+    StateWeights,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -227,17 +227,17 @@ class CpuModel:
         )
 
     def _mixer(
-        self, shape: AttentionShape | ConvShape | DeltaShape
+        self, shape: AttentionShape | ConvShape | StateShape
     ) -> AttentionMixer | ShortConvMixer | DeltaMixer:
-        if isinstance(shape, DeltaShape):
-            return self._delta(shape)
+        if isinstance(shape, StateShape):
+            return self._states(shape)
         return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
 
-    def _delta(self, shape: DeltaShape) -> DeltaMixer:
-        weights = DeltaWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
+    def _states(self, shape: StateShape) -> DeltaMixer:
+        weights = StateWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
         self._norms += [weights.conv, weights.decay, weights.time_bias, weights.norm]
         self.slots.update(weights.slots(shape, _write))
-        delta = shape.delta
+        delta = shape.states
         return DeltaMixer(
             in_proj=self._linear(shape.in_proj).packed,
             key_heads=delta.key_heads,

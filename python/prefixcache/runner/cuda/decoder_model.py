@@ -21,8 +21,6 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
-    DeltaShape,
-    DeltaWeights,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -30,6 +28,8 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    StateShape,
+    StateWeights,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -79,10 +79,10 @@ class Builder:
         self.slots.update(conv_slots(shape, *writes, dtype_name(weight_LE.dtype)))
         return weight_LE, bias_E if shape.bias else None
 
-    def delta(self, shape: DeltaShape) -> DeltaWeights:
-        """The weights of a delta rule."""
+    def states(self, shape: StateShape) -> StateWeights:
+        """The weights of a recurrence."""
         empty = partial(torch.empty, dtype=torch.float32, device=self.ops.device)
-        made = DeltaWeights.of(shape, empty)
+        made = StateWeights.of(shape, empty)
         self._tensors += [made.conv, made.decay, made.time_bias, made.norm]
         self.slots.update(made.slots(shape, _write))
         return made
@@ -219,13 +219,13 @@ class DeltaMixer:
     """The gated delta rule of layer `layer`, without what `out` makes of it."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, shape: DeltaShape, builder: Builder
+        self, config: ModelConfig, layer: int, shape: StateShape, builder: Builder
     ) -> None:
         self._layer = layer
-        self._delta = shape.delta
+        self._delta = shape.states
         self._eps = config.rms_norm_eps
         self._in_proj = builder.linear(shape.in_proj)
-        self._weights = builder.delta(shape)
+        self._weights = builder.states(shape)
         self.out = builder.linear(shape.out)
 
     def __call__(
@@ -477,10 +477,10 @@ class DecoderModel:
 def _mixer(
     config: ModelConfig,
     layer: int,
-    shape: AttentionShape | ConvShape | DeltaShape,
+    shape: AttentionShape | ConvShape | StateShape,
     builder: Builder,
 ) -> AttentionMixer | ShortConvMixer | DeltaMixer:
-    if isinstance(shape, DeltaShape):
+    if isinstance(shape, StateShape):
         return DeltaMixer(config, layer, shape, builder)
     if isinstance(shape, ConvShape):
         return ShortConvMixer(layer, shape, builder)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.config.model_config import DeltaConfig
-from prefixcache.models.parameters import DeltaWeights
+from prefixcache.models.parameters import StateWeights
 
 _LENGTH_EPS = 1e-6
 
 
 def gated_delta_rule(
-    delta: DeltaConfig, weights: DeltaWeights, eps: float, x_TI: Tensor, state: Tensor
+    delta: DeltaConfig, weights: StateWeights, eps: float, x_TI: Tensor, state: Tensor
 ) -> Tensor:
     """What tokens read, normalised and gated: float32 [T, H * V].
 
@@ -46,7 +46,7 @@ def gated_delta_rule(
 
 
 def _convolved(
-    delta: DeltaConfig, weights: DeltaWeights, qkv_TC: Tensor, before_LC: Tensor
+    delta: DeltaConfig, weights: StateWeights, qkv_TC: Tensor, before_LC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of each value head; the last inputs are kept in `before_LC`."""
     inputs = torch.cat([before_LC, qkv_TC])

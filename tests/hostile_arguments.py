@@ -122,7 +122,7 @@ class World:
         delta = _core.DeltaMixer(
             in_proj=_core.PackedLinear(self.cpu, 4, 66, "float32"),
             key_heads=1, value_heads=1, key_dim=16, value_dim=16, taps=2,
-            conv=at, decay=at, time_bias=at, norm=at,
+            conv=at, decay=at, time_bias=at, norm=at, eps=1e-6,
             out=_core.PackedLinear(self.cpu, 16, 4, "float32"),
         )  # fmt: skip
         mixer: Any = self.choose.choice([attention, conv, delta])

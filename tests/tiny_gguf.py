@@ -75,6 +75,15 @@ _GRANITE_MOE_NAMES = {
     "block_sparse_moe.router": "ffn_gate_inp",
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
+_MAMBA_NAMES = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+}
 _QWEN35_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
@@ -95,6 +104,7 @@ _GEMMA_NAMES = {
 _OWN_NAMES = {
     "granitemoe": _GRANITE_MOE_NAMES,
     "granitemoeshared": _GRANITE_MOE_NAMES,
+    "granitemoehybrid": _GRANITE_MOE_NAMES | _MAMBA_NAMES,
     "lfm2_moe": _LFM2_NAMES,
     "gpt_oss": {
         "post_attention_layernorm": "post_attention_norm",
@@ -133,6 +143,7 @@ _SCALES = {
     "MXFP4": {},
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
+_PAIRED += ("granitemoehybrid",)
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
@@ -163,7 +174,7 @@ def write_gguf(
     architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
     architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
     architecture = architecture.replace("olmo3", "olmo2").replace("qwen3_5", "qwen35")
-    architecture = architecture.removesuffix("shared")
+    architecture = architecture.removesuffix("shared").replace("moehybrid", "hybrid")
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(config.num_hidden_layers)
@@ -203,7 +214,11 @@ def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if not config.model_type.startswith("lfm2"):
         if hasattr(config, "intermediate_size"):
             writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
+        heads = config.num_key_value_heads
+        if config.model_type == "granitemoehybrid":
+            kinds = config.layer_types
+            heads = [0 if kind == "linear_attention" else heads for kind in kinds]
+        writer.add_head_count_kv(heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         return
     ends = "feed_forward.w1"
@@ -241,6 +256,9 @@ def _add_features(
         _add_gemma(writer, config, rope)
     if architecture.startswith("qwen35"):
         _add_states(writer, config, rope)
+    if architecture == "granitehybrid":
+        _add_mamba(writer, config)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
 
 
 def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
@@ -251,6 +269,14 @@ def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[st
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+
+
+def _add_mamba(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
 
 
 def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -382,6 +408,7 @@ def _add_tensor(
         return
     name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
     name = name.replace(".layer_scalar", ".layer_scalar.weight")
+    name = name.replace(".mamba.D", ".mamba.D.")
     module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
     has_offset = config.model_type.startswith(("gemma3", "qwen3_5"))
     if module in _TOP_LEVEL:
@@ -389,6 +416,8 @@ def _add_tensor(
     else:
         _, _, layer, part = module.split(".", 3)
         names = _NAMES | _OWN_NAMES.get(config.model_type, {})
+        if not _has_experts(config):
+            names |= {"shared_mlp.output_linear": "ffn_down"}
         target = f"blk.{layer}.{names[part]}"
     offset = np.float32(has_offset and target.endswith("norm") and not target.endswith("ssm_norm"))
     values = parameter.detach().numpy()
@@ -409,6 +438,8 @@ def _add_tensor(
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     part = target.rpartition(".")[2]
+    if ".mamba." in name and part in ("ssm_a", "ssm_d", "ssm_norm"):
+        stored = stored.reshape(config.mamba_n_groups if part == "ssm_norm" else len(stored), -1)
     if config.model_type in _PAIRED and part in heads:
         stored = _permuted(stored, getattr(config, heads[part]))
     writer.add_tensor(f"{target}.{kind}".rstrip("."), stored, raw_dtype=stored_format)
@@ -432,6 +463,10 @@ def _tiled(
     return np.ascontiguousarray(np.moveaxis(np.concatenate([moved[:first], heads]), 0, axis))
 
 
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "num_local_experts", 1))
+
+
 def _add_experts(
     writer: gguf.GGUFWriter,
     name: str,
@@ -445,7 +480,9 @@ def _add_experts(
     A shared expert's are too.
     """
     _, _, layer, module, *_, kind = name.split(".")
-    ending, kind = ("shexp", "gate_up") if module == "shared_mlp" else ("exps", kind)
+    ending, kind = ("_shexp", "gate_up") if module == "shared_mlp" else ("_exps", kind)
+    if module == "shared_mlp" and not _has_experts(config):
+        ending = ""
     values = parameter.detach().numpy().copy()
     has_outputs_last = config.model_type == "gpt_oss"
     by_output = values.swapaxes(1, 2) if has_outputs_last and values.ndim == 3 else values
@@ -459,7 +496,7 @@ def _add_experts(
     stored_format = gguf.GGMLQuantizationType["F32" if is_bias else matrix_format]
     for part, numbers in parts.items():
         flat = _stored(numbers.reshape(-1, numbers.shape[-1]), stored_format, seed)
-        target = f"blk.{layer}.ffn_{part}_{ending}.{'bias' if is_bias else 'weight'}"
+        target = f"blk.{layer}.ffn_{part}{ending}.{'bias' if is_bias else 'weight'}"
         stored = flat.reshape(*numbers.shape[:-1], -1)
         writer.add_tensor(target, stored, raw_dtype=stored_format)
         numbers[...] = gguf.dequantize(flat, stored_format).reshape(numbers.shape)

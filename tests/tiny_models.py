@@ -163,6 +163,23 @@ _GRANITE4 = _GRANITE | {
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
 }
+# One layer of attention; 12 heads share B and C, or 6 do.
+_GRANITE4_H = _GRANITE4 | {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 12,
+    "mamba_d_head": "auto",
+    "mamba_expand": 3,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 32,
+}
+_GRANITE4_H_MOE = _GRANITE4_H | {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_n_groups": 2,
+    "mamba_proj_bias": True,
+}
 # Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
 # and 6 that of layer 2.
 _GEMMA4 = {
@@ -248,6 +265,51 @@ GEMMA4_SHAPES: dict[str, dict[str, Any]] = {
             "num_global_key_value_heads": 2,
             "layer_types": [*[_S] * 5, _F] * 5,
         },
+    }.items()
+}
+
+
+def _qwen3_5_shape(layers: int, kv_heads: int, value_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4 * kv_heads,
+        "num_key_value_heads": kv_heads,
+        "linear_num_value_heads": value_heads,
+    }
+
+
+def _granite4_h_shape(hidden_size: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": hidden_size // 32,
+        "mamba_d_state": 128,
+    }
+
+
+# What published models with states say of their layers.
+STATE_SHAPES: dict[str, dict[str, Any]] = {
+    name: {
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 4096,
+        **shape,
+    }
+    for name, shape in {
+        "Qwen3.5-0.8B": _qwen3_5_shape(24, 2, 16),
+        "Qwen3.5-4B": _qwen3_5_shape(32, 4, 32),
+        "Qwen3.5-27B": _qwen3_5_shape(64, 4, 48),
+        "granite-4.0-h-micro": _granite4_h_shape(2048, 32, 8),
+        "granite-4.0-h-tiny": _granite4_h_shape(1536, 12, 4),
+        "granite-4.0-h-small": _granite4_h_shape(4096, 32, 8),
     }.items()
 }
 # Three layers of convolutions to two of attention.
@@ -373,6 +435,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
+    "granite4-h": Architecture(GraniteMoeHybridConfig, _GRANITE4_H),
+    "granite4-h-moe": Architecture(GraniteMoeHybridConfig, _GRANITE4_H_MOE),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
@@ -512,7 +576,7 @@ def _stir(model: PreTrainedModel) -> None:
     with torch.no_grad():
         _stir_buffers(model)
         for name, parameter in model.named_parameters():
-            if name.endswith("linear_attn.norm.weight"):
+            if name.endswith(("linear_attn.norm.weight", ".mamba.D")):
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)

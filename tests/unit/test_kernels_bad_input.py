@@ -319,9 +319,11 @@ def delta_layer(**changed: Any) -> DecoderLayer:
         **dict.fromkeys(("key_dim", "value_dim"), 16),
         "taps": 2,
         **dict.fromkeys(("conv", "decay", "time_bias", "norm"), NUMBERS),
+        "eps": 1e-6,
         "out": linear(16, 4),
     }
-    return decoder_layer(mixer=DeltaMixer(**_changed(delta, changed)), **changed)
+    delta = _changed(delta, changed, "alike", "conv_bias", "skip")
+    return decoder_layer(mixer=DeltaMixer(**delta), **changed)
 
 
 STATE = [(0, 0, NUMBERS, 100), (0, 0, NUMBERS + 400, 204)]
@@ -330,13 +332,17 @@ STATE = [(0, 0, NUMBERS, 100), (0, 0, NUMBERS + 400, 204)]
 @pytest.mark.parametrize(
     ("changed", "states", "error", "message"),
     [
-        ({"value_dim": 8}, STATE, ValueError, "value_heads must be a multiple of key_heads, with"),
+        ({"value_dim": 8}, STATE, ValueError, "value_heads must be a multiple of key_heads and"),
         ({"key_heads": 2}, STATE, ValueError, "value_heads must be a multiple of key_heads"),
         ({"taps": 0}, STATE, ValueError, "taps from 1 to 8"),
         ({"key_dim": 2**40}, STATE, ValueError, "value_heads must be"),
         ({"in_proj": linear(4, 65)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
         ({"out": linear(16, 6)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
         ({"conv": 0}, STATE, ValueError, "conv must be the address of its numbers"),
+        ({"conv_bias": 2}, STATE, ValueError, "conv_bias must be the address of its numbers"),
+        ({"skip": NUMBERS}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"alike": 2}, STATE, ValueError, "and these of alike"),
+        ({"eps": "a"}, STATE, TypeError, "eps must be a number"),
         ({}, None, ValueError, "states must have all numbers of the state of layer 0"),
         ({}, STATE[:1], ValueError, "states must have all numbers of the state of layer 0"),
         ({}, [*STATE, (0, 0, NUMBERS, 1)], ValueError, r"states\[2\] must have no more numbers"),
@@ -375,6 +381,11 @@ def test_states_need_pages_of_their_own_and_the_token_before(change: dict[str, A
 def test_a_delta_rule_next_to_attention_is_computed() -> None:
     states = [(1, *rest) for _, *rest in STATE]
     forward([decoder_layer(), delta_layer()], states=states)
+
+
+def test_mamba_2_next_to_attention_is_computed() -> None:
+    numbers = {"skip": NUMBERS, "conv_bias": NUMBERS, "in_proj": linear(4, 65)}
+    forward([decoder_layer(), delta_layer(**numbers)], states=[(1, *rest) for _, *rest in STATE])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -29,6 +30,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONV = "conv"
 LINEAR = "linear_attention"
+_OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
 
 _SIZES = (
     "vocab_size",
@@ -108,6 +110,15 @@ _FIELDS: dict[str, Any] = {
     "linear_num_key_heads": PositiveInt,
     "linear_num_value_heads": PositiveInt,
     "linear_heads_tiled": bool,
+    "mamba_n_heads": PositiveInt,
+    "mamba_n_groups": PositiveInt,
+    "mamba_d_head": PositiveInt | Literal["auto"],
+    "mamba_d_state": PositiveInt,
+    "mamba_d_conv": PositiveInt,
+    "mamba_expand": PositiveInt,
+    "mamba_conv_bias": bool,
+    "mamba_proj_bias": bool,
+    "time_step_limit": list[Any],
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -180,8 +191,8 @@ class Family:
     `use_sliding_window` switches on; or one for layers that do not rotate, each
     `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
     `ropes_by_layer` says that ropes go by these types too. With `convolves` layers may be short
-    convolutions; all but `full_attn_idxs` are where the file names no types. With `recurs` layers
-    may be of the gated delta rule; all but each `full_attention_interval`-th are where the file
+    convolutions; all but `full_attn_idxs` are where the file names no types. Layers may have the
+    recurrence that `recurs` names; all but each `full_attention_interval`-th do where the file
     names no types. `spellings` are other
     names of fields, which go before. Files of a family with `sees_images` may
     describe, and hold, a model of images next to the one of text. `flags` makes fields of
@@ -205,7 +216,7 @@ class Family:
     ends_full: bool = False
     ropes_by_layer: bool = False
     convolves: bool = False
-    recurs: bool = False
+    recurs: Literal["gated delta rule", "Mamba-2"] | None = None
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
@@ -294,10 +305,41 @@ def _granite_moe_flags(whole: Any) -> dict[str, Any]:
 
 def _granite4_flags(whole: Any) -> dict[str, Any]:
     rotates = whole.position_embedding_type == "rope"
-    return _granite_flags(whole) | {
-        "intermediate_size": whole.shared_intermediate_size,
-        "unrotated_layers": () if rotates else tuple(range(whole.num_hidden_layers)),
+    dense = {} if whole.num_local_experts else {"intermediate_size": whole.shared_intermediate_size}
+    unrotated = () if rotates else tuple(range(whole.num_hidden_layers))
+    return _granite_moe_flags(whole) | _mamba_flags(whole) | dense | {"unrotated_layers": unrotated}
+
+
+# In each spelling of infinity.
+_NO_TIME_LIMITS = (None, [0, inf], [0, {"__float__": "Infinity"}])
+
+
+def _mamba_flags(whole: Any) -> dict[str, Any]:
+    layers = tuple(i for i, kind in enumerate(whole.layer_types) if kind == LINEAR)
+    if not layers:
+        return {}
+    if whole.time_step_limit not in _NO_TIME_LIMITS:
+        raise UnsupportedModelError(
+            f"time_step_limit {whole.time_step_limit!r} is not supported. Supported: 0, infinity."
+        )
+    heads, values = whole.mamba_n_heads, whole.mamba_expand * whole.hidden_size
+    head_dim = values // heads if whole.mamba_d_head == "auto" else whole.mamba_d_head
+    if heads * head_dim != values:
+        raise ConfigError(
+            f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) in the model's config must "
+            f"be mamba_expand times hidden_size ({values})."
+        )
+    mamba = {
+        "layers": layers,
+        "key_heads": whole.mamba_n_groups,
+        "value_heads": heads,
+        "key_dim": whole.mamba_d_state,
+        "value_dim": head_dim,
+        "taps": whole.mamba_d_conv,
+        "conv_bias": whole.mamba_conv_bias,
+        "bias": whole.mamba_proj_bias,
     }
+    return {"mamba": mamba}
 
 
 def _conv_flags(whole: Any) -> dict[str, Any]:
@@ -447,7 +489,7 @@ _QWEN3_5 = Family(
         "linear_num_value_heads": 32,
     },
     biases=("attention_bias",),
-    recurs=True,
+    recurs="gated delta rule",
     sees_images=True,
     rotates_partly=True,
     flags=_qwen3_5_flags,
@@ -773,20 +815,32 @@ FAMILIES: dict[str, Family] = {
         model_type="granitemoeshared",
         defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
     ),
-    # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
-    "GraniteMoeHybridForCausalLM": Family(
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE_MOE,
         model_type="granitemoehybrid",
-        defaults=_GRANITE_DEFAULTS | {"position_embedding_type": None, "intermediate_size": None},
-        required=(
-            *_OTHER_SIZES,
-            "shared_intermediate_size",
-            "num_local_experts",
-            "layer_types",
-        ),
-        refused=("num_local_experts",),
-        biases=("attention_bias",),
+        defaults=_GRANITE_DEFAULTS
+        | {
+            "position_embedding_type": None,
+            "intermediate_size": None,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": None,
+        },
+        required=(*_OTHER_SIZES, "shared_intermediate_size", "num_local_experts", "layer_types"),
+        recurs="Mamba-2",
         flags=_granite4_flags,
-        names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        # Of the shared expert, which is all that there is where there are no others.
+        names={
+            **_GRANITE_MOE.names,
+            **{one: f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
+        },
     ),
     "Lfm2ForCausalLM": Family(
         model_type="lfm2",
@@ -1036,7 +1090,7 @@ def _check_layer_types(family: Family, given: dict[str, Any]) -> None:
     types: list[str] | None = given.get("layer_types")
     if types is None:
         return
-    types = given["layer_types"] = [FULL if kind == "attention" else kind for kind in types]
+    types = given["layer_types"] = [_OLD_LAYER_TYPES.get(kind, kind) for kind in types]
     known = (FULL, CONV if family.convolves else LINEAR if family.recurs else SLIDING)
     if unknown := [kind for kind in types if kind not in known]:
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeAlias
@@ -16,7 +16,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
+from prefixcache.config.model_config import (
+    Activation,
+    DeltaConfig,
+    ExpertsConfig,
+    MambaConfig,
+    ModelConfig,
+)
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -180,24 +186,46 @@ class ConvShape(ProjectedShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShape(ProjectedShape):
-    """The gated delta rule: see `DeltaConfig`.
+    """The gated delta rule or Mamba-2: see `StateConfig`.
 
-    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
-    are kept in float32.
+    `in_proj` makes a token's queries, keys and values, z, b of the delta rule, and a. The tensors
+    of the rule itself are kept in float32.
     """
 
-    states: DeltaConfig
+    states: DeltaConfig | MambaConfig
+
+    @property
+    def mamba(self) -> MambaConfig | None:
+        """The recurrence, where it is Mamba-2."""
+        return self.states if isinstance(self.states, MambaConfig) else None
+
+    @property
+    def channels(self) -> Pieces | None:
+        """Where a checkpoint has another order of them: values, keys and queries."""
+        if self.mamba is None:
+            return None
+        keys = self.mamba.key_heads * self.mamba.key_dim
+        return Pieces(1, (self.mamba.values, keys, keys), (2, 1, 0))
+
+    @property
+    def own(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the rule's tensors, whose names go without the mixer's."""
+        states, mamba = self.states, self.mamba
+        found: dict[str, tuple[int, ...]] = {
+            "conv1d.weight": (states.channels, 1, states.taps),
+            "A_log": (states.value_heads,),
+            "dt_bias": (states.value_heads,),
+            "norm.weight": (states.value_dim if mamba is None else mamba.values,),
+        }
+        if mamba is not None:
+            found |= {"conv1d.bias": (mamba.channels,)} if mamba.conv_bias else {}
+            found["D"] = (mamba.value_heads,)
+        return found
 
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
-        delta = self.states
-        return {
-            f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
-            f"{self.name}.A_log": (delta.value_heads,),
-            f"{self.name}.dt_bias": (delta.value_heads,),
-            f"{self.name}.norm.weight": (delta.value_dim,),
-        }
+        return {f"{self.name}.{name}": shape for name, shape in self.own.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +448,8 @@ def _mixer(
         return _conv(config, prefix)
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
+    if config.mamba is not None and layer in config.mamba.layers:
+        return _mamba(config, config.mamba, f"{prefix}.mamba")
     return _attention(config, layer, prefix, ropes)
 
 
@@ -497,6 +527,20 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> StateShape:
         name=name,
         states=delta,
         out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
+    )
+
+
+def _mamba(config: ModelConfig, mamba: MambaConfig, name: str) -> StateShape:
+    keys, heads, values = mamba.key_heads * mamba.key_dim, mamba.value_heads, mamba.values
+    # z, x, B, C and dt, which here are C, B, x, z and dt.
+    pieces = Pieces(1, (values, values, keys, keys, heads), (3, 2, 1, 0, 4))
+    in_proj, hidden = f"{name}.in_proj", config.hidden_size
+    outputs = {in_proj: sum(pieces.sizes)}
+    return StateShape(
+        in_proj=LinearShape(hidden, outputs, mamba.bias, {in_proj: pieces}),
+        name=name,
+        states=mamba,
+        out=LinearShape(values, {f"{name}.out_proj": hidden}, mamba.bias),
     )
 
 
@@ -635,42 +679,64 @@ def conv_slots(
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
+_STATE_FIELDS = {
+    "conv1d.weight": "conv",
+    "conv1d.bias": "conv_bias",
+    "A_log": "decay",
+    "dt_bias": "time_bias",
+    "D": "skip",
+    "norm.weight": "norm",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StateWeights:
     """What a recurrence computes with, float32: of numpy or of torch.
 
-    `decay` are e^A_log of each value head, `conv` is [taps, channels].
+    `decay` are e^A_log of each value head, `conv` is [taps, channels]. Mamba-2 has a `skip` of each
+    value head, and may have a `conv_bias` of each channel.
     """
 
     conv: Any
     decay: Any
     time_bias: Any
     norm: Any
+    conv_bias: Any = None
+    skip: Any = None
 
     @classmethod
     def of(cls, shape: StateShape, empty: Callable[..., Any]) -> StateWeights:
         """Unfilled; `empty` makes an array of a shape."""
-        delta = shape.states
-        heads = (delta.value_heads,)
-        return cls(
-            empty((delta.taps, delta.channels)),
-            empty(heads),
-            empty(heads),
-            empty((delta.value_dim,)),
-        )
+        sizes = {_STATE_FIELDS[name]: size for name, size in shape.own.items()}
+        channels, _, taps = sizes.pop("conv")
+        return cls(empty((taps, channels)), **{name: empty(size) for name, size in sizes.items()})
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Those that there are."""
+        found = (getattr(self, one.name) for one in fields(self))
+        return [one for one in found if one is not None]
 
     def slots(
         self, shape: StateShape, write: Callable[[Any, Array], None]
     ) -> Iterator[tuple[str, Slot]]:
         """Where the tensors go; `write` fills an array."""
-        writes: tuple[Callable[[Array], None], ...] = (
-            lambda conv_C1L: write(self.conv.T, conv_C1L[:, 0]),
-            partial(_write_exp, partial(write, self.decay)),
-            partial(write, self.time_bias),
-            partial(write, self.norm),
-        )
-        for (name, size), fill in zip(shape.others.items(), writes, strict=True):
-            yield name, Slot(size, partial(_copy_numbers, fill), lambda: "float32")
+        for name, size in shape.own.items():
+            fill: Callable[[Any], None] = partial(write, getattr(self, _STATE_FIELDS[name]))
+            if name == "conv1d.weight":
+                fill = partial(_write_channels, partial(write, self.conv.T))
+            elif name == "A_log":
+                fill = partial(_write_exp, fill)
+            if name.startswith("conv1d"):
+                fill = partial(_in_order, shape.channels, fill)
+            yield (
+                f"{shape.name}.{name}",
+                Slot(size, partial(_copy_numbers, fill), lambda: "float32"),
+            )
+
+
+def _write_channels(write: Callable[[Array], None], conv_C1L: Array) -> None:
+    write(conv_C1L[:, 0])
 
 
 def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
@@ -690,7 +756,7 @@ def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers
 
 def _in_order(
     pieces: Pieces | None,
-    write: Callable[[Array | QuantizedTensor], None],
+    write: Callable[[Any], None],
     tensor: Array | QuantizedTensor,
 ) -> None:
     """Writes outputs with pieces of a kind together."""

@@ -175,11 +175,12 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
             let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
             0.5 * x * (1.0 + u.tanh())
         }
+        Gate::SquaredRelu => x.max(0.0),
         Gate::ClampedSwiglu => x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()),
     };
     let passed = |x: f64| match gate {
         Gate::ClampedSwiglu => x.clamp(-7.0, 7.0) + 1.0,
-        Gate::Silu | Gate::GeluTanh => x,
+        Gate::Silu | Gate::GeluTanh | Gate::SquaredRelu => x,
     };
     let want: Vec<f64> = (0..rows * width)
         .map(|i| {

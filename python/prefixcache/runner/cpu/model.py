@@ -51,7 +51,7 @@ from prefixcache._core import (
     ShortConvMixer,
 )
 from prefixcache.config.engine_config import Activations
-from prefixcache.config.model_config import ModelConfig
+from prefixcache.config.model_config import DeltaConfig, ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import STATE_BYTES, KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
@@ -235,21 +235,25 @@ class CpuModel:
 
     def _states(self, shape: StateShape) -> DeltaMixer:
         weights = StateWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
-        self._norms += [weights.conv, weights.decay, weights.time_bias, weights.norm]
+        self._norms += weights.arrays
         self.slots.update(weights.slots(shape, _write))
-        delta = shape.states
+        states = shape.states
         return DeltaMixer(
             in_proj=self._linear(shape.in_proj).packed,
-            key_heads=delta.key_heads,
-            value_heads=delta.value_heads,
-            key_dim=delta.key_dim,
-            value_dim=delta.value_dim,
-            taps=delta.taps,
-            tiled=delta.tiled,
+            key_heads=states.key_heads * states.alike,
+            value_heads=states.value_heads,
+            key_dim=states.key_dim,
+            value_dim=states.value_dim,
+            taps=states.taps,
+            tiled=isinstance(states, DeltaConfig) and states.tiled,
+            alike=states.alike,
             conv=address(weights.conv),
+            conv_bias=None if weights.conv_bias is None else address(weights.conv_bias),
             decay=address(weights.decay),
             time_bias=address(weights.time_bias),
             norm=address(weights.norm),
+            skip=None if weights.skip is None else address(weights.skip),
+            eps=self.config.rms_norm_eps,
             out=self._linear(shape.out).packed,
         )
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prefixcache.config.model_config import Activation, ModelConfig
+from prefixcache.config.model_config import Activation, MambaConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -40,7 +40,7 @@ from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
-from prefixcache.runner.cuda.ops.delta import gated_delta_rule
+from prefixcache.runner.cuda.ops.delta import gated_delta_rule, mamba2
 from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
@@ -83,7 +83,7 @@ class Builder:
         """The weights of a recurrence."""
         empty = partial(torch.empty, dtype=torch.float32, device=self.ops.device)
         made = StateWeights.of(shape, empty)
-        self._tensors += [made.conv, made.decay, made.time_bias, made.norm]
+        self._tensors += made.arrays
         self.slots.update(made.slots(shape, _write))
         return made
 
@@ -215,14 +215,14 @@ class ShortConvMixer:
         return (c_TE.float() * sums_TE).to(c_TE.dtype)
 
 
-class DeltaMixer:
-    """The gated delta rule of layer `layer`, without what `out` makes of it."""
+class StateMixer:
+    """The gated delta rule or Mamba-2 of layer `layer`, without what `out` makes of it."""
 
     def __init__(
         self, config: ModelConfig, layer: int, shape: StateShape, builder: Builder
     ) -> None:
         self._layer = layer
-        self._delta = shape.states
+        self._states = shape.states
         self._eps = config.rms_norm_eps
         self._in_proj = builder.linear(shape.in_proj)
         self._weights = builder.states(shape)
@@ -233,12 +233,15 @@ class DeltaMixer:
     ) -> Tensor:
         """What `out` takes: the values of all heads."""
         inputs_TI = self._in_proj(x_TE).float()
-        read_TV = inputs_TI.new_empty(len(x_TE), self._delta.values)
+        states = self._states
+        read_TV = inputs_TI.new_empty(len(x_TE), states.values)
 
         def compute(rows: slice, state: Tensor) -> None:
-            read_TV[rows] = gated_delta_rule(
-                self._delta, self._weights, self._eps, inputs_TI[rows], state
-            )
+            given = (self._weights, self._eps, inputs_TI[rows], state)
+            if isinstance(states, MambaConfig):
+                read_TV[rows] = mamba2(states, *given)
+            else:
+                read_TV[rows] = gated_delta_rule(states, *given)
 
         attention.recur(self._layer, compute)
         return read_TV.to(x_TE.dtype)
@@ -479,9 +482,9 @@ def _mixer(
     layer: int,
     shape: AttentionShape | ConvShape | StateShape,
     builder: Builder,
-) -> AttentionMixer | ShortConvMixer | DeltaMixer:
+) -> AttentionMixer | ShortConvMixer | StateMixer:
     if isinstance(shape, StateShape):
-        return DeltaMixer(config, layer, shape, builder)
+        return StateMixer(config, layer, shape, builder)
     if isinstance(shape, ConvShape):
         return ShortConvMixer(layer, shape, builder)
     return AttentionMixer(config, layer, shape, builder)

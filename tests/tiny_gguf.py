@@ -96,6 +96,13 @@ _QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+_NEMOTRON_H_NAMES = {
+    "norm": "attn_norm",
+    **{f"mixer.{one}_proj": f"attn_{one}" for one in "qkv"},
+    "mixer.o_proj": "attn_output",
+    **{f"mixer.{one}_proj": f"ffn_{one}" for one in ("up", "down")},
+    **{name.replace("mamba.", "mixer."): there for name, there in _MAMBA_NAMES.items()},
+}
 _GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -106,6 +113,7 @@ _OWN_NAMES = {
     "granitemoeshared": _GRANITE_MOE_NAMES,
     "granitemoehybrid": _GRANITE_MOE_NAMES | _MAMBA_NAMES,
     "lfm2_moe": _LFM2_NAMES,
+    "nemotron_h": _NEMOTRON_H_NAMES,
     "gpt_oss": {
         "post_attention_layernorm": "post_attention_norm",
         "mlp.router": "ffn_gate_inp",
@@ -143,11 +151,13 @@ _SCALES = {
     "MXFP4": {},
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
-_PAIRED += ("granitemoehybrid",)
+_PAIRED += ("granitemoehybrid", "nemotron_h")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _TOP_LEVEL = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
@@ -182,7 +192,8 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     _add_sizes(writer, model)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    ropes = getattr(config, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
+    rope = ropes.get("full_attention", ropes)
     writer.add_rope_freq_base(rope["rope_theta"])
     if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -212,14 +223,16 @@ def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         _add_gemma4(writer, config)
         return
     if not config.model_type.startswith("lfm2"):
-        if hasattr(config, "intermediate_size"):
-            writer.add_feed_forward_length(config.intermediate_size)
-        heads = config.num_key_value_heads
-        if config.model_type == "granitemoehybrid":
-            kinds = config.layer_types
-            heads = [0 if kind == "linear_attention" else heads for kind in kinds]
+        size, heads = getattr(config, "intermediate_size", None), config.num_key_value_heads
+        if config.model_type in ("granitemoehybrid", "nemotron_h"):
+            heads = [heads * (kind == "full_attention") for kind in config.layer_types]
+        if config.model_type == "nemotron_h":
+            size = [size * (kind == "mlp") for kind in config.layer_types]
+        if size:
+            writer.add_feed_forward_length(size)
         writer.add_head_count_kv(heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        eps = "layer_norm_epsilon" if config.model_type == "nemotron_h" else "rms_norm_eps"
+        writer.add_layer_norm_rms_eps(getattr(config, eps))
         return
     ends = "feed_forward.w1"
     (up,) = {one.out_features for name, one in model.named_modules() if name.endswith(ends)}
@@ -256,9 +269,10 @@ def _add_features(
         _add_gemma(writer, config, rope)
     if architecture.startswith("qwen35"):
         _add_states(writer, config, rope)
-    if architecture == "granitehybrid":
+    if architecture in ("granitehybrid", "nemotron_h"):
         _add_mamba(writer, config)
-        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        rotates = getattr(config, "position_embedding_type", None) == "rope"
+        writer.add_rope_scaling_finetuned(rotates)
 
 
 def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
@@ -272,11 +286,15 @@ def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[st
 
 
 def _add_mamba(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    writer.add_ssm_conv_kernel(config.mamba_d_conv)
-    writer.add_ssm_state_size(config.mamba_d_state)
-    writer.add_ssm_group_count(config.mamba_n_groups)
-    writer.add_ssm_time_step_rank(config.mamba_n_heads)
-    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+    if config.model_type == "nemotron_h":
+        names = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+    taps, state, groups, heads, head_dim = (getattr(config, name) for name in names)
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
 
 
 def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -321,7 +339,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     count = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
-    if not count:
+    if not count or config.model_type == "nemotron_h":  # which says so of all
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -408,7 +426,7 @@ def _add_tensor(
         return
     name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
     name = name.replace(".layer_scalar", ".layer_scalar.weight")
-    name = name.replace(".mamba.D", ".mamba.D.")
+    name = name + "." if name.endswith(".D") else name
     module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
     has_offset = config.model_type.startswith(("gemma3", "qwen3_5"))
     if module in _TOP_LEVEL:
@@ -438,8 +456,9 @@ def _add_tensor(
     parameter.data = torch.from_numpy(read)
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     part = target.rpartition(".")[2]
-    if ".mamba." in name and part in ("ssm_a", "ssm_d", "ssm_norm"):
-        stored = stored.reshape(config.mamba_n_groups if part == "ssm_norm" else len(stored), -1)
+    if part in ("ssm_a", "ssm_d", "ssm_norm") and ".linear_attn." not in name:
+        groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+        stored = stored.reshape(groups if part == "ssm_norm" else len(stored), -1)
     if config.model_type in _PAIRED and part in heads:
         stored = _permuted(stored, getattr(config, heads[part]))
     writer.add_tensor(f"{target}.{kind}".rstrip("."), stored, raw_dtype=stored_format)

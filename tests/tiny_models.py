@@ -33,6 +33,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -180,6 +181,18 @@ _GRANITE4_H_MOE = _GRANITE4_H | {
     "mamba_n_groups": 2,
     "mamba_proj_bias": True,
 }
+# The third of four mixers has no MLP behind it.
+_NEMOTRON_H = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mamba", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "chunk_size": 32,
+    "layer_norm_epsilon": 0.1,
+    "time_step_min": 1e-30,  # below which transformers lets no step of a prompt be
+}
 # Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
 # and 6 that of layer 2.
 _GEMMA4 = {
@@ -310,6 +323,11 @@ STATE_SHAPES: dict[str, dict[str, Any]] = {
         "granite-4.0-h-micro": _granite4_h_shape(2048, 32, 8),
         "granite-4.0-h-tiny": _granite4_h_shape(1536, 12, 4),
         "granite-4.0-h-small": _granite4_h_shape(4096, 32, 8),
+        "Nemotron-H-8B": {
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "num_attention_heads": 32,
+        },
     }.items()
 }
 # Three layers of convolutions to two of attention.
@@ -437,6 +455,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
     "granite4-h": Architecture(GraniteMoeHybridConfig, _GRANITE4_H),
     "granite4-h-moe": Architecture(GraniteMoeHybridConfig, _GRANITE4_H_MOE),
+    "nemotron-h": Architecture(NemotronHConfig, _NEMOTRON_H),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
@@ -576,7 +595,7 @@ def _stir(model: PreTrainedModel) -> None:
     with torch.no_grad():
         _stir_buffers(model)
         for name, parameter in model.named_parameters():
-            if name.endswith(("linear_attn.norm.weight", ".mamba.D")):
+            if name.endswith(("linear_attn.norm.weight", ".D")):
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)

@@ -27,6 +27,7 @@ FAMILIES = {
     "granite": "granite3",
     "granite4": "qwen2",
     "granite4-h": "qwen2",
+    "nemotron-h": "qwen2",
     "smollm3": "qwen3",
     "ministral3": "ministral3",
     "seed-oss": "seed-oss",

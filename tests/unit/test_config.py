@@ -142,6 +142,20 @@ def test_mamba_2_that_does_not_fit_is_refused(changes: dict[str, Any], named: st
         of("GraniteMoeHybrid", **sizes | dense | changes)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("-M*", "Layers of an MLP that no mixer precedes"),
+        ("M--*", "Layers of an MLP that no mixer precedes"),
+        ("ME*", "layer_types 'moe'"),
+        ("M*", "layers_block_type in the model's config must have all"),
+    ],
+)
+def test_layers_of_nemotron_h_that_do_not_run_are_refused(pattern: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        of("NemotronH", hybrid_override_pattern=pattern, num_hidden_layers=max(3, len(pattern)))
+
+
 def test_a_residual_scale_is_not_for_norms_of_what_is_added() -> None:
     config = of("Gemma3")
     with pytest.raises(ConfigError, match="residual_scale"):

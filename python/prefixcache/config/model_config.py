@@ -24,7 +24,7 @@ from prefixcache.config.hf_config import (
 )
 from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
 
 # Tokens that a convolution of the kernels is made of, at most.
 _MAX_TAPS = 8
@@ -246,7 +246,8 @@ class ModelConfig(Checked):
     end. Logits x become `logits_softcap` * tanh(x / `logits_softcap`), where it is given.
     `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
     attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
-    those that `delta` or `mamba` names, of which there is one at most.
+    those that `delta` or `mamba` names, of which there is one at most. `bare_layers` have no MLP.
+    An MLP of the activation "squared_relu" has no gates.
     `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
@@ -273,6 +274,7 @@ class ModelConfig(Checked):
     conv_bias: bool = False
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    bare_layers: tuple[Count, ...] = ()
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     input_norms: bool = True

@@ -230,7 +230,7 @@ class StateShape(ProjectedShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
-    """A gated MLP: `gate_up` has the gates, then what they let pass."""
+    """An MLP: `gate_up` has the gates, if it is gated, then what they let pass."""
 
     gate_up: LinearShape
     down: LinearShape
@@ -301,7 +301,7 @@ class OwnInputsShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """A mixer, then a feed-forward, each with a residual connection; then its own input, if any.
+    """A mixer, then a feed-forward if any, each with a residual connection; then its own input.
 
     In the end the stream is multiplied by `scale`, where there is one. Where there are norms,
     `input_norm` and `mlp_norm` are of what the two read, `mixer_out_norm` and `mlp_out_norm` of
@@ -312,7 +312,7 @@ class LayerShape:
     mixer: AttentionShape | ConvShape | StateShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
-    feed_forward: DenseShape | ExpertsShape
+    feed_forward: DenseShape | ExpertsShape | None
     mlp_out_norm: NormShape | None
     own_input: OwnInputShape | None
     scale: VectorShape | None
@@ -322,7 +322,8 @@ class LayerShape:
         """In the order in which a token passes them."""
         own = self.own_input
         after = () if own is None else (own.gate, own.out)
-        return (*self.mixer.linears, *self.feed_forward.linears, *after)
+        made = () if self.feed_forward is None else self.feed_forward.linears
+        return (*self.mixer.linears, *made, *after)
 
     @property
     def norms(self) -> Iterator[NormShape]:
@@ -401,9 +402,12 @@ class DecoderShape:
 
 
 def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
-    prefix = f"model.layers.{layer}"
+    number, has_mlp = _number(config, layer), layer not in config.bare_layers
+    prefix = mlp_prefix = f"model.layers.{number}"
+    if FAMILIES[config.architecture].lone_parts:
+        mlp_prefix = f"model.layers.{number + 1}"
 
-    def norm(name: str) -> NormShape:
+    def norm(name: str, prefix: str = prefix) -> NormShape:
         return NormShape(config.hidden_size, {f"{prefix}.{name}": 1})
 
     # "post-attention" is another norm where there are four.
@@ -413,12 +417,21 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
         mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
-        feed_forward=_feed_forward(config, layer, prefix),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm), mlp_prefix)
+        if config.input_norms and has_mlp
+        else None,
+        feed_forward=_feed_forward(config, layer, mlp_prefix) if has_mlp else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         own_input=_own_input(config, prefix) if config.own_input_size else None,
         scale=VectorShape(f"{prefix}.layer_scalar", 1) if config.layer_scales else None,
     )
+
+
+def _number(config: ModelConfig, layer: int) -> int:
+    """The layer's in a checkpoint, where MLPs may be layers too."""
+    if not FAMILIES[config.architecture].lone_parts:
+        return layer
+    return layer + sum(before not in config.bare_layers for before in range(layer))
 
 
 def _own_input(config: ModelConfig, prefix: str) -> OwnInputShape:
@@ -449,7 +462,7 @@ def _mixer(
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
     if config.mamba is not None and layer in config.mamba.layers:
-        return _mamba(config, config.mamba, f"{prefix}.mamba")
+        return _mamba(config, config.mamba, f"{prefix}.{_names(config).get('mamba', 'mamba')}")
     return _attention(config, layer, prefix, ropes)
 
 
@@ -476,7 +489,8 @@ def _attention(
     if config.output_gate:
         counts["q"] += heads
         pieces[f"{prefix}.self_attn.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
-    qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
+    base = f"{prefix}.{names.get('attention', 'self_attn')}"
+    qkv = {f"{base}.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
     q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
@@ -585,18 +599,22 @@ def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]
     hidden = config.hidden_size
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
-        gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
+        gate_up=LinearShape(
+            hidden,
+            _gate_up(prefix, names, size, is_gated=config.activation != "squared_relu"),
+            config.mlp_bias,
+        ),
         down=LinearShape(size, {down: hidden}, config.mlp_bias),
         activation=config.activation,
     )
 
 
-def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]:
+def _gate_up(prefix: str, names: Mapping[str, str], size: int, *, is_gated: bool) -> dict[str, int]:
     """One tensor where it has a name, else two."""
     if "gate_up" in names:
         return {f"{prefix}.{names['gate_up']}": 2 * size}
-    parts = names.get("gate", "mlp.gate_proj"), names.get("up", "mlp.up_proj")
-    return {f"{prefix}.{part}": size for part in parts}
+    parts = [names.get(one, f"mlp.{one}_proj") for one in ("gate", "up")]
+    return {f"{prefix}.{part}": size for part in (parts if is_gated else parts[1:])}
 
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
@@ -125,6 +126,13 @@ _MAMBA_MODULES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_NEMOTRON_H_MODULES = {
+    "attn_norm": "norm",
+    **{f"attn_{one}": f"mixer.{one}_proj" for one in "qkv"},
+    "attn_output": "mixer.o_proj",
+    **{f"ffn_{one}": f"mixer.{one}_proj" for one in ("up", "down")},
+    **{name: module.replace("mamba.", "mixer.") for name, module in _MAMBA_MODULES.items()},
+}
 _GEMMA_MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -148,6 +156,7 @@ _OWN_MODULES = {
     | _MAMBA_MODULES
     | {f"ffn_{one}": f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
     **dict.fromkeys(_QWEN35, _QWEN35_MODULES),
+    "nemotron_h": _NEMOTRON_H_MODULES,
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -189,7 +198,7 @@ _GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -351,6 +360,8 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _granite_config(metadata, config)
     if metadata.architecture == "granitehybrid":
         return config | _granite_hybrid_config(metadata, config)
+    if metadata.architecture == "nemotron_h":
+        return config | _nemotron_h_config(metadata, config)
     if metadata.architecture in ("lfm2", "lfm2moe"):
         return config | _lfm2_config(metadata, config)
     if metadata.architecture in _QWEN35:
@@ -382,6 +393,22 @@ def _granite_hybrid_config(metadata: _Metadata, config: dict[str, Any]) -> dict[
         "num_local_experts": metadata.shape("expert_count", 0),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if rotates else "nope",
+    }
+
+
+def _nemotron_h_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers of a feed-forward are MLPs, and have no heads either."""
+    found = _layers_without_heads(metadata, config, LINEAR)
+    sizes = config["intermediate_size"]
+    if not isinstance(sizes, list) or len(sizes) != config["num_hidden_layers"]:
+        raise ModelLoadError("its nemotron_h.feed_forward_length has no number for each layer.")
+    kinds = zip(found.pop("layer_types"), sizes, strict=True)
+    return {
+        **found,
+        **_mamba_config(metadata, config),
+        "intermediate_size": max(sizes),
+        "layers_block_type": ["mlp" if size else kind for kind, size in kinds],
+        "mlp_hidden_act": "relu2",
     }
 
 

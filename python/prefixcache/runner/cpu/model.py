@@ -288,8 +288,10 @@ class CpuModel:
         )
 
     def _feed_forward(
-        self, shape: DenseShape | ExpertsShape
-    ) -> DenseFeedForward | ExpertsFeedForward:
+        self, shape: DenseShape | ExpertsShape | None
+    ) -> DenseFeedForward | ExpertsFeedForward | None:
+        if shape is None:
+            return None
         if isinstance(shape, ExpertsShape):
             experts, bias = shape.experts, shape.selection_bias
             return ExpertsFeedForward(

@@ -117,6 +117,7 @@ class Builder:
             "silu": self.ops.silu_and_mul,
             "gelu_tanh": self.ops.gelu_tanh_and_mul,
             "clamped_swiglu": self.ops.clamped_swiglu,
+            "squared_relu": lambda x: x.float().relu().square().to(x.dtype),
         }[activation]
 
     def embedding(self, name: str, shape: LinearShape, head: Linear | None) -> Embedding:
@@ -248,7 +249,7 @@ class StateMixer:
 
 
 class DenseFeedForward:
-    """A gated MLP, without what `out` makes of it."""
+    """An MLP, gated or not, without what `out` makes of it."""
 
     def __init__(self, shape: DenseShape, builder: Builder) -> None:
         self._gate = builder.gate(shape.activation)
@@ -326,7 +327,8 @@ class DecoderLayer:
         self._mixer = _mixer(config, layer, shape.mixer, builder)
         self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
-        self._feed_forward = _feed_forward(shape.feed_forward, builder)
+        feed_forward = shape.feed_forward
+        self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, builder)
         self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
         own = shape.own_input
         self._own_input = None if own is None else OwnInput(config, own, builder)
@@ -345,8 +347,9 @@ class DecoderLayer:
         """
         heads_TI = self._mixer(self._normed(x_TE, self._input_norm_E), rotations, attention)
         x_TE = self._added(x_TE, self._mixer.out, heads_TI, self._mixer_out_norm_E)
-        gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
-        x_TE = self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
+        if self._feed_forward is not None:
+            gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
+            x_TE = self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
         if self._own_input is not None:
             assert own_TI is not None
             x_TE = x_TE + self._own_input(x_TE, own_TI)

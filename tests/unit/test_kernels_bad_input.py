@@ -396,6 +396,7 @@ def test_mamba_2_next_to_attention_is_computed() -> None:
         {"gate_up": linear(4, 14)},
         {"down": linear(6, 6)},
         {"qkv": linear(4, 128, "bfloat16")},
+        {"gate": "squared_relu"},
     ],
 )
 def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
@@ -411,6 +412,8 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
         {"mixer_out_norm": NUMBERS},
         {"mlp_out_norm": NUMBERS},
         {"qkv": linear(4, 192), "gated": True},
+        {"gate_up": linear(4, 6), "gate": "squared_relu"},
+        {"feed_forward": None, "mlp_norm": None},
     ],
 )
 def test_layers_may_differ(changed: dict[str, Any]) -> None:
@@ -466,6 +469,10 @@ def test_layers_read_the_keys_of_others_in_their_place() -> None:
         ({"own_input": own_input(gate=linear(6, 2))}, r"layers\[0\] must have linears that fit"),
         ({"own_input": own_input(out=linear(2, 6))}, r"layers\[0\] must have linears that fit"),
         ({"own_input": own_input(out=linear(4, 4))}, r"layers\[0\] must have linears that fit"),
+        *(
+            ({"own_input": own_input(activation="squared_relu", gate=linear(4, size))}, "that fit")
+            for size in (1, 2)
+        ),
     ],
 )
 def test_layers_that_have_less_or_more(changed: dict[str, Any], message: str) -> None:
@@ -492,6 +499,7 @@ def test_a_layer_may_have_experts() -> None:
     [
         {"router": linear(6, 3)},
         {"router": linear(4, 2)},
+        {"gate": "squared_relu"},
         {"gate_up": parted(4, [6] * 4)},
         {"gate_up": linear(4, 36)},
         {"gate_up": parted(4, [6, 12, 6, 12])},

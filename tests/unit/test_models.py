@@ -217,6 +217,7 @@ _GEMMA4_PARTS = [
         ("granite4-nope", {"unrotated_layers": ()}),
         ("granite4-h", {"unrotated_layers": ()}),
         ("granite4-h", {"residual_scale": 1.0}),
+        ("nemotron-h", {"unrotated_layers": ()}),
         ("ministral3", {"query_growth": 0.0}),
         ("smollm3", {"unrotated_layers": ()}),
     ],

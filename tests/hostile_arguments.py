@@ -263,7 +263,7 @@ class World:
             "block_hash": lambda: b"h" * choose.choice([32, 32, 31]),
             "extras": lambda: self.some_list(lambda: choose.choice([b"", bytearray(b"x")])),
             "blocks": lambda: self.some_list(self.number),
-            "counts": lambda: self.some_list(self.number),
+            **dict.fromkeys(("counts", "guesses", "accepted"), lambda: self.some_list(self.number)),
             "starts": lambda: self.some_list(self.number),
             "upto": lambda: self.some_list(self.number),
             "groups": lambda: self.some_list(self.group),

@@ -94,6 +94,7 @@ def test_widths_that_cannot_be_doubled() -> None:
 
 def test_rows_of_nothing_take_no_time() -> None:
     RowOps(CPU, "float32").gated("silu", 0, 2**62, 0, 0, 0)
+    RowOps(CPU, "float32").softcap(0, 2**62, 0, 1.0)
 
 
 def test_addresses_that_are_none() -> None:
@@ -386,6 +387,30 @@ def test_a_delta_rule_next_to_attention_is_computed() -> None:
 def test_mamba_2_next_to_attention_is_computed() -> None:
     numbers = {"skip": NUMBERS, "conv_bias": NUMBERS, "in_proj": linear(4, 65)}
     forward([decoder_layer(), delta_layer(**numbers)], states=[(1, *rest) for _, *rest in STATE])
+
+
+def forward_and_accept(guesses: Any, accepted: Any) -> None:
+    """Of a sequence of one row."""
+    stack, attentions = DecoderStack(CPU, "float32", 4, 1e-5, [delta_layer()]), [planned()]
+    rotations = [(NUMBERS, NUMBERS)] * 2
+    stack.forward(attentions, [0], [NUMBERS], rotations, NUMBERS, states=STATE, guesses=guesses)
+    stack.keep_accepted(attentions, STATE, accepted)
+
+
+@pytest.mark.parametrize(
+    ("guesses", "accepted", "name"),
+    [
+        ([1, 1], [1], "guesses"),
+        ([2], [1], "guesses"),
+        ([1], [2], "accepted"),
+        ([1], [], "accepted"),
+        ([], [1], "accepted"),
+    ],
+)
+def test_guesses_that_there_are_not(guesses: Any, accepted: Any, name: str) -> None:
+    forward_and_accept([1], [1])
+    with pytest.raises(ValueError, match=f"{name} must have a number for each sequence"):
+        forward_and_accept(guesses, accepted)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
-from tiny_models import GEMMA4_SHAPES, STATE_SHAPES
+from public_shapes import SHAPES
+from tiny_models import STATE_SHAPES
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -195,7 +196,7 @@ def test_no_two_convolutions_share_a_number_and_all_lie_in_their_block(
 def test_layers_of_two_sizes_share_blocks(
     shape: str, block_bytes: int, groups: list[int], unused: float
 ) -> None:
-    model = ModelConfig.from_hf(GEMMA4_SHAPES[shape])
+    model = ModelConfig.from_hf(SHAPES[f"Gemma 4 {shape}"])
     layout = kv_layout(model)
     assert [len(group.layers) for group in layout.groups] == groups
     assert layout.num_tensors == 1
@@ -288,7 +289,7 @@ SNAPSHOTS = {
 def test_a_snapshot_of_states_takes_as_many_blocks_as_hold_it(
     name: str, snapshot: int, block_size: int, itemsize: int
 ) -> None:
-    model = ModelConfig.from_hf(STATE_SHAPES[name])
+    model = ModelConfig.from_hf((SHAPES | STATE_SHAPES)[name])
     layout = kv_layout(model, block_size, itemsize=itemsize)
     full, *states = layout.groups
     assert full.layers == tuple(sorted({*range(model.num_layers)} - {*model.state_layers}))
@@ -303,7 +304,7 @@ def test_a_snapshot_of_states_takes_as_many_blocks_as_hold_it(
 def test_no_two_parts_of_states_share_a_number_and_each_layer_has_its_own(
     block_size: int, itemsize: int
 ) -> None:
-    model = ModelConfig.from_hf(STATE_SHAPES["Qwen3.5-0.8B"])
+    model = ModelConfig.from_hf(SHAPES["Qwen3.5-0.8B"])
     layout = kv_layout(model, block_size, itemsize=itemsize)
     part_numbers = 2 * block_size * 2 * 256 * itemsize // 4
     ends = dict[tuple[int, int], int]()

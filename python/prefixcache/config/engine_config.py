@@ -148,7 +148,7 @@ def parse_tokens(value: object) -> int:
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
-Staleness = Annotated[int, Ge(0), Le(64)]
+Staleness = Annotated[int, Ge(-1), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
@@ -299,7 +299,7 @@ class CacheConfig(Checked):
     max_weight_staleness: Staleness = flag(
         0,
         "Updates of the weights after which what older weights computed may still be hit, by "
-        "requests that ask for no less; 0: never. See docs/tutorials/rl.md.",
+        "requests that ask for no less; 0: never, -1: always. See docs/tutorials/rl.md.",
         "Cache",
     )
     retention_budget: Fraction = flag(
@@ -610,6 +610,14 @@ class EngineConfig(Checked):
     )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
         0, "For requests without a seed of their own.", "Model"
+    )
+    record_requests: FilePath | None = flag(
+        None,
+        "File to record requests and answers in, token by token, so that `prefixcache rerun` can "
+        "ask them again. It holds users' text.",
+        "Model",
+        shown="nothing is recorded",
+        metavar="<file>",
     )
     attention: Attention = flag("auto", "Attention backend.", "Model")
     batch_invariant: bool | None = flag(

@@ -2,6 +2,7 @@
 
 use prefixcache_attention::{Attention, DeltaHeads, DeltaRule, HEAD_STEP, MAX_TAPS, StatePart};
 use prefixcache_core::error::Argument;
+use prefixcache_cpu::RowsMut;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
 use prefixcache_ops::rowwise::RmsNorm;
@@ -108,9 +109,23 @@ impl DeltaMixer {
         of_type && of_heads && [in_proj.inputs, out.outputs] == [hidden; 2]
     }
 
+    /// Numbers of the norm's weight.
+    fn normed(&self) -> usize {
+        if self.heads.corrects {
+            self.heads.value_dim
+        } else {
+            self.heads.values()
+        }
+    }
+
     /// Numbers of a state.
     pub fn state(&self) -> usize {
         self.heads.state()
+    }
+
+    /// Numbers of a token that pass the states.
+    pub fn inputs(&self) -> usize {
+        self.heads.inputs()
     }
 
     /// # Safety
@@ -118,47 +133,48 @@ impl DeltaMixer {
     pub unsafe fn read<'a, E: LayerElement>(
         &self,
         parts: Vec<StatePart<'a>>,
+        guessed: RowsMut<'a, E>,
         [in_proj, out]: [&'a ops::PackedLinear<E>; 2],
     ) -> PyResult<decoder::DeltaMixer<'a, E>> {
-        let rows = |name, address, count, width| {
-            // SAFETY: the caller's promise.
-            unsafe { Matrix::dense_at(name, address, count, width).rows::<f32>() }
-        };
-        let row = |name, address, width| Ok::<_, PyErr>(rows(name, address, 1, width)?.row(0));
-        let (heads, eps) = (self.heads, self.eps);
-        let (values, value_heads) = (heads.values(), heads.value_heads);
-        let group = values / heads.key_heads * heads.alike;
-        let normed = if heads.corrects {
-            heads.value_dim
-        } else {
-            values
-        };
-        let norm = row("norm", self.norm, normed)?;
-        let bias = |address| row("conv_bias", address, heads.channels());
-        let skip = |address| row("skip", address, value_heads);
-        let rule = DeltaRule {
-            heads,
-            conv: rows("conv", self.conv, heads.taps, heads.channels())?,
-            conv_bias: self.conv_bias.map(bias).transpose()?,
-            decay: row("decay", self.decay, value_heads)?,
-            time_bias: row("time_bias", self.time_bias, value_heads)?,
-            norm,
-            skip: self.skip.map(skip).transpose()?.unwrap_or(&[]),
-            eps,
-        };
-        let (weight, offset) = (norm, 0.0);
-        let after = RmsNorm {
-            weight,
-            offset,
-            group,
-            eps,
+        let heads = self.heads;
+        // SAFETY: the caller's promise.
+        let rule = unsafe { self.rule()? };
+        let norm = RmsNorm {
+            weight: rule.norm,
+            offset: 0.0,
+            group: heads.values() / heads.key_heads * heads.alike,
+            eps: self.eps,
         };
         Ok(decoder::DeltaMixer {
             in_proj,
             rule,
             parts,
-            norm: (!heads.corrects).then_some(after),
+            norm: (!heads.corrects).then_some(norm),
+            guessed,
             out,
+        })
+    }
+
+    /// # Safety
+    /// The weights are addresses of numbers of float32.
+    pub unsafe fn rule<'a>(&self) -> PyResult<DeltaRule<'a>> {
+        let rows = |name, address, count, width| {
+            // SAFETY: the caller's promise.
+            unsafe { Matrix::dense_at(name, address, count, width).rows::<f32>() }
+        };
+        let row = |name, address, width| Ok::<_, PyErr>(rows(name, address, 1, width)?.row(0));
+        let (heads, value_heads) = (self.heads, self.heads.value_heads);
+        let bias = |address| row("conv_bias", address, heads.channels());
+        let skip = |address| row("skip", address, value_heads);
+        Ok(DeltaRule {
+            heads,
+            conv: rows("conv", self.conv, heads.taps, heads.channels())?,
+            conv_bias: self.conv_bias.map(bias).transpose()?,
+            decay: row("decay", self.decay, value_heads)?,
+            time_bias: row("time_bias", self.time_bias, value_heads)?,
+            norm: row("norm", self.norm, self.normed())?,
+            skip: self.skip.map(skip).transpose()?.unwrap_or(&[]),
+            eps: self.eps,
         })
     }
 }

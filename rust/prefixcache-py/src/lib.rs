@@ -74,8 +74,8 @@ mod _core {
     use crate::kv_file::{KVFile, describe_kv_file};
     #[pymodule_export]
     use crate::layer::{
-        AttentionMixer, DecoderLayer, DenseFeedForward, ExpertsFeedForward, OwnInput,
-        ShortConvMixer,
+        AttentionMixer, DecoderLayer, DenseAndExperts, DenseFeedForward, ExpertsFeedForward,
+        OwnInput, ShortConvMixer,
     };
     #[pymodule_export]
     use crate::linear::PackedLinear;

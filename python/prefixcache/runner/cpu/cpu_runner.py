@@ -96,6 +96,7 @@ class CpuRunner:
             shares_answers=True,
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
+            instructions=cpu.instructions,
         )
 
     def _make_tables(self, layout: KVLayout, max_model_len: int) -> list[BlockTableBuffers]:

@@ -18,6 +18,8 @@ pub struct DeltaMixer<'a, E> {
     pub parts: Vec<StatePart<'a>>,
     /// Of the values: the norm of what heads make, where the rule has none.
     pub norm: Option<RmsNorm<'a, f32>>,
+    /// Where the rule's inputs of the step's guesses are kept.
+    pub guessed: RowsMut<'a, E>,
     /// Values to E
     pub out: &'a PackedLinear<E>,
 }
@@ -35,7 +37,8 @@ impl<E: KvElement> DeltaMixer<'_, E> {
         x: Rows<'_, E>,
         out: &RowsMut<'_, O>,
     ) -> Result<(), OutOfMemory> {
-        delta_rule(step.form, step.team, &self.rule, &self.parts, x, out)
+        let (rule, parts) = (&self.rule, &self.parts);
+        delta_rule(step.form, step.team, rule, parts, step.guesses, x, out)
     }
 }
 
@@ -71,6 +74,11 @@ impl Step<'_> {
         let (inputs, values) = (mixer.in_proj.outputs(), mixer.out.inputs());
         self.linear(mixer.in_proj, x, None, &scratch.projected.write(inputs))?;
         let (projected, out) = (scratch.projected.read(inputs), scratch.read.write(values));
+        let guesses = mixer.parts[0].plan.guessed_rows(self.guesses);
+        for (place, row) in guesses.enumerate() {
+            // SAFETY: this thread alone uses the rows now.
+            unsafe { mixer.guessed.part(place, 0, inputs) }.copy_from_slice(projected.row(row));
+        }
         if let Some(norm) = mixer.norm {
             mixer.read_heads(self, projected, &scratch.gated.write(values))?;
             let gated = scratch.gated.read(values);

@@ -8,7 +8,7 @@ use std::slice::from_ref;
 
 use noise::noise;
 use prefixcache_attention::{
-    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, Plan, StatePart, delta_rule,
+    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
 };
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
@@ -28,6 +28,8 @@ struct Layer {
     norm: Vec<f32>,
     /// Of each part the pages, and how many numbers of each are the layer's.
     parts: Vec<(Vec<f32>, usize)>,
+    /// Whether only the pages that a step has to have are there.
+    has_gaps: bool,
 }
 
 /// Numbers of a page that are of another layer.
@@ -47,6 +49,7 @@ impl Layer {
             time_bias: noise(94, heads.value_heads),
             norm: noise(95, heads.value_dim),
             parts: widths.map(|width| (pages(width), width)).into(),
+            has_gaps: false,
         }
     }
 
@@ -63,7 +66,13 @@ impl Layer {
         for &(sequence, from, to) in step {
             let first = from.saturating_sub(1) / size;
             let pages = first..to.div_ceil(size);
-            kv_indices.extend(pages.map(|index| Self::page(part, sequence, index)));
+            let needed = [from.saturating_sub(1) / size, (to - 1) / size];
+            let is_there =
+                |index| !self.has_gaps || needed[usize::from(from == 0)..].contains(&index);
+            kv_indices.extend(pages.map(|index| match is_there(index) {
+                true => Self::page(part, sequence, index),
+                false => NO_PAGE as i32,
+            }));
             first_pages.push(first as i32);
             kv_indptr.push(kv_indices.len() as i32);
             qo_indptr.push(qo_indptr.last().expect("one") + (to - from) as i32);
@@ -223,6 +232,7 @@ fn check<E: KvElement + PartialEq>(
     }
     let team = Team::new(threads).expect("threads");
     let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
+    many.has_gaps = threads == 2;
     let mut chunks = chunks.iter().cycle();
     let width = heads.values();
     while done != lengths {
@@ -244,6 +254,12 @@ fn check<E: KvElement + PartialEq>(
                 assert!(same, "{form:?}: {number} at {position} of {step:?}");
             }
         }
+    }
+    for (pages, width) in &many.parts {
+        assert!(
+            pages[..width + OTHERS].iter().all(|x| x.is_nan()),
+            "the null block is written"
+        );
     }
 }
 

@@ -323,12 +323,16 @@ mod tests {
 
     #[test]
     fn the_oldest_goes_and_a_lone_child_takes_the_blocks_of_its_parent() {
-        let mut tree = branched(17);
-        // The first prompt's end goes, so that the branch has one child and goes next.
-        assert_eq!(tree.run(&[31, 32], 2, 2), 0);
-        assert_eq!(tree.num_used, 6 + 3 + 2 + 3);
-        assert_eq!(tree.run(&[1, 2, 23], 3, 3), 0);
-        assert!(tree.num_used <= 17);
+        let mut tree = branched(19);
+        let long = [1, 2, 13, 14, 15, 16];
+        assert_eq!(tree.run(&long, 6, 6), 6);
+        // The first prompt's end goes, so that the branch has one child and its snapshot goes next.
+        tree.run(&[31, 32], 2, 2);
+        assert_eq!(tree.num_used, 6 + 2 * 3 + 2 + 3);
+        tree.run(&[41, 42], 2, 2);
+        assert_eq!(tree.num_used, 6 + 3 + 2 * (2 + 3));
+        assert_eq!(tree.run(&long, 6, 5), 0, "no snapshot where they part");
+        assert_eq!(tree.run(&long, 6, 6), 6);
     }
 
     #[test]

@@ -27,8 +27,11 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-trace-compares -Cllvm-args=-simplifycfg-branch-fold-threshold=0 \
   --cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks
 
-# Of the packages that only development needs few modules are imported: those are compiled then.
-INSTALL  := pip install --disable-pip-version-check --no-compile
+# Packages for development: an environment, and what goes into it. uv takes a fifth of pip's time; pip
+# goes on where it cannot reach the packages.
+UV_VERSION := 0.13.9
+install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
+  $(1)/bin/pip install --disable-pip-version-check --no-compile $(2)
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
@@ -48,9 +51,12 @@ setup-dev: .venv/.built .venv/.dev ## setup, and what the tests need
 	$(BIN)/pip install --disable-pip-version-check -r $<
 	touch $@
 
-.venv/.dev: requirements/dev.txt benches/gpu/requirements-alone.in | .venv/.runtime
-	$(BIN)/$(INSTALL) -r $<
-	$(BIN)/$(INSTALL) --no-deps -r benches/gpu/requirements-alone.in
+.venv/bin/uv: | .venv/.runtime
+	$(BIN)/pip install --disable-pip-version-check uv==$(UV_VERSION)
+
+.venv/.dev: requirements/dev.txt benches/gpu/requirements-alone.in | .venv/bin/uv
+	$(call install,.venv,-r $<)
+	$(call install,.venv,--no-deps -r benches/gpu/requirements-alone.in)
 	touch $@
 
 .venv/.built: $(RUST_SOURCES) | .venv/.runtime
@@ -91,10 +97,10 @@ test-ray: setup-dev                ## three replicas under Ray Serve, killed and
 test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
 	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
 
-.venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt
+.venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt | .venv/bin/uv
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/$(INSTALL) -r $<
-	.venv-clients/bin/$(INSTALL) --no-deps -r requirements/clients-no-deps.txt
+	$(call install,.venv-clients,-r $<)
+	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
 RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
@@ -216,9 +222,9 @@ docs: setup .venv-docs/.built       ## the site in target/site, with its generat
 	$(BIN)/python docs/site/pages.py target/docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
-.venv-docs/.built: requirements/docs.txt
+.venv-docs/.built: requirements/docs.txt | .venv/bin/uv
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/$(INSTALL) -r $<
+	$(call install,.venv-docs,-r $<)
 	touch $@
 
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
@@ -243,9 +249,9 @@ lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the sy
 	.venv-release/bin/kubernetes-validate deploy/kubernetes/prefixcache.yaml
 	deploy/lint.sh
 
-.venv-release/.built: requirements/release.txt
+.venv-release/.built: requirements/release.txt | .venv/bin/uv
 	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/$(INSTALL) -r $<
+	$(call install,.venv-release,-r $<)
 	touch $@
 
 format:

@@ -45,8 +45,8 @@ from server_process import PREFIXCACHE, ServerProcess, server_process
 LAST = 32
 """Tokens of the prompt that no earlier prompt has."""
 NUM_BLOCKS = 100_000
-FILLING = 6
-"""Requests of 1,024 + 64 tokens that the pool of `cost` holds: 48 MiB each in float32."""
+COST_TOKENS = 240
+"""Prompt of a request of `cost`: 11 MiB of blocks."""
 COMMAND = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", "1GiB"]
 
 Times = dict[str, float]
@@ -110,32 +110,53 @@ def llama(entry: Entry, tokens: int) -> Generator[Worker]:
         yield worker
 
 
-def cost(rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Milliseconds of requests, of 1,024 new tokens and 64 generated, with and without it.
+def cost(pairs: int, folder: Path) -> dict[str, list[float]]:
+    """Requests with the folder over the same without it: seconds, and seconds of the processor.
 
-    The first requests fill the pool: their blocks have never been written. "KiB a token" is what
-    the folder makes the system write to the disk.
+    Requests of `COST_TOKENS` new tokens and 16 generated go to both servers, in changing order. The
+    first `pairs` fill the pool: their blocks have never been written. Of the next ones each block
+    was evicted before. "KiB a token" is what the folder makes the system write to the disk.
     """
-    times: dict[str, list[float]] = defaultdict(list)
-    command = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", f"{FILLING * 48}MiB"]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    memory = pairs * (COST_TOKENS + 16) * 45 // 1024
+    command = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", f"{memory}MiB"]
     kept = ["--kv-cache-dir", str(folder / "kv")]
     with (
         server_process([*command, *kept], folder / "log-with") as one,
         server_process(command, folder / "log-without") as other,
     ):
-        io = psutil.Process(one.process.pid).io_counters
-        before = io().write_bytes
+        process = psutil.Process(one.process.pid)
+        before = process.io_counters().write_bytes
         for server in (one, other):
             request_ms(server, [1] * 64)  # Warms up.
-        for number in range(FILLING + rounds):
+        for number in range(2 * pairs):
             rng = random.Random(number)
-            prompt = [rng.randrange(1000, 40000) for _ in range(1024)]
-            turns = [("with", one), ("without", other)]
-            for name, server in turns[:: 1 if number % 2 else -1]:
-                stage = "filling, " if number < FILLING else ""
-                times[stage + name].append(request_ms(server, prompt, 64))
-        written = (io().write_bytes - before) / 1024 / (FILLING + rounds) / (1024 + 63)
-    return times | {"KiB a token": [written]}
+            prompt = [rng.randrange(1000, 40000) for _ in range(COST_TOKENS)]
+            turns = (one, other) if number % 2 else (other, one)
+            spent = {server.address: _spent(server, prompt) for server in turns}
+            stage = "filling" if number < pairs else "full"
+            for what, with_it, without in zip(
+                ("time", "processor"), spent[one.address], spent[other.address], strict=True
+            ):
+                ratios[f"{stage}, {what}"].append(with_it / without)
+        written = process.io_counters().write_bytes - before
+    return ratios | {"KiB a token": [written / 1024 / (2 * pairs) / (COST_TOKENS + 15)]}
+
+
+def _spent(server: ServerProcess, prompt: list[int]) -> tuple[float, float]:
+    """Milliseconds of a request, and those that its server's threads computed."""
+    times = psutil.Process(server.process.pid).cpu_times
+    before = times()
+    elapsed = request_ms(server, prompt, 16)
+    after = times()
+    return elapsed, (after.user - before.user + after.system - before.system) * 1000
+
+
+def interval(ratios: list[float]) -> str:
+    """The median, and between which two of the ratios it lies with 95 %."""
+    in_order, count = sorted(ratios), len(ratios)
+    low = max(0, int((count - 1.96 * count**0.5) / 2))
+    return f"{statistics.median(ratios):.3f} ({in_order[low]:.3f} to {in_order[-1 - low]:.3f})"
 
 
 def restore_ms(folder: Path) -> Times:
@@ -176,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8000])
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--cost-rounds", type=int, default=12)
+    parser.add_argument("--cost-pairs", type=int, default=80)
     parser.add_argument("--llama-python", help="interpreter that has llama-cpp-python")
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--output", type=Path)
@@ -198,9 +219,9 @@ def main() -> None:
                     print(f"{tokens} known tokens + {LAST}, {side} (ms): {line}", flush=True)
             values[str(tokens)] = sides
         (Path(scratch) / "cost").mkdir()
-        values["cost"] = cost(given.cost_rounds, Path(scratch) / "cost")
-        medians = {name: statistics.median(times) for name, times in values["cost"].items()}
-        print(f"a request with and without the folder (ms): {medians}", flush=True)
+        values["cost"] = cost(given.cost_pairs, Path(scratch) / "cost")
+        for name, ratios in values["cost"].items():
+            print(f"a request with the folder, over one without, {name}: {interval(ratios)}")
         values["100,000 blocks"] = restore_ms(Path(scratch) / "many")
         print(f"100,000 blocks (ms): {values['100,000 blocks']}", flush=True)
     if given.output is not None:

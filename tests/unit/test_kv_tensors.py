@@ -15,8 +15,9 @@ import pytest
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError, OutOfMemoryError
+from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file
 from prefixcache.kv.specs import KVGroup, KVLayout, kv_layout
-from prefixcache.runner.cpu import kv_memory
+from prefixcache.runner.cpu import file_memory, kv_memory
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.sizing import (
     MemorySize,
@@ -41,7 +42,12 @@ def page_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def kv_of(
-    num_blocks: int, *, max_blocks: int = 0, free: int = 1 << 40, layout: KVLayout = LAYOUT
+    num_blocks: int,
+    *,
+    max_blocks: int = 0,
+    free: int = 1 << 40,
+    layout: KVLayout = LAYOUT,
+    file: KeptFile | None = None,
 ) -> KVMemory:
     return KVMemory(
         layout=layout,
@@ -50,6 +56,7 @@ def kv_of(
         itemsize=4,
         free_memory=lambda: free,
         max_blocks=max_blocks,
+        file=file,
     )
 
 
@@ -257,3 +264,36 @@ def test_growing_beyond_the_free_memory_changes_nothing() -> None:
     memory.grow(50)
     assert memory.num_blocks == 50
     assert memory.num_reserved_bytes == 1000 * BLOCK_BYTES
+
+
+def test_holes_of_a_file_are_filled_before_a_step_writes_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_memory, "_FILL_BYTES", 64 * PAGE)
+    block_bytes = BLOCK_BYTES // LAYOUT.num_tensors
+    on_disk = FileLayout(
+        facts={}, num_tensors=LAYOUT.num_tensors, block_bytes=block_bytes, max_blocks=256
+    )
+    file = open_kept_file(tmp_path, on_disk, 256, None)
+    assert file is not None
+    memory = kv_of(256, file=file)
+    memory.allocate()
+    part = 64 * PAGE // block_bytes
+
+    def is_data(block: int) -> list[bool]:
+        starts = [file.core.tensor_at(t) + block * block_bytes for t in range(LAYOUT.num_tensors)]
+        return [file_memory._first_data(file.descriptor, at) == at for at in starts]
+
+    assert all(is_data(part - 1))
+    assert not any(is_data(part))
+    memory.before_writes(np.array([part, 3 * part - 1]))
+    assert all(is_data(3 * part - 1))
+    assert not any(is_data(3 * part))
+    for tensor in rows_of(memory):
+        tensor[3 * part] = 7.0
+    memory.before_writes(np.array([3 * part]))
+    assert all(tensor[3 * part].all() for tensor in rows_of(memory))  # Was no hole any more.
+    memory.give_back(2 * part, 3 * part)
+    assert not any(is_data(2 * part))
+    memory.before_writes(np.array([2 * part]))
+    assert all(is_data(3 * part - 1))

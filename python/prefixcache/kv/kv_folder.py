@@ -99,13 +99,13 @@ class KeptFile:
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
         self.path = path
         self.descriptor = descriptor
-        self._is_new = os.fstat(descriptor).st_size == 0
+        is_new = os.fstat(descriptor).st_size == 0
         self.core = KVFile(
             descriptor,
             layout.digest,
             layout.num_tensors,
             layout.block_bytes,
-            layout.capacity if self._is_new else layout.max_blocks,
+            layout.capacity if is_new else layout.max_blocks,
             layout.about[:2000],
             layout.block_tokens,
         )
@@ -128,9 +128,6 @@ class KeptFile:
             except OSError:
                 self.can_give_back = False
             self.maps.append(mmap.mmap(self.descriptor, mapped, offset=start))
-            if self._is_new:
-                # Nothing is there to be read ahead, but the system would zero what lies around.
-                self.maps[-1].madvise(mmap.MADV_RANDOM)
 
     def give_back(self, start: int, num_bytes: int) -> bool:
         """Gives bytes back to the disk; false, and never again, where the file system does not."""

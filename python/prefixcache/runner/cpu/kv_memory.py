@@ -6,6 +6,7 @@ large pool costs nothing until it is used. What blocks above the pool's end had 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ from prefixcache.runner.reserved_memory import ReservedBlocks
 
 # Copied through a buffer of this size, blocks stay in the processor's cache.
 _COPY_BYTES = 1 << 19
+# Holes of a file are filled in parts of this size.
+_FILL_BYTES = 1 << 20
 # Runs of neighbours from this length on are faster copied run by run.
 _LEAST_RUN = 4
 
@@ -35,6 +38,10 @@ class KVMemory(PoolMemory):
     file: KeptFile | None = None
     _memories: list[HostMemory] | list[FileMemory] = field(
         default_factory=list[HostMemory], init=False
+    )
+    # Of each part of a file's blocks, whether it may have a hole.
+    _may_have_hole: npt.NDArray[np.bool_] = field(
+        default_factory=lambda: np.zeros(0, np.bool_), init=False
     )
 
     @property
@@ -74,9 +81,38 @@ class KVMemory(PoolMemory):
             self._reserve()
         if self.file is None or not is_new:  # A new file was given its space when it was opened.
             self._in_granules().provide(self.num_blocks)
+        self.before_writes(np.zeros(1, np.int64))
         num_zeroed = 1 if self.file is not None else min(self.granule_blocks, self.num_blocks)
         for rows in self.rows():
             rows[:num_zeroed] = 0
+
+    def before_writes(self, blocks: npt.NDArray[np.int64]) -> None:
+        """To be called before a step writes to these blocks: holes of a file are filled."""
+        if not self._may_have_hole.any():
+            return
+        parts = np.unique(blocks // self._part_blocks)
+        for part in parts[self._may_have_hole[parts]].tolist():
+            self._may_have_hole[part] = False
+            first = part * self._part_blocks
+            end = min(first + self._part_blocks, self.num_blocks)
+            for memory in self._memories:
+                assert isinstance(memory, FileMemory)
+                memory.fill_hole(
+                    first * self.bytes_per_tensor_block, end * self.bytes_per_tensor_block
+                )
+
+    def give_back(self, first: int, end: int, held: Sequence[int] = ()) -> int:
+        """See `ReservedBlocks`."""
+        if self.file is not None:
+            part = self._part_blocks
+            self._may_have_hole[first // part : -(-end // part)] = True
+        return PoolMemory.give_back(self, first, end, held)
+
+    @property
+    def _part_blocks(self) -> int:
+        """Blocks of a part: whole pages of about `_FILL_BYTES` in each tensor."""
+        granule = self.granule_blocks
+        return granule * max(1, _FILL_BYTES // (granule * self.bytes_per_tensor_block))
 
     def give_up(self) -> None:
         """Gives the memory back to the system but for the null block's; its content is lost."""
@@ -101,6 +137,8 @@ class KVMemory(PoolMemory):
             raise self._cannot_allocate(self.most_blocks, error) from error
         self._memories = memories
         self.reserved = ReservedBlocks(memories, size)
+        if self.file is not None:
+            self._may_have_hole = np.ones(-(-self.most_blocks // self._part_blocks), np.bool_)
 
     def rows(self) -> list[npt.NDArray[np.uint8]]:
         """Of each tensor, a row of bytes for each block."""

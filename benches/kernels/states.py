@@ -23,6 +23,8 @@ import typer
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.kv.specs import STATE_BYTES, kv_layout
+from prefixcache.models.hub import read_config
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -110,9 +112,8 @@ def by_step(folder: Path, turns: int) -> list[str]:
 
 def copied(folder: Path, turns: int) -> str:
     """A snapshot's bytes, copied between memory that is there."""
-    engine = engine_of(folder, STEPS[0])
-    layout = engine._runner.kv.layout
-    num_bytes = 4 * sum(part.numbers for part in layout.states)
+    states = kv_layout(read_config(str(folder), folder)).states
+    num_bytes = STATE_BYTES * sum(part.numbers for part in states)
     source, target = np.ones((2, num_bytes), np.uint8)
     seconds = list[float]()
     for _ in range(20 * turns):

@@ -421,7 +421,9 @@ class ReferenceCache:
         count, states = 0, [group for group in range(self.num_groups) if self.is_state(group)]
         for sequence, start in zip(sequences, starts, strict=True):
             assert sequence.tables is not None
-            for index in range(start // self.block_size, len(sequence.block_hashes()) if states else 0):
+            for index in range(
+                start // self.block_size, len(sequence.block_hashes()) if states else 0
+            ):
                 if index < sequence.firsts[states[0]] or index >= len(sequence.tables[states[0]]):
                     continue
                 tables = [sequence.tables[group] for group in states]

@@ -78,8 +78,8 @@ class CacheManager:
 
     One thread makes all calls but `probe`, `look_up`, `most_blocks` and `stats`, the first to
     change something or the last to `adopt_writer`; attributes may be read from any. `num_blocks`
-    counts the null block, which no request can hold; `num_usable_blocks` does not. `has_states` says
-    whether some group keeps states, of which only some blocks of a request are there.
+    counts the null block, which no request can hold; `num_usable_blocks` does not. `has_states`
+    says whether some group keeps states, of which a request has few blocks.
     `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for a
     number of usable ones. Of at most `max_blocks` blocks the pool can be resized, and at most
     `max_cached_blocks` are cached while no request holds them. Errors of the core pass through:
@@ -456,8 +456,8 @@ class CacheManager:
 
         All that the prompt will hold at once, `most_blocks` in each group: were some of it left to
         others until it is needed, this request would be preempted for it. Of several windows the
-        smallest one counts, so that no group gets more than it will need. Of a state a request holds
-        few blocks, and where they stand depends on where chunks end.
+        smallest one counts, so that no group gets more than it will need. Blocks of states stand
+        where chunks end, which is known for the first one alone.
         """
         if not self._windows:
             return None

@@ -504,7 +504,9 @@ class Scheduler:
         has_room = self._cache.num_free_blocks > self._max_num_seqs
         size = self._cache.block_size
         # Block by block, since each may be where a state has to be kept.
-        for upto in range(state.num_slots + size, self._whole_blocks(state.num_tokens + wanted) + 1, size):
+        for upto in range(
+            state.num_slots + size, self._whole_blocks(state.num_tokens + wanted) + 1, size
+        ):
             if not (has_room and self._cache.ensure_slots([(state.request_id, upto)])):
                 break
             state.num_slots = upto

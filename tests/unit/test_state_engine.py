@@ -124,6 +124,18 @@ def test_a_request_that_waits_begins_where_it_parts_within_the_step(folder: Path
     assert [hits for _, hits in cached.values()] == [0, 32]
 
 
+def test_a_step_ends_in_a_block_though_more_slots_were_taken(folder: Path) -> None:
+    """As for a longer step that was not planned in the end."""
+    engine, prompt = built(folder), tokens(300)
+    said, _ = answer(built(folder), prompt, num_tokens=1)
+    engine.engine.add_request(requested("a", prompt, 1))
+    engine.engine.step()
+    (state,) = engine.engine._scheduler._running
+    assert engine.engine._scheduler._cache.ensure_slots([("a", 256)]) == 1
+    state.num_slots = 256
+    assert serve(engine, [requested("b", prompt, 1)])["b"][0] == said
+
+
 def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) -> None:
     """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
     said, _ = answer(built(folder), tokens(300))

@@ -51,7 +51,7 @@ class Setting:
         return ", ".join([*parts, "hints"] if self.hints else parts)
 
     def arguments(self, block_size: int) -> dict[str, Any]:
-        """What `TraceReplay.add` takes besides the size, for blocks of so many tokens."""
+        """What `TraceReplay.add` takes besides the size; blocks have `block_size` tokens."""
         arguments: dict[str, Any] = {
             "eviction_policy": self.eviction_policy,
             "hints": list(self.hints),

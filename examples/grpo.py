@@ -75,8 +75,11 @@ def advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
 class Trainer:
     """One step of GRPO after the other."""
 
-    def __init__(self, policy: Policy, model: PreTrainedModel, rate: float, group: int) -> None:
+    def __init__(
+        self, policy: Policy, model: PreTrainedModel, instructions: str, rate: float, group: int
+    ) -> None:
         self._policy = policy
+        self._instructions = instructions
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
         self._group = group
         self._random = random.Random(0)
@@ -84,7 +87,7 @@ class Trainer:
     def step(self, number: int, num_prompts: int, num_tokens: int) -> float:
         """Generates, scores and learns; prints a line, and returns the KL."""
         begun = time.perf_counter()
-        prompts = [INSTRUCTIONS + self._random.choice(DIGITS) for _ in range(num_prompts)]
+        prompts = [self._instructions + self._random.choice(DIGITS) for _ in range(num_prompts)]
         params = SamplingParams(
             n=self._group, seed=1000 * number, max_tokens=num_tokens, ignore_eos=True
         )
@@ -97,7 +100,7 @@ class Trainer:
         speed = sum(len(one.token_ids) for one in rollouts) / generated
         print(
             f"step {number:3}  reward {rewards.mean():.3f}  kl={kl}  cached {cached / read:.2f}  "
-            f"{speed:.0f} tokens/s  {time.perf_counter() - begun:.2f} s",
+            f"{speed:.1f} tokens/s  {time.perf_counter() - begun:.2f} s",
             flush=True,
         )
         return kl
@@ -117,6 +120,7 @@ def main() -> None:
     """Trains, and fails where a KL is not 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder of safetensors in float32")
+    parser.add_argument("--instructions", default=INSTRUCTIONS, help="before a prompt's digit")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
@@ -131,7 +135,7 @@ def main() -> None:
             tiny_model(folder)
         llm = LLM(str(folder), dtype="float32", enable_prefix_caching=not given.no_cache)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    trainer = Trainer(Policy(llm, model), model, given.rate, given.group)
+    trainer = Trainer(Policy(llm, model), model, given.instructions, given.rate, given.group)
     kls = [trainer.step(i, given.prompts, given.tokens) for i in range(given.steps)]
     raise SystemExit(any(kls))
 

@@ -325,13 +325,18 @@ class Witness:
         """Learns the prompt, whose beginning a step need not compute."""
         self._tokens[request.request_id] = list(request.prompt_token_ids)
 
-    def see(self, engine: Engine, plan: StepPlan) -> None:
-        """Looks at the blocks that a step has filled."""
+    def see(self, engine: Engine, plan: StepPlan, step: InFlightStep) -> None:
+        """Looks at the blocks that a step has filled with tokens that count."""
         size = engine._cache.block_size
-        for row, (sequence, computed) in enumerate(tokens_of_plan(plan)):
+        computed: Any = step  # A CPU's, where there are guesses.
+        refused = {
+            row: len(guesses) - len(computed.result.outputs[row].after_drafts)
+            for row, guesses in plan.drafts
+        }
+        for row, (sequence, found) in enumerate(tokens_of_plan(plan)):
             tokens = self._tokens[sequence.request_id]
-            tokens[sequence.start : sequence.start + sequence.num_tokens] = computed
-            for index in _filled_blocks(sequence, size):
+            tokens[sequence.start : sequence.start + sequence.num_tokens] = found
+            for index in _filled_blocks(sequence, refused.get(row, 0), size):
                 name = np.asarray([size, *tokens[: (index + 1) * size]]).tobytes()
                 self._compare(name, _blocks_bytes(engine, row, index))
 
@@ -341,8 +346,9 @@ class Witness:
         self.differences += self._digests.setdefault(name, digest) != digest
 
 
-def _filled_blocks(sequence: ScheduledSequence, size: int) -> range:
-    return range(sequence.start // size, (sequence.start + sequence.num_tokens) // size)
+def _filled_blocks(sequence: ScheduledSequence, refused: int, size: int) -> range:
+    stop = sequence.start + sequence.num_tokens - refused
+    return range(sequence.start // size, stop // size)
 
 
 def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
@@ -467,7 +473,7 @@ class Bench:
         def watched(plan: StepPlan) -> InFlightStep:
             step = submit(plan)
             self._chunks += sum(sequence.sampling is None for sequence in plan.sequences)
-            self._witness.see(engine, plan)
+            self._witness.see(engine, plan, step)
             return step
 
         engine._runner.submit = watched  # type: ignore[method-assign]
@@ -619,10 +625,11 @@ def main() -> None:
         shape = GEMMA4
     for dtype, (quant_format, activations) in product(("float32", "bfloat16"), WEIGHTS):
         with tempfile.TemporaryDirectory() as scratch:
-            # Guesses meet experts too.
+            # Guesses meet experts and states too.
             architecture = arguments.architecture
-            if (architecture, arguments.speculate, quant_format) == ("qwen3", "cache", "Q4_1"):
-                architecture = "qwen2-moe"
+            if (architecture, arguments.speculate) == ("qwen3", "cache"):
+                others = {"Q4_1": "qwen2-moe", "Q8_0": "qwen3.5"}
+                architecture = others.get(quant_format or "", architecture)
             folder, dequantized = make_pair(
                 Path(scratch), dtype, quant_format, architecture, **shape
             )

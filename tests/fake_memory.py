@@ -138,6 +138,8 @@ class FakeWeights:
             self._runner.weights = int(tensor)
         return set(tensors)
 
+    replace = write
+
     def missing(self) -> set[str]:
         return set(self._unwritten) if self._runner.weights is not None else set(NAMES)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
 GEMMA_SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 GEMMA_CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -53,69 +36,6 @@ _PIECES = [
     "\u2581c",
     "\u2581\u2581",
 ]
-_OLMO_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_LFM2_NAMES = {
-    "operator_norm": "attn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.gate": "ffn_gate_inp",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-}
-_GRANITE_MOE_NAMES = {
-    "block_sparse_moe.router": "ffn_gate_inp",
-    "shared_mlp.output_linear": "ffn_down_shexp",
-}
-_QWEN35_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-}
-_GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_OWN_NAMES = {
-    "granitemoe": _GRANITE_MOE_NAMES,
-    "granitemoeshared": _GRANITE_MOE_NAMES,
-    "lfm2_moe": _LFM2_NAMES,
-    "gpt_oss": {
-        "post_attention_layernorm": "post_attention_norm",
-        "mlp.router": "ffn_gate_inp",
-        "self_attn.sinks": "attn_sinks",
-    },
-    "lfm2": _LFM2_NAMES,
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35_NAMES),
-    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
-    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-    "olmo2": _OLMO_NAMES,
-    "olmo3": _OLMO_NAMES,
-    "gemma3_text": _GEMMA_NAMES,
-    "gemma4_text": _GEMMA_NAMES
-    | {
-        "per_layer_input_gate": "inp_gate",
-        "per_layer_projection": "proj",
-        "post_per_layer_input_norm": "post_norm",
-        "layer_scalar": "layer_output_scale",
-    },
-}
 # Where a block's float16 scales stand, and the largest integer that each is multiplied by.
 _SCALES = {
     "Q4_0": {0: 8},
@@ -132,16 +52,30 @@ _SCALES = {
     "IQ4_XS": {0: 127 * 32},
     "MXFP4": {},
 }
+# Parts of transformers' names of architectures.
+_SPELLINGS = {
+    "ministral": "mistral",
+    "_moe": "moe",
+    "gpt_oss": "gpt-oss",
+    "olmo3": "olmo2",
+    "qwen3_5": "qwen35",
+    "qwen3_next": "qwen3next",
+}
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
-_TOP_LEVEL = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "model.embedding_norm": "token_embd_norm",
-    "lm_head": "output",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
+_ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+# What llama.cpp's converter calls parameters before it looks their names up.
+_RENAMED = {
+    ".self_attn.sinks": ".self_attn.sinks.weight",
+    ".linear_attn.dt_bias": ".linear_attn.dt_proj.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".feed_forward.expert_bias": ".feed_forward.expert_bias.bias",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+}
+# What it names by itself.
+_NAMED = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 }
 
 
@@ -152,20 +86,38 @@ def write_gguf(
     pre: str = "smollm",
     formats: Sequence[str] = ("Q8_0",),
     tokenizer: dict[str, object] | None = None,
+    is_fused: bool = False,
 ) -> Path:
     """Matrices in these formats in turn, the rest as float32; the model becomes what the file says.
 
     `pre` is that of a byte-level vocabulary; "sentencepiece" writes the other kind, as Gemma 3 has
-    it. `tokenizer` are more flags of `tokenizer.ggml`. Formats that
-    the gguf package cannot write get random blocks.
+    it. `tokenizer` are more flags of `tokenizer.ggml`. Formats that the gguf package cannot write
+    get random blocks. For `is_fused` see `layout`.
     """
     config = model.config
-    architecture = str(config.model_type).removesuffix("_text").replace("ministral", "mistral")
-    architecture = architecture.replace("_moe", "moe").replace("gpt_oss", "gpt-oss")
-    architecture = architecture.replace("olmo3", "olmo2").replace("qwen3_5", "qwen35")
-    architecture = architecture.removesuffix("shared")
+    architecture = architecture_of(config)
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    add_metadata(writer, model)
+    if architecture in ("gemma3", "gemma4") or pre == "sentencepiece":
+        _add_sentencepiece(writer)
+    else:
+        _add_tokenizer(writer, pre)
+    for key, value in (tokenizer or {}).items():
+        writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
+    for number, (name, parameter) in enumerate(parameters_of(model)):
+        matrix_format = formats[number % len(formats)]
+        _add_parameter(writer, name, parameter, config, matrix_format, number, is_fused=is_fused)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """What the file says of the model's shape."""
+    config, architecture = model.config, architecture_of(model.config)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -175,24 +127,8 @@ def write_gguf(
     writer.add_rope_freq_base(rope["rope_theta"])
     if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     _add_features(writer, architecture, config, rope)
-    if architecture in ("gemma3", "gemma4") or pre == "sentencepiece":
-        _add_sentencepiece(writer)
-    else:
-        _add_tokenizer(writer, pre)
-    for key, value in (tokenizer or {}).items():
-        writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
-    scales = [one for one in model.named_buffers() if one[0].endswith("layer_scalar")]
-    for number, (name, parameter) in enumerate([*model.named_parameters(), *scales]):
-        _add_tensor(writer, name, parameter, config, formats[number % len(formats)], number)
-    for name, bias in model.named_buffers():
-        if name.endswith("expert_bias"):
-            writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", bias.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
@@ -239,13 +175,15 @@ def _add_features(
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
     if architecture == "gemma3":
         _add_gemma(writer, config, rope)
-    if architecture.startswith("qwen35"):
+    if getattr(config, "linear_num_key_heads", 0):
         _add_states(writer, config, rope)
 
 
 def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
-    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
-    writer.add_full_attention_interval(3)
+    turned = int(config.head_dim * rope["partial_rotary_factor"])
+    writer.add_rope_dimension_count(turned)
+    writer.add_rope_dimension_sections([(turned // 2 + more) // 3 for more in (2, 1, 0)] + [0])
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -282,9 +220,17 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(slides)
-    writer.add_key_length(full.head_dim)
-    writer.add_key_length_swa(shapes[slides.index(True)].head_dim)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    sliding = shapes[slides.index(True)]
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(full.head_dim)
+    for add in (
+        writer.add_key_length_swa,
+        writer.add_value_length_swa,
+        writer.add_rope_dimension_count_swa,
+    ):
+        add(sliding.head_dim)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     rope = config.rope_parameters["full_attention"]
     turned = int(full.head_dim * rope["partial_rotary_factor"] / 2)
@@ -298,7 +244,8 @@ def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> Non
     if not count:
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    used = config.top_k_experts if architecture_of(config) == "gemma4" else None
+    writer.add_expert_used_count(used or config.num_experts_per_tok)
     size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     if config.model_type != "olmoe" and not config.model_type.startswith("granite"):
         writer.add_expert_feed_forward_length(size)
@@ -369,101 +316,153 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(GEMMA_CHAT_TEMPLATE)
 
 
-def _add_tensor(
+def _add_parameter(
     writer: gguf.GGUFWriter,
     name: str,
-    parameter: torch.nn.Parameter,
+    parameter: torch.Tensor,
     config: PreTrainedConfig,
     matrix_format: str,
     seed: int,
+    *,
+    is_fused: bool,
 ) -> None:
-    if ".experts." in name or name.endswith("shared_mlp.input_linear.weight"):
-        _add_experts(writer, name, parameter, config, matrix_format, seed)
-        return
-    name = name.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_bias.bias")
-    name = name.replace(".layer_scalar", ".layer_scalar.weight")
-    module, kind = name.replace(".A_log", ".A_log.").rsplit(".", 1)
-    has_offset = config.model_type.startswith(("gemma3", "qwen3_5"))
-    if module in _TOP_LEVEL:
-        target = _TOP_LEVEL[module]
-    else:
-        _, _, layer, part = module.split(".", 3)
-        names = _NAMES | _OWN_NAMES.get(config.model_type, {})
-        target = f"blk.{layer}.{names[part]}"
-    offset = np.float32(has_offset and target.endswith("norm") and not target.endswith("ssm_norm"))
+    """Its tensors; the parameter becomes what they say."""
     values = parameter.detach().numpy()
-    if ".linear_attn." in name:
+    read = np.empty(values.size, np.float32)
+    places = np.arange(values.size).reshape(values.shape)
+    for target, of_tensor in layout(name, places, config, is_fused=is_fused).items():
+        to_file, from_file = _functions(target, config)
+        numbers = to_file(values.reshape(-1)[of_tensor])
+        kind = gguf.GGMLQuantizationType[matrix_format if is_matrix(target, of_tensor) else "F32"]
+        rows = _stored(numbers.reshape(-1, numbers.shape[-1]), kind, seed)
+        stored = rows.reshape(*numbers.shape[:-1], -1)
+        writer.add_tensor(target, stored, raw_dtype=kind)
+        read[of_tensor] = from_file(gguf.dequantize(rows, kind).reshape(numbers.shape))
+    parameter.data = torch.from_numpy(read.reshape(values.shape))
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The name of the model's architecture in a file."""
+    name = str(config.model_type).removesuffix("_text").removesuffix("shared")
+    for theirs, ours in _SPELLINGS.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def parameters_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a file has tensors of, by name."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(("layer_scalar", "expert_bias")):
+            yield name, buffer
+
+
+def is_matrix(target: str, values: np.ndarray) -> bool:
+    """Whether a tensor of a file may be quantized; a convolution is none."""
+    return values.ndim > 1 and not target.endswith((".bias", "conv.weight", "conv1d.weight"))
+
+
+def layout(
+    name: str, values: np.ndarray, config: PreTrainedConfig, *, is_fused: bool = False
+) -> dict[str, np.ndarray]:
+    """A parameter as a file has it: its tensors by name, of the same elements in their order.
+
+    With `is_fused` gates and what they let pass of all experts are one tensor, and so are the
+    projections of Qwen3-Next's delta rule, as in files of an earlier converter.
+    """
+    if ".experts." in name or name.endswith("shared_mlp.input_linear.weight"):
+        return _of_experts(name, values, config, is_fused=is_fused)
+    if name.endswith("in_proj_qkvz.weight") and not is_fused:
+        return _split_qkvz(name, values, config)
+    target = _target(name, config)
+    if ".linear_attn." in name and config.model_type != "qwen3_next":
         values = _tiled(name, values, config)
-    if target.endswith("ssm_a"):
-        values = -np.exp(values)
-    # A convolution of one input for each output is a matrix there, a linear of one output a vector.
-    flat = values.squeeze(1) if values.ndim == 3 else np.atleast_1d(values.squeeze())
-    is_matrix = values.ndim == 2 and flat.ndim == 2
-    stored_format = gguf.GGMLQuantizationType[matrix_format if is_matrix else "F32"]
-    stored = _stored(flat + offset, stored_format, seed)
-    read = gguf.dequantize(stored, stored_format).reshape(values.shape) - offset
-    if target.endswith("ssm_a"):
-        read = np.log(-read)
-    if ".linear_attn." in name:
-        read = _tiled(name, read, config, back=True)
-    parameter.data = torch.from_numpy(read)
+    part = target.split(".")[-2]
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-    part = target.rpartition(".")[2]
     if config.model_type in _PAIRED and part in heads:
-        stored = _permuted(stored, getattr(config, heads[part]))
-    writer.add_tensor(f"{target}.{kind}".rstrip("."), stored, raw_dtype=stored_format)
+        values = _permuted(values, getattr(config, heads[part]))
+    # A convolution of one input for each output is a matrix there, a linear of one output a vector.
+    if values.ndim == 3:
+        values = values.squeeze(1)
+    return {target: values[0] if part == "ffn_gate_inp_shexp" else values}
 
 
-def _tiled(
-    name: str, values: np.ndarray, config: PreTrainedConfig, *, back: bool = False
-) -> np.ndarray:
+def _target(name: str, config: PreTrainedConfig) -> str:
+    """By gguf's own table."""
+    if own := _NAMED.get(name.split(".", 3)[-1]):
+        return f"blk.{name.split('.')[2]}.{own}"
+    for theirs, converters in _RENAMED.items():
+        name = name.removesuffix(theirs) + converters if name.endswith(theirs) else name
+    names = _names_of(architecture_of(config), config.num_hidden_layers)
+    target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert target is not None, name
+    return target
+
+
+@cache
+def _names_of(architecture: str, num_layers: int) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(_ARCHITECTURES[architecture], num_layers)
+
+
+def _functions(
+    target: str, config: PreTrainedConfig
+) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
+    """What numbers become in a file, and the other way."""
+    if target.endswith("ssm_a"):
+        return lambda values: -np.exp(values), lambda read: np.log(-read)
+    has_offset = config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next"))
+    is_norm = target.endswith("norm.weight") and not target.endswith("ssm_norm.weight")
+    offset = np.float32(has_offset and is_norm)
+    return lambda values: values + offset, lambda read: read - offset
+
+
+def _tiled(name: str, values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
     """Value heads of a key head apart, where it has several, as llama.cpp wants them."""
-    if name.endswith("linear_attn.norm.weight"):
-        return values
-    keys = config.linear_num_key_heads
-    shape = (keys, config.linear_num_value_heads // keys)
-    count = config.linear_num_value_heads
+    if name.endswith("linear_attn.norm.weight") or not any(values.strides):
+        return values  # nothing to move, or only a shape
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
     axis = 1 if "out_proj" in name else 0
     moved = np.moveaxis(values, axis, 0)
     first = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
-    heads = moved[first:].reshape(count, -1, *moved.shape[1:])
-    order = np.arange(count).reshape(shape).T.ravel()
-    heads = heads[np.argsort(order) if back else order].reshape(moved[first:].shape)
-    return np.ascontiguousarray(np.moveaxis(np.concatenate([moved[:first], heads]), 0, axis))
+    heads = moved[first:].reshape(keys, count // keys, -1, *moved.shape[1:])
+    heads = heads.swapaxes(0, 1).reshape(moved[first:].shape)
+    return np.moveaxis(np.concatenate([moved[:first], heads]), 0, axis)
 
 
-def _add_experts(
-    writer: gguf.GGUFWriter,
-    name: str,
-    parameter: torch.nn.Parameter,
-    config: PreTrainedConfig,
-    matrix_format: str,
-    seed: int,
-) -> None:
-    """A tensor of all experts of a layer: gates and what they let pass are two in the file.
+def _split_qkvz(name: str, values: np.ndarray, config: PreTrainedConfig) -> dict[str, np.ndarray]:
+    """Queries, keys and values of all heads, and z, which a checkpoint has by key head."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    of_values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    by_head = values.reshape(keys, -1, values.shape[1])
+    parts = np.split(by_head, np.cumsum([size, size, of_values]), axis=1)
+    *qkv, z = (part.reshape(-1, values.shape[1]) for part in parts)
+    layer = name.split(".")[2]
+    return {
+        f"blk.{layer}.attn_qkv.weight": np.concatenate(qkv),
+        f"blk.{layer}.attn_gate.weight": z,
+    }
 
-    A shared expert's are too.
-    """
-    _, _, layer, module, *_, kind = name.split(".")
-    ending, kind = ("shexp", "gate_up") if module == "shared_mlp" else ("exps", kind)
-    values = parameter.detach().numpy().copy()
-    has_outputs_last = config.model_type == "gpt_oss"
-    by_output = values.swapaxes(1, 2) if has_outputs_last and values.ndim == 3 else values
-    parts = {"down": by_output}
-    if kind.startswith("gate_up"):
-        half = by_output.shape[-2] // 2
-        parts = {"gate": by_output[..., :half, :], "up": by_output[..., half:, :]}
-        if has_outputs_last:
-            parts = {"gate": by_output[:, ::2], "up": by_output[:, 1::2]}
+
+def _of_experts(
+    name: str, values: np.ndarray, config: PreTrainedConfig, *, is_fused: bool
+) -> dict[str, np.ndarray]:
+    """Tensors of all experts of a layer; a shared expert's gates are one of their own too."""
+    is_shared = "shared_mlp" in name
+    kind = "gate_up" if is_shared else name.rpartition(".")[2]
     is_bias = kind.endswith("_bias")
-    stored_format = gguf.GGMLQuantizationType["F32" if is_bias else matrix_format]
-    for part, numbers in parts.items():
-        flat = _stored(numbers.reshape(-1, numbers.shape[-1]), stored_format, seed)
-        target = f"blk.{layer}.ffn_{part}_{ending}.{'bias' if is_bias else 'weight'}"
-        stored = flat.reshape(*numbers.shape[:-1], -1)
-        writer.add_tensor(target, stored, raw_dtype=stored_format)
-        numbers[...] = gguf.dequantize(flat, stored_format).reshape(numbers.shape)
-    parameter.data = torch.from_numpy(values)
+    turns = config.model_type == "gpt_oss"
+    rows = values.swapaxes(1, 2) if turns and not is_bias else values
+    axis = rows.ndim - (1 if is_bias else 2)
+    parts = {"down": rows}
+    if kind.startswith("gate_up"):
+        size = rows.shape[axis] // 2
+        pairs = np.moveaxis(rows, axis, 0)
+        gate, up = (pairs[::2], pairs[1::2]) if turns else (pairs[:size], pairs[size:])
+        parts = {"gate": np.moveaxis(gate, 0, axis), "up": np.moveaxis(up, 0, axis)}
+        if is_fused or config.model_type == "gemma4_text":
+            parts = {"gate_up": rows}
+    ending = f"{'shexp' if is_shared else 'exps'}.{'bias' if is_bias else 'weight'}"
+    return {f"blk.{name.split('.')[2]}.ffn_{one}_{ending}": part for one, part in parts.items()}
 
 
 def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray:
@@ -473,17 +472,19 @@ def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> n
         return random_blocks(kind.name, *values.shape, seed=seed)
 
 
-def random_blocks(quant_format: str, outputs: int, inputs: int, *, seed: int) -> np.ndarray:
-    """Rows of random valid blocks, as a GGUF file holds them, whose numbers are below 1."""
+def random_blocks(
+    quant_format: str, outputs: int, inputs: int, *, seed: int, largest: float = 1.0
+) -> np.ndarray:
+    """Rows of random valid blocks, as a GGUF file holds them, whose numbers are below `largest`."""
     kind = gguf.GGMLQuantizationType[quant_format]
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
-    for place, largest in _SCALES[quant_format].items():
-        scales = rng.uniform(-1, 1, (outputs, inputs // numbers, 1)) / largest
+    for place, integer in _SCALES[quant_format].items():
+        scales = rng.uniform(-largest, largest, (outputs, inputs // numbers, 1)) / integer
         data[:, :, place : place + 2] = scales.astype(np.float16).view(np.uint8)
     if quant_format == "MXFP4":
-        data[:, :, 0] = rng.integers(110, 125, data.shape[:2])
+        data[:, :, 0] = rng.integers(110, 125, data.shape[:2]) + int(np.log2(largest))
     return data.reshape(outputs, -1)
 
 

@@ -187,12 +187,17 @@ _GEMMA4 = {
     },
 }
 # As the larger ones: fewer heads without a window, whose values are their keys; nothing is shared.
+# Experts stand next to the MLP.
 _GEMMA4_LARGE = _GEMMA4 | {
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 32,
 }
 _GEMMA4_SENSES = {
     "vision_config": {
@@ -204,51 +209,6 @@ _GEMMA4_SENSES = {
         "head_dim": 8,
     },
     "audio_config": None,
-}
-_S, _F = "sliding_attention", "full_attention"
-_K_EQ_V = {"attention_k_eq_v": True, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-# What published files of the family say of their layers.
-GEMMA4_SHAPES: dict[str, dict[str, Any]] = {
-    name: {"architectures": ["Gemma4ForCausalLM"], **shape}
-    for name, shape in {
-        "E2B": {
-            "hidden_size": 1536,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 35,
-            "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20,
-            "use_double_wide_mlp": True,
-            "layer_types": [*[_S] * 4, _F] * 7,
-        },
-        "E4B": {
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_hidden_layers": 42,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 18,
-            "layer_types": [*[_S] * 5, _F] * 7,
-        },
-        "31B": _K_EQ_V
-        | {
-            "hidden_size": 5376,
-            "intermediate_size": 21_504,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "num_global_key_value_heads": 4,
-            "layer_types": [*[_S] * 5, _F] * 10,
-        },
-        "26B-A4B": _K_EQ_V
-        | {
-            "hidden_size": 2816,
-            "intermediate_size": 2112,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_global_key_value_heads": 2,
-            "layer_types": [*[_S] * 5, _F] * 5,
-        },
-    }.items()
 }
 # Three layers of convolutions to two of attention.
 _LFM2 = {
@@ -520,6 +480,10 @@ def _stir(model: PreTrainedModel) -> None:
                 parameter.uniform_(-3.0, 0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
+            elif name.endswith("router.scale"):
+                parameter.uniform_(4.0, 12.0)  # so that experts' scores differ
+            elif name.endswith("per_expert_scale"):
+                parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
             else:

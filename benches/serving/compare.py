@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -40,9 +41,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
+from prefixcache.models.parameters import EMBEDDING, OWN_EMBEDDING
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.tools.bench.machine import machine_facts, usable_cores
 from prefixcache.tools.bench.prompts import SOURCE_TEXT
@@ -57,6 +60,7 @@ REST = 0.25
 
 MEMORY = "memory of the weights (MB)"
 READ = "plain read"
+_OF_EXPERT = re.compile(r"\.(experts|block_sparse_moe)\.\d+\.")
 
 
 class Kind(str, Enum):
@@ -231,11 +235,18 @@ class Forms:
         return target
 
     def bytes_of_a_token(self) -> int:
-        """What a decode of one token reads of the file: all but an embedding that is no head."""
+        """What a decode of one token reads of the file: of experts those that are chosen.
+
+        Tables of embeddings are not read, but for one that is the head too.
+        """
         sizes = {tensor.name: tensor.nbytes for tensor in read_index(self.folder).tensors}
+        sizes.pop(OWN_EMBEDDING, None)
         if "lm_head.weight" in sizes:
-            del sizes["model.embed_tokens.weight"]
-        return sum(sizes.values())
+            del sizes[EMBEDDING]
+        of_experts = sum(size for name, size in sizes.items() if _OF_EXPERT.search(name))
+        experts = ModelConfig.from_hf(self.folder).experts
+        unread = 0 if experts is None else 1 - experts.top_k / experts.count
+        return sum(sizes.values()) - int(of_experts * unread)
 
 
 def _entries(

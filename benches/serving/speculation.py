@@ -343,7 +343,7 @@ def decode(drafter: Drafter, turn: Turn, name: str) -> Iterator[tuple[int, int]]
         place, state.num_tokens = place + count, len(known)
         if place == len(turn.answer):
             break
-        guesses = drafter.propose([state], 64, lambda _, wanted: wanted).get(name, ())
+        guesses = drafter.propose([state], 1, 64, lambda _, wanted: wanted).get(name, ())
         count = 1 + num_right(guesses, turn.answer[place:])
         drafter.observe({name: count - 1})
         yield count, len(guesses)

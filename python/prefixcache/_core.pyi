@@ -28,12 +28,14 @@ __all__ = [
     "DecoderLayer",
     "DecoderStack",
     "DeltaMixer",
+    "DenseAndExperts",
     "DenseFeedForward",
     "DraftIndex",
     "DraftStream",
     "EventSnapshot",
     "ExpertsFeedForward",
     "KVFile",
+    "LaidOutFile",
     "OwnInput",
     "PackedLinear",
     "PagedAttention",
@@ -780,6 +782,16 @@ class KVFile:
         """
 
 @final
+class LaidOutFile:
+    """A file of laid-out parts of linear layers, mapped to be read."""
+
+    def __new__(cls, descriptor: int) -> LaidOutFile:
+        """Maps the file of a descriptor, which may be closed then. Raises OSError.
+
+        Nobody may write to the file any more, or cut it short: the process would end.
+        """
+
+@final
 class PackedLinear:
     """A linear layer, its weight packed for the kernels of the CPU.
 
@@ -832,6 +844,26 @@ class PackedLinear:
         """What the part is kept as that starts at output `start`; ValueError where none does.
 
         It is the layer's type where the part is dense or never written.
+        """
+    def write_laid_out(self, start: int, descriptor: int, offset: int) -> int:
+        """Write the part that starts at output `start` to a file, as the kernels read it.
+
+        Returns its bytes, which begin at `offset`: 0 where it was never written. OSError where the
+        file does not take them.
+        """
+    def map_laid_out(
+        self,
+        start: int,
+        file: LaidOutFile,
+        offset: int,
+        num_bytes: int,
+        format: _BlockFormat | None = None,  # noqa: A002
+    ) -> None:
+        """Take for the part from output `start` on what `write_laid_out` wrote of one like it.
+
+        Of the same inputs, outputs, type, instructions and activations; without a format it is
+        dense. The part stays in the file until it is written again. ValueError where `num_bytes`
+        are not those of such a part, or `offset` is no multiple of 64.
         """
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
@@ -955,6 +987,7 @@ class ExpertsFeedForward:
         top_k: int,
         renormalise: float | None = None,
         scale: float | None = None,
+        expert_scales: int | None = None,
         gate_up: PackedLinear,
         gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
         down: PackedLinear,
@@ -966,8 +999,30 @@ class ExpertsFeedForward:
         `gate_up` has for each expert its gates, then what they let pass, in parts of its own,
         `down` a part an expert. A row goes to the `top_k` experts with the highest scores, to which
         float32 numbers at `selection_bias` are added before. With `renormalise` a row's scores are
-        divided by their sum plus this, and then multiplied by `scale`. All rows go through `shared`
-        too, which the sigmoid of the output of `shared_weight` weighs, if it is given.
+        divided by their sum plus this, and then multiplied by `scale`, and by an expert's float32
+        at `expert_scales`. All rows go through `shared` too, which the sigmoid of the output of
+        `shared_weight` weighs, if it is given.
+        """
+
+@final
+class DenseAndExperts:
+    """A gated MLP and experts next to it of a layer on the CPU, whose results are added."""
+
+    def __new__(
+        cls,
+        *,
+        dense: DenseFeedForward,
+        experts: ExpertsFeedForward,
+        dense_norm: int,
+        dense_out_norm: int,
+        router_norm: int,
+        experts_norm: int,
+        experts_out_norm: int,
+    ) -> DenseAndExperts:
+        """These two, and norms at these addresses.
+
+        They are of what the MLP, the router and the experts read of the stream, and of what the MLP
+        and the experts make. Their layer needs an `mlp_out_norm`.
         """
 
 @final
@@ -998,7 +1053,7 @@ class DecoderLayer:
         mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
-        feed_forward: DenseFeedForward | ExpertsFeedForward,
+        feed_forward: DenseFeedForward | ExpertsFeedForward | DenseAndExperts,
         mlp_out_norm: int | None = None,
         norm_offset: float,
         own_input: OwnInput | None = None,
@@ -1037,6 +1092,7 @@ class DecoderStack:
         states: _Iterable[tuple[int, int, int, int]] | None = None,
         page_stride: int | None = None,
         own_inputs: int | None = None,
+        guesses: _Iterable[int] | None = None,
     ) -> None:
         """Take `x`, dense rows of the step that all `attentions` have planned, through all layers.
 
@@ -1047,7 +1103,18 @@ class DecoderStack:
         all. At the cache of a convolution a block has the inputs of its last `kept_tokens` tokens,
         among those of others. `states` has the parts of states, in their order: of which layer, in
         which group, where that is in page 0, and how many float32 numbers. `own_inputs` are dense
-        rows of what each layer with an `own_input` has, one layer after the other.
+        rows of what each layer with an `own_input` has, one layer after the other. As many of the
+        last tokens of each sequence as `guesses` says are not taken into states.
+        """
+    def keep_accepted(
+        self,
+        attentions: list[PagedAttention],
+        states: _Iterable[tuple[int, int, int, int]],
+        accepted: _Iterable[int],
+    ) -> None:
+        """Take the first `accepted` guesses of each sequence of the last `forward` into `states`.
+
+        These are as they were there, and so is what `attentions` have planned.
         """
 
 @final

@@ -27,6 +27,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cpu import sampler
+from prefixcache.runner.cpu.model import CpuModel, StepKernels
 from prefixcache.scheduler import drafts as drafts_module
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
@@ -240,7 +241,7 @@ def rows_of(right_of_ten: int, steps: int = 5000) -> tuple[int, int, int]:
     state = guessed_state("a")
     accepted = refused = 0
     for _ in range(steps):
-        drafted = len(drafter.propose([state], 63, lambda _, wanted: wanted).get("a", ()))
+        drafted = len(drafter.propose([state], 1, 63, lambda _, wanted: wanted).get("a", ()))
         right = drafted if source.next_is_right else 0
         accepted, refused = accepted + right, refused + drafted - right
         drafter.observe({"a": right})
@@ -276,7 +277,7 @@ def test_what_can_be_guessed_often_enough_is() -> None:
 
 def test_a_step_without_guesses_says_nothing_of_those_before() -> None:
     drafter = Drafter(Guesses(10), RowTimes(), shares=False, most=MOST_DRAFTS)
-    assert drafter.propose([guessed_state("a")], 63, lambda _, wanted: wanted)
+    assert drafter.propose([guessed_state("a")], 1, 63, lambda _, wanted: wanted)
     for _ in range(3):
         drafter.observe({"a": 1})
     counts = drafter.counts()
@@ -302,7 +303,7 @@ def test_guesses_go_by_what_a_row_costs_in_this_step(num_seqs, a_row, guesses) -
     assert longer == pytest.approx(1 + 7 * a_row / (1 + a_row * num_seqs), rel=0.15)
     drafter = Drafter(Guesses(10), rows, shares=False, most=MOST_DRAFTS)
     states = [guessed_state(f"{number}") for number in range(num_seqs)]
-    found = drafter.propose(states, 63, lambda _, wanted: wanted)
+    found = drafter.propose(states, num_seqs, 63, lambda _, wanted: wanted)
     assert sum(map(len, found.values())) == guesses
 
 
@@ -336,7 +337,7 @@ def test_steps_with_guesses_teach_nothing_of_chunks() -> None:
     assert not model._prefills
 
 
-def test_no_guess_joins_a_chunk_of_a_prompt_or_takes_the_last_blocks() -> None:
+def test_no_guess_takes_the_last_blocks_or_the_place_of_a_prompt() -> None:
     requests = [make_request(f"{n}", [n, *PROMPT], max_tokens=30) for n in range(6)]
     plain, _, _ = make_engine(num_blocks=30, max_model_len=64)
     _, plain_steps = serve(plain, *requests)
@@ -345,8 +346,9 @@ def test_no_guess_joins_a_chunk_of_a_prompt_or_takes_the_last_blocks() -> None:
     for request in requests:
         expected = answer_alone(request.prompt_token_ids.tolist(), 30)
         assert tokens_of(outputs[request.request_id]) == expected
-    assert all(plan.num_decodes == len(plan.sequences) for plan in runner.plans if plan.drafts)
-    assert any(plan.drafts for plan in runner.plans)
+    assert all(row < plan.num_decodes for plan in runner.plans for row, _ in plan.drafts)
+    drafted = {plan.num_decodes == len(plan.sequences) for plan in runner.plans if plan.drafts}
+    assert drafted == {True, False}, "in steps with chunks of prompts too"
     assert steps < plain_steps
     cache.validate()
 
@@ -367,9 +369,10 @@ _CONVOLUTIONS = LFM2 | {"architecture": "lfm2", "num_key_value_heads": 3}
 
 
 _EXPERTS = WIDE | {"architecture": "qwen2-moe"}
+_STATES = WIDE | {"architecture": "qwen3.5"}
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS])
+@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS, _STATES])
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):
@@ -442,19 +445,36 @@ def _a_mask_of_the_place_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixcache.text.grammar.answer_matcher._DraftWords.follow", stay)
 
 
+def _states_take_refused_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache.runner.cpu.step._guesses", lambda plan: [])
+
+
+def _the_last_accepted_guess_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = CpuModel.keep_accepted
+
+    def too_few(self: CpuModel, kernels: StepKernels, accepted: Sequence[int]) -> None:
+        keep(self, kernels, [max(0, count - 1) for count in accepted])
+
+    monkeypatch.setattr(CpuModel, "keep_accepted", too_few)
+
+
 @pytest.mark.parametrize(
-    "break_it",
+    ("break_it", "shape"),
     [
-        _noise_of_the_wrong_position,
-        _a_penalty_counts_twice,
-        _a_refused_guess_is_kept,
-        _a_mask_of_the_place_before,
+        (_noise_of_the_wrong_position, WIDE),
+        (_a_penalty_counts_twice, WIDE),
+        (_a_refused_guess_is_kept, WIDE),
+        (_a_mask_of_the_place_before, WIDE),
+        (_states_take_refused_guesses, _STATES),
+        (_the_last_accepted_guess_is_no_state, _STATES),
     ],
 )
-def test_the_comparison_notices_what_it_is_for(monkeypatch, break_it: Callable[..., None]) -> None:
+def test_the_comparison_notices_what_it_is_for(
+    monkeypatch, break_it: Callable[..., None], shape: dict[str, Any]
+) -> None:
     break_it(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of them
-        for counts in compare(seed for seed in range(40) if seed % 3):
+        for counts in compare((seed for seed in range(40) if seed % 3), shape):
             assert not counts.differences
 
 

@@ -46,12 +46,12 @@ def counts_of(engine: Engine) -> DraftCounts:
     return counts
 
 
-def mislead(engine: Engine, salt: str) -> None:
+def mislead(engine: Engine, salt: str, times: int = 40, max_tokens: int = 3) -> None:
     """Says that something follows an answer's first token which does not, and asks for it."""
     first, *_ = answer_alone(PROMPT, 1)
-    for i in range(40):
+    for i in range(times):
         num_steps(engine, [*PROMPT, first, 50 + i % 4, *range(1, 9)], salt, 1)
-        num_steps(engine, PROMPT, salt, 3)
+        num_steps(engine, PROMPT, salt, max_tokens)
 
 
 @pytest.mark.parametrize("salt", ["victim", "hostile"])
@@ -66,6 +66,15 @@ def test_wrong_guesses_spoil_those_of_their_own_salt_alone(salt: str) -> None:
     )
     assert expected[1] < LONG / 4
     assert (found == expected) == (salt == "hostile")
+
+
+def test_wrong_guesses_under_many_salts_cost_no_more_than_under_one() -> None:
+    engine = engine_with(DraftIndex(1 << 14))
+    for number in range(60):
+        mislead(engine, str(number), times=1, max_tokens=12)
+    counts = counts_of(engine)
+    assert sum(counts.accepted.values()) == 0
+    assert 50 < sum(counts.drafted.values()) <= 64
 
 
 def test_a_flood_takes_no_memory_beyond_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

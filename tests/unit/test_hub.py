@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
-from unittest import mock
 
 import httpx
 import pytest
@@ -131,19 +130,29 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     assert (ours - exact).norm() / exact.norm() < 1e-5
 
 
+SHARED = {"shared_size": 128, "shared_weight": True}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "more"),
+    ("architecture", "is_fused", "more"),
     [
-        ("qwen3-moe", {"renormalise": True}),
-        ("qwen2-moe", {"shared_size": 128, "shared_weight": True}),
+        ("qwen3-moe", False, {"renormalise": True}),
+        ("qwen2-moe", True, SHARED),
+        ("qwen3-next", False, {"renormalise": True, **SHARED}),
+        ("qwen3-next", True, {"renormalise": True, **SHARED}),
     ],
 )
 def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(
-    tmp_path: Path, architecture: str, more: dict[str, Any]
+    tmp_path: Path, architecture: str, is_fused: bool, more: dict[str, Any]
 ) -> None:
     original = make_model(architecture, mlp_only_layers=[], norm_topk_prob="renormalise" in more)
-    formats = ("Q8_0", "Q4_1")
-    file = write_gguf(tmp_path / "experts.gguf", original, pre="qwen2", formats=formats)
+    file = write_gguf(
+        tmp_path / "experts.gguf",
+        original,
+        pre="qwen2",
+        formats=("Q8_0", "Q4_1"),
+        is_fused=is_fused,
+    )
     folder = resolve_model(str(file))
     config = ModelConfig.from_hf(folder)
     assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, **more)
@@ -211,13 +220,6 @@ def test_a_gguf_file_of_gemma_4_means_the_model_it_was_made_from(
     if config.own_input_size:
         table = cpu.slots["model.embed_tokens_per_layer.weight"]
         assert table.kept_format() in ("Q8_0", "Q4_1")
-
-
-def test_experts_of_a_gguf_file_of_gemma_4_are_refused(tmp_path: Path) -> None:
-    with mock.patch("tiny_gguf._add_experts_shape", lambda writer, _: writer.add_expert_count(8)):
-        file = write_gguf(tmp_path / "gemma.gguf", make_model("gemma4-large"))
-    with pytest.raises(UnsupportedModelError, match="enable_moe_block True is not supported"):
-        ModelConfig.from_hf(resolve_model(str(file)))
 
 
 def test_the_largest_gemma_3_scales_attention_by_its_width(tmp_path: Path) -> None:

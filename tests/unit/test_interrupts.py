@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import prefixcache
 from fake_engine import make_engine, make_request
@@ -24,13 +25,15 @@ PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 60], list(range(40, 60))
 
 
 @contextmanager
-def interrupted_at(line: int) -> Generator[list[str], None, None]:
+def interrupted_at(
+    line: int, within: str | tuple[str, ...] = PACKAGE
+) -> Generator[list[str], None, None]:
     """Raises `KeyboardInterrupt` at the n-th line of the package; the list then names it."""
     places: list[str] = []
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(within):
             return None
         if event == "line" and next(lines) == line:
             places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
@@ -96,5 +99,40 @@ def test_the_next_call_is_answered(tiny_checkpoint: Callable[..., Path], seed: i
         with interrupted_at(line) as places:
             generate()
         assert generate() == expected, places
+        if not places:
+            return
+
+
+@pytest.mark.parametrize("call", ["receive_weights", "load_state_dict", "update_weights_from_disk"])
+def test_weights_are_never_called_by_the_name_of_others(
+    tiny_checkpoint: Callable[..., Path], seed: int, call: str
+) -> None:
+    """Whatever line of an update Ctrl-C comes at, an answer is of old weights or of new ones."""
+    folders = [tiny_checkpoint("smollm2", seed=number) for number in (0, 1)]
+    llm = LLM(str(folders[0]), dtype="float32", num_blocks=65, block_size=4)
+    control, params = llm.control, SamplingParams(temperature=0, max_tokens=2, logprobs=0)
+    tensors = load_file(folders[1] / "model.safetensors")
+    update = {
+        "receive_weights": lambda: control.receive_weights([tensors]),
+        "load_state_dict": lambda: control.load_state_dict(tensors),
+        "update_weights_from_disk": lambda: control.update_weights_from_disk(str(folders[1])),
+    }[call]
+
+    def generate() -> list[Any]:
+        return [one.outputs[0].logprobs for one in llm.generate(list(PROMPTS), params)]
+
+    expected: dict[str, list[Any]] = {}
+    for folder in folders:
+        control.update_weights_from_disk(str(folder))
+        expected[control.weights_name] = generate()
+    files = (f"{PACKAGE}/engine/control.py", f"{PACKAGE}/models/replaceable.py")
+    step = bounded(usual=13, long=1)
+    for line in itertools.count(seed % step, step):
+        control.update_weights_from_disk(str(folders[0]))
+        assert generate() == expected[control.weights_name]
+        with interrupted_at(line, files) as places:
+            update()
+        known = [expected.get(control.weights_name)]
+        assert generate() in (known if known[0] else [*expected.values()]), places
         if not places:
             return

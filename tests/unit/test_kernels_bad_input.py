@@ -94,6 +94,7 @@ def test_widths_that_cannot_be_doubled() -> None:
 
 def test_rows_of_nothing_take_no_time() -> None:
     RowOps(CPU, "float32").gated("silu", 0, 2**62, 0, 0, 0)
+    RowOps(CPU, "float32").softcap(0, 2**62, 0, 1.0)
 
 
 def test_addresses_that_are_none() -> None:
@@ -266,7 +267,7 @@ def test_a_sound_stack_is_computed() -> None:
     [
         ({"qkv": 3}, TypeError, "qkv"),
         ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer, a ShortConv"),
-        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
+        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward, an"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
         ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),
@@ -375,6 +376,30 @@ def test_states_need_pages_of_their_own_and_the_token_before(change: dict[str, A
 def test_a_delta_rule_next_to_attention_is_computed() -> None:
     states = [(1, *rest) for _, *rest in STATE]
     forward([decoder_layer(), delta_layer()], states=states)
+
+
+def forward_and_accept(guesses: Any, accepted: Any) -> None:
+    """Of a sequence of one row."""
+    stack, attentions = DecoderStack(CPU, "float32", 4, 1e-5, [delta_layer()]), [planned()]
+    rotations = [(NUMBERS, NUMBERS)] * 2
+    stack.forward(attentions, [0], [NUMBERS], rotations, NUMBERS, states=STATE, guesses=guesses)
+    stack.keep_accepted(attentions, STATE, accepted)
+
+
+@pytest.mark.parametrize(
+    ("guesses", "accepted", "name"),
+    [
+        ([1, 1], [1], "guesses"),
+        ([2], [1], "guesses"),
+        ([1], [2], "accepted"),
+        ([1], [], "accepted"),
+        ([], [1], "accepted"),
+    ],
+)
+def test_guesses_that_there_are_not(guesses: Any, accepted: Any, name: str) -> None:
+    forward_and_accept([1], [1])
+    with pytest.raises(ValueError, match=f"{name} must have a number for each sequence"):
+        forward_and_accept(guesses, accepted)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
-from tiny_models import GEMMA4_SHAPES
+from public_shapes import SHAPES
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -195,7 +195,7 @@ def test_no_two_convolutions_share_a_number_and_all_lie_in_their_block(
 def test_layers_of_two_sizes_share_blocks(
     shape: str, block_bytes: int, groups: list[int], unused: float
 ) -> None:
-    model = ModelConfig.from_hf(GEMMA4_SHAPES[shape])
+    model = ModelConfig.from_hf(SHAPES[f"Gemma 4 {shape}"])
     layout = kv_layout(model)
     assert [len(group.layers) for group in layout.groups] == groups
     assert layout.num_tensors == 1

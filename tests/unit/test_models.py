@@ -342,7 +342,6 @@ def test_a_file_of_gemma_4_means_what_transformers_makes_of_it() -> None:
     ("given", "message"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
-        ({"enable_moe_block": True}, "enable_moe_block True"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config that is not of full"),
         ({"per_layer_config": {"5": {"num_attention_heads": 8}}}, "per_layer_config that is not"),
         ({"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config that is not of full"),

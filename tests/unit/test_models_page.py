@@ -12,12 +12,13 @@ from pathlib import Path
 
 from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.kv.specs import kv_layout
+from prefixcache.kv.cache_manager import fitting_tokens
+from prefixcache.kv.specs import STATE_BYTES, KVLayout, kv_layout
 from prefixcache.models.gguf.choice import PREFERRED
 from prefixcache.models.gguf.folder import ARCHITECTURES
 from prefixcache.models.gguf.header import DENSE_FORMATS
 from prefixcache.models.quantized import QUANT_FORMATS, quant_block_size
-from tiny_models import GEMMA4_SHAPES
+from public_shapes import SHAPES, Mix, num_bytes, skeleton, tensors_of
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 WINDOWS = {
@@ -27,20 +28,16 @@ WINDOWS = {
     "switched": "where `use_sliding_window` is on",
     "unrotated": "where `use_sliding_window` is on",
 }
-# Layers, heads of keys and values, and their size, as published files have them.
-SHAPES = {
-    "SmolLM2-135M": (30, 3, 64),
-    "Llama-3.2-1B": (16, 8, 64),
-    "Qwen3-0.6B": (28, 8, 128),
-    "Qwen3-8B": (36, 8, 128),
-    "Phi-4-mini": (32, 8, 128),
-    "gpt-oss-20b": (24, 8, 64),
-    "Qwen3-30B-A3B": (48, 4, 128),
-}
+MACHINES = (8, 16, 32, 64)
+"""Gigabytes of memory."""
+LEFT = 2
+"""Gigabytes of them for the system and the program."""
+CHUNK = 512
+"""Tokens of a step."""
 
 
 def has_experts(family: Family) -> str:
-    if {"num_local_experts", "enable_moe_block"} & {*family.refused}:
+    if "num_local_experts" in family.refused:
         return "refused"
     return "yes" if "num_experts_per_tok" in family.defaults else "no"
 
@@ -84,20 +81,53 @@ def table_of_formats() -> Iterator[str]:
         yield rows(f"`{name}`", str(numbers), f"{8 * size / numbers:g}")
 
 
-def table_of_shapes() -> Iterator[str]:
-    yield rows("Model", "KV of a token, bfloat16", "KV of 8192 tokens")
-    yield rows(*["---"] * 3)
-    for name, (layers, heads, size) in SHAPES.items():
-        num_bytes = 2 * layers * heads * size * 2
-        mebibytes = f"{num_bytes * 8192 / 2**20:,.0f} MiB"
-        yield rows(name, f"{num_bytes / 1024:,.1f} KiB", mebibytes)
+def table_of_machines() -> Iterator[str]:
+    machines = [f"{size} GB" for size in MACHINES]
+    yield rows("Model", "Format", "Weights", "KV of a token", "Snapshot", *machines)
+    yield rows(*["---"] * (5 + len(MACHINES)))
+    for name, shape in SHAPES.items():
+        config, model = ModelConfig.from_hf(shape), skeleton(name)
+        block_size = 64 if config.delta else 16
+        layout = kv_layout(config, block_size, itemsize=2)
+        states = sum(part.numbers for part in layout.states) * STATE_BYTES
+        for mix in (Mix.MXFP4_MOE,) if config.sinks else (Mix.Q4_K_M, Mix.Q8_0):
+            weights = sum(num_bytes(size, kind) for _, size, kind in tensors_of(model, mix))
+            yield rows(
+                name,
+                mix.name,
+                f"{weights / 1e9:.1f} GB",
+                f"{kv_bytes_of_a_token(layout, block_size) / 1024:,.0f} KiB",
+                f"{states / 1e6:.1f} MB" if states else "none",
+                *(context_in(size, weights, config, layout, block_size) for size in MACHINES),
+            )
+
+
+def kv_bytes_of_a_token(layout: KVLayout, block_size: int) -> float:
+    """What one more token of a long sequence takes."""
+    pages = [sum(layout.most_pages(tokens, 1, block_size)) for tokens in (1 << 18, 1 << 19)]
+    return (pages[1] - pages[0]) * layout.bytes_per_block(block_size, 2) / (1 << 18)
+
+
+def context_in(
+    gigabytes: int, weights: int, config: ModelConfig, layout: KVLayout, block_size: int
+) -> str:
+    """The tokens of the longest sequence next to the weights."""
+    memory = (gigabytes - LEFT) * 10**9 - weights
+    blocks = memory // layout.bytes_per_block(block_size, 2)
+    if blocks < 2:
+        return "-"
+    most = config.max_context_length
+    tokens = fitting_tokens(blocks, block_size, layout.kinds, chunk=CHUNK, most=most)
+    return "-" if tokens < CHUNK else f"{tokens:,}"
 
 
 def table_of_gemma4() -> Iterator[str]:
     names = ("Model", "Groups", "Bytes of a block", "Not used", "KV of 8192 tokens")
     yield rows(*names, "Of that not used")
     yield rows(*["---"] * 6)
-    for name, shape in GEMMA4_SHAPES.items():
+    for name, shape in SHAPES.items():
+        if not name.startswith("Gemma 4"):
+            continue
         layout = kv_layout(ModelConfig.from_hf(shape))
         block = layout.bytes_per_block(16, 2)
         pages = layout.most_pages(8192, 1, 16)
@@ -105,7 +135,7 @@ def table_of_gemma4() -> Iterator[str]:
         held = sum(pages) * block
         lost = held - sum(count * size for count, size in zip(pages, used, strict=True))
         yield rows(
-            name,
+            name.removeprefix("Gemma 4 "),
             str(len(layout.groups)),
             f"{block:,}",
             f"{layout.unused_share:.1%}",
@@ -136,11 +166,20 @@ def page() -> str:
         "",
         f"Of a repository with several files the first of these is taken: {named(PREFERRED)}.",
         "",
-        "## Memory of keys and values",
+        "## What a machine holds",
         "",
-        "Layers with windows keep less where a sequence is longer than the window.",
+        "Tokens of the longest sequence that fits next to the weights, up to the model's context;",
+        f"{LEFT} GB are left for the system and the program, and keys and values are bfloat16.",
+        "Sequences share this memory. Layers with windows and states take no more for a longer",
+        "sequence; a snapshot of states is kept for each block of 64 tokens while there is room.",
         "",
-        *table_of_shapes(),
+        *table_of_machines(),
+        "",
+        "With its published weights only the default model, SmolLM2-135M, has run. The others were",
+        "compared with transformers as small random models, and some of these shapes measured with",
+        "random weights.",
+        "",
+        "## Blocks of Gemma 4",
         "",
         "Layers of Gemma 4 without a window have heads of 512 numbers, others of 256. A block of",
         "16 tokens is cut into the parts of a group's layers, so that any block serves any group.",

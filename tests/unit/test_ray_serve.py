@@ -521,9 +521,11 @@ async def test_the_ingress_tells_of_all_replicas() -> None:
             ("GET", "/prefix_cache/misses"),
             ("GET", "/prefix_cache/snapshot"),
             ("GET", "/dashboard"),
+            *(("POST", f"/weights/{call}") for call in ("begin", "chunk", "end", "abort")),
+            ("GET", "/weights/status"),
         ):
             refused = await client.request(method, path)
-            assert refused.status_code == 501
+            assert refused.status_code == 501, path
             assert path in refused.json()["error"]["message"]
         assert (await client.post("/sleep?level=2")).status_code == 200
         assert commands.give.await_args == mock.call("sleep", level=2)

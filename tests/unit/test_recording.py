@@ -294,7 +294,7 @@ def test_a_recording_is_its_users_alone_and_never_overwritten(tmp_path, caplog):
 def test_a_file_that_cannot_be_made_is_refused_by_its_flag(tmp_path, path, error):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"record_trace must be {error}"):
-        check_folder(tmp_path / path)
+        check_folder(tmp_path / path, "record_trace")
 
 
 def test_a_folder_that_is_gone_by_then_is_reported_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from equality import GRAMMARS, WIDE
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import BuiltEngine, build
-from prefixcache.exceptions import FieldError
 from prefixcache.kv.specs import GroupKind, KVGroup
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
@@ -186,11 +185,6 @@ def test_the_start_line_names_states(folder: Path, caplog: pytest.LogCaptureFixt
     assert f"{len(groups)} groups of layers (full 1, window 0, state {len(groups) - 1};" in (
         caplog.text
     )
-
-
-def test_guesses_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(FieldError, match="speculate must be off for a model with states"):
-        built(folder, speculate="prompt")
 
 
 def test_an_answer_waits_until_its_mask_is_known(

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from prefixcache.exceptions import InvalidRequestError, PrefixCacheError
 from prefixcache.training import Policy, Rollout
 
 PROMPTS = [[5, 6, 7, 8] * 9, [9, 10, 11] * 7]
-EXAMPLE = Path(__file__).parents[2] / "examples/grpo.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -37,11 +38,11 @@ def rollouts_of(policy: Policy) -> list[Rollout]:
     return policy.generate(PROMPTS, drawn)
 
 
-def change(model: PreTrainedModel, rate: float) -> None:
+def change(model: PreTrainedModel, rate: float, **options: bool) -> None:
     """One step of an optimizer."""
     loss = model(torch.tensor([[5, 6, 7, 8]])).logits.square().mean()
     loss.backward()
-    torch.optim.SGD(model.parameters(), lr=rate).step()
+    torch.optim.SGD(model.parameters(), lr=rate, **options).step()
     model.zero_grad()
 
 
@@ -65,9 +66,12 @@ def test_gradients_are_the_modules(policy: Policy, model: PreTrainedModel) -> No
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_an_optimizers_changes_reach_the_engine(policy: Policy, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizers_changes_reach_the_engine(
+    policy: Policy, model: PreTrainedModel, fused: bool
+) -> None:
     before = rollouts_of(policy)
-    change(model, 0.05)
+    change(model, 0.05, fused=fused)
     after = [one.tolist() for one in policy.logprobs(before)]
     assert after != [one.logprobs for one in before]
     again = rollouts_of(policy)
@@ -102,7 +106,7 @@ def test_a_module_of_another_shape_is_refused(policy: Policy, model: PreTrainedM
 
 def test_the_example_has_no_mismatch_and_learns() -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "12", "--prompts", "6"],
+        [sys.executable, str(EXAMPLES / "grpo.py"), "--steps", "12", "--prompts", "6"],
         capture_output=True,
         text=True,
         check=True,
@@ -113,3 +117,16 @@ def test_the_example_has_no_mismatch_and_learns() -> None:
     assert sum(rewards[-3:]) > sum(rewards[:3])
     # All but the first prompt of a step and each prompt's last tokens.
     assert all(float(cached) > 0.7 for _, _, cached in lines)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed for development")
+def test_trls_trainer_gets_rollouts_without_mismatch() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "trl_rollout.py"), "--steps", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = re.findall(r"kl=(\S+)  cached ([\d.]+)", done.stdout)
+    assert [kl for kl, _ in lines] == ["0.0"] * 2
+    assert all(float(cached) > 0.5 for _, cached in lines)

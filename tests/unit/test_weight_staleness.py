@@ -132,6 +132,20 @@ def test_a_server_that_allows_none_keeps_nothing() -> None:
     assert server.cached["b"] == 0
 
 
+def test_without_a_bound_all_versions_count_and_only_those_with_a_hit_are_hashed() -> None:
+    server = Server(staleness=-1, num_blocks=700)
+    server.answer("a")
+    for weights in range(1, 80):
+        server.swap(weights)
+        server.answer(f"{weights}", prompt=[1 + weights % 9, *PROMPT[1:]])
+    server.add("b", max_weight_staleness=-1)
+    assert server.cache.count_hits("b", FULL) == FULL
+    assert [*server.cache._older["b"].sequences] == [79, 0]
+    server.run()
+    assert (server.cached["b"], server.staleness["b"]) == (FULL, 79)
+    assert server.answer("c", max_weight_staleness=64) == lone_answer(PROMPT, 8, 79)
+
+
 def test_what_stands_on_old_blocks_is_as_old_as_they_are() -> None:
     """Blocks that new weights compute after old ones are not for those who want the new alone."""
     server = Server(staleness=1)
@@ -249,7 +263,7 @@ def test_a_sleep_gives_up_the_blocks_of_all() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"max_weight_staleness": -1}, "max_weight_staleness"),
+        ({"max_weight_staleness": -2}, "max_weight_staleness"),
         ({"max_weight_staleness": True}, "max_weight_staleness"),
         ({"max_weight_staleness": "1"}, "max_weight_staleness"),
         ({"on_weight_update": "later"}, "on_weight_update"),

@@ -5,28 +5,35 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from prefixcache import __version__
 from prefixcache.config.engine_config import EngineConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
+from prefixcache.kv.specs import kv_layout
 from prefixcache.models.hub import resolve_model
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
 
 class Contender:
-    def __init__(self, *, threads: int, max_tokens: int, max_seqs: int, **flags: object) -> None:
+    def __init__(self, *, threads: int, max_tokens: int, max_seqs: int, **flags: Any) -> None:
+        folder = resolve_model(flags["model"])
+        model = ModelConfig.from_hf(folder)
+        block_size = EngineConfig().for_model(model).cache.block_size
+        groups = kv_layout(model, block_size, itemsize=2).groups
         config = EngineConfig.from_flags(
-            num_blocks=max_tokens // 16 + 64,
+            num_blocks=(max_tokens // block_size + 64) * len(groups),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             max_step_ms=0,
             cpu_threads=threads,
             **flags,
         )
-        self._engine = build(config, resolve_model(config.model)).engine
+        self._engine = build(config, folder).engine
         self._numbers = itertools.count()
         self.version = f"prefixcache {__version__}, torch {torch.__version__}"
 

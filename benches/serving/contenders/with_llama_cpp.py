@@ -1,6 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level functions, one `llama_decode` a step, greedy.
 
 Warm means that the sequence's KV cells stay in the context, as its server keeps them for a slot.
+Of states it goes back to none, so a model that has them has no warm time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Contender:
     def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
         cold = self._prefill({0: prompt + first})
         begun = time.perf_counter()
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, len(prompt), -1)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, 0, len(prompt), -1):
+            return {"cold": cold}
         self._decode({0: second}, start=len(prompt))
         return {"cold": cold, "warm": time.perf_counter() - begun}
 

@@ -23,6 +23,7 @@ from prefixcache.cli.explain import ExplainOptions, explain
 from prefixcache.cli.kv_files import CACHE
 from prefixcache.cli.models import ModelsOptions, models
 from prefixcache.cli.replay import replay
+from prefixcache.cli.rerun import rerun
 from prefixcache.cli.verify import verify
 from prefixcache.cli.vllm_flags import vllm_options
 from prefixcache.config.checked import Checked, shown
@@ -225,6 +226,10 @@ _TRACES = click.Argument(
     type=click.Path(path_type=Path),
     help="Mooncake's JSON lines, PTT, or a recording of `serve`; plain, gzip or xz.",
 )
+_RECORD = click.Argument(
+    ["record"], type=click.Path(path_type=Path), help="A file of --record-requests."
+)
+_IDS = click.Argument(["ids"], metavar="[ID]...", nargs=-1, help="Requests; all without one.")
 _BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
 _SHELL = click.Argument(
     ["shell"], metavar="[SHELL]", required=False, type=click.Choice(SHELLS), help="Of the script."
@@ -308,6 +313,13 @@ app = App(
             ReplayOptions,
             arguments=[_TRACES],
             examples=["prefixcache replay recording.jsonl --sizes 1GiB,4GiB"],
+        ),
+        FlagCommand(
+            rerun,
+            EngineConfig,
+            arguments=[_RECORD, _IDS],
+            without=("record_requests",),
+            examples=["prefixcache rerun day.jsonl", "prefixcache rerun day.jsonl cmpl-5"],
         ),
         FlagCommand(
             verify,

@@ -96,6 +96,11 @@ def parse_path(value: object) -> Path:
     return Path(value)
 
 
+def parse_folder(value: object) -> Path | Literal["none"]:
+    """A path, or "none". Raises `ValueError`."""
+    return "none" if value == "none" else parse_path(value)
+
+
 def parse_interval(value: object) -> int | Literal["none"]:
     """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
     if value == "none":
@@ -148,8 +153,9 @@ def parse_tokens(value: object) -> int:
 MemorySize = Annotated[int | float, ReadBy(parse_memory)]
 ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
-Staleness = Annotated[int, Ge(0), Le(64)]
+Staleness = Annotated[int, Ge(-1), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
+CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
@@ -299,7 +305,7 @@ class CacheConfig(Checked):
     max_weight_staleness: Staleness = flag(
         0,
         "Updates of the weights after which what older weights computed may still be hit, by "
-        "requests that ask for no less; 0: never. See docs/tutorials/rl.md.",
+        "requests that ask for no less; 0: never, -1: always. See docs/tutorials/rl.md.",
         "Cache",
     )
     retention_budget: Fraction = flag(
@@ -588,6 +594,21 @@ class EngineConfig(Checked):
         "q4_0, q4_1, q5_0, q5_1 or mxfp4.",
         "Model",
     )
+    weights_cache_dir: CacheFolder | None = flag(
+        None,
+        "Folder to keep weights in as a CPU's kernels read them, so that the next start maps them; "
+        "none for none. See docs/guides/weights.md.",
+        "Model",
+        shown="~/.cache/prefixcache/weights, for weights of 32MiB and more",
+        metavar="<none or folder>",
+    )
+    weights_cache_size: ByteSize = flag(
+        32 << 30,
+        "Most bytes in --weights-cache-dir; what was not used for the longest time goes first.",
+        "Model",
+        shown="32GiB",
+        metavar="<bytes or size>",
+    )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
     cpu_activations: ActivationChoice = flag(
         "exact",
@@ -610,6 +631,14 @@ class EngineConfig(Checked):
     )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
         0, "For requests without a seed of their own.", "Model"
+    )
+    record_requests: FilePath | None = flag(
+        None,
+        "File to record requests and answers in, token by token, so that `prefixcache rerun` can "
+        "ask them again. It holds users' text.",
+        "Model",
+        shown="nothing is recorded",
+        metavar="<file>",
     )
     attention: Attention = flag("auto", "Attention backend.", "Model")
     batch_invariant: bool | None = flag(

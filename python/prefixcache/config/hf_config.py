@@ -72,6 +72,8 @@ _FIELDS: dict[str, Any] = {
     "num_local_experts": Count,
     "num_experts": Count,
     "num_experts_per_tok": PositiveInt,
+    "top_k_experts": PositiveInt,
+    "enable_moe_block": bool,
     "moe_intermediate_size": PositiveInt,
     "norm_topk_prob": bool,
     "decoder_sparse_step": PositiveInt,
@@ -108,6 +110,7 @@ _FIELDS: dict[str, Any] = {
     "linear_num_key_heads": PositiveInt,
     "linear_num_value_heads": PositiveInt,
     "linear_heads_tiled": bool,
+    "linear_qkvz_apart": bool,
 }
 _ROPE_FIELDS: dict[str, Any] = {
     "rope_theta": PositiveFloat,
@@ -359,8 +362,10 @@ def _qwen3_5_moe_flags(whole: Any) -> dict[str, Any]:
 
 def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
     found = _qwen3_5_flags(whole) | _qwen_experts(whole, **_weighed_expert(whole))
-    delta = {"delta": found["delta"] | {"by_key_head": True}} if "delta" in found else {}
-    return found | delta
+    if "delta" not in found:
+        return found
+    apart = getattr(whole, "linear_qkvz_apart", False)  # as in GGUF files alone
+    return found | {"delta": found["delta"] | {"by_key_head": True, "qkvz_apart": apart}}
 
 
 def _lfm2_intermediate_size(whole: Any) -> int:
@@ -407,7 +412,20 @@ def _gemma4_flags(whole: Any) -> dict[str, Any]:
         "own_input_vocab_size": whole.vocab_size_per_layer_input if inputs else 0,
         "layer_scales": True,
         "logits_softcap": whole.final_logit_softcapping,
+        **(_gemma4_experts(whole) if whole.enable_moe_block else {}),
     }
+
+
+def _gemma4_experts(whole: Any) -> dict[str, Any]:
+    sizes = {
+        "num_experts": whole.num_local_experts,
+        "top_k_experts": whole.num_experts_per_tok,
+        "moe_intermediate_size": whole.moe_intermediate_size,
+    }
+    for name, size in sizes.items():
+        if not size:
+            raise ConfigError(f"The model's config lacks {name}.")
+    return _experts(whole, whole.moe_intermediate_size, renormalise=True, next_to_mlp=True)
 
 
 def _gemma4_heads(whole: Any) -> dict[str, Any]:
@@ -534,15 +552,20 @@ _GEMMA4 = Family(
         "vocab_size_per_layer_input": 262_144,
         "final_logit_softcapping": None,
         "use_bidirectional_attention": None,
+        "enable_moe_block": False,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": None,
     },
-    refused=("enable_moe_block",),
     biases=("attention_bias",),
     windows="by_layer",
     ends_full=True,
     ropes_by_layer=True,
     sees_images=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
+    spellings={"top_k_experts": "num_experts_per_tok"},
     flags=_gemma4_flags,
+    names={"router": "router.proj", "experts": "experts"},
+    fused_experts="halves",
     rope_kinds=("default", "linear", "proportional"),
 )
 _MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}

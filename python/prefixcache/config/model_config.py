@@ -96,7 +96,9 @@ class ExpertsConfig(Checked):
     what the experts make, times `scale`. All tokens go through a shared MLP of `shared_size` too,
     where that is not 0; with `shared_weight` it is weighed by the sigmoid of a linear of its own.
     `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
-    have one. `dense_layers` have one MLP in place of experts.
+    have one. `dense_layers` have one MLP in place of experts. With `next_to_mlp` layers have both:
+    each reads the stream through a norm of its own, and its result is normalised before they are
+    added; the router has a norm too, and each expert a scale of its weights.
     """
 
     count: PositiveInt
@@ -111,6 +113,7 @@ class ExpertsConfig(Checked):
     shared_size: Count = 0
     shared_weight: bool = False
     dense_layers: tuple[Count, ...] = ()
+    next_to_mlp: bool = False
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
@@ -125,7 +128,7 @@ class DeltaConfig(Checked):
     `value_heads` heads of `value_dim` numbers share `key_heads` heads of queries and keys of
     `key_dim` numbers: neighbours one, or where they are `tiled` those that are `key_heads` apart.
     All pass a convolution over the last `taps` tokens first. `by_key_head` says that checkpoints
-    have all that is of a key head together.
+    have all that is of a key head together: b and a, and without `qkvz_apart` the others too.
     """
 
     layers: tuple[Count, ...]
@@ -136,6 +139,7 @@ class DeltaConfig(Checked):
     taps: PositiveInt
     tiled: bool = False
     by_key_head: bool = False
+    qkvz_apart: bool = False
 
     def check_together(self) -> None:
         """Raises `FieldError`."""

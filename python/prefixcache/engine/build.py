@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefixcache._core import DraftIndex
 from prefixcache.config.engine_config import (
@@ -27,7 +27,7 @@ from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.weights_names import content_name
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.kv.kv_folder import KeptFile
+from prefixcache.kv.kv_folder import KeptFile, program_digest
 from prefixcache.kv.recording import RecordedCacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import KVLayout
@@ -45,12 +45,18 @@ from prefixcache.text.grammar.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.text.tokenization.detokenizer import Detokenizers
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from prefixcache.kv.request_records import RequestRecords
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine and what was chosen for it."""
+    """An engine and what was chosen for it.
+
+    `arithmetic` is all that the bits of an answer depend on besides the request and the weights.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -63,6 +69,7 @@ class BuiltEngine:
     batch_invariant: bool
     num_blocks: int
     max_model_len: int
+    arithmetic: Mapping[str, object]
 
 
 def build(
@@ -76,7 +83,9 @@ def build(
     `ModelLoadError` or `OutOfMemoryError`.
     """
     if config.cache.record_trace is not None:
-        check_folder(config.cache.record_trace)
+        check_folder(config.cache.record_trace, "record_trace")
+    if config.record_requests is not None:
+        check_folder(config.record_requests, "record_requests")
     folder = folder or resolve_model(config.model, config.revision)
     model = read_config(config.model, folder)
     model = model.for_length(config.scheduler.context_length(model))
@@ -93,6 +102,7 @@ def build(
     cache = _make_cache(config, model, spec, kv, retention, writer)
     if kv.file is not None:
         _restore(cache, kv.file)
+    arithmetic = _all_arithmetic(config, model, spec)
     evictions = EvictionReader(cache)
     parts = EngineParts(
         scheduler=_make_scheduler(config, model, cache, runner, spec.max_model_len),
@@ -113,6 +123,7 @@ def build(
         residency=BlockResidency(cache, evictions) if config.cache.kv_cache_metrics else None,
         evictions=evictions,
         grammars=Grammars(partial(vocabulary_of, tokenizer, model)),
+        records=_request_records(config, arithmetic | {"max_model_len": spec.max_model_len}),
     )
     if config.elastic.is_on and parts.pool is not None:
         sizing = SelfSizing.of(config.elastic, parts.pool, runner.available_memory)
@@ -134,6 +145,7 @@ def build(
         batch_invariant=spec.batch_invariant,
         num_blocks=kv.sizes.start,
         max_model_len=spec.max_model_len,
+        arithmetic=arithmetic,
     )
 
 
@@ -224,6 +236,28 @@ def _trace_writer(config: CacheConfig) -> TraceWriter | None:
     if config.record_trace is None:
         return None
     return TraceWriter(config.record_trace, config.record_trace_max_size)
+
+
+def _request_records(config: EngineConfig, about: Mapping[str, object]) -> RequestRecords | None:
+    """Raises `ConfigError` where the file cannot be made."""
+    if config.record_requests is None:
+        return None
+    from prefixcache.kv.request_records import RequestRecords
+
+    named = {"model": config.model, "revision": config.revision}
+    return RequestRecords(config.record_requests, {**named, **about})
+
+
+def _all_arithmetic(config: EngineConfig, model: ModelConfig, spec: ModelSpec) -> dict[str, object]:
+    return {
+        "architecture": model_digest(model),
+        "dtype": spec.dtype,
+        "activations": config.activations,
+        "instructions": spec.instructions,
+        "attention": spec.attention,
+        "batch_invariant": spec.batch_invariant,
+        "program": program_digest(),
+    }
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:

@@ -493,14 +493,15 @@ class Control:
         if weight_version is not None:
             self._tags.check(weight_version, checkpoint.digest)
         self._requests.drain()
-        self._load(memory, checkpoint)
-        self._updated = None
-        if weight_version is None:
-            name = _content_name(memory.weights)
-        else:
-            self._tags.remember(weight_version, checkpoint.digest)
-            name = tag_name(weight_version, memory.weights.quantized_digest)
-        return self._new_weight_version(mode, name, weight_version)
+        with self._named_whatever_comes(memory):
+            memory.weights.load(checkpoint)
+            self._updated = None
+            if weight_version is None:
+                name = _content_name(memory.weights)
+            else:
+                self._tags.remember(weight_version, checkpoint.digest)
+                name = tag_name(weight_version, memory.weights.quantized_digest)
+            return self._new_weight_version(mode, name, weight_version)
 
     @between_steps
     def begin_weight_update(
@@ -563,18 +564,23 @@ class Control:
         """Replaces weights by those of a checkpoint in memory; returns their version.
 
         With `strict` all must be there. Everything is checked before the first one is replaced.
-        `weight_version` is that of `begin_weight_update`.
+        What ends the call after that, as Ctrl-C, brings back the folder's weights; without one the
+        engine sleeps until an update gives all. `weight_version` is that of `begin_weight_update`.
         """
         _check_choice("mode", mode, InFlightMode)
-        weights = self._require_memory().weights
+        check_tag(weight_version)
+        memory = self._require_memory()
+        weights = memory.weights
         self._raise_if_updating()
         with _blaming("state_dict"):
             weights.check_tensors(state_dict)
             if strict or not weights.complete:
                 weights.check_all_named(state_dict)
-        self.begin_weight_update(mode, weight_version=weight_version)
-        self.update_weights(state_dict)
-        return self.end_weight_update()
+        self._requests.drain()
+        with self._named_whatever_comes(memory), _blaming("state_dict"):
+            weights.replace(state_dict)
+            name = weight_version and tag_name(weight_version, weights.requantized_digest)
+            return self._new_weight_version(mode, name, weight_version)
 
     def receive_weights(
         self,
@@ -621,34 +627,33 @@ class Control:
         _check_choice("mode", mode, InFlightMode)
         memory = self._require_memory()
         self._raise_if_updating()
-        weights, before = memory.weights, memory.weights.checkpoint
+        weights = memory.weights
         with _blaming("full"):
             if full or not weights.complete:
                 weights.check_all_named(staged.names)
         if weight_version is not None and digest is not None:
             self._tags.check(weight_version, digest)
         self._requests.drain()
-        try:
+        with self._named_whatever_comes(memory):
             with staged.open() as tensors, _blaming("chunk"):
                 weights.replace(tensors)
-        except BaseException:
-            self._rename_unless(memory, before)
-            raise
-        finally:
-            memory.settle()
-        if digest is not None:
-            name = content_name(digest, weights.requantized_digest)
-        else:
-            name = weight_version and tag_name(weight_version, weights.requantized_digest)
-        if weight_version is not None and digest is not None:
-            self._tags.remember(weight_version, digest)
-        return self._new_weight_version(mode, name, weight_version)
+            if digest is not None:
+                name = content_name(digest, weights.requantized_digest)
+            else:
+                name = weight_version and tag_name(weight_version, weights.requantized_digest)
+            if weight_version is not None and digest is not None:
+                self._tags.remember(weight_version, digest)
+            return self._new_weight_version(mode, name, weight_version)
 
-    def _load(self, memory: ModelMemory, checkpoint: Checkpoint) -> None:
-        """Loads a folder's weights. When it fails, those that are back have the right name."""
+    @contextmanager
+    def _named_whatever_comes(self, memory: ModelMemory) -> Generator[None, None, None]:
+        """Weights are replaced and named meanwhile; where that breaks off, those there get a name.
+
+        Ctrl-C may come at any line: never are weights called by the name of others.
+        """
         before = memory.weights.checkpoint
         try:
-            memory.weights.load(checkpoint)
+            yield
         except BaseException:
             self._rename_unless(memory, before)
             raise
@@ -666,11 +671,9 @@ class Control:
         self._rename_unless(memory, before)
 
     def _rename_unless(self, memory: ModelMemory, before: Checkpoint | None) -> None:
-        """A folder that was read again may hold other weights than the name stands for."""
+        """Weights that are not surely those of `before` get a name of their own."""
         now = memory.weights.checkpoint
-        if not memory.weights.complete or now is None:
-            return
-        if before is None or now.digest != before.digest:
+        if memory.weights.complete and not (now and before and now.digest == before.digest):
             self._new_weight_version("recompute", _content_name(memory.weights))
 
     def _new_weight_version(

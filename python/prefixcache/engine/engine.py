@@ -7,10 +7,11 @@ import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.evictions import Evictions
@@ -36,6 +37,9 @@ from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepP
 from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
+if TYPE_CHECKING:
+    from prefixcache.kv.request_records import RequestRecords
+
 logger = logging.getLogger(__name__)
 
 # While nothing can be computed before a mask is known: commands wait no longer for it.
@@ -51,7 +55,8 @@ class EngineParts:
     """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
 
     Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
-    With `residency` metrics have times of blocks; `evictions` then feeds it.
+    With `residency` metrics have times of blocks; `evictions` then feeds it. `records` takes
+    requests and answers down.
     `clock` tells seconds, by which the scheduler learns how long steps take.
     """
 
@@ -68,6 +73,7 @@ class EngineParts:
     grammars: Grammars | None = None
     residency: BlockResidency | None = None
     evictions: EvictionReader | None = None
+    records: RequestRecords | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -106,6 +112,10 @@ class Engine:
         self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
         self.metrics = Metrics(self._gauges)
         self._evictions = parts.evictions or EvictionReader(parts.cache)
+        self._records = parts.records
+        if self._records is not None:
+            self._close_records = weakref.finalize(self, self._records.close)
+            self._close_records.atexit = False  # its thread has ended then, and written everything
         if parts.residency is not None:
             self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:
@@ -236,13 +246,16 @@ class Engine:
             )
         answer = self._new_answer(request)
         seed = request.params.seed
+        seed = self._seeds.getrandbits(64) if seed is None else seed
         self._scheduler.add(
             request,
-            seed=self._seeds.getrandbits(64) if seed is None else seed,
+            seed=seed,
             end_token_ids=self._end_token_ids(request.params),
             matcher=self._answer_matcher(request.params),
         )
         self._answers[request.request_id] = answer
+        if self._records is not None:
+            self._records.add(request, seed)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Ends requests and frees their blocks; unknown ids are passed over."""
@@ -273,6 +286,8 @@ class Engine:
 
     def _restart_those(self, request_ids: Sequence[str]) -> None:
         begun = self._scheduler.restart(request_ids)
+        if self._records is not None:
+            self._records.restart(request_ids)
         outputs = map(self._restart, begun)
         self._outbox += [output for output in outputs if output is not None]
         self._note_usage()
@@ -299,6 +314,8 @@ class Engine:
         self._scheduler.forget_all()
         self._answers.clear()
         self._outbox.clear()
+        if self._records is not None:
+            self._records.forget_all()
         self._note_usage()
 
     def _step(self) -> list[RequestOutput]:
@@ -321,6 +338,8 @@ class Engine:
     def close(self) -> None:
         """Ends what ran along with the steps, of which there are no more. From any thread."""
         self._cache.close()
+        if self._records is not None:
+            self._close_records()
 
     def drain(self) -> None:
         """Waits until no step is in flight."""
@@ -362,6 +381,9 @@ class Engine:
         now = time.monotonic()
         for sequence in plan.sequences:
             self._answers[sequence.request_id].begin(now)
+        if self._records is not None:
+            ids = (sequence.request_id for sequence in plan.sequences)
+            self._records.compute(ids, self._cache.weight_version, self._cache.weights_name)
 
     def _submit(self, plan: StepPlan) -> None:
         step = self._steps[-1]
@@ -409,7 +431,7 @@ class Engine:
                 outputs += () if output is None else (output,)
         now = time.monotonic()
         for output in outputs:
-            self._answers[output.request_id].observe(output, now, self.metrics)
+            self._observe(self._answers[output.request_id], output, now)
         ended = [output.request_id for output in outputs if output.finished]
         well = [output.request_id for output in outputs if output.ended_well]
         self._scheduler.finish(ended, ended_well=well)
@@ -502,8 +524,13 @@ class Engine:
         except Exception as failure:
             logger.exception("Request %s failed.", request_id)
             output = answer.end(_failed(failure))
-        answer.observe(output, time.monotonic(), self.metrics)
+        self._observe(answer, output, time.monotonic())
         return output
+
+    def _observe(self, answer: Answer, output: RequestOutput, now: float) -> None:
+        answer.observe(output, now, self.metrics)
+        if self._records is not None:
+            self._records.push(output)
 
     def _new_answer(self, request: Request) -> Answer:
         room = self.max_model_len - len(request.prompt_token_ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,9 +65,10 @@ class PrefixLookup:
 
 @dataclass(slots=True)
 class _Older:
-    """A request's tokens under weights of versions that it may hit."""
+    """A request's tokens under weights of versions that it may hit; `first` is one block."""
 
-    most: int
+    most: float
+    first: CoreSequence
     sequences: dict[int, CoreSequence] = field(default_factory=dict[int, CoreSequence])
 
 
@@ -89,9 +91,9 @@ class CacheManager:
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
     raise. What older weights computed is kept for requests that allow it, up to
-    `max_weight_staleness` updates back. `num_resets` counts what made all that was published
-    before unfindable, and `num_released_blocks` those that no request held any more after one gave
-    its blocks back.
+    `max_weight_staleness` updates back, or without end (-1). `num_resets` counts what made all that
+    was published before unfindable, and `num_released_blocks` those that no request held any more
+    after one gave its blocks back.
     """
 
     _keeps_groups = True
@@ -147,7 +149,7 @@ class CacheManager:
         self.num_released_blocks = 0
         self._hints_expire = False
         self.prompt_groups = PromptGroups(self._cache, max(num_blocks, max_blocks or 0))
-        self._max_staleness = max_weight_staleness
+        self._max_staleness = _bound(max_weight_staleness)
         self._older: dict[str, _Older] = {}
         self._file: KeptFile | None = None
         self._sequences: dict[str, CoreSequence] = {}
@@ -325,9 +327,12 @@ class CacheManager:
         )
         self._older.pop(request.request_id, None)
         asked = request.cache.max_weight_staleness
-        most = self._max_staleness if asked is None else min(asked, self._max_staleness)
+        most = self._max_staleness if asked is None else min(_bound(asked), self._max_staleness)
         if most and hashed:
-            self._older[request.request_id] = _Older(most)
+            first = self._cache.new_sequence(
+                request.prompt_token_ids[: self.block_size], cache_salt=request.cache.salt
+            )
+            self._older[request.request_id] = _Older(most, first)
         if self.has_windows and hashed:
             self._retention.apply(sequence, request)
         if hashed and request.cache.retention:
@@ -367,16 +372,21 @@ class CacheManager:
         """Lets the request stand on the weights under which most of it hits, the newest of such.
 
         What it computes it publishes in their chain, so that the age of a block is that of the
-        oldest one that it stands on. Each version's hashes are computed once.
+        oldest one that it stands on. Each version's hashes are computed once, and none where not
+        even the first block is cached.
         """
         now = self._cache.weight_version
         given, known = self._sequences[request_id], older.sequences
         older.sequences = {}
         most = -1
-        for version in range(now, max(now - older.most, 0) - 1, -1):
-            sequence = known.get(version) or given.at_version(version)
-            if sequence is None:
+        for version in range(now, int(max(now - older.most, 0)) - 1, -1):
+            first = older.first.at_version(version)
+            if first is None:
                 break  # it was forgotten, and so were all before it
+            if version < now and self._is_absent(first):
+                continue
+            sequence = known.get(version) or given.at_version(version)
+            assert sequence is not None
             older.sequences[version] = sequence
             hits = self._cache.count_prefix_hits(sequence, self._hit_limit(max_tokens))
             if hits > most:
@@ -384,6 +394,10 @@ class CacheManager:
             if hits >= max_tokens:
                 break
         return most
+
+    def _is_absent(self, first: CoreSequence) -> bool:
+        """Whether a sequence of one block has no hit; false where only windows could tell."""
+        return "full" in self.groups and not self._cache.count_whole_hits(first, self.block_size)
 
     def staleness(self, request_id: str) -> int:
         """How many updates of the weights ago those were current that the request stands on."""
@@ -651,6 +665,10 @@ class CacheManager:
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences
         return [sequences[request_id] for request_id in request_ids]
+
+
+def _bound(staleness: int) -> float:
+    return math.inf if staleness < 0 else staleness
 
 
 def fitting_tokens(

@@ -6,12 +6,14 @@ Whatever goes wrong here ends the recording and nothing else.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, max_size: int) -> None:
-        self._parts = _Parts(path, max_size)
+        self._parts = RecordFile(path, "record_trace", max_size)
         self.path = self._parts.path
         self._events: deque[Event] = deque()
         self._tokens_put = self._tokens_taken = 0
@@ -145,32 +147,33 @@ class TraceWriter:
             self._parts.rotate(self._lines.last_ms)
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path, flag: str) -> None:
     """Raises `ConfigError` where no file can be made at the path: before a model is loaded."""
     if not path.parent.is_dir():
-        raise ConfigError(f"record_trace must be in a folder that exists, not {path.parent}.")
+        raise ConfigError(f"{flag} must be in a folder that exists, not {path.parent}.")
     if path.is_dir():
-        raise ConfigError(f"record_trace must be a file, and {path} is a folder.")
+        raise ConfigError(f"{flag} must be a file, and {path} is a folder.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"record_trace cannot be made: {path.parent} may not be written.")
+        raise ConfigError(f"{flag} cannot be made: {path.parent} may not be written.")
 
 
-class _Parts:
-    """The files of a recording, one after the other, each with the header first."""
+class RecordFile:
+    """The files of a recording, one after the other, each with the header first.
 
-    def __init__(self, path: Path, max_size: int) -> None:
-        self.path = _free_path(path)
+    Only their user may read them, and no file that is there is touched. Raises `ConfigError`, which
+    names the `flag`, where the first one cannot be made.
+    """
+
+    def __init__(self, path: Path, flag: str, max_size: float = math.inf) -> None:
         self.header: dict[str, Any] = {}
         self.num_bytes = 0
         self._max_size = max_size
         self._part = 0
         self._size = 0
         try:
-            self._file = _create(self.path)
+            self.path, self._file = _create_free(path)
         except OSError as error:
-            raise ConfigError(
-                f"record_trace cannot be made: {self.path}: {error.strerror}."
-            ) from error
+            raise ConfigError(f"{flag} cannot be made: {path}: {error.strerror}.") from error
 
     def begin(self) -> None:
         """Writes the header of a new file."""
@@ -214,6 +217,14 @@ def _free_path(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
     return candidate
+
+
+def _create_free(path: Path) -> tuple[Path, int]:
+    """A new file under the next free name, also while others make theirs. Raises `OSError`."""
+    while True:
+        free = _free_path(path)
+        with suppress(FileExistsError):
+            return free, _create(free)
 
 
 def _part_path(path: Path, part: int) -> Path:

@@ -44,6 +44,7 @@ _ROUTERS = (
     ".mlp.router.weight",
     ".feed_forward.gate.weight",
     ".router.layer.weight",
+    ".router.proj.weight",
     ".shared_expert_gate.weight",
 )
 _SAFETENSORS_INDEX = "model.safetensors.index.json"

@@ -23,14 +23,14 @@ RowOrder = Literal["turns", "halves"]
 
 _NAME = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 _HALVED_NAME = re.compile(
-    r"(.*\.(?:mlp\.experts|block_sparse_moe|shared_mlp))"
+    r"(.*\.(?:experts|block_sparse_moe|shared_mlp))"
     r"\.(?:(gate_up_proj|input_linear\.weight)|down_proj|output_linear\.weight)"
 )
 # Dimensions of each kind of tensor: of numbers [N, I, O], biases [N, O], codes [N, O, G, 16], two
 # a byte, and exponents [N, O, G].
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _PART = re.compile(
-    r"(.*\.(?:mlp\.experts|block_sparse_moe|shared_mlp))(?:\.\d+)?"
+    r"(.*\.(?:experts|block_sparse_moe|shared_mlp))(?:\.\d+)?"
     r"\.(gate|up|down)_proj\.(weight|bias)"
 )
 _NUMBERS, _BYTES = quant_block_size("MXFP4")

@@ -72,14 +72,16 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The weight of a norm: rows of `width` numbers, of which each name fills some.
+    """The weight of a norm: rows of `width` numbers, of which the `tensor` of each name fills some.
 
-    It fills them alike, or `whole`: with numbers for all of its rows.
+    It fills them alike, or `whole`: with numbers for all of its rows; multiplied by `factor`.
     """
 
     width: int
     parts: Mapping[str, int]
     whole: bool = False
+    tensor: str = "weight"
+    factor: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -225,12 +227,14 @@ class DenseShape:
 class ExpertsShape:
     """Gated MLPs of which `router` chooses `top_k` for each token: see `ExpertsConfig`.
 
-    `gate_up` has for each expert its gates and what they let pass, `down` a part an expert. All
-    tokens go through `shared` too, which the sigmoid of what `shared_weight` makes weighs.
+    `scales` are what weights are multiplied by, a number an expert. `gate_up` has for each expert
+    its gates and what they let pass, `down` a part an expert. All tokens go through `shared` too,
+    which the sigmoid of what `shared_weight` makes weighs.
     """
 
     router: LinearShape
     selection_bias: VectorShape | None
+    scales: VectorShape | None
     gate_up: LinearShape
     down: LinearShape
     activation: Activation
@@ -248,8 +252,41 @@ class ExpertsShape:
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
-        bias = self.selection_bias
-        return {} if bias is None else {bias.name: (bias.width,)}
+        vectors = (self.selection_bias, self.scales)
+        return {one.name: (one.width,) for one in vectors if one is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseAndExpertsShape:
+    """An MLP and experts next to it, whose results are added.
+
+    Norms are of what the MLP, the router and the experts read of the stream, and of what the MLP
+    and the experts make.
+    """
+
+    dense_norm: NormShape
+    dense: DenseShape
+    dense_out_norm: NormShape
+    router_norm: NormShape
+    experts_norm: NormShape
+    experts: ExpertsShape
+    experts_out_norm: NormShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """In the order in which a token passes them."""
+        return (*self.dense.linears, *self.experts.linears)
+
+    @property
+    def norms(self) -> tuple[NormShape, ...]:
+        """In the order in which a token passes them."""
+        of_dense = (self.dense_norm, self.dense_out_norm)
+        return (*of_dense, self.router_norm, self.experts_norm, self.experts_out_norm)
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        return self.experts.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +328,7 @@ class LayerShape:
     mixer: AttentionShape | ConvShape | DeltaShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
-    feed_forward: DenseShape | ExpertsShape
+    feed_forward: DenseShape | ExpertsShape | DenseAndExpertsShape
     mlp_out_norm: NormShape | None
     own_input: OwnInputShape | None
     scale: VectorShape | None
@@ -307,19 +344,18 @@ class LayerShape:
     def norms(self) -> Iterator[NormShape]:
         """Those that there are, in the order in which a token passes them."""
         mixer = (self.input_norm, *self.mixer.norms, self.mixer_out_norm)
+        both = self.feed_forward
+        inner = both.norms if isinstance(both, DenseAndExpertsShape) else ()
         own = None if self.own_input is None else self.own_input.norm
-        return filter(None, (*mixer, self.mlp_norm, self.mlp_out_norm, own))
+        return filter(None, (*mixer, self.mlp_norm, *inner, self.mlp_out_norm, own))
 
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
         scale = {} if self.scale is None else {self.scale.name: (self.scale.width,)}
         experts = self.feed_forward
-        return (
-            self.mixer.others
-            | scale
-            | (experts.others if isinstance(experts, ExpertsShape) else {})
-        )
+        of_experts = {} if isinstance(experts, DenseShape) else experts.others
+        return self.mixer.others | scale | of_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +394,7 @@ class DecoderShape:
                 if linear.bias:
                     found[f"{name}.bias"] = (rows,)
         for norm in self._norms():
-            found |= {f"{name}.weight": norm.shape(name) for name in norm.parts}
+            found |= {f"{name}.{norm.tensor}": norm.shape(name) for name in norm.parts}
         for layer in self.layers:
             found |= layer.others
         return found
@@ -387,13 +423,15 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
 
     # "post-attention" is another norm where there are four.
     sandwich, names = config.sandwich_norms, _names(config)
+    feed_forward = _feed_forward(config, layer, prefix)
+    reads_normed = config.input_norms and not isinstance(feed_forward, DenseAndExpertsShape)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return LayerShape(
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
         mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if config.input_norms else None,
-        feed_forward=_feed_forward(config, layer, prefix),
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if reads_normed else None,
+        feed_forward=feed_forward,
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         own_input=_own_input(config, prefix) if config.own_input_size else None,
         scale=VectorShape(f"{prefix}.layer_scalar", 1) if config.layer_scales else None,
@@ -489,15 +527,18 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
 
 
 def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+    heads, each = delta.key_heads, delta.value_heads // delta.key_heads
     outputs = {"qkv": delta.channels, "z": delta.values}
-    outputs |= dict.fromkeys("ba", delta.value_heads)
     pieces: dict[str, Pieces] = {}
-    if delta.by_key_head:
-        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
-        outputs = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
+    if delta.by_key_head and not delta.qkvz_apart:
+        outputs = {"qkvz": delta.channels + delta.values}
         qkvz = (delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim)
         pieces[f"{name}.in_proj_qkvz"] = Pieces(heads, qkvz, (0, 1, 2, 3))
+    if delta.by_key_head:
+        outputs |= {"ba": 2 * delta.value_heads}
         pieces[f"{name}.in_proj_ba"] = Pieces(heads, (each, each), (0, 1))
+    else:
+        outputs |= dict.fromkeys("ba", delta.value_heads)
     parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
     return DeltaShape(
         in_proj=LinearShape(config.hidden_size, parts, pieces=pieces),
@@ -507,13 +548,33 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
     )
 
 
-def _feed_forward(config: ModelConfig, layer: int, prefix: str) -> DenseShape | ExpertsShape:
-    if config.experts is None or layer in config.experts.dense_layers:
-        size = config.intermediate_size
-        if config.kv_owner(layer) != layer:
-            size = config.reader_intermediate_size or size
+def _feed_forward(
+    config: ModelConfig, layer: int, prefix: str
+) -> DenseShape | ExpertsShape | DenseAndExpertsShape:
+    experts, size = config.experts, config.intermediate_size
+    if config.kv_owner(layer) != layer:
+        size = config.reader_intermediate_size or size
+    if experts is None or layer in experts.dense_layers:
         return _dense(config, prefix, size, _names(config))
-    return _experts(config, config.experts, prefix)
+    if experts.next_to_mlp:
+        return _dense_and_experts(config, experts, prefix, size)
+    return _experts(config, experts, prefix)
+
+
+def _dense_and_experts(
+    config: ModelConfig, experts: ExpertsConfig, prefix: str, size: int
+) -> DenseAndExpertsShape:
+    hidden = config.hidden_size
+    before, after = f"{prefix}.pre_feedforward_layernorm", f"{prefix}.post_feedforward_layernorm"
+    return DenseAndExpertsShape(
+        dense_norm=NormShape(hidden, {before: 1}),
+        dense=_dense(config, prefix, size, _names(config)),
+        dense_out_norm=NormShape(hidden, {f"{after}_1": 1}),
+        router_norm=NormShape(hidden, {f"{prefix}.router": 1}, tensor="scale", factor=hidden**-0.5),
+        experts_norm=NormShape(hidden, {f"{before}_2": 1}),
+        experts=_experts(config, experts, prefix),
+        experts_out_norm=NormShape(hidden, {f"{after}_2": 1}),
+    )
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ExpertsShape:
@@ -525,12 +586,14 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
         names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
     )
     bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
+    scales = VectorShape(f"{prefix}.router.per_expert_scale", experts.count)
     shared = names.get("shared", "mlp.shared_expert")
     of_shared = {part: f"{shared}.{part}_proj" for part in ("gate", "up", "down")}
     weight = LinearShape(hidden, {f"{prefix}.{shared}_gate": 1})
     return ExpertsShape(
         router=LinearShape(hidden, {router: experts.count}, experts.router_bias),
         selection_bias=bias if experts.selection_bias else None,
+        scales=scales if experts.next_to_mlp else None,
         gate_up=LinearShape(
             hidden, {f"{one}.{part}": size for one in each for part in (gate, up)}, config.mlp_bias
         ),
@@ -625,8 +688,10 @@ def norm_slots(
         write_part = partial(write_rows, slice(start, start + rows))
         if shape.whole:
             write_part = partial(_write_whole, write_part, (rows, shape.width))
+        if shape.factor != 1.0:
+            write_part = partial(_write_scaled, write_part, np.float32(shape.factor))
         write = partial(_copy_numbers, write_part)
-        yield f"{name}.weight", Slot(shape.shape(name), write, lambda: dtype_name)
+        yield f"{name}.{shape.tensor}", Slot(shape.shape(name), write, lambda: dtype_name)
         start += rows
 
 
@@ -693,6 +758,10 @@ def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str
 
 def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
     write(numbers.reshape(shape))
+
+
+def _write_scaled(write: Callable[[Array], None], factor: np.float32, numbers: Array) -> None:
+    write(numbers.astype(np.float32) * factor)
 
 
 def _in_order(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -217,8 +217,13 @@ class ReplaceableModel(Generic[ModelT]):
         Raises as `check_tensors`, and for numbers that cannot be quantized; then nothing is
         replaced.
         """
+        return self._write(self._prepared(tensors))
+
+    def _prepared(self, tensors: Mapping[str, Any]) -> list[NamedTensor]:
         self.check_tensors(tensors)
-        named = [self._requantized(name, part) for name, part in self._parts(tensors)]
+        return [self._requantized(name, part) for name, part in self._parts(tensors)]
+
+    def _write(self, named: Sequence[NamedTensor]) -> set[str]:
         if self._model is None:
             self._model = self._make()
             self._unwritten = set(self._shapes)
@@ -231,9 +236,9 @@ class ReplaceableModel(Generic[ModelT]):
     def replace(self, tensors: Mapping[str, Any]) -> None:
         """`write`, after which all weights are whole, whatever it raises: as `load` leaves them."""
         before = self.checkpoint if self.complete else None
-        self.check_tensors(tensors)
+        named = self._prepared(tensors)
         try:
-            self.write(tensors)
+            self._write(named)
         except BaseException:
             self._restore(before)
             raise

@@ -30,8 +30,8 @@ Step = TypeVar("Step", bound=InFlightStep)
 class ModelSpec:
     """What is known of a model once it is loaded.
 
-    `hardware` describes in words what computes. Where `shares_answers` is false, blocks that
-    decodes wrote may not be hit.
+    `hardware` describes in words what computes, and `instructions` names those of the CPU's own
+    kernels. Where `shares_answers` is false, blocks that decodes wrote may not be hit.
     """
 
     dtype: str
@@ -41,6 +41,7 @@ class ModelSpec:
     shares_answers: bool
     max_model_len: int
     weights_digest: str
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,9 @@ class MemorySize:
 def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayout:
     """The groups of a model in the engine, whose keys and values are numbers of `itemsize` bytes.
 
-    Raises `FieldError` for blocks too small for it, and for guesses where there are states.
+    Raises `FieldError` for blocks too small for it.
     """
     guesses = config.speculation
-    if model.delta is not None and guesses.source != "off":
-        raise FieldError(
-            "speculate", "must be off for a model with states: refused guesses would stay in them."
-        )
     # The last token is computed again where a grammar's mask is late, with its guesses or without.
     most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
     return kv_layout(model, config.cache.block_size, most_refused, itemsize)

@@ -29,7 +29,12 @@ class StepBudget:
     @property
     def is_spent(self) -> bool:
         """Whether no token of a prompt may be added."""
-        return not self._tokens_left or self._is_out_of_time
+        return not self.room
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return 0 if self._is_out_of_time else self._tokens_left
 
     def add_decode(self, start: int) -> None:
         """Takes one token, whatever its time: running answers go on in every step."""

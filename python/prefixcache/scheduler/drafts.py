@@ -32,10 +32,12 @@ _MOST_RECORDS = 4096
 _LINK = 8
 """Tokens of the prompt's end that lead to the text that a client predicts."""
 
-# Rows that a kind of guesses may lose: at most 0.5 % of all where they are always wrong.
+# Rows that guesses may be wrong in: at most 0.5 % of all where they always are. Kinds of guesses
+# that were not right yet share a credit too, as clients may make any number of kinds.
 _FIRST_CREDIT = 8.0
 _MOST_CREDIT = 64.0
 _CREDIT_OF_CHANCE = 0.003
+_SHARED_CREDIT_OF_CHANCE = 0.002
 _CREDIT_OF_ACCEPTED = 16.0
 
 
@@ -76,6 +78,11 @@ class _Record:
     tried: float
     right: float
     credit: float = _FIRST_CREDIT
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the kind has credit of guesses that were right."""
+        return self.credit > _CREDIT_OF_ACCEPTED
 
     def earn(self, credit: float) -> None:
         self.credit = min(self.credit + credit, _MOST_CREDIT)
@@ -128,6 +135,7 @@ class Drafter:
         self._most = most
         self._texts: dict[str, _Text] = {}
         self._records: dict[_Kind, _Record] = {}
+        self._unproven = _Record(0.0, 0.0, credit=_MOST_CREDIT)
         self._planned: dict[str, _Draft] = {}
         self._num_drafts = 0
         self._num_drafted = Counter[str](prompt=0, **({"cache": 0} if shares else {}))
@@ -136,15 +144,17 @@ class Drafter:
     def propose(
         self,
         states: Sequence[RequestState],
+        num_rows: int,
         room: int,
         take_slots: Callable[[RequestState, int], int],
     ) -> dict[str, list[int]]:
         """Guesses for requests that decode, at most `room` tokens, by request id.
 
-        `take_slots` says for how many of a number of guesses a request has slots.
+        The step has `num_rows` tokens without them. `take_slots` says for how many of a number of
+        guesses a request has slots.
         """
         drafts = [draft for state in states if room and (draft := self._draft(state, room))]
-        self._share_out(drafts, len(states), room)
+        self._share_out(drafts, num_rows, room)
         self._planned = {}
         for draft in drafts:
             draft.count = draft.count and take_slots(draft.state, draft.count)
@@ -168,7 +178,10 @@ class Drafter:
         tried = min(num_accepted + 1, draft.count)
         of_kind = self._record(draft.kind)
         of_kind.add(tried, num_accepted)
-        of_kind.earn(num_accepted * _CREDIT_OF_ACCEPTED - (draft.count - num_accepted))
+        earned = num_accepted * _CREDIT_OF_ACCEPTED - (draft.count - num_accepted)
+        if not of_kind.is_proven:
+            self._unproven.earn(earned)
+        of_kind.earn(earned)
         self._texts[draft.state.request_id].record.add(tried, num_accepted)
 
     def forget(self, state: RequestState) -> None:
@@ -207,8 +220,13 @@ class Drafter:
         found, length, source = text.stream.draft(most)
         kind = _Kind(text.scope, source, length.bit_length())
         of_kind = self._record(kind)
-        of_kind.earn(_CREDIT_OF_CHANCE if found else 0)
-        tokens = _before_end(found[: max(0, int(of_kind.credit))], state.end_token_ids)
+        if found:
+            of_kind.earn(_CREDIT_OF_CHANCE)
+            self._unproven.earn(_SHARED_CREDIT_OF_CHANCE)
+        credit = of_kind.credit
+        if not of_kind.is_proven:
+            credit = min(credit, self._unproven.credit)
+        tokens = _before_end(found[: max(0, int(credit))], state.end_token_ids)
         if not tokens:
             return None
         return _Draft(state, tokens, kind, self._share_right(kind, text.record))
@@ -229,7 +247,10 @@ class Drafter:
         return record
 
     def _share_out(self, drafts: Sequence[_Draft], num_rows: int, room: int) -> None:
-        """Takes the likeliest guesses, as many as give the most tokens a second."""
+        """Takes the likeliest guesses, as many as give the most tokens a second.
+
+        A token of a prompt counts as one of an answer: in a step with many of them rows are dear.
+        """
         gains = sorted(
             (
                 (draft.share**place, index)

@@ -90,9 +90,9 @@ class Scheduler:
     step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
     seconds, times how long requests wait where the policy asks.
 
-    With a `drafter` decodes compute guesses along with their own token, in steps without chunks of
-    prompts: in others rows are dear. Nothing is preempted for guesses. With `computes_once` no
-    token may be computed again that is in a sequence's blocks, as it is in its state.
+    With a `drafter` decodes compute guesses along with their own token, where the step has room
+    after chunks of prompts. Nothing is preempted for guesses. With `computes_once` no token that
+    counts may be computed again, as it is in its sequence's state.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Scheduler:
         if self.num_preemptions == preempted_before:
             self._start_waiting(chunks, budget)
         if self.drafter is not None and not self.steps_in_flight:
-            self._add_drafts(self.drafter, chunks)
+            self._add_drafts(self.drafter, chunks, budget.room)
         self._keep_for_next()
         if self._cache.has_states:
             self._keep_snapshots(chunks)
@@ -487,13 +487,13 @@ class Scheduler:
         has_block = chunk.is_decode or not self._cache.has_states
         return chunk.end > chunk.state.num_slots or not has_block
 
-    def _add_drafts(self, drafter: Drafter, chunks: Sequence[_Chunk]) -> None:
-        """Lets decodes compute guesses too, where the step computes nothing else."""
-        if not all(chunk.is_decode for chunk in chunks):
-            return
-        room = self._max_num_batched_tokens - len(chunks)
-        drafts = drafter.propose([chunk.state for chunk in chunks], room, self._slots_for_drafts)
-        for chunk in chunks:
+    def _add_drafts(self, drafter: Drafter, chunks: Sequence[_Chunk], room: int) -> None:
+        """Lets decodes compute guesses too: what prompts would compute goes before."""
+        decodes = [chunk for chunk in chunks if chunk.is_decode]
+        num_rows = sum(chunk.count for chunk in chunks)
+        states = [chunk.state for chunk in decodes]
+        drafts = drafter.propose(states, num_rows, room, self._slots_for_drafts)
+        for chunk in decodes:
             chunk.drafts = drafts.get(chunk.state.request_id, ())
 
     def _slots_for_drafts(self, state: RequestState, wanted: int) -> int:
@@ -504,9 +504,8 @@ class Scheduler:
         has_room = self._cache.num_free_blocks > self._max_num_seqs
         size = self._cache.block_size
         # Block by block, since each may be where a state has to be kept.
-        for upto in range(
-            state.num_slots + size, self._whole_blocks(state.num_tokens + wanted) + 1, size
-        ):
+        most = self._whole_blocks(state.num_tokens + wanted)
+        for upto in range(state.num_slots + size, most + 1, size):
             if not (has_room and self._cache.ensure_slots([(state.request_id, upto)])):
                 break
             state.num_slots = upto

@@ -49,7 +49,7 @@ class StepTimeModel:
     """Seconds of a step by its load: least squares over the last steps, and how far they stray.
 
     Steps with chunks of prompts are remembered apart from pure decodes, thousands of which lie
-    between two prompts. Of steps with drafts `RowTimes` learns.
+    between two prompts. Of decodes with drafts `RowTimes` learns.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StepTimeModel:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns that the step took so long."""
-        if plan.drafts:
+        if plan.drafts and plan.num_decodes == len(plan.sequences):
             return
         load = Load()
         for sequence in plan.sequences:

@@ -12,13 +12,15 @@ batch, the chunk or the cache; its gradient comes from the module. So an importa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from prefixcache.exceptions import PrefixCacheError
 from prefixcache.llm import LLM, GenerationResult, Logprob, Prompt
@@ -61,7 +63,7 @@ class Policy:
         self._llm = llm
         self._model = model
         self._batch_size = batch_size
-        self._pushed: tuple[tuple[int, int], ...] | None = None
+        self._pushed: tuple[tuple[int, int, int], ...] | None = None
 
     def push(self) -> int:
         """Gives the module's parameters to the engine; returns their version.
@@ -141,9 +143,23 @@ class Policy:
         if self._pushed != self._changes():
             self.push()
 
-    def _changes(self) -> tuple[tuple[int, int], ...]:
-        """Where each parameter is, and how often it was written there, as optimizers do."""
-        return tuple((one.data_ptr(), one._version) for one in self._model.parameters())  # noqa: SLF001
+    def _changes(self) -> tuple[tuple[int, int, int], ...]:
+        """Where each parameter is, and how often it was written there and stepped."""
+        return tuple(
+            (one.data_ptr(), one._version, _STEPS.get(one, 0))  # noqa: SLF001
+            for one in self._model.parameters()
+        )
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            _STEPS[one] = _STEPS.get(one, 0) + 1
+
+
+# Fused optimizers write to parameters without a new version of the tensor.
+_STEPS: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+register_optimizer_step_post_hook(_count_step)
 
 
 def _with_values(own_A: Tensor, values: Sequence[float]) -> Tensor:

@@ -55,8 +55,8 @@ def _check_group(group_id: object, size: object) -> None:
 
 
 def _check_staleness(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise wrong("max_weight_staleness", f"must be a count of updates, got {shown(value)}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+        raise wrong("max_weight_staleness", f"must be a count of updates or -1, got {shown(value)}")
 
 
 def _check_write_upto(value: object) -> None:
@@ -97,13 +97,14 @@ class CacheOptions:
     such a group by themselves.
 
     `max_weight_staleness` is how many updates of the weights ago hits may have been computed: 0
-    takes those of the current weights alone, None as many as the engine allows, which bounds it.
+    takes those of the current weights alone, -1 all, None as many as the engine allows, which
+    bounds it.
     `on_weight_update` says what becomes of the request when the weights change while it is in
     flight, whatever the update says: see `engine.control`.
 
     Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
     from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, for a
-    group without a name or with a size that is no count, for a negative staleness, and for a mode
+    group without a name or with a size that is no count, for a staleness below -1, and for a mode
     that is none.
     """
 

@@ -78,7 +78,7 @@ fn main() {
                     Rows::new(&x, heads.inputs()),
                     RowsMut::new(&mut out, heads.values()),
                 );
-                delta_rule(form, &team, &rule, &[part], x, &out).expect("memory");
+                delta_rule(form, &team, &rule, &[part], &[], x, &out).expect("memory");
             }
             times.push((seconds() - begun) * 1e3);
         }

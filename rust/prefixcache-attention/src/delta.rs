@@ -20,6 +20,10 @@
 //!
 //! **Bits.** Tokens are computed one by one in one order, in `f32`; states are kept as they are. A row is the same
 //! whatever is computed with it. Columns of S stand in strips, which are computed alone.
+//!
+//! **Guesses.** The last rows of a sequence may be guesses at its next tokens. They are computed, but their states
+//! are not written. Once it is known how many of them were right, [`replay_delta_rule`] takes the inputs of these
+//! through the states in the blocks, token by token in the same order, and so to the same bits.
 
 use std::array::from_fn;
 use std::ops::Range;
@@ -29,7 +33,7 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, 
 
 use crate::Plan;
 use crate::conv::MAX_TAPS;
-use crate::plan::NO_PAGE;
+use crate::plan::{NO_PAGE, Run};
 
 /// Sizes of heads are multiples of this, so that they are whole vectors in any form.
 pub const HEAD_STEP: usize = 16;
@@ -164,7 +168,8 @@ pub struct StatePart<'a> {
     pub pages: RowsMut<'a, f32>,
 }
 
-/// Writes each token's output to `out` [T, values], and the states to the parts.
+/// Writes each token's output to `out` [T, values], and the states to the parts: those after all rows of a
+/// sequence but its last `guesses`, [S], or none where that is empty.
 ///
 /// `x` is [T, inputs]. The plans of all parts have the same sequences, see at least the token before, and write
 /// pages of one sequence each ([`Plan::writes_apart`]).
@@ -179,9 +184,43 @@ pub fn delta_rule<E: Element>(
     team: &Team,
     rule: &DeltaRule<'_>,
     parts: &[StatePart<'_>],
+    guesses: &[usize],
     x: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) -> Result<(), OutOfMemory> {
+    let plan = check(rule, parts);
+    let rows = plan.num_queries();
+    assert_eq!(x.shape(), (rows, rule.heads.inputs()), "shape of x");
+    assert_eq!(out.shape(), (rows, rule.heads.values()), "shape of out");
+    let runs = plan.runs(guesses);
+    each_head(form, team, (rule, parts), &runs, x, Some(out))
+}
+
+/// Writes the states after the first `accepted` [S] of the `guesses` [S] of each sequence to the parts. `x` are the
+/// rows of all guesses in [`delta_rule`], which has computed the step of these plans.
+///
+/// # Errors
+/// There is no memory for a head's matrices; some states are not written then.
+///
+/// # Panics
+/// As [`delta_rule`], or more guesses are accepted than there are.
+pub fn replay_delta_rule<E: Element>(
+    form: Form,
+    team: &Team,
+    rule: &DeltaRule<'_>,
+    parts: &[StatePart<'_>],
+    (guesses, accepted): (&[usize], &[usize]),
+    x: Rows<'_, E>,
+) -> Result<(), OutOfMemory> {
+    let plan = check(rule, parts);
+    let count = guesses.iter().sum();
+    assert_eq!(x.shape(), (count, rule.heads.inputs()), "shape of x");
+    let runs = plan.accepted_runs(guesses, accepted);
+    each_head(form, team, (rule, parts), &runs, x, None)
+}
+
+/// The plan of the parts, which fit each other and the rule.
+fn check<'a>(rule: &DeltaRule<'_>, parts: &[StatePart<'a>]) -> &'a Plan {
     let heads = rule.heads;
     assert!(heads.are_sound(), "heads");
     let numbers: usize = parts.iter().map(|part| part.pages.width()).sum();
@@ -194,32 +233,42 @@ pub fn delta_rule<E: Element>(
         let seen = other.attention().window_left.unwrap_or(usize::MAX);
         assert!(seen >= 1, "window of the plan");
     }
-    let rows = plan.num_queries();
-    assert_eq!(x.shape(), (rows, heads.inputs()), "shape of x");
-    assert_eq!(out.shape(), (rows, heads.values()), "shape of out");
     assert_eq!(rule.conv.shape(), (heads.taps, heads.channels()), "conv");
     assert_eq!(rule.decay.len(), heads.value_heads, "decay");
     assert_eq!(rule.time_bias.len(), heads.value_heads, "time_bias");
     assert_eq!(rule.norm.len(), heads.value_dim, "norm");
-    team.try_run(plan.num_sequences() * heads.key_heads, |task| {
+    plan
+}
+
+fn each_head<E: Element>(
+    form: Form,
+    team: &Team,
+    (rule, parts): (&DeltaRule<'_>, &[StatePart<'_>]),
+    runs: &[Run],
+    x: Rows<'_, E>,
+    out: Option<&RowsMut<'_, E>>,
+) -> Result<(), OutOfMemory> {
+    let heads = rule.heads.key_heads;
+    team.try_run(runs.len() * heads, |task| {
         form.run(HeadRun {
             rule,
             parts,
             x,
             out,
-            sequence: task / heads.key_heads,
-            head: task % heads.key_heads,
+            run: &runs[task / heads],
+            head: task % heads,
         })
     })
 }
 
-/// A key head of one sequence, with its value heads: all tokens of the step.
+/// A key head of one sequence, with its value heads: all tokens of a run.
 struct HeadRun<'a, E> {
     rule: &'a DeltaRule<'a>,
     parts: &'a [StatePart<'a>],
     x: Rows<'a, E>,
-    out: &'a RowsMut<'a, E>,
-    sequence: usize,
+    /// Where outputs go, if they are wanted.
+    out: Option<&'a RowsMut<'a, E>>,
+    run: &'a Run,
     head: usize,
 }
 
@@ -254,8 +303,10 @@ impl<E: Element> Kernel for HeadRun<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Self::Output {
-        let (heads, plan) = (self.rule.heads, self.parts[0].plan);
-        let (rows, start) = plan.sequence(self.sequence);
+        let (heads, size) = (self.rule.heads, self.parts[0].plan.block_size());
+        let Run {
+            rows, start, kept, ..
+        } = self.run;
         if rows.is_empty() {
             return Ok(());
         }
@@ -266,16 +317,16 @@ impl<E: Element> Kernel for HeadRun<'_, E> {
             rate: [0.0; SPAN],
             read: filled(0.0, SPAN, heads.value_dim)?,
         };
-        if start > 0 {
+        if *start > 0 {
             self.read(start - 1, &mut room.state);
         }
-        let size = plan.block_size();
-        let (mut row, mut position) = (rows.start, start);
+        let (mut row, mut position) = (rows.start, *start);
         while row < rows.end {
-            let count = SPAN.min(size - position % size).min(rows.end - row);
+            let end = if row < *kept { *kept } else { rows.end };
+            let count = SPAN.min(size - position % size).min(end - row);
             self.pass(lanes, row..row + count, &mut room);
             (row, position) = (row + count, position + count);
-            if position.is_multiple_of(size) || row == rows.end {
+            if row == *kept || row < *kept && position.is_multiple_of(size) {
                 self.keep(position - 1, &room.state);
             }
         }
@@ -301,7 +352,7 @@ impl<E: Element> HeadRun<'_, E> {
     /// Reads the state after the token at a position.
     fn read(&self, position: usize, state: &mut [f32]) {
         for (kept, StatePart { plan, pages }, at) in self.runs() {
-            let (page, _) = plan.place_of(self.sequence, position);
+            let (page, _) = plan.place_of(self.run.sequence, position);
             // SAFETY: pages that are written are of one sequence, and a head's numbers of them of one task.
             let numbers = unsafe { pages.shared_part(page, at, kept.len()) };
             state[kept].copy_from_slice(numbers);
@@ -311,7 +362,7 @@ impl<E: Element> HeadRun<'_, E> {
     /// Writes the state after the token at a position of the step.
     fn keep(&self, position: usize, state: &[f32]) {
         for (kept, StatePart { plan, pages }, at) in self.runs() {
-            let (page, _) = plan.place_of(self.sequence, position);
+            let (page, _) = plan.place_of(self.run.sequence, position);
             if page == NO_PAGE {
                 continue;
             }
@@ -343,8 +394,9 @@ impl<E: Element> HeadRun<'_, E> {
                 }
                 first += STRIP;
             }
+            let Some(out) = self.out else { continue };
             for (row, read) in rows.clone().zip(room.read.chunks_exact(heads.value_dim)) {
-                self.write(lanes, row, value_head, read);
+                self.write(lanes, out, row, value_head, read);
             }
         }
     }
@@ -461,12 +513,19 @@ impl<E: Element> HeadRun<'_, E> {
 
     /// Writes what a token read, normalised and gated.
     #[inline(always)]
-    fn write<L: Lanes>(&self, lanes: L, row: usize, value_head: usize, read: &[f32]) {
+    fn write<L: Lanes>(
+        &self,
+        lanes: L,
+        out: &RowsMut<'_, E>,
+        row: usize,
+        value_head: usize,
+        read: &[f32],
+    ) {
         let heads = self.rule.heads;
         let first = heads.value_head(self.head, value_head) * heads.value_dim;
         let gates = &self.x.row(row)[heads.channels() + first..][..read.len()];
         // SAFETY: a value head of a row belongs to one task.
-        let out = unsafe { self.out.part(row, first, read.len()) };
+        let out = unsafe { out.part(row, first, read.len()) };
         let mean = sum_of_squares(lanes, read) / read.len() as f32;
         let scale = lanes.splat(1.0 / (mean + self.rule.eps).sqrt());
         for at in (0..read.len()).step_by(L::LANES) {

@@ -23,7 +23,7 @@ mod plan;
 mod state;
 
 pub use conv::{MAX_TAPS, ShortConv, short_conv};
-pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule};
+pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule, replay_delta_rule};
 pub use kernel::attend;
 pub use paged::{KvElement, append};
 pub use plan::{BlockTables, NO_PAGE, Plan, PlanError};

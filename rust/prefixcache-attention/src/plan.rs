@@ -84,6 +84,17 @@ struct Sequence {
     start: usize,
 }
 
+/// Rows of one sequence that pass its state.
+pub(crate) struct Run {
+    /// Its number.
+    pub(crate) sequence: usize,
+    pub(crate) rows: Range<usize>,
+    /// Position of the first of them.
+    pub(crate) start: usize,
+    /// The first row whose state is not kept.
+    pub(crate) kept: usize,
+}
+
 /// A run of one sequence's queries.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
@@ -171,15 +182,52 @@ impl Plan {
             && self.sequences.iter().zip(&other.sequences).all(same)
     }
 
-    /// How many sequences there are.
-    pub(crate) fn num_sequences(&self) -> usize {
-        self.sequences.len()
+    /// Whether sequences have as many rows as `guesses` [S] says of each; there are none where that is empty.
+    pub fn has_guesses(&self, guesses: &[usize]) -> bool {
+        let all = || self.sequences.iter().zip(guesses);
+        guesses.is_empty()
+            || guesses.len() == self.sequences.len()
+                && all().all(|(one, &guesses)| guesses <= one.queries.len())
     }
 
-    /// The rows of a sequence, and the position of the first.
-    pub(crate) fn sequence(&self, number: usize) -> (Range<usize>, usize) {
-        let sequence = &self.sequences[number];
-        (sequence.queries.clone(), sequence.start)
+    /// The rows of all guesses, which are the last `guesses` [S] of each sequence; none where that is empty.
+    pub fn guessed_rows(&self, guesses: &[usize]) -> impl Iterator<Item = usize> {
+        let runs = self.runs(guesses).into_iter();
+        runs.flat_map(|run| run.kept..run.rows.end)
+    }
+
+    /// The rows of each sequence, the last `guesses` [S] of which are guesses; none where that is empty.
+    pub(crate) fn runs(&self, guesses: &[usize]) -> Vec<Run> {
+        assert!(self.has_guesses(guesses), "guesses");
+        let runs = self.sequences.iter().enumerate().map(|(sequence, one)| {
+            let guesses = guesses.get(sequence).copied().unwrap_or(0);
+            Run {
+                sequence,
+                rows: one.queries.clone(),
+                start: one.start,
+                kept: one.queries.end - guesses,
+            }
+        });
+        runs.collect()
+    }
+
+    /// The first `accepted` [S] of the guesses of each sequence, where rows are those of the guesses alone.
+    pub(crate) fn accepted_runs(&self, guesses: &[usize], accepted: &[usize]) -> Vec<Run> {
+        assert_eq!(guesses.len(), accepted.len(), "accepted guesses");
+        let mut first = 0;
+        let runs = self.runs(guesses).into_iter().zip(guesses).zip(accepted);
+        let runs = runs.map(|((run, guesses), accepted)| {
+            assert!(accepted <= guesses, "accepted guesses of a sequence");
+            let rows = first..first + accepted;
+            first += guesses;
+            Run {
+                kept: rows.end,
+                start: run.start + run.kept - run.rows.start,
+                rows,
+                ..run
+            }
+        });
+        runs.filter(|run| !run.rows.is_empty()).collect()
     }
 
     pub(crate) fn tasks(&self) -> &[Task] {

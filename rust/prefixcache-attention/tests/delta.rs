@@ -1,5 +1,5 @@
 //! The gated delta rule against the obvious sums, and against itself: the same bits for a row however the tokens
-//! around it are cut into steps, from states that other sequences left too.
+//! around it are cut into steps, from states that other sequences left too, after guesses of any kind.
 
 #[path = "../../prefixcache-cpu/tests/common/noise.rs"]
 mod noise;
@@ -9,6 +9,7 @@ use std::slice::from_ref;
 use noise::noise;
 use prefixcache_attention::{
     Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
+    replay_delta_rule,
 };
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
@@ -17,6 +18,9 @@ const PAGES: usize = 128;
 
 /// Tokens of a sequence: its number, and those that are computed.
 type Chunk = (usize, usize, usize);
+
+/// How many of a chunk's tokens are guesses, and how many wrong ones follow them.
+type Guesses = [usize; 2];
 
 /// A layer. What was never written is NaN, so that reading it shows.
 struct Layer {
@@ -58,17 +62,19 @@ impl Layer {
         (1 + ((sequence * 40 + index) * 37 + 11 * part) % (PAGES - 1)) as i32
     }
 
-    fn plan(&self, part: usize, step: &[Chunk]) -> Plan {
+    fn plan(&self, part: usize, step: &[Chunk], guesses: &[Guesses]) -> Plan {
         let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
         let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
         let mut first_pages = Vec::new();
         let size = self.block_size;
-        for &(sequence, from, to) in step {
+        for (number, &(sequence, from, to)) in step.iter().enumerate() {
+            let certain = (to - 1) / size;
+            let to = to + guesses.get(number).map_or(0, |one| one[1]);
             let first = from.saturating_sub(1) / size;
             let pages = first..to.div_ceil(size);
-            let needed = [from.saturating_sub(1) / size, (to - 1) / size];
-            let is_there =
-                |index| !self.has_gaps || needed[usize::from(from == 0)..].contains(&index);
+            // Where it reads, where its last certain token is, and all of guesses.
+            let is_read = |index| from > 0 && index == first;
+            let is_there = |index| !self.has_gaps || index >= certain || is_read(index);
             kv_indices.extend(pages.map(|index| match is_there(index) {
                 true => Self::page(part, sequence, index),
                 false => NO_PAGE as i32,
@@ -90,20 +96,25 @@ impl Layer {
         Plan::new(tables, PAGES, size, &window).expect("a sound step")
     }
 
-    /// Computes tokens of each sequence, of which there are all rows.
+    /// Computes tokens of each sequence, of which there are all rows; without the outputs of wrong guesses.
     fn step<E: KvElement>(
         &mut self,
         form: Form,
         team: &Team,
         sequences: &[Vec<E>],
         step: &[Chunk],
+        guesses: &[Guesses],
     ) -> Vec<E> {
         let inputs = self.heads.inputs();
-        let mut x = Vec::new();
-        for &(sequence, from, to) in step {
+        let (mut x, mut wrong) = (Vec::new(), Vec::new());
+        for (number, &(sequence, from, to)) in step.iter().enumerate() {
             x.extend_from_slice(&sequences[sequence][from * inputs..to * inputs]);
+            wrong.resize(x.len() / inputs, false);
+            let refused = guesses.get(number).map_or(0, |one| one[1]);
+            x.extend(noise::<E>(71, refused * inputs));
+            wrong.resize(x.len() / inputs, true);
         }
-        let plans: Vec<_> = (0..3).map(|part| self.plan(part, step)).collect();
+        let plans: Vec<_> = (0..3).map(|part| self.plan(part, step, guesses)).collect();
         let rule = DeltaRule {
             heads: self.heads,
             conv: Rows::new(&self.conv, self.heads.channels()),
@@ -124,8 +135,21 @@ impl Layer {
         let width = self.heads.values();
         let mut out = vec![E::from_f32(f32::NAN); x.len() / inputs * width];
         let rows = RowsMut::new(&mut out, width);
-        delta_rule(form, team, &rule, &parts, Rows::new(&x, inputs), &rows).expect("memory");
-        out
+        let x = Rows::new(&x, inputs);
+        let counts: Vec<_> = guesses.iter().map(|one| one[0] + one[1]).collect();
+        delta_rule(form, team, &rule, &parts, &counts, x, &rows).expect("memory");
+        let kept: Vec<_> = plans[0]
+            .guessed_rows(&counts)
+            .flat_map(|row| x.row(row).to_vec())
+            .collect();
+        let (kept, accepted) = (
+            Rows::new(&kept, inputs),
+            guesses.iter().map(|one| one[0]).collect::<Vec<_>>(),
+        );
+        replay_delta_rule(form, team, &rule, &parts, (&counts, &accepted), kept).expect("memory");
+        let rows = out.chunks_exact(width).zip(wrong);
+        let right = rows.filter_map(|(row, wrong)| (!wrong).then_some(row));
+        right.flatten().copied().collect()
     }
 
     /// All outputs of a sequence, in `f64`.
@@ -211,6 +235,7 @@ fn check<E: KvElement + PartialEq>(
     threads: usize,
     lengths: &[usize],
     chunks: &[usize],
+    guesses: &[Guesses],
 ) {
     let sequences: Vec<Vec<E>> = (0..lengths.len())
         .map(|number| noise(number as u64, lengths[number] * heads.inputs()))
@@ -218,7 +243,15 @@ fn check<E: KvElement + PartialEq>(
     let alone = Team::new(1).expect("threads");
     let layer = || Layer::new(heads, block_size);
     let want: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| layer().step(form, &alone, &sequences, &[(number, 0, lengths[number])]))
+        .map(|number| {
+            layer().step(
+                form,
+                &alone,
+                &sequences,
+                &[(number, 0, lengths[number])],
+                &[],
+            )
+        })
         .collect();
     let tolerance = if size_of::<E>() == 4 { 1e-4 } else { 1e-2 };
     for (got, sequence) in want.iter().zip(&sequences) {
@@ -234,24 +267,29 @@ fn check<E: KvElement + PartialEq>(
     let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
     many.has_gaps = threads == 2;
     let mut chunks = chunks.iter().cycle();
+    let mut guesses = guesses.iter().cycle();
     let width = heads.values();
     while done != lengths {
-        let mut step = Vec::new();
+        let (mut step, mut guessed) = (Vec::new(), Vec::new());
         for number in 0..lengths.len() {
             let from = done[number];
             let to = lengths[number].min(from + chunks.next().expect("a cycle"));
             if to > from {
                 step.push((number, from, to));
+                guessed.extend(guesses.next().map(|one| [one[0].min(to - from), one[1]]));
                 done[number] = to;
             }
         }
-        let out = many.step(form, &team, &sequences, &step);
+        let out = many.step(form, &team, &sequences, &step, &guessed);
         let mut rows = out.chunks_exact(width);
         for &(number, from, to) in &step {
             for position in from..to {
                 let want = &want[number][position * width..][..width];
                 let same = rows.next().is_some_and(|row| row == want);
-                assert!(same, "{form:?}: {number} at {position} of {step:?}");
+                assert!(
+                    same,
+                    "{form:?}: {number} at {position} of {step:?}, {guessed:?}"
+                );
             }
         }
     }
@@ -278,12 +316,13 @@ proptest! {
         ),
         block_size in prop::sample::select(vec![1, 2, 3, 7, 16, 50]),
         threads in 1_usize..=2,
-        lengths in prop::collection::vec(1_usize..40, 1..4),
+        lengths in prop::collection::vec(1_usize..36, 1..4),
         chunks in prop::collection::vec(1_usize..20, 1..8),
+        guesses in prop::collection::vec([0_usize..8, 0..5], 0..5),
     ) {
         let shape = (heads(shape), block_size);
-        check::<f32>(form, shape, threads, &lengths, &chunks);
-        check::<Bf16>(form, shape, threads, &lengths, &chunks);
+        check::<f32>(form, shape, threads, &lengths, &chunks, &guesses);
+        check::<Bf16>(form, shape, threads, &lengths, &chunks, &guesses);
     }
 }
 
@@ -293,7 +332,7 @@ fn a_row_knows_no_chunk() {
     for form in Form::available() {
         for chunks in [[1, 1], [7, 64], [3, 200]] {
             let shape = (heads((2, 2, 128, 128, 4)), 64);
-            check::<f32>(form, shape, 2, &[130], &chunks);
+            check::<f32>(form, shape, 2, &[130], &chunks, &[]);
         }
     }
 }
@@ -309,6 +348,7 @@ fn the_first_tokens_have_nothing_before_them() {
                 1,
                 &[1, 2, 3],
                 &[1],
+                &[],
             );
             check::<Bf16>(
                 form,
@@ -316,31 +356,41 @@ fn the_first_tokens_have_nothing_before_them() {
                 1,
                 &[3, 17],
                 &[1, 2, 16],
+                &[],
             );
         }
     }
 }
 
-/// Sequences that hit the same full block read one state, and write none of its pages.
+/// Sequences that hit the same full block read one state, and write none of its pages: also one that a guess filled.
 #[test]
 fn a_full_block_is_never_written_again() {
-    for form in Form::available() {
+    for (form, guesses) in Form::available()
+        .into_iter()
+        .flat_map(|form| [(form, [0, 0]), (form, [11, 3])])
+    {
         let heads = heads((2, 2, 32, 32, 4));
         let team = Team::new(2).expect("threads");
         let sequence: Vec<f32> = noise(1, 12 * heads.inputs());
         let mut layer = Layer::new(heads, 4);
-        let whole = layer.step(form, &team, from_ref(&sequence), &[(0, 0, 12)]);
+        let whole = layer.step(
+            form,
+            &team,
+            from_ref(&sequence),
+            &[(0, 0, 12)],
+            from_ref(&guesses),
+        );
         let page = Layer::page(0, 0, 1) as usize;
         let width = layer.parts[0].1 + OTHERS;
         let kept = layer.parts[0].0[page * width..][..width].to_vec();
         let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        for chunk in [(0, 8, 12), (0, 8, 9)] {
-            let again = layer.step(form, &team, from_ref(&sequence), &[chunk]);
-            assert_eq!(again, whole[8 * heads.values()..][..again.len()]);
+        for chunk in [(0, 8, 12), (0, 8, 9), (0, 4, 8)] {
+            let again = layer.step(form, &team, from_ref(&sequence), &[chunk], &[]);
+            assert_eq!(again, whole[chunk.1 * heads.values()..][..again.len()]);
+            assert_eq!(
+                bits(&layer.parts[0].0[page * width..][..width]),
+                bits(&kept)
+            );
         }
-        assert_eq!(
-            bits(&layer.parts[0].0[page * width..][..width]),
-            bits(&kept)
-        );
     }
 }

@@ -188,6 +188,7 @@ fn measure(
         team: &model.team,
         groups: &groups,
         rotations: &rotations,
+        guesses: &[],
     };
     let page = vec![0.1_f32; total * 2 * KV_HEADS * BLOCK * DIMS];
     let mut caches: Vec<Vec<f32>> = layers.iter().map(|_| page.clone()).collect();

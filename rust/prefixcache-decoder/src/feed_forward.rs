@@ -5,7 +5,7 @@ use prefixcache_cpu::Rows;
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::experts::{self, Experts};
-use prefixcache_ops::rowwise::{Gate, gated};
+use prefixcache_ops::rowwise::{Gate, RmsNorm, gated};
 
 use crate::{Buffer, Step, Sum};
 
@@ -15,6 +15,45 @@ pub enum FeedForward<'a, E> {
     Dense(Dense<'a, E>),
     /// A few of many gated MLPs, chosen for each token.
     Experts(Experts<'a, E>),
+    /// Both, whose results are added.
+    DenseAndExperts(DenseAndExperts<'a, E>),
+}
+
+impl<'a, E> FeedForward<'a, E> {
+    fn dense(&self) -> Option<&Dense<'a, E>> {
+        match self {
+            Self::Dense(dense) => Some(dense),
+            Self::Experts(_) => None,
+            Self::DenseAndExperts(both) => Some(&both.dense),
+        }
+    }
+
+    fn experts(&self) -> Option<&Experts<'a, E>> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Experts(experts) => Some(experts),
+            Self::DenseAndExperts(both) => Some(&both.experts),
+        }
+    }
+}
+
+/// A gated MLP and experts next to it. Each reads the stream through a norm of E numbers and has a norm
+/// of what it makes; the router has a norm of its own.
+pub struct DenseAndExperts<'a, E> {
+    /// Of what the MLP reads.
+    pub dense_norm: RmsNorm<'a, E>,
+    /// The MLP.
+    pub dense: Dense<'a, E>,
+    /// Of what the MLP makes.
+    pub dense_out_norm: RmsNorm<'a, E>,
+    /// Of what the router reads.
+    pub router_norm: RmsNorm<'a, E>,
+    /// Of what the experts read.
+    pub experts_norm: RmsNorm<'a, E>,
+    /// The experts.
+    pub experts: Experts<'a, E>,
+    /// Of what the experts make.
+    pub experts_out_norm: RmsNorm<'a, E>,
 }
 
 /// A gated MLP.
@@ -32,6 +71,9 @@ pub struct Scratch<E> {
     gate_up: Buffer<E>,
     opened: Buffer<E>,
     experts: experts::Scratch<E>,
+    /// Of an MLP and experts: what each reads, and what it makes.
+    inputs: [Buffer<E>; 2],
+    made: [Buffer<E>; 2],
 }
 
 impl<E: KvElement> Scratch<E> {
@@ -39,18 +81,19 @@ impl<E: KvElement> Scratch<E> {
         rows: usize,
         all: impl Iterator<Item = &'a FeedForward<'a, E>> + Clone,
     ) -> Result<Self, OutOfMemory> {
-        let dense = all.clone().filter_map(|one| match one {
-            FeedForward::Dense(dense) => Some(dense),
-            FeedForward::Experts(_) => None,
+        let dense = all.clone().filter_map(FeedForward::dense);
+        let experts = all.clone().filter_map(FeedForward::experts);
+        let hidden = all.filter_map(|one| match one {
+            FeedForward::DenseAndExperts(both) => Some(both.dense.down.outputs()),
+            _ => None,
         });
-        let experts = all.filter_map(|one| match one {
-            FeedForward::Experts(experts) => Some(experts),
-            FeedForward::Dense(_) => None,
-        });
+        let buffer = || Buffer::new(rows, hidden.clone());
         Ok(Self {
             gate_up: Buffer::new(rows, dense.clone().map(|dense| dense.gate_up.outputs()))?,
             opened: Buffer::new(rows, dense.map(|dense| dense.down.inputs()))?,
             experts: experts::Scratch::new(rows, experts)?,
+            inputs: [buffer()?, buffer()?],
+            made: [buffer()?, buffer()?],
         })
     }
 }
@@ -64,20 +107,31 @@ impl Step<'_> {
         scratch: &mut Scratch<E>,
         sum: Sum<'_, E>,
     ) -> Result<(), OutOfMemory> {
+        let opened = self.opened(dense, x, &mut scratch.gate_up, &mut scratch.opened)?;
+        self.add(sum, |residual, out| {
+            self.linear(dense.down, opened, residual, out)
+        })
+    }
+
+    /// What an MLP's gates let pass.
+    fn opened<'b, E: KvElement>(
+        &self,
+        dense: &Dense<'_, E>,
+        x: Rows<'_, E>,
+        gate_up: &mut Buffer<E>,
+        opened: &'b mut Buffer<E>,
+    ) -> Result<Rows<'b, E>, OutOfMemory> {
         let (wide, inner) = (dense.gate_up.outputs(), dense.down.inputs());
-        self.linear(dense.gate_up, x, None, &scratch.gate_up.write(wide))?;
-        let gates = scratch.gate_up.read(wide);
+        self.linear(dense.gate_up, x, None, &gate_up.write(wide))?;
+        let gates = gate_up.read(wide);
         gated(
             self.form,
             self.team,
             dense.gate,
             gates,
-            &scratch.opened.write(inner),
+            &opened.write(inner),
         );
-        let opened = scratch.opened.read(inner);
-        self.add(sum, |residual, out| {
-            self.linear(dense.down, opened, residual, out)
-        })
+        Ok(opened.read(inner))
     }
 
     /// Adds the experts' MLPs of the normalised stream to the stream.
@@ -90,7 +144,47 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         self.add(sum, |residual, out| {
             let scratch = &mut scratch.experts;
-            experts.forward(self.form, self.team, x, residual, out, scratch)
+            experts.forward(self.form, self.team, x, x, residual, out, scratch)
+        })
+    }
+
+    /// Adds an MLP and experts, each of the stream as its norm makes it, to the stream.
+    pub(crate) fn dense_and_experts<E: KvElement>(
+        &self,
+        both: &DenseAndExperts<'_, E>,
+        x: Rows<'_, E>,
+        scratch: &mut Scratch<E>,
+        sum: Sum<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        let width = x.width();
+        let [first, second] = &mut scratch.inputs;
+        let [made, dense] = &mut scratch.made;
+        self.norm(both.dense_norm, x, None, &first.write(width));
+        let (gate_up, opened) = (&mut scratch.gate_up, &mut scratch.opened);
+        let opened = self.opened(&both.dense, first.read(width), gate_up, opened)?;
+        self.linear(both.dense.down, opened, None, &made.write(width))?;
+        self.norm(
+            both.dense_out_norm,
+            made.read(width),
+            None,
+            &dense.write(width),
+        );
+        self.norm(both.router_norm, x, None, &first.write(width));
+        self.norm(both.experts_norm, x, None, &second.write(width));
+        both.experts.forward(
+            self.form,
+            self.team,
+            first.read(width),
+            second.read(width),
+            None,
+            &made.write(width),
+            &mut scratch.experts,
+        )?;
+        let (made, dense) = (made.read(width), dense.read(width));
+        self.add(sum, |residual, out| {
+            assert!(residual.is_none(), "the sum has a norm");
+            self.norm(both.experts_out_norm, made, Some(dense), out);
+            Ok(())
         })
     }
 }

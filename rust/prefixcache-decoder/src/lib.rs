@@ -20,7 +20,7 @@ use prefixcache_cpu::{Form, Rows, RowsMut, Team};
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::rowwise::{Gate, RmsNorm, add_and_scale, gated, rms_norm};
 
-pub use feed_forward::{Dense, FeedForward};
+pub use feed_forward::{Dense, DenseAndExperts, FeedForward};
 pub use mixer::Mixer;
 pub use mixer::attention::{AttentionMixer, Makes};
 pub use mixer::delta::DeltaMixer;
@@ -39,7 +39,8 @@ pub struct DecoderLayer<'a, E> {
     pub mlp_norm: Option<RmsNorm<'a, E>>,
     /// What each token computes alone.
     pub feed_forward: FeedForward<'a, E>,
-    /// Of E numbers: the norm of what the feed-forward adds to the residual, where there is one.
+    /// Of E numbers: the norm of what the feed-forward adds to the residual, where there is one. A sum
+    /// of an MLP and experts must have one.
     pub mlp_out_norm: Option<RmsNorm<'a, E>>,
     /// What takes the layer's own input in, where it has one.
     pub own_input: Option<OwnInput<'a, E>>,
@@ -69,6 +70,8 @@ pub struct Step<'a> {
     pub groups: &'a [Group<'a>],
     /// The model's rotations at the tokens' positions.
     pub rotations: &'a [Rotation<'a>],
+    /// `[S]`: how many of a sequence's last tokens are guesses, whose states are not kept; none where it is empty.
+    pub guesses: &'a [usize],
 }
 
 /// What is the same for all layers of a group.
@@ -291,6 +294,9 @@ impl Step<'_> {
             FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
             FeedForward::Experts(experts) => {
                 self.experts(experts, normed, &mut scratch.feed_forward, sum)
+            }
+            FeedForward::DenseAndExperts(both) => {
+                self.dense_and_experts(both, normed, &mut scratch.feed_forward, sum)
             }
         }
     }

@@ -461,6 +461,7 @@ fn in_steps<E: KvElement>(
             team: &team,
             groups: &groups,
             rotations: &rotations,
+            guesses: &[],
         };
         let rows = &mut x[start * HIDDEN..(start + length) * HIDDEN];
         let mut rows = RowsMut::new(rows, HIDDEN);

@@ -231,7 +231,10 @@ impl<E: Element> Kernel for Scaled<'_, E> {
 
 /// Replaces each number x by `cap * tanh(x / cap)`, in place.
 pub fn softcap(form: Form, team: &Team, cap: f32, x: &mut RowsMut<'_, f32>) {
-    let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
+    if x.width() == 0 {
+        return;
+    }
+    let chunk = (TASK_NUMBERS / x.width()).max(1);
     let x = &*x;
     team.run(x.rows().div_ceil(chunk), |task| {
         let rows = task * chunk..((task + 1) * chunk).min(x.rows());

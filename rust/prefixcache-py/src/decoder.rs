@@ -1,15 +1,17 @@
 //! The Python class `DecoderStack`.
 
-use prefixcache_attention::{KvElement, StatePart};
+use prefixcache_attention::{KvElement, StatePart, replay_delta_rule};
 use prefixcache_core::error::Argument;
+use prefixcache_cpu::memory::filled;
 use prefixcache_decoder::{Group, Rotation, Scratch, Step};
 use pyo3::prelude::*;
 
 use crate::arguments::{List, Number, Numbers, OneOf, Real, Value, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::delta::{StatePlace, sees_states};
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::delta::{DeltaMixer, StatePlace, sees_states};
+use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::exclusive::Exclusive;
 use crate::layer::{DecoderLayer, Linears};
 use crate::linear::LayerElement;
 use crate::names;
@@ -40,8 +42,56 @@ struct Tensors {
     caches: Vec<Matrix>,
     /// What layers alone have, for all of them.
     own_inputs: Option<Matrix>,
-    /// Of each layer the groups and places of its state's parts.
-    states: Vec<Vec<(usize, Matrix)>>,
+    states: States,
+    /// One a layer: its inputs of the step's guesses.
+    guessed: Vec<Matrix>,
+}
+
+/// Of each layer the groups and places of its state's parts.
+type States = Vec<Vec<(usize, Matrix)>>;
+
+/// The parts of a layer's state.
+///
+/// # Safety
+/// They are numbers of float32, which nobody else uses while `'a` lasts.
+unsafe fn parts_of<'a>(
+    states: &[(usize, Matrix)],
+    steps: &[&'a PlannedStep],
+) -> PyResult<Vec<StatePart<'a>>> {
+    let part = |&(group, pages): &(usize, Matrix)| {
+        // SAFETY: the caller's promise.
+        let pages = unsafe { pages.rows_mut::<f32>()? };
+        let plan = &steps[group].plan;
+        Ok::<_, PyErr>(StatePart { plan, pages })
+    };
+    states.iter().map(part).collect()
+}
+
+/// What states may still have to take in of the last step.
+#[derive(Default)]
+struct Guessed {
+    /// How many of the last tokens of each sequence were guesses.
+    counts: Vec<usize>,
+    /// The inputs of their rows, layer by layer.
+    numbers: Vec<f32>,
+}
+
+impl Guessed {
+    /// A row for each guess, of each of these widths.
+    fn rows(&mut self, widths: &[usize], dtype: DType) -> PyResult<Vec<Matrix>> {
+        let rows: usize = self.counts.iter().sum();
+        let width = widths.iter().sum::<usize>() * dtype.size() / size_of::<f32>() + 1;
+        if self.numbers.len() < rows.saturating_mul(width) {
+            self.numbers = filled(0.0, rows, width).map_err(IntoPyErr::into_py_err)?;
+        }
+        let mut next = self.numbers.as_mut_ptr().expose_provenance();
+        let matrix = |&width: &usize| {
+            let address = next;
+            next += rows * width * dtype.size();
+            Matrix::dense_at("guesses", address, rows, width)
+        };
+        Ok(widths.iter().map(matrix).collect())
+    }
 }
 
 /// The layers of a decoder on the CPU, one call a step.
@@ -52,6 +102,7 @@ pub struct DecoderStack {
     eps: f32,
     hidden: usize,
     layers: Vec<Py<DecoderLayer>>,
+    guessed: Exclusive<Guessed>,
 }
 
 impl DecoderStack {
@@ -59,6 +110,7 @@ impl DecoderStack {
     /// The addresses are those of numbers of type E, and of float32 for the angles.
     unsafe fn run<E: LayerElement + KvElement>(
         &self,
+        (steps, guesses): (&[&PlannedStep], &[usize]),
         groups: &[Group<'_>],
         layer_groups: &[usize],
         linears: &[Linears<'_>],
@@ -77,26 +129,21 @@ impl DecoderStack {
             team: &cpu.team,
             groups,
             rotations: &rotations,
+            guesses,
         };
         // SAFETY: the caller's promise.
         let mut x = unsafe { tensors.x.rows_mut::<E>()? };
         let each = self.layers.iter().zip(linears).zip(layer_groups);
+        let places = tensors.states.iter().zip(&tensors.guessed);
         let layers = each
-            .zip(&tensors.states)
-            .map(|(((layer, linears), &group), states)| {
+            .zip(places)
+            .map(|(((layer, linears), &group), (states, guessed))| {
                 let group = (group, groups[group].plan.attention());
-                let part = |&(group, pages): &(usize, Matrix)| {
-                    let plan = groups[group].plan;
-                    // SAFETY: the caller's promise; layers use what they share one after the other.
-                    let pages = unsafe { pages.rows_mut::<f32>()? };
-                    Ok::<_, PyErr>(StatePart { plan, pages })
-                };
-                let states = states.iter().map(part).collect::<PyResult<_>>()?;
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller's promise; layers use what they share one after the other.
                 unsafe {
-                    layer
-                        .get()
-                        .read::<E>(self.eps, self.hidden, group, states, linears)
+                    let states = (parts_of(states, steps)?, guessed.rows_mut::<E>()?);
+                    let layer = layer.get();
+                    layer.read::<E>(self.eps, self.hidden, group, states, linears)
                 }
             });
         let layers = layers.collect::<PyResult<Vec<_>>>()?;
@@ -118,6 +165,39 @@ impl DecoderStack {
                 .map_err(IntoPyErr::into_py_err)?;
         }
         Ok(())
+    }
+
+    /// # Safety
+    /// The addresses are those of numbers of type E, and of float32 for the states.
+    unsafe fn replay<E: LayerElement>(
+        &self,
+        steps: &[&PlannedStep],
+        states: &States,
+        counts: (&[usize], &[usize]),
+        guessed: &[Matrix],
+    ) -> PyResult<()> {
+        let cpu = self.cpu.get();
+        for ((layer, states), guessed) in self.layers.iter().zip(states).zip(guessed) {
+            let Some(delta) = layer.get().delta() else {
+                continue;
+            };
+            // SAFETY: the caller's promise; layers use what they share one after the other.
+            let (rule, parts, x) = unsafe {
+                let parts = parts_of(states, steps)?;
+                (delta.rule(self.eps)?, parts, guessed.rows::<E>()?)
+            };
+            replay_delta_rule(cpu.form, &cpu.team, &rule, &parts, counts, x)
+                .map_err(IntoPyErr::into_py_err)?;
+        }
+        Ok(())
+    }
+
+    /// Numbers of a token that pass the states of each layer.
+    fn inputs_of_states(&self) -> Vec<usize> {
+        let deltas = self.layers.iter().map(|layer| layer.get().delta());
+        deltas
+            .map(|delta| delta.map_or(0, DeltaMixer::inputs))
+            .collect()
     }
 
     /// The attention of each layer has its heads; all are of one type.
@@ -166,7 +246,7 @@ impl DecoderStack {
         places: &[StatePlace],
         attentions: &[&PagedAttention],
         steps: &[&PlannedStep],
-    ) -> PyResult<Vec<Vec<(usize, Matrix)>>> {
+    ) -> PyResult<States> {
         let mut states = vec![Vec::new(); self.layers.len()];
         let mut left: Vec<_> = self
             .layers
@@ -265,6 +345,7 @@ impl DecoderStack {
             eps,
             hidden,
             layers,
+            guessed: Exclusive::new(Guessed::default()),
         })
     }
 
@@ -277,10 +358,10 @@ impl DecoderStack {
     /// block has the inputs of its last `kept_tokens` tokens, among those of others. `states` has the parts
     /// of states, in their order: of which layer, in which group, where that is in page 0, and how many
     /// float32 numbers. `own_inputs` are dense rows of what each layer with an `own_input` has, one layer
-    /// after the other.
+    /// after the other. As many of the last tokens of each sequence as `guesses` says are not taken into states.
     #[pyo3(signature = (
         attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None, states=None,
-        page_stride=None, own_inputs=None
+        page_stride=None, own_inputs=None, guesses=None
     ))]
     fn forward(
         &self,
@@ -295,6 +376,7 @@ impl DecoderStack {
         states: Option<List<names::States, StatePlace>>,
         page_stride: Option<Number<names::PageStride>>,
         own_inputs: Option<Number<names::OwnInputs>>,
+        guesses: Option<Numbers<names::Guesses>>,
     ) -> PyResult<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
@@ -336,6 +418,16 @@ impl DecoderStack {
         if own_inputs.is_none() && self.own_width() > 0 {
             return Err(out_of_range("own_inputs", "must be given for these layers"));
         }
+        let guesses = guesses.map_or(Vec::new(), |guesses| guesses.0);
+        if !steps[0].plan.has_guesses(&guesses) {
+            let reason = "must have a number for each sequence, of its rows at most";
+            return Err(out_of_range("guesses", reason));
+        }
+        let mut guessed = self
+            .guessed
+            .try_use()
+            .ok_or_else(|| in_use("the decoder"))?;
+        guessed.counts = guesses;
         let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
         let tensors = Tensors {
             rotations: rotations
@@ -352,13 +444,52 @@ impl DecoderStack {
                 &attentions,
                 &steps,
             )?,
+            guessed: guessed.rows(&self.inputs_of_states(), self.dtype)?,
         };
         let groups = groups(&steps)?;
         let linears = self.layers.iter().map(Linears::of);
         let linears = linears.collect::<PyResult<Vec<_>>>()?;
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
         py.detach(|| unsafe {
-            with_dtype!(self.dtype, E => self.run::<E>(&groups, &layer_groups, &linears, &tensors))
+            let step = (steps.as_slice(), guessed.counts.as_slice());
+            with_dtype!(self.dtype, E => {
+                self.run::<E>(step, &groups, &layer_groups, &linears, &tensors)
+            })
+        })
+    }
+
+    /// Take the first `accepted` guesses of each sequence of the last `forward` into `states`, which are as they
+    /// were there, and so is what `attentions` have planned.
+    fn keep_accepted(
+        &self,
+        py: Python<'_>,
+        attentions: List<names::Attentions, Py<PagedAttention>>,
+        states: List<names::States, StatePlace>,
+        accepted: Numbers<names::Accepted>,
+    ) -> PyResult<()> {
+        let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
+        let planned = attentions.iter().map(|attention| attention.planned());
+        let planned = planned.collect::<PyResult<Vec<_>>>()?;
+        let steps = planned.iter().map(|step| PagedAttention::of_step(step));
+        let steps = steps.collect::<PyResult<Vec<_>>>()?;
+        let mut guessed = self
+            .guessed
+            .try_use()
+            .ok_or_else(|| in_use("the decoder"))?;
+        let (counts, accepted) = (guessed.counts.clone(), accepted.0);
+        let pairs = || accepted.iter().zip(&counts);
+        let are_there = |step: &&PlannedStep| step.plan.has_guesses(&counts);
+        let fit = accepted.len() == counts.len() && pairs().all(|(some, all)| some <= all);
+        if !fit || !steps.first().is_some_and(are_there) {
+            let reason = "must have a number for each sequence, of its guesses at most";
+            return Err(out_of_range("accepted", reason));
+        }
+        let states = self.states(&states.0, &attentions, &steps)?;
+        let rows = guessed.rows(&self.inputs_of_states(), self.dtype)?;
+        let counts = (counts.as_slice(), accepted.as_slice());
+        // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
+        py.detach(|| unsafe {
+            with_dtype!(self.dtype, E => self.replay::<E>(&steps, &states, counts, &rows))
         })
     }
 }

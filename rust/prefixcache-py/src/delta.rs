@@ -2,6 +2,7 @@
 
 use prefixcache_attention::{Attention, DeltaHeads, DeltaRule, HEAD_STEP, MAX_TAPS, StatePart};
 use prefixcache_core::error::Argument;
+use prefixcache_cpu::RowsMut;
 use prefixcache_decoder as decoder;
 use prefixcache_ops as ops;
 use pyo3::prelude::*;
@@ -96,32 +97,45 @@ impl DeltaMixer {
         self.heads.state()
     }
 
+    /// Numbers of a token that pass the states.
+    pub fn inputs(&self) -> usize {
+        self.heads.inputs()
+    }
+
     /// # Safety
     /// The weights are addresses of numbers of float32.
     pub unsafe fn read<'a, E: LayerElement>(
         &self,
         eps: f32,
         parts: Vec<StatePart<'a>>,
+        guessed: RowsMut<'a, E>,
         [in_proj, out]: [&'a ops::PackedLinear<E>; 2],
     ) -> PyResult<decoder::DeltaMixer<'a, E>> {
+        Ok(decoder::DeltaMixer {
+            in_proj,
+            // SAFETY: the caller's promise.
+            rule: unsafe { self.rule(eps)? },
+            parts,
+            guessed,
+            out,
+        })
+    }
+
+    /// # Safety
+    /// The weights are addresses of numbers of float32.
+    pub unsafe fn rule<'a>(&self, eps: f32) -> PyResult<DeltaRule<'a>> {
         let rows = |name, address, count, width| {
             // SAFETY: the caller's promise.
             unsafe { Matrix::dense_at(name, address, count, width).rows::<f32>() }
         };
         let heads = self.heads;
-        let rule = DeltaRule {
+        Ok(DeltaRule {
             heads,
             conv: rows("conv", self.conv, heads.taps, heads.channels())?,
             decay: rows("decay", self.decay, 1, heads.value_heads)?.row(0),
             time_bias: rows("time_bias", self.time_bias, 1, heads.value_heads)?.row(0),
             norm: rows("norm", self.norm, 1, heads.value_dim)?.row(0),
             eps,
-        };
-        Ok(decoder::DeltaMixer {
-            in_proj,
-            rule,
-            parts,
-            out,
         })
     }
 }

@@ -1,10 +1,11 @@
 //! The Python classes `AttentionMixer`, `ShortConvMixer`, `DenseFeedForward`, `ExpertsFeedForward`,
-//! `OwnInput` and `DecoderLayer`.
+//! `DenseAndExperts`, `OwnInput` and `DecoderLayer`.
 
 use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
+use prefixcache_cpu::RowsMut;
 use prefixcache_decoder as decoder;
 use prefixcache_decoder::Makes;
 use prefixcache_ops as ops;
@@ -243,6 +244,7 @@ pub struct ExpertsFeedForward {
     top_k: usize,
     renormalise: Option<f32>,
     scale: f32,
+    expert_scales: Option<usize>,
     gate_up: Py<PackedLinear>,
     gate: Gate,
     down: Py<PackedLinear>,
@@ -257,12 +259,13 @@ impl ExpertsFeedForward {
     /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
     /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
     /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
-    /// their sum plus this, and then multiplied by `scale`. All rows go through `shared` too, which the
-    /// sigmoid of the output of `shared_weight` weighs, if it is given.
+    /// their sum plus this, and then multiplied by `scale`, and by an expert's float32 at
+    /// `expert_scales`. All rows go through `shared` too, which the sigmoid of the output of
+    /// `shared_weight` weighs, if it is given.
     #[new]
     #[pyo3(signature = (
-        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, gate_up, gate, down,
-        shared=None, shared_weight=None
+        *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, expert_scales=None,
+        gate_up, gate, down, shared=None, shared_weight=None
     ))]
     fn new(
         router: Py<PackedLinear>,
@@ -271,6 +274,7 @@ impl ExpertsFeedForward {
         top_k: Number<names::TopK>,
         renormalise: Option<Real<names::Renormalise>>,
         scale: Option<Real<names::Scale>>,
+        expert_scales: Option<Number<names::ExpertScales>>,
         gate_up: Py<PackedLinear>,
         gate: OneOf<Gate>,
         down: Py<PackedLinear>,
@@ -295,6 +299,7 @@ impl ExpertsFeedForward {
             top_k: top_k.0,
             renormalise: renormalise.map(|more| more.0),
             scale: scale.map_or(1.0, |scale| scale.0),
+            expert_scales: expert_scales.map(|scales| scales.0),
             gate_up,
             gate: gate.0,
             down,
@@ -339,6 +344,47 @@ impl ExpertsFeedForward {
             && [router.inputs, gate_up.inputs] == [hidden; 2]
             && outputs.map(Some) == wanted
             && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
+    }
+}
+
+/// A gated MLP and experts next to it of a layer on the CPU, whose results are added.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct DenseAndExperts {
+    dense: Py<DenseFeedForward>,
+    experts: Py<ExpertsFeedForward>,
+    dense_norm: usize,
+    dense_out_norm: usize,
+    router_norm: usize,
+    experts_norm: usize,
+    experts_out_norm: usize,
+}
+
+#[pymethods]
+impl DenseAndExperts {
+    /// These two, and norms at these addresses: of what the MLP, the router and the experts read of the
+    /// stream, and of what the MLP and the experts make. Their layer needs an `mlp_out_norm`.
+    #[new]
+    #[pyo3(signature = (
+        *, dense, experts, dense_norm, dense_out_norm, router_norm, experts_norm, experts_out_norm
+    ))]
+    fn new(
+        dense: Py<DenseFeedForward>,
+        experts: Py<ExpertsFeedForward>,
+        dense_norm: Number<names::DenseNorm>,
+        dense_out_norm: Number<names::DenseOutNorm>,
+        router_norm: Number<names::RouterNorm>,
+        experts_norm: Number<names::ExpertsNorm>,
+        experts_out_norm: Number<names::ExpertsOutNorm>,
+    ) -> Self {
+        Self {
+            dense,
+            experts,
+            dense_norm: dense_norm.0,
+            dense_out_norm: dense_out_norm.0,
+            router_norm: router_norm.0,
+            experts_norm: experts_norm.0,
+            experts_out_norm: experts_out_norm.0,
+        }
     }
 }
 
@@ -421,13 +467,34 @@ impl Value for Mixer {
 enum FeedForward {
     Dense(Py<DenseFeedForward>),
     Experts(Py<ExpertsFeedForward>),
+    DenseAndExperts(Py<DenseAndExperts>),
 }
 
 impl FeedForward {
+    /// Those of an MLP stand behind those of experts.
     fn linears(&self) -> Vec<&PackedLinear> {
         match self {
             Self::Dense(dense) => dense.get().linears().into(),
             Self::Experts(experts) => experts.get().linears(),
+            Self::DenseAndExperts(both) => {
+                let both = both.get();
+                let mut linears = both.experts.get().linears();
+                linears.extend(both.dense.get().linears());
+                linears
+            }
+        }
+    }
+
+    fn fits(&self, hidden: usize, dtype: DType, norms: &Norms) -> bool {
+        match self {
+            Self::Dense(dense) => dense.get().fits(hidden, dtype),
+            Self::Experts(experts) => experts.get().fits(hidden, dtype),
+            Self::DenseAndExperts(both) => {
+                let both = both.get();
+                let (dense, experts) = (both.dense.get(), both.experts.get());
+                let has_norm = norms.mlp_out.is_some();
+                has_norm && dense.fits(hidden, dtype) && experts.fits(hidden, dtype)
+            }
         }
     }
 }
@@ -440,7 +507,10 @@ impl Value for FeedForward {
         if let Ok(experts) = value.cast() {
             return Ok(Self::Experts(experts.clone().unbind()));
         }
-        let wanted = "a DenseFeedForward or an ExpertsFeedForward";
+        if let Ok(both) = value.cast() {
+            return Ok(Self::DenseAndExperts(both.clone().unbind()));
+        }
+        let wanted = "a DenseFeedForward, an ExpertsFeedForward or a DenseAndExperts";
         Err(wrong_type(argument, wanted, value))
     }
 }
@@ -512,10 +582,7 @@ impl DecoderLayer {
             Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
             Mixer::Delta(mixer) => mixer.get().fits(hidden, dtype),
         };
-        let feed_forward_fits = match &self.feed_forward {
-            FeedForward::Dense(dense) => dense.get().fits(hidden, dtype),
-            FeedForward::Experts(experts) => experts.get().fits(hidden, dtype),
-        };
+        let feed_forward_fits = self.feed_forward.fits(hidden, dtype, &self.norms);
         let own = self.own_input.as_ref();
         mixer_fits && feed_forward_fits && own.is_none_or(|own| own.get().fits(hidden, dtype))
     }
@@ -539,9 +606,14 @@ impl DecoderLayer {
 
     /// Numbers of the layer's state; 0 where it has none.
     pub fn state(&self) -> usize {
+        self.delta().map_or(0, DeltaMixer::state)
+    }
+
+    /// The delta rule of the layer, where it has one.
+    pub fn delta(&self) -> Option<&DeltaMixer> {
         match &self.mixer {
-            Mixer::Delta(mixer) => mixer.get().state(),
-            Mixer::Attention(_) | Mixer::ShortConv(_) => 0,
+            Mixer::Delta(mixer) => Some(mixer.get()),
+            Mixer::Attention(_) | Mixer::ShortConv(_) => None,
         }
     }
 
@@ -560,7 +632,7 @@ impl DecoderLayer {
     }
 
     /// The layer as the decoder computes it, of group `group` of the step with this attention, with its state
-    /// in `states`.
+    /// in `states`, whose inputs by the step's guesses are kept in `guessed`.
     ///
     /// # Safety
     /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
@@ -570,7 +642,7 @@ impl DecoderLayer {
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
-        states: Vec<StatePart<'a>>,
+        (states, guessed): (Vec<StatePart<'a>>, RowsMut<'a, E>),
         linears: &'a Linears<'_>,
     ) -> PyResult<decoder::DecoderLayer<'a, E>> {
         let norm = |name, address: Option<usize>, width, group| {
@@ -628,7 +700,7 @@ impl DecoderLayer {
             Mixer::Delta(mixer) => {
                 let linears = [linears.mixer(0), linears.mixer(1)];
                 // SAFETY: the caller's promise.
-                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, linears)? })
+                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, guessed, linears)? })
             }
         };
         let own_input = |own: &'a Py<OwnInput>| {
@@ -649,7 +721,7 @@ impl DecoderLayer {
             mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
             mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
             // SAFETY: the caller's promise.
-            feed_forward: unsafe { self.feed_forward.read(linears)? },
+            feed_forward: unsafe { self.feed_forward.read(linears, of_stream)? },
             mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
             own_input: self.own_input.as_ref().map(own_input).transpose()?,
             scale: scale.map(|scale| scale[0]),
@@ -659,44 +731,84 @@ impl DecoderLayer {
 
 impl FeedForward {
     /// # Safety
-    /// A selection bias is the address of a float32 for each expert.
+    /// A selection bias and scales are addresses of a float32 for each expert.
     unsafe fn read<'a, E: LayerElement>(
         &self,
         linears: &'a Linears<'_>,
+        norm: impl Fn(&'static str, Option<usize>) -> PyResult<Option<RmsNorm<'a, E>>>,
     ) -> PyResult<decoder::FeedForward<'a, E>> {
+        let norm = |name, address| {
+            let read = norm(name, Some(address))?;
+            Ok::<_, PyErr>(read.expect("it has an address"))
+        };
         Ok(match self {
-            Self::Dense(dense) => decoder::FeedForward::Dense(decoder::Dense {
-                gate_up: linears.feed_forward(0),
-                gate: dense.get().gate,
-                down: linears.feed_forward(1),
-            }),
+            Self::Dense(dense) => decoder::FeedForward::Dense(dense.get().read(0, linears)),
             Self::Experts(experts) => {
-                let experts = experts.get();
-                let (bias, count) = (experts.selection_bias, experts.router.get().outputs);
-                decoder::FeedForward::Experts(Experts {
-                    router: Router {
-                        linear: linears.feed_forward(0),
-                        scores: experts.scores,
-                        // SAFETY: the caller's promise.
-                        selection_bias: unsafe { float32_at("selection_bias", bias, count)? },
-                        top_k: experts.top_k,
-                        renormalise: experts.renormalise,
-                        scale: experts.scale,
-                    },
-                    gate_up: linears.feed_forward(1),
-                    gate: experts.gate,
-                    down: linears.feed_forward(2),
-                    shared: experts.shared.as_ref().map(|shared| SharedExpert {
-                        gate_up: linears.feed_forward(3),
-                        gate: shared.get().gate,
-                        down: linears.feed_forward(4),
-                        weight: experts
-                            .shared_weight
-                            .as_ref()
-                            .map(|_| linears.feed_forward(5)),
-                    }),
+                // SAFETY: the caller's promise.
+                decoder::FeedForward::Experts(unsafe { experts.get().read(linears)? })
+            }
+            Self::DenseAndExperts(both) => {
+                let both = both.get();
+                let experts = both.experts.get();
+                decoder::FeedForward::DenseAndExperts(decoder::DenseAndExperts {
+                    dense_norm: norm("dense_norm", both.dense_norm)?,
+                    dense: both.dense.get().read(experts.linears().len(), linears),
+                    dense_out_norm: norm("dense_out_norm", both.dense_out_norm)?,
+                    router_norm: norm("router_norm", both.router_norm)?,
+                    experts_norm: norm("experts_norm", both.experts_norm)?,
+                    // SAFETY: the caller's promise.
+                    experts: unsafe { experts.read(linears)? },
+                    experts_out_norm: norm("experts_out_norm", both.experts_out_norm)?,
                 })
             }
+        })
+    }
+}
+
+impl DenseFeedForward {
+    /// Its linears are those from number `first` on.
+    fn read<'a, E: LayerElement>(
+        &self,
+        first: usize,
+        linears: &'a Linears<'_>,
+    ) -> decoder::Dense<'a, E> {
+        decoder::Dense {
+            gate_up: linears.feed_forward(first),
+            gate: self.gate,
+            down: linears.feed_forward(first + 1),
+        }
+    }
+}
+
+impl ExpertsFeedForward {
+    /// # Safety
+    /// The selection bias and the scales are addresses of a float32 for each expert.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        linears: &'a Linears<'_>,
+    ) -> PyResult<Experts<'a, E>> {
+        let count = self.router.get().outputs;
+        // SAFETY: the caller's promise.
+        let of_experts = |name, address| unsafe { float32_at(name, address, count) };
+        Ok(Experts {
+            router: Router {
+                linear: linears.feed_forward(0),
+                scores: self.scores,
+                selection_bias: of_experts("selection_bias", self.selection_bias)?,
+                top_k: self.top_k,
+                renormalise: self.renormalise,
+                scale: self.scale,
+                expert_scales: of_experts("expert_scales", self.expert_scales)?,
+            },
+            gate_up: linears.feed_forward(1),
+            gate: self.gate,
+            down: linears.feed_forward(2),
+            shared: self.shared.as_ref().map(|shared| SharedExpert {
+                gate_up: linears.feed_forward(3),
+                gate: shared.get().gate,
+                down: linears.feed_forward(4),
+                weight: self.shared_weight.as_ref().map(|_| linears.feed_forward(5)),
+            }),
         })
     }
 }

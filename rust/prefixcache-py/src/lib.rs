@@ -74,11 +74,11 @@ mod _core {
     use crate::kv_file::{KVFile, describe_kv_file};
     #[pymodule_export]
     use crate::layer::{
-        AttentionMixer, DecoderLayer, DenseFeedForward, ExpertsFeedForward, OwnInput,
-        ShortConvMixer,
+        AttentionMixer, DecoderLayer, DenseAndExperts, DenseFeedForward, ExpertsFeedForward,
+        OwnInput, ShortConvMixer,
     };
     #[pymodule_export]
-    use crate::linear::PackedLinear;
+    use crate::linear::{LaidOutFile, PackedLinear};
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
     #[pymodule_export]

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -67,8 +68,13 @@ _MODULES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-# Tensors of all experts of a layer, one after the other.
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+# Tensors of all experts of a layer, one after the other, and what an expert has in them.
+_EXPERTS = {
+    "ffn_gate_exps": ("ffn_gate_exps",),
+    "ffn_up_exps": ("ffn_up_exps",),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+    "ffn_down_exps": ("ffn_down_exps",),
+}
 # What llama.cpp knows of mixtures of experts without writing it: whether the weights of a token's
 # experts are divided by their sum.
 _RENORMALISE = {
@@ -78,9 +84,10 @@ _RENORMALISE = {
     "gpt-oss": True,
     "granitemoe": True,
     "lfm2moe": True,
+    "qwen3next": True,
     "qwen35moe": True,
 }
-_QWEN35 = ("qwen35", "qwen35moe")
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
 _LFM2_MODULES = {
     "attn_norm": "operator_norm",
     "attn_output": "self_attn.out_proj",
@@ -92,10 +99,12 @@ _LFM2_MODULES = {
     "ffn_down": "feed_forward.w2",
     **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
-_QWEN35_MODULES = {
+_DELTA_MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -131,7 +140,7 @@ _OWN_MODULES = {
         "ffn_up_exps": "block_sparse_moe.{}.up_proj",
         "ffn_down_exps": "block_sparse_moe.{}.down_proj",
     },
-    **dict.fromkeys(_QWEN35, _QWEN35_MODULES),
+    **dict.fromkeys(_DELTA, _DELTA_MODULES),
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -149,6 +158,15 @@ _OWN_MODULES = {
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
         "layer_output_scale": "layer_scalar",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "ffn_gate_exps": "experts.{}.gate_proj",
+        "ffn_up_exps": "experts.{}.up_proj",
+        "ffn_down_exps": "experts.{}.down_proj",
     },
 }
 # What the frequencies of pairs are divided by, tensors of a file. Llama 3's are the same at any
@@ -195,7 +213,7 @@ _UNSUPPORTED_TYPES = {
     for kind in LlamaFileType
     if kind.name.startswith(("MOSTLY_IQ1", "MOSTLY_IQ2", "MOSTLY_IQ3", "MOSTLY_TQ"))
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias|scale)")
 # Parameters that are not a module's: those have no "weight" or "bias" behind their names.
 _LONE = re.compile(r"(sinks|A_log|dt_bias|expert_bias)\.(weight|bias)")
 
@@ -252,6 +270,8 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     config: dict[str, Any] = _config(metadata) | _flags(names)
     if metadata.architecture == "gemma4":
         return config | _gemma4_config(metadata, config, names, factors)
+    if metadata.architecture == "qwen3next":
+        config["linear_qkvz_apart"] = any(name.endswith(".attn_gate.weight") for name in names)
     if factors:
         original = "original_max_position_embeddings"
         context = metadata.shape(
@@ -309,7 +329,7 @@ def _flags(names: set[str]) -> dict[str, bool]:
     """What the file's tensors say of the model; Qwen2 ignores the flag of its biases."""
     return {
         "tie_word_embeddings": "output.weight" not in names,
-        "attention_bias": "blk.0.attn_q.bias" in names,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
         "attention_out_bias": "blk.0.attn_output.bias" in names,
         "mlp_bias": "blk.0.ffn_down.bias" in names,
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in names),
@@ -330,8 +350,8 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _granite_config(metadata, config)
     if metadata.architecture in ("lfm2", "lfm2moe"):
         return config | _lfm2_config(metadata, config)
-    if metadata.architecture in _QWEN35:
-        return config | _qwen35_config(metadata, config)
+    if metadata.architecture in _DELTA:
+        return config | _delta_config(metadata, config)
     return config | _gemma_config(metadata, config) if _is_gemma(config) else config
 
 
@@ -361,8 +381,8 @@ def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen35_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp has value heads of a key head apart, and layers that guess behind the others."""
+def _delta_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers that guess stand behind the others, and Qwen3.5's value heads of a key head apart."""
     value_heads = metadata.shape("ssm.time_step_rank")
     guessing = metadata.shape("nextn_predict_layers", 0)
     return _partly_rotated(metadata, config) | {
@@ -373,7 +393,7 @@ def _qwen35_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any
         "linear_value_head_dim": metadata.shape("ssm.inner_size") // value_heads,
         "linear_num_key_heads": metadata.shape("ssm.group_count"),
         "linear_num_value_heads": value_heads,
-        "linear_heads_tiled": True,
+        "linear_heads_tiled": metadata.architecture != "qwen3next",
     }
 
 
@@ -385,7 +405,7 @@ def _experts_config(metadata: _Metadata) -> dict[str, Any]:
         "num_local_experts": metadata.shape("expert_count"),
         "num_experts_per_tok": metadata.shape("expert_used_count"),
         "moe_intermediate_size": size,
-        "norm_topk_prob": _RENORMALISE[metadata.architecture],
+        "norm_topk_prob": _RENORMALISE.get(metadata.architecture),
     }
 
 
@@ -466,9 +486,11 @@ def _gemma4_config(
     if any(len(values) != len(slides) for values in of_layers.values()):
         raise ModelLoadError("it lacks sizes of some of its layers.")
     heads, sizes = of_layers["num_key_value_heads"], of_layers["intermediate_size"]
+    has_experts = bool(metadata.shape("expert_count", 0))
     turned = [factor < _UNTURNED for factor in factors.get("rope_freqs.weight", [1.0])]
     return {
-        "enable_moe_block": bool(metadata.shape("expert_count", 0)),
+        "enable_moe_block": has_experts,
+        **(_experts_config(metadata) if has_experts else {}),
         "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": metadata.shape("attention.key_length_swa"),
         "global_head_dim": config["head_dim"],
@@ -549,8 +571,9 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
     for part, tensor in ((i, one) for i, header in enumerate(parts) for one in header.tensors):
         if tensor.name in _FACTORS or _layer_of(tensor) >= config["num_hidden_layers"]:
             continue
-        if (experts := _LAYER_NAME.fullmatch(tensor.name)) and experts[2] in _EXPERTS:
-            split = _split(tensor, experts, modules[experts[2]])
+        experts = _LAYER_NAME.fullmatch(tensor.name)
+        if experts and experts[2] in _EXPERTS and experts[3] != "scale":
+            split = _split(tensor, experts, modules)
             yield from (replace(one, part=part) for one in split)
             continue
         yield IndexedTensor(
@@ -573,7 +596,7 @@ def _layer_of(tensor: GgufTensor) -> int:
 
 def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
     """llama.cpp keeps what norms multiply by."""
-    has_offset = _is_gemma(config) or config["model_type"] in _QWEN35
+    has_offset = _is_gemma(config) or config["model_type"] in _DELTA
     is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
     return 1.0 if has_offset and is_norm else 0.0
 
@@ -587,15 +610,20 @@ def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
     return (shape[0], 1, shape[1]) if is_conv else shape
 
 
-def _split(tensor: GgufTensor, name: re.Match[str], module: str) -> Iterator[IndexedTensor]:
-    """The tensor of each expert, by the name that it has in a checkpoint."""
-    count = tensor.shape[0]
-    for expert in range(count):
+def _split(
+    tensor: GgufTensor, name: re.Match[str], modules: Mapping[str, str]
+) -> Iterator[IndexedTensor]:
+    """The tensors of each expert, by the names that they have in a checkpoint."""
+    count, parts = tensor.shape[0], _EXPERTS[name[2]]
+    rows, *columns = tensor.shape[1:]
+    for number in range(count * len(parts)):
+        expert, part = divmod(number, len(parts))
+        module = modules[parts[part]].format(expert)
         yield IndexedTensor(
-            name=f"model.layers.{name[1]}.{module.format(expert)}.{name[3]}",
+            name=f"model.layers.{name[1]}.{module}.{name[3]}",
             format=tensor.format,
-            shape=tensor.shape[1:],
-            offset=tensor.offset + expert * (tensor.nbytes // count),
+            shape=(rows // len(parts), *columns),
+            offset=tensor.offset + number * (tensor.nbytes // (count * len(parts))),
         )
 
 
@@ -616,7 +644,9 @@ def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
 
 def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
     match = _LAYER_NAME.fullmatch(f"{name}.weight" if name.endswith(".ssm_a") else name)
-    if match is not None and match[2] in modules:
+    if match is not None and f"{match[2]}.{match[3]}" in modules:
+        return f"model.layers.{match[1]}.{modules[f'{match[2]}.{match[3]}']}"
+    if match is not None and match[2] in modules and match[3] != "scale":
         name = f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
         return _LONE.sub(r"\1", name).replace("_scalar.weight", "_scalar")
     if name in _TOP_LEVEL:

@@ -10,7 +10,10 @@ from fastapi import APIRouter
 from prefixcache.server.http.errors import ApiError
 
 _DIAGNOSES = "`prefixcache serve` explains misses of one cache; /prefix_cache/probe works here."
+_PUSHES = "/update_weights_from_disk reaches every replica, from a folder that each can read."
 _NOT_SERVED = {
+    **{("POST", f"/weights/{call}"): _PUSHES for call in ("begin", "chunk", "end", "abort")},
+    ("GET", "/weights/status"): _PUSHES,
     ("POST", "/prefix_cache/explain"): _DIAGNOSES,
     ("GET", "/prefix_cache/misses"): _DIAGNOSES,
     ("GET", "/dashboard"): "/metrics and /prefix_cache/stats tell of each replica.",

@@ -30,7 +30,7 @@ vocabulary, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,9 +43,11 @@ from prefixcache._core import (
     DecoderLayer,
     DecoderStack,
     DeltaMixer,
+    DenseAndExperts,
     DenseFeedForward,
     ExpertsFeedForward,
     OwnInput,
+    PackedLinear,
     PagedAttention,
     RowOps,
     ShortConvMixer,
@@ -64,6 +66,7 @@ from prefixcache.models.parameters import (
     DecoderShape,
     DeltaShape,
     DeltaWeights,
+    DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -122,6 +125,7 @@ class CpuModel:
         self.dtype_name: KernelDType = dtype
         self._activations: Activations = activations
         self._parts: list[CpuLinear | CpuEmbedding] = []
+        self._packed: dict[str, Callable[[], tuple[PackedLinear, int] | None]] = {}
         self._norms: list[Array] = []
         shape = DecoderShape.of(config)
         eps = config.stream_eps
@@ -146,13 +150,23 @@ class CpuModel:
         norms = sum(norm.nbytes for norm in self._norms)
         return norms + sum(part.num_bytes for part in self._parts)
 
+    def laid_out(self) -> dict[str, tuple[PackedLinear, int]]:
+        """The weights that lie in layers of the kernels, by name: layer, and first output there."""
+        found = ((name, packed()) for name, packed in self._packed.items())
+        return {name: one for name, one in found if one is not None}
+
     def forward(
         self,
         token_ids_T: npt.NDArray[np.int64],
         positions_T: npt.NDArray[np.int64],
         kernels: StepKernels,
+        guesses: Sequence[int] = (),
     ) -> Array:
-        """The residual stream [T, E] after the last layer."""
+        """The residual stream [T, E] after the last layer.
+
+        As many of the last tokens of each sequence as `guesses` says are guesses: states are those
+        before them until `keep_accepted`. There are none where it is empty.
+        """
         x_TE = self._embedding(token_ids_T)
         if self._embedding_scale != 1.0:
             np.multiply(x_TE, self._embedding_scale, out=x_TE, casting="unsafe")
@@ -169,8 +183,13 @@ class CpuModel:
             states=kernels.states,
             page_stride=kernels.page_stride,
             own_inputs=None if own_TI is None else address(own_TI),
+            guesses=guesses,
         )
         return x_TE
+
+    def keep_accepted(self, kernels: StepKernels, accepted: Sequence[int]) -> None:
+        """Takes the first guesses of each sequence of the last `forward` into its states."""
+        self._stack.keep_accepted(kernels.attentions, kernels.states, accepted)
 
     def compute_logits(self, x_RE: Array) -> npt.NDArray[np.float32]:
         """Logits [R, V] of rows of the residual stream, good until the next call."""
@@ -206,7 +225,7 @@ class CpuModel:
             mlp_out_norm=self._optional_norm(shape.mlp_out_norm),
             norm_offset=self.config.norm_offset,
             own_input=None if shape.own_input is None else self._own_input(shape.own_input),
-            stream_scale=None if shape.scale is None else address(self._vector(shape.scale)),
+            stream_scale=self._optional_vector(shape.scale),
         )
 
     def _own_input(self, shape: OwnInputShape) -> OwnInput:
@@ -277,33 +296,43 @@ class CpuModel:
             qk_norm=self._optional_norm(shape.qk_norm),
             whole_norms=shape.qk_norm is not None and shape.qk_norm.whole,
             value_norm=address(self._ones(shape)) if shape.value_norm else None,
-            sinks=None if shape.sinks is None else address(self._vector(shape.sinks)),
+            sinks=self._optional_vector(shape.sinks),
             out=self._linear(shape.out).packed,
             rope=shape.rope,
             query_rope=shape.query_rope,
         )
 
     def _feed_forward(
-        self, shape: DenseShape | ExpertsShape
-    ) -> DenseFeedForward | ExpertsFeedForward:
-        if isinstance(shape, ExpertsShape):
-            experts, bias = shape.experts, shape.selection_bias
-            return ExpertsFeedForward(
-                router=self._linear(shape.router).packed,
-                scores=experts.scores,
-                selection_bias=None if bias is None else address(self._vector(bias)),
-                top_k=experts.top_k,
-                renormalise=experts.added_to_sum if experts.renormalise else None,
-                scale=experts.scale,
-                gate_up=self._linear(shape.gate_up).packed,
-                gate=shape.activation,
-                down=self._linear(shape.down).packed,
-                shared=self._dense(shape.shared) if shape.shared else None,
-                shared_weight=self._linear(shape.shared_weight).packed
-                if shape.shared_weight
-                else None,
+        self, shape: DenseShape | ExpertsShape | DenseAndExpertsShape
+    ) -> DenseFeedForward | ExpertsFeedForward | DenseAndExperts:
+        if isinstance(shape, DenseAndExpertsShape):
+            return DenseAndExperts(
+                dense=self._dense(shape.dense),
+                experts=self._experts(shape.experts),
+                dense_norm=address(self._norm(shape.dense_norm)),
+                dense_out_norm=address(self._norm(shape.dense_out_norm)),
+                router_norm=address(self._norm(shape.router_norm)),
+                experts_norm=address(self._norm(shape.experts_norm)),
+                experts_out_norm=address(self._norm(shape.experts_out_norm)),
             )
-        return self._dense(shape)
+        return self._experts(shape) if isinstance(shape, ExpertsShape) else self._dense(shape)
+
+    def _experts(self, shape: ExpertsShape) -> ExpertsFeedForward:
+        experts, weight = shape.experts, shape.shared_weight
+        return ExpertsFeedForward(
+            router=self._linear(shape.router).packed,
+            scores=experts.scores,
+            selection_bias=self._optional_vector(shape.selection_bias),
+            top_k=experts.top_k,
+            renormalise=experts.added_to_sum if experts.renormalise else None,
+            scale=experts.scale,
+            expert_scales=self._optional_vector(shape.scales),
+            gate_up=self._linear(shape.gate_up).packed,
+            gate=shape.activation,
+            down=self._linear(shape.down).packed,
+            shared=self._dense(shape.shared) if shape.shared else None,
+            shared_weight=self._linear(weight).packed if weight else None,
+        )
 
     def _dense(self, shape: DenseShape) -> DenseFeedForward:
         return DenseFeedForward(
@@ -320,6 +349,8 @@ class CpuModel:
         self._parts.append(made)
         if "" not in shape.parts:
             self.slots.update(linear_slots(shape, made))
+            for name, start in shape.starts.items():
+                self._packed[f"{name}.weight"] = lambda start=start: (made.packed, start)
         return made
 
     def _norm(self, shape: NormShape) -> Array:
@@ -328,12 +359,14 @@ class CpuModel:
         self.slots.update(norm_slots(shape, partial(_write_rows, made), self.dtype_name))
         return made
 
-    def _vector(self, shape: VectorShape) -> Array:
+    def _optional_vector(self, shape: VectorShape | None) -> int | None:
+        if shape is None:
+            return None
         made = new_array((shape.width,), DTYPES["float32"])
         self._norms.append(made)  # as above
         name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
         self.slots[name] = slot
-        return made
+        return address(made)
 
     def _ones(self, shape: AttentionShape) -> Array:
         """A weight of values' norms that changes nothing."""
@@ -349,6 +382,7 @@ class CpuModel:
         self._parts.append(made)
         size = (shape.outputs, shape.inputs)
         self.slots[name] = Slot(size, made.write, made.kept_format)
+        self._packed[name] = made.packed
         return made
 
 

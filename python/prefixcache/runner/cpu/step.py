@@ -60,8 +60,13 @@ class StepComputer:
         for kernel, tables in zip(self._kernels.attentions, self.block_tables, strict=True):
             self._plan(kernel, tables, indptr)
         positions_T = _positions(plan.sequences, indptr)
-        x_TE = model.forward(plan.token_ids.astype(np.int64), positions_T, self._kernels)
+        guesses = _guesses(plan) if self._kernels.states else ()
+        token_ids_T = plan.token_ids.astype(np.int64)
+        x_TE = model.forward(token_ids_T, positions_T, self._kernels, guesses)
         outputs = self._sampled(plan, model, x_TE, indptr[1:])
+        accepted = [len(output.after_drafts) for output in outputs]
+        if guesses and any(accepted):
+            model.keep_accepted(self._kernels, accepted)
         for s, sequence in enumerate(plan.sequences):
             if sequence.prompt_logprobs is not None and outputs[s].error is None:
                 asked = sequence.prompt_logprobs
@@ -127,6 +132,12 @@ class StepComputer:
             logits_RV = model.compute_logits(x_TE[begin : begin + len(followers)])
             found += self._sampler.prompt_logprobs(logits_RV, followers, asked.count)
         return tuple(found)
+
+
+def _guesses(plan: StepPlan) -> list[int]:
+    """How many of the last tokens of each sequence are guesses, where any are."""
+    drafts = dict(plan.drafts)
+    return [len(drafts.get(row, ())) for row in range(len(plan.sequences))] if drafts else []
 
 
 def _indptr(sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.int32]:

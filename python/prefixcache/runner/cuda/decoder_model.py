@@ -23,6 +23,7 @@ from prefixcache.models.parameters import (
     DecoderShape,
     DeltaShape,
     DeltaWeights,
+    DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
     LayerShape,
@@ -265,18 +266,21 @@ class ExpertsFeedForward:
         self._experts = shape.experts
         bias = shape.selection_bias
         self._selection_bias_N = None if bias is None else builder.vector(bias)
+        self._scales_N = None if shape.scales is None else builder.vector(shape.scales)
         self._router = builder.linear(shape.router)
         self._gate_up = builder.stacked(shape.gate_up)
         self._down = builder.stacked(shape.down)
         self._shared = DenseFeedForward(shape.shared, builder) if shape.shared else None
         self._shared_weight = builder.linear(shape.shared_weight) if shape.shared_weight else None
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
+    def __call__(self, x_TE: Tensor, chosen_by_TE: Tensor | None = None) -> Tensor:
         """The weighted sum of what each token's experts make of it, [T, E] in float32.
 
-        It is taken in the order of their scores, what the shared expert makes last.
+        It is taken in the order of their scores, what the shared expert makes last. The router
+        reads `chosen_by_TE` where it is given.
         """
-        weights_TK, experts_TK = self._route(self._router.wide(x_TE).float())
+        routed_TE = x_TE if chosen_by_TE is None else chosen_by_TE
+        weights_TK, experts_TK = self._route(self._router.wide(routed_TE).float())
         count, top_k = self._experts.count, self._experts.top_k
         made_TKE = x_TE.new_empty(*experts_TK.shape, x_TE.shape[1], dtype=torch.float32)
         for expert in experts_TK.unique().tolist():
@@ -304,12 +308,45 @@ class ExpertsFeedForward:
         weights_TK = scores_TN.gather(1, experts_TK)
         if experts.renormalise:
             weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + experts.added_to_sum
-        return weights_TK * experts.scale, experts_TK
+        weights_TK = weights_TK * experts.scale
+        if self._scales_N is not None:
+            weights_TK *= self._scales_N[experts_TK]
+        return weights_TK, experts_TK
 
     @staticmethod
     def out(sum_TE: Tensor, residual_TE: Tensor | None = None) -> Tensor:
         """The sum, with the residual added, rounded once; in the type of the residual."""
         return sum_TE if residual_TE is None else (residual_TE.float() + sum_TE).to(residual_TE)
+
+
+class DenseAndExperts:
+    """An MLP and experts next to it; see `DenseAndExpertsShape`."""
+
+    def __init__(self, config: ModelConfig, shape: DenseAndExpertsShape, builder: Builder) -> None:
+        self._rms_norm = _norm_of(config, builder.ops)
+        self._dense = DenseFeedForward(shape.dense, builder)
+        self._experts = ExpertsFeedForward(shape.experts, builder)
+        self._dense_norms_E = builder.norm(shape.dense_norm), builder.norm(shape.dense_out_norm)
+        self._router_norm_E = builder.norm(shape.router_norm)
+        self._experts_norms_E = (
+            builder.norm(shape.experts_norm),
+            builder.norm(shape.experts_out_norm),
+        )
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """The sum of what both make of the stream, [T, E]."""
+        before_E, after_E = self._dense_norms_E
+        dense_TE = self._dense.out(self._dense(self._rms_norm(x_TE, before_E)))
+        dense_TE = self._rms_norm(dense_TE, after_E)
+        before_E, after_E = self._experts_norms_E
+        chosen_by_TE = self._rms_norm(x_TE, self._router_norm_E)
+        made_TE = self._experts(self._rms_norm(x_TE, before_E), chosen_by_TE).to(x_TE)
+        return dense_TE + self._rms_norm(made_TE, after_E)
+
+    @staticmethod
+    def out(sum_TE: Tensor, residual_TE: Tensor | None = None) -> Tensor:
+        """The sum, with the residual added."""
+        return sum_TE if residual_TE is None else residual_TE + sum_TE
 
 
 class DecoderLayer:
@@ -323,7 +360,7 @@ class DecoderLayer:
         self._mixer = _mixer(config, layer, shape.mixer, builder)
         self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
-        self._feed_forward = _feed_forward(shape.feed_forward, builder)
+        self._feed_forward = _feed_forward(config, shape.feed_forward, builder)
         self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
         own = shape.own_input
         self._own_input = None if own is None else OwnInput(config, own, builder)
@@ -488,8 +525,10 @@ def _mixer(
 
 
 def _feed_forward(
-    shape: DenseShape | ExpertsShape, builder: Builder
-) -> DenseFeedForward | ExpertsFeedForward:
+    config: ModelConfig, shape: DenseShape | ExpertsShape | DenseAndExpertsShape, builder: Builder
+) -> DenseFeedForward | ExpertsFeedForward | DenseAndExperts:
+    if isinstance(shape, DenseAndExpertsShape):
+        return DenseAndExperts(config, shape, builder)
     if isinstance(shape, ExpertsShape):
         return ExpertsFeedForward(shape, builder)
     return DenseFeedForward(shape, builder)

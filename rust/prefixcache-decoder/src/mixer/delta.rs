@@ -1,8 +1,8 @@
 //! The gated delta rule over states that lie in a cache.
 
 use prefixcache_attention::{DeltaRule, KvElement, StatePart, delta_rule};
-use prefixcache_cpu::Rows;
 use prefixcache_cpu::memory::OutOfMemory;
+use prefixcache_cpu::{Rows, RowsMut};
 use prefixcache_ops::PackedLinear;
 
 use crate::{Buffer, Step, Sum};
@@ -15,6 +15,8 @@ pub struct DeltaMixer<'a, E> {
     pub rule: DeltaRule<'a>,
     /// Where its states lie, in the plans of the step.
     pub parts: Vec<StatePart<'a>>,
+    /// Where the rule's inputs of the step's guesses are kept.
+    pub guessed: RowsMut<'a, E>,
     /// Values to E
     pub out: &'a PackedLinear<E>,
 }
@@ -48,12 +50,19 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         let (inputs, values) = (mixer.in_proj.outputs(), mixer.out.inputs());
         self.linear(mixer.in_proj, x, None, &scratch.projected.write(inputs))?;
+        let projected = scratch.projected.read(inputs);
+        let guesses = mixer.parts[0].plan.guessed_rows(self.guesses);
+        for (place, row) in guesses.enumerate() {
+            // SAFETY: this thread alone uses the rows now.
+            unsafe { mixer.guessed.part(place, 0, inputs) }.copy_from_slice(projected.row(row));
+        }
         delta_rule(
             self.form,
             self.team,
             &mixer.rule,
             &mixer.parts,
-            scratch.projected.read(inputs),
+            self.guesses,
+            projected,
             &scratch.read.write(values),
         )?;
         let read = scratch.read.read(values);

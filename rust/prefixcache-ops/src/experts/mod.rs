@@ -127,6 +127,8 @@ impl<E: Element> Scratch<E> {
 impl<E: Element> Experts<'_, E> {
     /// Writes the sum of what each row's experts make of it, plus the residual, to `out`.
     ///
+    /// The router reads the rows of `chosen_by`, which may be x.
+    ///
     /// # Errors
     /// There is no memory for the routes or quantized activations; `out` is as it was.
     ///
@@ -136,12 +138,14 @@ impl<E: Element> Experts<'_, E> {
         &self,
         form: Form,
         team: &Team,
+        chosen_by: Rows<'_, E>,
         x: Rows<'_, E>,
         residual: Option<Rows<'_, E>>,
         out: &RowsMut<'_, E>,
         scratch: &mut Scratch<E>,
     ) -> Result<(), OutOfMemory> {
         let (rows, hidden) = x.shape();
+        assert_eq!(chosen_by.rows(), rows, "rows of the router");
         assert_eq!(x.shape(), out.shape(), "shape of out");
         if let Some(residual) = &residual {
             assert_eq!(residual.shape(), out.shape(), "residual");
@@ -152,7 +156,7 @@ impl<E: Element> Experts<'_, E> {
         let experts = self.router.linear.outputs();
         let mut logits = rows_mut(&mut scratch.logits, rows, experts);
         let linear = self.router.linear;
-        linear.forward(form, team, x, None::<Rows<'_, f32>>, &logits)?;
+        linear.forward(form, team, chosen_by, None::<Rows<'_, f32>>, &logits)?;
         let routes = Routes::new(&self.router, team, logits.read())?;
         let gathered = routes.tokens.len();
         let mut picked = rows_mut(&mut scratch.x, gathered, hidden);
@@ -303,6 +307,7 @@ mod tests {
             top_k: 3,
             renormalise: Some(0.0),
             scale: 1.0,
+            expert_scales: None,
         };
         let rows = logits.len() / EXPERTS;
         let mut routes = Routes::new(&router, &team, Rows::new(logits, EXPERTS)).expect("memory");

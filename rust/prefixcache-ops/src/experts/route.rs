@@ -32,6 +32,8 @@ pub struct Router<'a, E> {
     pub renormalise: Option<f32>,
     /// What the weights are multiplied by in the end.
     pub scale: f32,
+    /// Of N numbers: what an expert's weights are multiplied by too.
+    pub expert_scales: Option<&'a [f32]>,
 }
 
 impl<E> Router<'_, E> {
@@ -59,8 +61,11 @@ impl<E> Router<'_, E> {
         let divisor = self
             .renormalise
             .map_or(1.0, |more| weights.iter().sum::<f32>() + more);
-        for weight in weights {
+        for (weight, &expert) in weights.iter_mut().zip(&*chosen) {
             *weight = *weight / divisor * self.scale;
+            if let Some(scales) = self.expert_scales {
+                *weight *= scales[expert];
+            }
         }
     }
 }
@@ -108,7 +113,7 @@ impl Routes {
     /// There is no memory for them.
     ///
     /// # Panics
-    /// There are fewer experts than a row has, or the bias has another length.
+    /// There are fewer experts than a row has, or the bias or the scales have another length.
     pub fn new<E: Element>(
         router: &Router<'_, E>,
         team: &Team,
@@ -117,12 +122,10 @@ impl Routes {
         let (rows, experts) = logits.shape();
         let top_k = router.top_k;
         assert!((1..=experts).contains(&top_k), "experts of a row");
-        assert!(
-            router
-                .selection_bias
-                .is_none_or(|bias| bias.len() == experts),
-            "length of the bias"
-        );
+        for numbers in [router.selection_bias, router.expert_scales] {
+            let fits = numbers.is_none_or(|numbers| numbers.len() == experts);
+            assert!(fits, "length of the bias or the scales");
+        }
         let mut chosen = filled(0, rows, top_k)?;
         let mut weights = filled(0.0, rows, top_k)?;
         let (to, weights_to) = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from prefixcache.config.checked import shown
@@ -106,16 +106,7 @@ LFM2_STYLE = ArgumentStyle(
     escapes=True,
     words=(_PYTHON_WORDS,),
 )
-OLMO3_STYLE = ArgumentStyle(
-    opening="{}(",
-    closing=")",
-    key="{}=",
-    separator=", ",
-    quote="'",
-    end_quote="'",
-    escapes=True,
-    words=(_JSON_WORDS,),
-)
+OLMO3_STYLE = replace(LFM2_STYLE, words=(_JSON_WORDS,))
 GEMMA_STYLE = ArgumentStyle(
     opening="call:{}{{",
     closing="}",

@@ -167,6 +167,7 @@ names! {
     Sequences = "sequences",
     Sinks = "sinks",
     Sizes = "sizes",
+    SnapshotBlocks = "snapshot_blocks",
     SlotMapping = "slot_mapping",
     Softcap = "softcap",
     Start = "start",

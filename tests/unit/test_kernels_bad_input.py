@@ -267,7 +267,7 @@ def test_a_sound_stack_is_computed() -> None:
     [
         ({"qkv": 3}, TypeError, "qkv"),
         ({"mixer": 3}, TypeError, "mixer must be an AttentionMixer, a ShortConv"),
-        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward or an"),
+        ({"feed_forward": 3}, TypeError, "feed_forward must be a DenseFeedForward, an"),
         ({"gate": "relu"}, ValueError, 'gate must be "silu" or "gelu_tanh" or "clamped'),
         ({"norm_offset": "one"}, TypeError, "norm_offset must be a number"),
         ({"mlp_out_norm": -1}, ValueError, "mlp_out_norm must be from 0"),

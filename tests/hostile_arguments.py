@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ class World:
         self.buffer = np.zeros(WORDS, np.float32)
         self.layer = _core.PackedLinear(self.cpu, 4, 4, "float32", bias=True)
         self.rows = _core.RowOps(self.cpu, "float32")
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the case
+        self.file.write(bytes(256))
+        self.file.flush()
+        self.laid_out = _core.LaidOutFile(self.file.fileno())
         self.sampler = _core.Sampler(self.cpu)
         self.sampler_row = _core.SamplerRow(1.0, 0, 0, bad_words=[3], logprobs=2, top_p=0.5)
         self.logits = np.ones((2, 7), np.float32)
@@ -285,6 +290,10 @@ class World:
             "activations": lambda: choose.choice(["exact", "int8"]),
             "format": lambda: choose.choice(["Q4_0", "Q6_K"]),
             "layers": lambda: self.some_list(lambda: self.decoder_layer),
+            "descriptor": self.file.fileno,
+            "file": lambda: self.laid_out,
+            "offset": lambda: choose.choice([0, 64, 128]),
+            "num_bytes": lambda: choose.choice([0, 64, 128, 1 << 10]),
             **dict.fromkeys(LINEARS, lambda: self.layer),
             "mixer": lambda: self.mixer,
             "feed_forward": lambda: choose.choice([self.feed_forward, self.experts]),

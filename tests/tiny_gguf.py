@@ -458,8 +458,8 @@ def _functions(
 
 def _tiled(name: str, values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
     """Value heads of a key head apart, where it has several, as llama.cpp wants them."""
-    if name.endswith("linear_attn.norm.weight"):
-        return values
+    if name.endswith("linear_attn.norm.weight") or not any(values.strides):
+        return values  # nothing to move, or only a shape
     keys, count = config.linear_num_key_heads, config.linear_num_value_heads
     axis = 1 if "out_proj" in name else 0
     moved = np.moveaxis(values, axis, 0)

@@ -35,6 +35,7 @@ __all__ = [
     "EventSnapshot",
     "ExpertsFeedForward",
     "KVFile",
+    "LaidOutFile",
     "OwnInput",
     "PackedLinear",
     "PagedAttention",
@@ -74,7 +75,7 @@ _Tokens: TypeAlias = (
     | _Sequence[int]
     | _SupportsArray
 )
-_GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
+_GroupKind: TypeAlias = Literal["full", "state"] | tuple[Literal["sliding_window"], int]
 _FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
 _EvictionPolicy: TypeAlias = Literal["lru", "reuse-queue"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
@@ -350,7 +351,15 @@ class PrefixCache:
     def ensure_slots(self, sequences: _Sequence[Sequence], upto: _Sequence[int]) -> int:
         """Give each sequence slots in every group for its first `upto[i]` tokens, in order.
 
-        Returns how many leading sequences have theirs, as `append_slots` does.
+        Returns how many leading sequences have theirs, as `append_slots` does. Of a state a
+        sequence gets the block of the last token alone, where a step has to end.
+        """
+    def keep_snapshots(self, sequences: _Sequence[Sequence], starts: _Sequence[int]) -> int:
+        """Give blocks to the snapshots of states that are worth keeping; how many got theirs.
+
+        That is what `set_retention` says, in the places from token `starts[i]` on: before the step
+        that computes it, once slots for the step are there. While few blocks are free none is
+        given, and no snapshot kept.
         """
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once, in all groups.
@@ -775,6 +784,16 @@ class KVFile:
         """
 
 @final
+class LaidOutFile:
+    """A file of laid-out parts of linear layers, mapped to be read."""
+
+    def __new__(cls, descriptor: int) -> LaidOutFile:
+        """Maps the file of a descriptor, which may be closed then. Raises OSError.
+
+        Nobody may write to the file any more, or cut it short: the process would end.
+        """
+
+@final
 class PackedLinear:
     """A linear layer, its weight packed for the kernels of the CPU.
 
@@ -827,6 +846,26 @@ class PackedLinear:
         """What the part is kept as that starts at output `start`; ValueError where none does.
 
         It is the layer's type where the part is dense or never written.
+        """
+    def write_laid_out(self, start: int, descriptor: int, offset: int) -> int:
+        """Write the part that starts at output `start` to a file, as the kernels read it.
+
+        Returns its bytes, which begin at `offset`: 0 where it was never written. OSError where the
+        file does not take them.
+        """
+    def map_laid_out(
+        self,
+        start: int,
+        file: LaidOutFile,
+        offset: int,
+        num_bytes: int,
+        format: _BlockFormat | None = None,  # noqa: A002
+    ) -> None:
+        """Take for the part from output `start` on what `write_laid_out` wrote of one like it.
+
+        Of the same inputs, outputs, type, instructions and activations; without a format it is
+        dense. The part stays in the file until it is written again. ValueError where `num_bytes`
+        are not those of such a part, or `offset` is no multiple of 64.
         """
     def copy_bias(self, start: int, address: int, count: int) -> None:
         """Write `count` biases, from output `start` on; ValueError where the layer has none."""
@@ -1321,6 +1360,8 @@ class TraceReplay:
         ms_per_request: float | None = None,
         objective_ms: float | None = None,
         max_delay_ms: float | None = None,
+        snapshots: Literal["anchors", "ends", "every", "marconi"] = "anchors",
+        snapshot_blocks: int | None = None,
     ) -> int:
         """Add a cache of `num_blocks` blocks, the null block not counted; returns its index.
 
@@ -1328,7 +1369,10 @@ class TraceReplay:
         of what the trace says. Without `ms_per_token` each request is answered as it arrives. With
         it, prompts are computed one after the other, each in `ms_per_request` and `ms_per_token`
         for each token that does not hit; `max_delay_ms` lets the longest hit of the first 64 go
-        first, unless the oldest has waited so long. RuntimeError after the first batch.
+        first, unless the oldest has waited so long. Of a model with states a snapshot takes
+        `snapshot_blocks` blocks, and `snapshots` says where they are kept: as the server does,
+        where prompts and answers end, at each block, or as Marconi does (arXiv 2411.19379), for
+        which nothing else but the size counts. RuntimeError after the first batch.
         """
     def advance(self) -> bool:
         """Run the next batch of requests; False after the last one. ValueError as `TraceReader`."""

@@ -294,7 +294,7 @@ def test_a_snapshot_of_states_takes_as_many_blocks_as_hold_it(
     full, *states = layout.groups
     assert full.layers == tuple(sorted({*range(model.num_layers)} - {*model.state_layers}))
     assert layout.num_tensors == len(full.layers)
-    assert {group.kind for group in states} == {("sliding_window", 2)}
+    assert {group.kind for group in states} == {"state"}
     assert [layer for group in states for layer in group.layers] == [*model.state_layers]
     assert len(states) == -(-snapshot // layout.bytes_per_block(block_size, itemsize))
     assert sum(part.numbers for part in layout.states) * 4 == snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import json
@@ -23,7 +24,7 @@ from prefixcache.kv import request_records, trace_writer
 from prefixcache.kv.request_records import RequestRecords, read_records
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.structured_output import StructuredOutput
-from serving import wait_until
+from serving import served_folder, wait_until
 
 Checkpoint = Callable[..., Path]
 DRAWN = SamplingParams(
@@ -143,6 +144,19 @@ def test_weights_that_were_pushed_are_found_by_their_digest(
     llm._engine.close()
     assert run(path).exit_code == 1
     assert run(path, "--model", folders[1]).exit_code == 0
+
+
+async def test_a_servers_choices_are_found_by_the_id_of_their_response(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "day.jsonl"
+    async with served_folder(folders[0], dtype="float32", record_requests=path) as (client, _):
+        body = {"prompt": "One day", "n": 2, "max_tokens": 5, "logprobs": 0, "cache_salt": "salt"}
+        asked = [(await client.post("/v1/completions", json=body)).json() for _ in range(2)]
+    assert "salt" not in path.read_text()
+    found = outcomes(await asyncio.to_thread(run, path, asked[1]["id"]))
+    assert [*found.values()] == ["same, 5 tokens, 5 log probabilities"] * 2
+    assert all(name.startswith(asked[1]["id"]) for name in found)
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n", '{"prefixcache_requests": 9}\n'])

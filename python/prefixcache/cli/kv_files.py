@@ -1,11 +1,11 @@
-"""The command `prefixcache cache`: what lies in a folder of `--kv-cache-dir`."""
+"""The command `prefixcache cache`: what `--kv-cache-dir` and `--weights-cache-dir` keep."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,60 +15,67 @@ from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
 from prefixcache.exceptions import PrefixCacheError
 
 if TYPE_CHECKING:
-    from prefixcache.kv.kv_folder import FileInfo, FileState, KVFolder
+    from prefixcache.config.private_folder import FileInfo, FileState, PrivateFolder
 
 _MIB = 1 << 20
-_FOLDER = click.Argument(["folder"], help="As --kv-cache-dir.", type=click.Path(path_type=Path))
+_FOLDER = click.Argument(
+    ["folder"],
+    required=False,
+    help="As --kv-cache-dir or --weights-cache-dir, whose default it has.",
+    type=click.Path(path_type=Path),
+)
 _NAMES = click.Argument(
     ["names"], metavar="[FILE]...", nargs=-1, help="Files as `ls` shows them; all otherwise."
 )
 
 
 def ls(given: Given) -> None:
-    """List the files of a folder: bytes on the disk, age, blocks, and what they are of."""
-    from prefixcache.kv.kv_folder import survey
-
-    with _opened(given.values["folder"]) as folder:
-        for info, state in survey(folder, reads=False):
-            click.echo(_line(info, state))
+    """List the files of a folder: bytes on the disk, age, content, and what it is of."""
+    for info, state in _survey(given, reads=False):
+        click.echo(_line(info, state))
 
 
 def verify(given: Given) -> None:
-    """Compare the blocks of each file with their checksums.
+    """Compare each file with its checksums.
 
-    Exit status 1 where a block or a file is damaged. Files of running servers are left out.
+    Exit status 1 where one is damaged. The KV of running servers is left out.
     """
-    from prefixcache.kv.kv_folder import survey
-
     damaged = False
-    with _opened(given.values["folder"]) as folder:
-        for info, state in survey(folder, reads=True):
-            click.echo(_line(info, state))
-            damaged |= state.is_damaged
+    for info, state in _survey(given, reads=True):
+        click.echo(_line(info, state))
+        damaged |= state.is_damaged
     sys.exit(int(damaged))
 
 
 def rm(given: Given) -> None:
-    """Remove files, those that no server uses."""
-    with _opened(given.values["folder"]) as folder:
-        there = [info.name for info in folder.files()]
-        for name in given.values["names"] or there:
-            if name not in there:
-                raise PrefixCacheError(f"{name} is no file of {folder.path}.")
-            done = folder.remove(name)
-            click.echo(f"{name}: {'removed' if done else 'in use by a server, kept'}")
+    """Remove files, but for the KV of running servers."""
+    names = set(given.values["names"])
+    for folder in _opened(given.values["folder"]):
+        for info in folder.files():
+            if not given.values["names"] or info.name in names:
+                names.discard(info.name)
+                done = folder.remove(info.name)
+                click.echo(f"{info.name}: {'removed' if done else 'in use by a server, kept'}")
+    if names:
+        raise PrefixCacheError(f"{min(names)} is no file of {given.values['folder']}.")
 
 
-@contextmanager
-def _opened(path: Path) -> Generator[KVFolder, None, None]:
-    from prefixcache.kv.kv_folder import KVFolder, NotUsableError
+def _survey(given: Given, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
+    for folder in _opened(given.values["folder"]):
+        yield from folder.survey(reads=reads)
 
+
+def _opened(path: Path | None) -> Iterator[PrivateFolder]:
+    """The folder, as one of KV and as one of weights."""
+    from prefixcache.config.private_folder import NotUsableError
+    from prefixcache.kv.kv_folder import KVFolder
+    from prefixcache.models.laid_out.weights_folder import WeightsFolder, default_folder
+
+    path = path or default_folder()
     try:
-        folder = KVFolder(path, create=False)
-        try:
-            yield folder
-        finally:
-            folder.close()
+        for kind in (KVFolder, WeightsFolder):
+            with closing(kind(path, create=False)) as folder:
+                yield folder
     except (NotUsableError, OSError) as error:
         raise PrefixCacheError(f"{path} cannot be used: {error}") from error
 
@@ -76,11 +83,14 @@ def _opened(path: Path) -> Generator[KVFolder, None, None]:
 def _line(info: FileInfo, state: FileState) -> str:
     hours = (time.time() - info.last_used) / 3600
     size = f"{info.num_bytes / _MIB:,.1f} MiB"
-    return f"{info.name}  {size:>14}  begun {hours:,.1f} h ago  {state.text}"
+    return f"{info.name}  {size:>14}  used {hours:,.1f} h ago  {state.text}"
 
 
 def cache(_: Given) -> None:
-    """See, check and remove what --kv-cache-dir keeps."""
+    """See, check and remove kept KV and weights.
+
+    They are in --kv-cache-dir and --weights-cache-dir.
+    """
     click.echo(click.get_current_context().get_help())
 
 

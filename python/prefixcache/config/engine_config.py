@@ -96,6 +96,11 @@ def parse_path(value: object) -> Path:
     return Path(value)
 
 
+def parse_folder(value: object) -> Path | Literal["none"]:
+    """A path, or "none". Raises `ValueError`."""
+    return "none" if value == "none" else parse_path(value)
+
+
 def parse_interval(value: object) -> int | Literal["none"]:
     """Tokens between two positions, of 64 or "64", or "none". Raises `ValueError`."""
     if value == "none":
@@ -150,6 +155,7 @@ ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
 Staleness = Annotated[int, Ge(-1), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
+CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
@@ -587,6 +593,21 @@ class EngineConfig(Checked):
         "On a weight update, quantize unquantized tensors to the format that they replace: q8_0, "
         "q4_0, q4_1, q5_0, q5_1 or mxfp4.",
         "Model",
+    )
+    weights_cache_dir: CacheFolder | None = flag(
+        None,
+        "Folder to keep weights in as a CPU's kernels read them, so that the next start maps them; "
+        "none for none. See docs/guides/weights.md.",
+        "Model",
+        shown="~/.cache/prefixcache/weights, for weights of 32MiB and more",
+        metavar="<none or folder>",
+    )
+    weights_cache_size: ByteSize = flag(
+        32 << 30,
+        "Most bytes in --weights-cache-dir; what was not used for the longest time goes first.",
+        "Model",
+        shown="32GiB",
+        metavar="<bytes or size>",
     )
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
     cpu_activations: ActivationChoice = flag(

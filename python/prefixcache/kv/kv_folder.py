@@ -1,8 +1,7 @@
 """The folder of `--kv-cache-dir`: one file for each layout of KV, which outlives its process.
 
 Whoever can write to the folder could put KV into answers, and whoever can read it sees what was
-asked. So it and its files belong to the user alone, no link is followed, and what is not as it
-should be is not used. A file is locked while a process has it.
+asked.
 """
 
 from __future__ import annotations
@@ -12,21 +11,19 @@ import json
 import logging
 import mmap
 import os
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from prefixcache._core import KVFile, derive_digest, describe_kv_file, hash_file_ranges
+from prefixcache.config.private_folder import FileState, NotUsableError, PrivateFolder
 from prefixcache.metrics import FileCounts
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".kv"
 _MOST_SERVERS = 16
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_STAT_BLOCK = 512
 _DISK_PAGE = 4096
 _EXTENT_BYTES = 1 << 16
 """What a file system may count for its own records of where a file lies."""
@@ -34,10 +31,6 @@ _EXTENT_BYTES = 1 << 16
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _DISK_PAGE) * _DISK_PAGE
-
-
-class NotUsableError(Exception):
-    """Why a folder or a file is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,77 +149,10 @@ class KeptFile:
         os.close(self.descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A file of the folder: its bytes on the disk, and when it was last begun."""
+class KVFolder(PrivateFolder):
+    """An open folder of such files. A file is locked while a process has it."""
 
-    name: str
-    num_bytes: int
-    last_used: float
-
-
-class KVFolder:
-    """An open folder of such files. Raises `NotUsableError` with the reason, and `OSError`."""
-
-    def __init__(self, path: Path, *, create: bool = True) -> None:
-        self.path = path
-        if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags)
-        try:
-            _check_owner(os.fstat(self._descriptor), "the folder")
-        except NotUsableError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Ends the use of the folder; files stay open."""
-        os.close(self._descriptor)
-
-    def files(self) -> list[FileInfo]:
-        """The files, the one that was begun last first. What else lies there is passed over."""
-        infos: list[FileInfo] = []
-        for name in os.listdir(self._descriptor):
-            if name.endswith(_SUFFIX):
-                try:
-                    found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-                except FileNotFoundError:  # Removed meanwhile.
-                    continue
-                if stat.S_ISREG(found.st_mode):
-                    size = found.st_blocks * _STAT_BLOCK
-                    infos.append(FileInfo(name, size, found.st_mtime))
-        return sorted(infos, key=lambda info: -info.last_used)
-
-    def lock(self, name: str, *, create: bool = False) -> int | None:
-        """The descriptor of a file that nobody else has; None where another process has it."""
-        flags = _OPEN | (os.O_CREAT if create else 0)
-        while True:
-            descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
-            try:
-                found = os.fstat(descriptor)
-                if not stat.S_ISREG(found.st_mode):
-                    raise NotUsableError(f"{name} is no file")
-                _check_owner(found, name)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if os.fstat(descriptor).st_nlink == 1:
-                return descriptor
-            os.close(descriptor)  # Removed by its last user meanwhile.
-
-    def remove(self, name: str) -> bool:
-        """Removes a file; false where another process has it."""
-        descriptor = self.lock(name)
-        if descriptor is None:
-            return False
-        os.unlink(name, dir_fd=self._descriptor)
-        os.close(descriptor)
-        return True
+    suffixes = (_SUFFIX,)
 
     def open(self, layout: FileLayout, num_blocks: int, most_bytes: int | None) -> KeptFile:
         """The file of this layout, with space for a pool of `num_blocks` blocks.
@@ -243,6 +169,19 @@ class KVFolder:
             os.close(descriptor)
             raise
         return file
+
+    def describe(self, name: str, *, reads: bool) -> FileState:
+        """See `PrivateFolder`: its blocks, and what they are of."""
+        descriptor = self.lock(name)
+        if descriptor is None:
+            return FileState("in use by a server")
+        try:
+            known = describe_kv_file(descriptor)
+            valid, damaged = KVFile(descriptor, **known).survey(reads=reads)
+        finally:
+            os.close(descriptor)
+        checked = f", {damaged} of them damaged" if reads else ""
+        return FileState(f"{valid} blocks{checked}; {known['about']}", is_damaged=damaged > 0)
 
     def _lock_own(self, layout: FileLayout) -> tuple[str, int]:
         for number in range(_MOST_SERVERS):
@@ -266,25 +205,11 @@ class KVFolder:
         """Removes files of other layouts, those that were begun longest ago first."""
         others = [info for info in self.files() if info.name != own]
         if most_bytes is None:
-            num_kept, room = 1, sum(info.num_bytes for info in others)
+            room = self.make_room(others, sum(info.num_bytes for info in others), most_files=1)
         else:
-            num_kept, room = len(others), most_bytes - num_bytes
-        for place, info in enumerate(others):
-            if (place < num_kept and info.num_bytes <= room) or not self.remove(info.name):
-                room -= info.num_bytes
-            else:
-                logger.info("%s is removed: its room is needed.", self.path / info.name)
+            room = self.make_room(others, most_bytes - num_bytes)
         if room < 0:
             raise NotUsableError("other servers' files take the room of --kv-cache-dir-size")
-
-
-def _check_owner(found: os.stat_result, what: str) -> None:
-    """Raises `NotUsableError` unless it is the user's own, and nobody else may open it."""
-    if found.st_uid != os.geteuid():
-        raise NotUsableError(f"{what} belongs to another user")
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        raise NotUsableError(f"{what} can be opened by other users (mode {mode:04o})")
 
 
 def open_kept_file(
@@ -300,37 +225,3 @@ def open_kept_file(
     except (NotUsableError, OSError, ValueError) as error:
         logger.warning("The KV cache is kept in memory alone, not in %s: %s.", folder, error)
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """What can be said of a file, and whether it or a block of it is damaged."""
-
-    text: str
-    is_damaged: bool = False
-
-
-def survey(folder: KVFolder, *, reads: bool) -> Iterator[tuple[FileInfo, FileState]]:
-    """Each file and its state; `reads` compares the blocks with their checksums."""
-    for info in folder.files():
-        yield info, _state(folder, info.name, reads=reads)
-
-
-def _state(folder: KVFolder, name: str, *, reads: bool) -> FileState:
-    try:
-        return _survey_file(folder, name, reads=reads)
-    except (NotUsableError, OSError, ValueError) as error:
-        return FileState(f"not usable: {error}", is_damaged=True)
-
-
-def _survey_file(folder: KVFolder, name: str, *, reads: bool) -> FileState:
-    descriptor = folder.lock(name)
-    if descriptor is None:
-        return FileState("in use by a server")
-    try:
-        known = describe_kv_file(descriptor)
-        valid, damaged = KVFile(descriptor, **known).survey(reads=reads)
-    finally:
-        os.close(descriptor)
-    checked = f", {damaged} of them damaged" if reads else ""
-    return FileState(f"{valid} blocks{checked}; {known['about']}", is_damaged=damaged > 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from prefixcache.config.model_config import (
     without_defaults,
 )
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.models.digests import FileState, file_state, range_digests
+from prefixcache.models.digests import FileState, file_state, range_digests, remembered_digests
 from prefixcache.models.gguf.index import (
     INDEX_FILE,
     IndexedTensor,
@@ -55,10 +56,29 @@ def read_checkpoint(folder: Path, threads: int = 1) -> Checkpoint:
 
     Raises `ModelLoadError` when a file cannot be read.
     """
+    checkpoint = _checkpoint(folder, partial(range_digests, threads=threads))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def remembered_checkpoint(folder: Path) -> Checkpoint | None:
+    """`read_checkpoint` of files that have not changed since; None where it would read weights."""
+    return _checkpoint(folder, remembered_digests)
+
+
+def _checkpoint(
+    folder: Path, digests_of: Callable[[Path, list[tuple[int, int]]], list[str] | None]
+) -> Checkpoint | None:
     states = _states(folder)
     parts: list[tuple[TensorRange, str]] = []
     for file, ranges in _ranges(folder):
-        parts += zip(ranges, _range_digests(file, ranges, threads), strict=True)
+        try:
+            digests = digests_of(file, [(one.start, one.end) for one in ranges])
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
+        if digests is None:
+            return None
+        parts += zip(ranges, digests, strict=True)
     checkpoint = Checkpoint(folder, _digest_of(parts), states)
     checkpoint.check_unchanged()
     return checkpoint
@@ -173,10 +193,3 @@ def _indexed_range(tensor: IndexedTensor) -> TensorRange:
         form += f", greater by {tensor.offset_by}"
     end = tensor.offset + tensor.nbytes
     return TensorRange(tensor.name, form, tensor.shape, tensor.offset, end)
-
-
-def _range_digests(file: Path, ranges: list[TensorRange], threads: int) -> list[str]:
-    try:
-        return range_digests(file, [(one.start, one.end) for one in ranges], threads)
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error

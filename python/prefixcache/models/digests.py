@@ -49,16 +49,29 @@ def range_digests(file: Path, ranges: Sequence[tuple[int, int]], threads: int = 
 
     Raises `OSError` when the file cannot be read, or ends within a range.
     """
-    state = file_state(file)
-    note = _note(file, "ranges")
-    keys = [f"{start}-{end}" for start, end in ranges]
-    known = _known(note, state)
-    if not (isinstance(known, dict) and all(isinstance(known.get(key), str) for key in keys)):
+    known = remembered_digests(file, ranges)
+    if known is None:
+        state = file_state(file)
         _wait_for_the_clock(file)
-        digests = hash_file_ranges(file, ranges, threads)
-        known = dict(zip(keys, (digest.hex() for digest in digests), strict=True))
-        _remember(note, file, state, known)
+        known = [digest.hex() for digest in hash_file_ranges(file, ranges, threads)]
+        _remember(_note(file, "ranges"), file, state, dict(zip(_keys(ranges), known, strict=True)))
+    return known
+
+
+def remembered_digests(file: Path, ranges: Sequence[tuple[int, int]]) -> list[str] | None:
+    """`range_digests` of a file that has not changed since; None where it would be read.
+
+    Raises `OSError`.
+    """
+    known = _known(_note(file, "ranges"), file_state(file))
+    keys = _keys(ranges)
+    if not (isinstance(known, dict) and all(isinstance(known.get(key), str) for key in keys)):
+        return None
     return [known[key] for key in keys]
+
+
+def _keys(ranges: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"{start}-{end}" for start, end in ranges]
 
 
 def file_state(file: Path) -> FileState:

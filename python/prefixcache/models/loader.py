@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from prefixcache.config.engine_config import DType
@@ -28,14 +28,20 @@ def check_weights(config: ModelConfig, folder: Path) -> TensorNames:
     return names
 
 
-def load_model(make: Callable[[], ModelT], config: ModelConfig, folder: Path) -> ModelT:
+def load_model(
+    make: Callable[[], ModelT],
+    config: ModelConfig,
+    folder: Path,
+    restore: Callable[[ModelT], Collection[str]] = lambda _: (),
+) -> ModelT:
     """The model that `make` makes unfilled, filled from the folder's weights.
 
+    `restore` may fill some from elsewhere, and returns their names.
     Raises `ModelLoadError` naming the tensor and the file when they do not fit the configuration.
     """
     names = check_weights(config, folder)
     model = make()
-    load_folder(model.slots, folder, names)
+    load_folder(model.slots, folder, names, restore(model))
     return model
 
 

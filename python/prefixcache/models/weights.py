@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -13,16 +15,18 @@ from safetensors import SafetensorError, safe_open
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
-from prefixcache.models.fused import FusedReader, RowOrder, fused_tensor
+from prefixcache.models.fused import FusedReader, RowOrder, fused_names, fused_tensor
 from prefixcache.models.gguf.index import has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantized import QuantizedTensor
-from prefixcache.models.safetensors_file import read_tensors, tensor_ranges
+from prefixcache.models.safetensors_file import TensorRange, read_tensors, tensor_ranges
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LONG_LOAD_BYTES = 1 << 30
 _LISTED_NAMES = 5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +54,44 @@ Slots = Mapping[str, Slot]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load_folder(slots: Slots, folder: Path, names: TensorNames) -> None:
+def load_folder(slots: Slots, folder: Path, names: TensorNames, done: Collection[str] = ()) -> None:
     """Fills every slot from the folder's safetensors, or from the file that its index is of.
+
+    Slots named by `done` are filled already; what they are of is not read.
 
     Raises `ModelLoadError` naming the tensor and the file when one is missing, unexpected,
     misshapen or unreadable. What `names` does not read may be there or not.
     """
-    tensors = read_folder(folder, names)
-    _check_complete(slots.keys() - copy_into(slots, tensors, names), folder)
+    undone = slots.keys() - {*done}
+    tensors = read_folder(folder, names, undone if done else None)
+    _check_complete(undone - copy_into(slots, tensors, names), folder)
 
 
-def read_folder(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
+def read_folder(
+    folder: Path, names: TensorNames, wanted: Collection[str] | None = None
+) -> Iterator[NamedTensor]:
     """The folder's tensors that `names` reads, one after the other.
 
-    Raises `ModelLoadError` when a file cannot be read.
+    Of those only what holds the model's own tensors named by `wanted`, if that is given. Raises
+    `ModelLoadError` when a file cannot be read.
     """
+    is_read = partial(_is_read, names, None if wanted is None else _and_fused(wanted))
     if has_index(folder):
-        yield from _read_indexed(folder, names)
+        yield from _read_indexed(folder, is_read)
     else:
-        yield from _split(_read(folder, names), names.fused_experts)
+        yield from _split(_read(folder, is_read), names.fused_experts)
+
+
+def _and_fused(names: Collection[str]) -> set[str]:
+    """A model's own names, and those of the tensors of all experts that may hold what they name."""
+    return {*names, *(fused for name in names for fused in fused_names(name))}
+
+
+def _is_read(names: TensorNames, wanted: Collection[str] | None, name: str) -> bool:
+    own = names.own(name)
+    if own is None or wanted is None:
+        return own is not None
+    return own in wanted or own.removesuffix("_blocks").removesuffix("_scales") in wanted
 
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
@@ -161,33 +184,42 @@ def _next_to(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _read(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
-    files = checkpoint_files(folder)
-    tensors = (one for file in files for one in _read_file(file, names))
-    return _with_progress(tensors, sum(file.stat().st_size for file in files))
+def _read(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
+    files = [(file, tensor_ranges(file)) for file in checkpoint_files(folder)]
+    wanted = [(file, [one for one in ranges if is_read(one.name)]) for file, ranges in files]
+    tensors = (one for file, ranges in wanted for one in _read_file(file, ranges))
+    total = sum(one.end - one.start for _, ranges in wanted for one in ranges)
+    return with_progress("Loading weights", total, tensors, _tensor_bytes)
 
 
-def _read_indexed(folder: Path, names: TensorNames) -> Iterator[NamedTensor]:
+def _read_indexed(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
     index = read_index(folder)
-    wanted = [one for one in index.tensors if names.own(one.name) is not None]
+    wanted = [one for one in index.tensors if is_read(one.name)]
     tensors = (
         NamedTensor(one.name, tensor, index.source(one))
         for one, tensor in zip(wanted, index.read(wanted), strict=True)
     )
-    return _with_progress(tensors, sum(one.nbytes for one in wanted))
+    total = sum(one.nbytes for one in wanted)
+    return with_progress("Loading weights", total, tensors, _tensor_bytes)
 
 
-def _with_progress(tensors: Iterator[NamedTensor], total: int) -> Iterator[NamedTensor]:
-    columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn())
+def with_progress(
+    doing: str, total: int, items: Iterable[T], num_bytes: Callable[[T], int]
+) -> Iterator[T]:
+    """The items, of `total` bytes together; where those take long a bar shows how far they came."""
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn())
     with Progress(*columns, disable=total < _LONG_LOAD_BYTES) as progress:
         task = progress.add_task("", total=total)
-        for one in tensors:
+        for one in items:
             yield one
-            progress.advance(task, one.tensor.nbytes)
+            progress.advance(task, num_bytes(one))
 
 
-def _read_file(file: Path, names: TensorNames) -> Iterator[NamedTensor]:
-    wanted = [one for one in tensor_ranges(file) if names.own(one.name) is not None]
+def _tensor_bytes(one: NamedTensor) -> int:
+    return one.tensor.nbytes
+
+
+def _read_file(file: Path, wanted: list[TensorRange]) -> Iterator[NamedTensor]:
     for one, tensor in zip(wanted, read_tensors(file, wanted), strict=True):
         yield NamedTensor(one.name, tensor, file.name)
 

@@ -21,8 +21,8 @@
 //!
 //! **The cache.** A block of a sequence keeps the state after the last token that was computed in it, in `f32`: the
 //! matrices, and what the convolution needs of the tokens before. The state before a step is that of the block of
-//! the token before; at each block's end, and at the step's, the state is written to the token's block. So a full
-//! block is never written again, and a sequence that hits it goes on from there. What is kept of a key head is one
+//! the token before; at each block's end, and at the step's, the state is written to the token's block, if it has
+//! one. So a full block is never written again, and a sequence that hits it goes on from there. What is kept of a key head is one
 //! run of numbers, and a layer's runs lie in the parts of one page of each of several groups, one after the other,
 //! cut anywhere.
 //!
@@ -41,7 +41,7 @@ use prefixcache_cpu::{Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, 
 
 use crate::Plan;
 use crate::conv::MAX_TAPS;
-use crate::plan::Run;
+use crate::plan::{NO_PAGE, Run};
 
 /// Sizes of heads are multiples of this, so that they are whole vectors in any form.
 pub const HEAD_STEP: usize = 16;
@@ -394,6 +394,9 @@ impl<E: Element, O: Element> HeadRun<'_, E, O> {
     fn keep(&self, position: usize, state: &[f32]) {
         for (kept, StatePart { plan, pages }, at) in self.runs() {
             let (page, _) = plan.place_of(self.run.sequence, position);
+            if page == NO_PAGE {
+                continue;
+            }
             // SAFETY: as above; this task reads nothing meanwhile.
             let numbers = unsafe { pages.part(page, at, kept.len()) };
             numbers.copy_from_slice(&state[kept]);

@@ -8,7 +8,7 @@ use std::slice::from_ref;
 
 use noise::noise;
 use prefixcache_attention::{
-    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, Plan, StatePart, delta_rule,
+    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
     replay_delta_rule,
 };
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
@@ -35,6 +35,8 @@ struct Layer {
     skip: Vec<f32>,
     /// Of each part the pages, and how many numbers of each are the layer's.
     parts: Vec<(Vec<f32>, usize)>,
+    /// Whether only the pages that a step has to have are there.
+    has_gaps: bool,
 }
 
 /// Numbers of a page that are of another layer.
@@ -56,6 +58,7 @@ impl Layer {
             norm: noise(95, heads.value_dim),
             skip: noise(96, heads.value_heads),
             parts: widths.map(|width| (pages(width), width)).into(),
+            has_gaps: false,
         }
     }
 
@@ -70,10 +73,17 @@ impl Layer {
         let mut first_pages = Vec::new();
         let size = self.block_size;
         for (number, &(sequence, from, to)) in step.iter().enumerate() {
+            let certain = (to - 1) / size;
             let to = to + guesses.get(number).map_or(0, |one| one[1]);
             let first = from.saturating_sub(1) / size;
             let pages = first..to.div_ceil(size);
-            kv_indices.extend(pages.map(|index| Self::page(part, sequence, index)));
+            // Where it reads, where its last certain token is, and all of guesses.
+            let is_read = |index| from > 0 && index == first;
+            let is_there = |index| !self.has_gaps || index >= certain || is_read(index);
+            kv_indices.extend(pages.map(|index| match is_there(index) {
+                true => Self::page(part, sequence, index),
+                false => NO_PAGE as i32,
+            }));
             first_pages.push(first as i32);
             kv_indptr.push(kv_indices.len() as i32);
             qo_indptr.push(qo_indptr.last().expect("one") + (to - from) as i32);
@@ -294,6 +304,7 @@ fn check<E: KvElement + PartialEq>(
     }
     let team = Team::new(threads).expect("threads");
     let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
+    many.has_gaps = threads == 2;
     let mut chunks = chunks.iter().cycle();
     let mut guesses = guesses.iter().cycle();
     let width = heads.values();
@@ -320,6 +331,12 @@ fn check<E: KvElement + PartialEq>(
                 );
             }
         }
+    }
+    for (pages, width) in &many.parts {
+        assert!(
+            pages[..width + OTHERS].iter().all(|x| x.is_nan()),
+            "the null block is written"
+        );
     }
 }
 

@@ -23,7 +23,7 @@ pub mod rows;
 pub mod team;
 pub mod tile;
 
-pub use aligned::{AlignedWords, WeightMemory};
+pub use aligned::{AlignedWords, MappedWords, WeightMemory, WordSource};
 pub use bf16::Bf16;
 pub use bytes::{ByteForm, ByteKernel, ByteLanes};
 pub use element::Element;

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use prefixcache_cpu::{AlignedWords, Element, OutOfMemory, WeightMemory};
+use prefixcache_cpu::{AlignedWords, Element, OutOfMemory, WordSource};
 
 use crate::panel::PANEL;
 
@@ -15,24 +15,24 @@ pub struct PackedDense<E> {
 }
 
 impl<E: Element> PackedDense<E> {
-    /// `outputs` rows of `inputs` zeros, which fill whole words.
-    pub fn zeroed(
-        memory: &WeightMemory,
+    /// `outputs` rows of `inputs` numbers, which fill whole words: those that lie in `memory`.
+    pub fn new(
+        memory: &impl WordSource,
         inputs: usize,
         outputs: usize,
     ) -> Result<Self, OutOfMemory> {
         let padded = outputs.checked_next_multiple_of(PANEL).ok_or(OutOfMemory)?;
         let words = padded.checked_mul(inputs / E::PER_WORD);
         Ok(Self {
-            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            words: memory.words(words.ok_or(OutOfMemory)?)?,
             inputs,
             element: PhantomData,
         })
     }
 
-    /// Bytes that they take.
-    pub fn num_bytes(&self) -> usize {
-        size_of_val(self.words.as_slice())
+    /// Their words, as they lie in memory.
+    pub fn words(&self) -> &AlignedWords {
+        &self.words
     }
 
     /// Packs row `row`.

@@ -19,9 +19,10 @@ use std::ops::Range;
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
 use prefixcache_cpu::{
-    Bf16, ByteForm, Element, Form, Kernel, Lanes, Rows, RowsMut, Team, WeightMemory,
+    Bf16, ByteForm, Element, Form, Kernel, Lanes, MappedWords, Rows, RowsMut, Team, WordSource,
 };
 
+use crate::bytes::bytes_of;
 use crate::dense::PackedDense;
 use crate::int8::{Int8Weight, QuantizedRows};
 use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
@@ -53,6 +54,9 @@ pub enum BlocksError {
     /// They are not the rows of one part.
     #[error("start and rows must be those of a whole part")]
     NoPart,
+    /// What was laid out is of another part.
+    #[error("num_bytes must be those of the part")]
+    Size,
     /// A scale or minimum is NaN or infinite.
     #[error("blocks: row {0} has a scale that is no number")]
     Scale(usize),
@@ -130,7 +134,7 @@ impl<E: Element> PackedLinear<E> {
     /// They are not rows of `inputs` numbers, or there are no such outputs.
     pub fn copy_rows(
         &mut self,
-        memory: &WeightMemory,
+        memory: &impl WordSource,
         first: usize,
         weight: Rows<'_, E>,
     ) -> Result<(), OutOfMemory> {
@@ -159,7 +163,7 @@ impl<E: Element> PackedLinear<E> {
     /// A row has not the bytes of `inputs` numbers.
     pub fn copy_blocks(
         &mut self,
-        memory: &WeightMemory,
+        memory: &impl WordSource,
         form: Form,
         team: &Team,
         first: usize,
@@ -181,6 +185,38 @@ impl<E: Element> PackedLinear<E> {
         }
         part.copy_blocks(team, blocks);
         Ok(())
+    }
+
+    /// The weight of a part as it lies in memory; `None` where it was never written.
+    ///
+    /// # Panics
+    /// There is no such part.
+    pub fn laid_out(&self, part: usize) -> Option<&[u8]> {
+        let words = self.parts[part].words();
+        words.map(|words| bytes_of(words.as_slice()))
+    }
+
+    /// Takes for the weight of a part what [`Self::laid_out`] gave of one like it: with the same inputs,
+    /// outputs, format, form and activations. Until the part is written again it stays in the file.
+    ///
+    /// # Errors
+    /// It cannot be the weight of this part; nothing is changed.
+    ///
+    /// # Panics
+    /// There is no such part.
+    pub fn map_laid_out(
+        &mut self,
+        form: Form,
+        part: usize,
+        format: Option<Format>,
+        words: &MappedWords,
+    ) -> Result<(), BlocksError> {
+        if let Some(format) = format.filter(|one| !self.inputs.is_multiple_of(one.block())) {
+            return Err(BlocksError::Inputs(format));
+        }
+        self.parts[part]
+            .take(words, form, self.inputs, format, self.activations)
+            .map_err(|OutOfMemory| BlocksError::Size)
     }
 
     /// Which part `rows` rows of blocks from output `first` on are the weight of.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use prefixcache_cpu::{Element, Form, OutOfMemory, Rows, Team, WeightMemory};
+use prefixcache_cpu::{AlignedWords, Element, Form, OutOfMemory, Rows, Team, WordSource};
 
 use crate::dense::PackedDense;
 use crate::int8::Int8Weight;
@@ -46,14 +46,25 @@ impl<E: Element> Part<E> {
         self.outputs.len().div_ceil(PANEL)
     }
 
+    /// The words of the weight, as they lie in memory; `None` where nothing is kept.
+    pub fn words(&self) -> Option<&AlignedWords> {
+        match &self.storage {
+            Storage::Zeros => None,
+            Storage::Dense(dense) => Some(dense.words()),
+            Storage::Blocks(blocks) => Some(blocks.words()),
+            Storage::Int8(blocks) => Some(blocks.words()),
+        }
+    }
+
     /// Bytes of the weight.
     pub fn num_bytes(&self) -> usize {
-        match &self.storage {
-            Storage::Zeros => 0,
-            Storage::Dense(dense) => dense.num_bytes(),
-            Storage::Blocks(blocks) => blocks.num_bytes(),
-            Storage::Int8(blocks) => blocks.num_bytes(),
-        }
+        self.words()
+            .map_or(0, |words| size_of_val(words.as_slice()))
+    }
+
+    /// Whether it may be written where it lies.
+    fn is_own(&self) -> bool {
+        self.words().is_some_and(|words| !words.are_mapped())
     }
 
     /// Format of its blocks, if that is what it is kept as.
@@ -71,20 +82,20 @@ impl<E: Element> Part<E> {
         start..rows.end.min(self.outputs.end).max(start)
     }
 
-    /// Storage for dense numbers, where it has none and some of `rows` are its rows.
+    /// Storage for dense numbers, where it has none of its own and some of `rows` are its rows.
     ///
     /// Those of its rows that are not among them have the numbers that they had.
     pub fn made_dense(
         &self,
-        memory: &WeightMemory,
+        memory: &impl WordSource,
         inputs: usize,
         rows: &Range<usize>,
     ) -> Result<Option<PackedDense<E>>, OutOfMemory> {
         let written = self.overlap(rows);
-        if written.is_empty() || matches!(self.storage, Storage::Dense(_)) {
+        if written.is_empty() || (self.is_own() && self.format().is_none()) {
             return Ok(None);
         }
-        let mut dense = PackedDense::zeroed(memory, inputs, self.outputs.len())?;
+        let mut dense = PackedDense::new(memory, inputs, self.outputs.len())?;
         let mut numbers = vec![E::from_f32(0.0); inputs];
         for row in self.outputs.clone().filter(|row| !written.contains(row)) {
             self.read_row(row, &mut numbers);
@@ -93,28 +104,56 @@ impl<E: Element> Part<E> {
         Ok(Some(dense))
     }
 
-    /// Storage for blocks of this format, where it has none.
+    /// Storage for blocks of this format, where it has none of its own.
     pub fn made_blocks(
         &self,
-        memory: &WeightMemory,
+        memory: &impl WordSource,
         form: Form,
         inputs: usize,
         format: Format,
         activations: Activations,
     ) -> Result<Option<Storage<E>>, OutOfMemory> {
-        if self.format() == Some(format) {
+        if self.is_own() && self.format() == Some(format) {
             return Ok(None);
         }
+        self.blocks_in(memory, form, inputs, format, activations)
+            .map(Some)
+    }
+
+    /// Blocks of this format that lie in `memory`.
+    fn blocks_in(
+        &self,
+        memory: &impl WordSource,
+        form: Form,
+        inputs: usize,
+        format: Format,
+        activations: Activations,
+    ) -> Result<Storage<E>, OutOfMemory> {
         let outputs = self.outputs.len();
-        let made = match activations {
+        match activations {
             Activations::Exact => {
-                PackedBlocks::zeroed(memory, form, format, inputs, outputs).map(Storage::Blocks)
+                PackedBlocks::new(memory, form, format, inputs, outputs).map(Storage::Blocks)
             }
             Activations::Int8 => {
-                Int8Weight::zeroed(memory, format, inputs, outputs).map(Storage::Int8)
+                Int8Weight::new(memory, format, inputs, outputs).map(Storage::Int8)
             }
+        }
+    }
+
+    /// Takes what lies in `memory`, laid out as such parts are, for its weight.
+    pub fn take(
+        &mut self,
+        memory: &impl WordSource,
+        form: Form,
+        inputs: usize,
+        format: Option<Format>,
+        activations: Activations,
+    ) -> Result<(), OutOfMemory> {
+        self.storage = match format {
+            None => Storage::Dense(PackedDense::new(memory, inputs, self.outputs.len())?),
+            Some(format) => self.blocks_in(memory, form, inputs, format, activations)?,
         };
-        made.map(Some)
+        Ok(())
     }
 
     /// Packs those of the dense rows from `first` on that are of this part, which is dense.

@@ -4,10 +4,13 @@
 #[path = "../../prefixcache-cpu/tests/common/noise.rs"]
 mod noise;
 
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+
 use noise::noise;
-use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_cpu::{Bf16, Element, Form, MappedWords, Rows, RowsMut, Team, WeightMemory};
 use prefixcache_ops::quant::blocks::Block;
-use prefixcache_ops::{BlocksError, Format, PackedLinear};
+use prefixcache_ops::{Activations, BlocksError, Format, PackedLinear};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
@@ -83,11 +86,22 @@ struct Pair<E> {
 impl<E: Element> Pair<E> {
     /// Parts of these numbers of outputs, laid out for a form; `None` is dense.
     fn new(form: Form, inputs: usize, parts: &[(Option<Format>, usize)], with_bias: bool) -> Self {
+        Self::of(form, inputs, parts, with_bias, Activations::Exact)
+    }
+
+    fn of(
+        form: Form,
+        inputs: usize,
+        parts: &[(Option<Format>, usize)],
+        with_bias: bool,
+        activations: Activations,
+    ) -> Self {
         let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
         let sizes: Vec<usize> = parts.iter().map(|part| part.1).collect();
         let outputs = sizes.iter().sum();
         let new = |parts: &[usize]| PackedLinear::new(inputs, parts, with_bias).expect("memory");
-        let (mut kept, mut dense) = (new(&sizes), new(&[outputs]));
+        let (kept, mut dense) = (new(&sizes), new(&[outputs]));
+        let mut kept = kept.with_activations(activations);
         let (mut all, mut first) = (Vec::new(), 0);
         for (seed, &(format, count)) in (1..).zip(parts) {
             let part = match format {
@@ -298,6 +312,82 @@ fn a_part_changes_what_it_is_kept_as() {
     );
     let wanted = [&wanted[..40 * 256], &super_numbers(&bytes)].concat();
     assert_eq!(read(&kept), wanted);
+}
+
+/// The parts of a layer in a file that has no name any more, and a layer that has mapped them.
+fn mapped<E: Element>(
+    form: Form,
+    activations: Activations,
+    layer: &PackedLinear<E>,
+    sizes: &[usize],
+) -> PackedLinear<E> {
+    let path = std::env::temp_dir().join(format!("laid-out-{}-{form:?}", std::process::id()));
+    let mut file = File::create_new(&path).expect("a new file");
+    let mut places = Vec::new();
+    for part in 0..sizes.len() {
+        let bytes = layer.laid_out(part).expect("a part that was written");
+        let start = file.seek(SeekFrom::End(0)).expect("a file") as usize;
+        file.write_all(bytes).expect("room");
+        file.set_len((start + bytes.len()).next_multiple_of(64) as u64)
+            .expect("room");
+        places.push((start, bytes.len()));
+    }
+    let file = File::open(&path).expect("a file");
+    std::fs::remove_file(&path).expect("a file");
+    // SAFETY: nobody has its name to write to it.
+    let words = unsafe { MappedWords::map(&file).expect("a map") };
+    let new = PackedLinear::new(layer.inputs(), sizes, false).expect("memory");
+    let mut new = new.with_activations(activations);
+    for (part, (format, (start, bytes))) in layer.formats().zip(places).enumerate() {
+        let other = words.part(start, bytes - 64).expect("words");
+        let refused = new.map_laid_out(form, part, format, &other);
+        assert_eq!(refused, Err(BlocksError::Size));
+        let words = words.part(start, bytes).expect("words");
+        new.map_laid_out(form, part, format, &words)
+            .expect("the part's words");
+    }
+    assert!(words.part(0, 1 << 40).is_none() && words.part(4, 64).is_none());
+    new
+}
+
+#[test]
+fn mapped_parts_are_what_was_written_until_they_are_written_again() {
+    let (memory, team) = (WeightMemory::default(), Team::new(2).expect("threads"));
+    let parts = [(None, 40), (Some(Format::Q4K), 70), (Some(Format::Q6K), 30)];
+    for (form, activations) in Form::available()
+        .into_iter()
+        .flat_map(|form| [Activations::Exact, Activations::Int8].map(|one| (form, one)))
+    {
+        let Pair { mut kept, .. } = Pair::<f32>::of(form, 256, &parts, false, activations);
+        let mut layer = mapped(form, activations, &kept, &[40, 70, 30]);
+        let x = noise::<f32>(3, 5 * 256);
+        let outputs = |layer: &PackedLinear<f32>| {
+            let (mut out, ids) = (vec![0.0; 5 * 140], (0..140).collect::<Vec<_>>());
+            let mut rows = vec![0.0; 140 * 256];
+            let x = Rows::new(&x, 256);
+            layer
+                .forward(form, &team, x, None, &RowsMut::new(&mut out, 140))
+                .expect("memory");
+            layer.read_rows(&team, &ids, &RowsMut::new(&mut rows, 256));
+            bits(&[out, rows].concat())
+        };
+        let (before, other) = (
+            outputs(&kept),
+            mapped(form, activations, &kept, &[40, 70, 30]),
+        );
+        assert_eq!(outputs(&layer), before);
+        let (rows, bytes) = (noise(5, 3 * 256), random_rows(9, Format::Q6K, 256, 30));
+        for to in [&mut layer, &mut kept] {
+            let rows = Rows::new(&rows, 256);
+            to.copy_rows(&memory, 39, rows).expect("memory");
+            let blocks = rows_of(Format::Q6K, &bytes);
+            to.copy_blocks(&memory, form, &team, 110, Format::Q6K, blocks)
+                .expect("a part");
+        }
+        assert_eq!(outputs(&layer), outputs(&kept));
+        assert_eq!(outputs(&other), before);
+        assert_ne!(outputs(&layer), before);
+    }
 }
 
 fn super_numbers(bytes: &[u8]) -> Vec<Bf16> {

@@ -154,7 +154,7 @@ impl Case {
     /// The kernel alone, in every form of it.
     fn check_forms(&self) {
         let (team, memory) = (Team::new(1).expect("threads"), WeightMemory::default());
-        let weight = Int8Weight::zeroed(&memory, self.format, self.inputs, self.outputs);
+        let weight = Int8Weight::new(&memory, self.format, self.inputs, self.outputs);
         let mut weight = weight.expect("memory");
         weight.pack(&team, self.blocks());
         for form in ByteForm::available() {

@@ -78,7 +78,7 @@ mod _core {
         OwnInput, ShortConvMixer,
     };
     #[pymodule_export]
-    use crate::linear::PackedLinear;
+    use crate::linear::{LaidOutFile, PackedLinear};
     #[pymodule_export]
     use crate::prefix_cache::PrefixCache;
     #[pymodule_export]

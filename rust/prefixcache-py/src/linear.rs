@@ -1,9 +1,12 @@
 //! The Python class `PackedLinear`.
 
+use std::os::fd::RawFd;
+use std::os::unix::fs::FileExt;
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use prefixcache_core::error::Argument;
-use prefixcache_cpu::{Bf16, Element};
+use prefixcache_cpu::{Bf16, Element, MappedWords};
+use prefixcache_file::duplicate;
 use prefixcache_ops as ops;
 use prefixcache_ops::{Activations, BlocksError, Format};
 use pyo3::exceptions::PyValueError;
@@ -127,6 +130,18 @@ impl PackedLinear {
         ids.iter().enumerate().map(row).collect()
     }
 
+    /// The number of the part whose first output is `start`.
+    fn part_at(&self, start: usize) -> PyResult<usize> {
+        let mut first = 0;
+        let begins_there = |outputs: &usize| {
+            let begin = first;
+            first += outputs;
+            begin == start
+        };
+        let found = self.parts.iter().position(begins_there);
+        found.ok_or_else(|| out_of_range("start", "must be the first output of a part"))
+    }
+
     fn check_outputs(&self, start: usize, count: usize) -> PyResult<()> {
         let end = start.checked_add(count);
         match end.is_some_and(|end| end <= self.outputs) {
@@ -161,6 +176,21 @@ impl Product {
         };
         let written = layer.forward(cpu.form, &cpu.team, x, residual, &out);
         written.map_err(IntoPyErr::into_py_err)
+    }
+}
+
+/// A file of laid-out parts, mapped to be read.
+#[pyclass(frozen, module = "prefixcache._core")]
+pub struct LaidOutFile(MappedWords);
+
+#[pymethods]
+impl LaidOutFile {
+    /// Maps the file of a descriptor, which nobody writes to or cuts short any more. Raises OSError.
+    #[new]
+    fn new(descriptor: Number<names::Descriptor, RawFd>) -> PyResult<Self> {
+        let file = duplicate(descriptor.0)?;
+        // SAFETY: the caller gives a file that stays as it is.
+        Ok(Self(unsafe { MappedWords::map(&file)? }))
     }
 }
 
@@ -297,19 +327,53 @@ impl PackedLinear {
     /// What the part that starts at output `start` is kept as: "bfloat16" or "float32", or the format of
     /// its blocks.
     fn format_at(&self, start: Number<names::Start>) -> PyResult<&'static str> {
-        let mut first = 0;
-        let begins_there = |outputs: &usize| {
-            let begin = first;
-            first += outputs;
-            begin == start.0
-        };
-        let Some(number) = self.parts.iter().position(begins_there) else {
-            return Err(out_of_range("start", "must be the first output of a part"));
-        };
+        let number = self.part_at(start.0)?;
         let layer = self.read()?;
         let format = with_layer!(&*layer, layer => layer.formats().nth(number).flatten());
         let dense = DType::WORDS.iter().find(|(_, dtype)| *dtype == self.dtype);
         Ok(format.map_or(dense.map_or("", |(name, _)| name), Format::name))
+    }
+
+    /// Write the part that starts at output `start`, as it is laid out, to a file from byte `offset` on.
+    ///
+    /// Returns how many bytes that are, 0 where the part was never written. Raises OSError.
+    fn write_laid_out(
+        &self,
+        py: Python<'_>,
+        start: Number<names::Start>,
+        descriptor: Number<names::Descriptor, RawFd>,
+        offset: Number<names::Offset, u64>,
+    ) -> PyResult<usize> {
+        let (part, layer) = (self.part_at(start.0)?, self.read()?);
+        let file = duplicate(descriptor.0)?;
+        let bytes = with_layer!(&*layer, layer => layer.laid_out(part)).unwrap_or_default();
+        py.detach(|| file.write_all_at(bytes, offset.0))?;
+        Ok(bytes.len())
+    }
+
+    /// Take for the part that starts at output `start` what was written of one like it.
+    ///
+    /// Without a format it is dense. It stays in the file until the part is written again.
+    #[pyo3(signature = (start, file, offset, num_bytes, format=None))]
+    fn map_laid_out(
+        &self,
+        start: Number<names::Start>,
+        file: &LaidOutFile,
+        offset: Number<names::Offset>,
+        num_bytes: Number<names::NumBytes>,
+        format: Option<OneOf<Format>>,
+    ) -> PyResult<()> {
+        let part = self.part_at(start.0)?;
+        let words = file.0.part(offset.0, num_bytes.0).ok_or_else(|| {
+            out_of_range(
+                "offset",
+                "must be a multiple of 64 and leave room for num_bytes",
+            )
+        })?;
+        let (form, format) = (self.cpu.get().form, format.map(|word| word.0));
+        let mut layer = self.write()?;
+        with_layer!(&mut *layer, layer => layer.map_laid_out(form, part, format, &words))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,13 @@ from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
 from prefixcache.kv.specs import KVLayout
 from prefixcache.models.arrays import DTYPES
-from prefixcache.models.checkpoint import read_checkpoint
+from prefixcache.models.checkpoint import (
+    Checkpoint,
+    model_digest,
+    read_checkpoint,
+    remembered_checkpoint,
+)
+from prefixcache.models.laid_out.weights_folder import WeightsCache, default_folder
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
@@ -38,6 +44,9 @@ from prefixcache.runner.sizing import (
 )
 from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
+
+_LEAST_CACHED_BYTES = 32 << 20
+"""Of a model whose weights are kept laid out if nothing is said: smaller ones load at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +83,8 @@ class CpuRunner:
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
         layout_on_disk = _file_layout(config, specs, dtype, cpu)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
-        with ThreadPoolExecutor(1) as digests:
-            reading = digests.submit(read_checkpoint, folder, cpu.threads)
-            loaded = load_model(make, model, folder)
-            checkpoint = reading.result()
-        checkpoint.check_unchanged()
+        cache = _weights_cache(config, model, dtype, cpu)
+        loaded, checkpoint = _load_weights(make, model, folder, cache, cpu.threads)
         weights = ReplaceableModel(loaded, make, checkpoint, requantize=config.requantize)
         _check_quantized(config, weights.info.formats)
         specs = replace(specs, file=_kept_file(config.cache, layout_on_disk, specs))
@@ -164,6 +170,57 @@ def _make_cpu(threads: int, instructions: str | None) -> Cpu:
     return Cpu(threads, instructions)
 
 
+def _load_weights(
+    make: Callable[[], CpuModel],
+    model: ModelConfig,
+    folder: Path,
+    cache: WeightsCache | None,
+    threads: int,
+) -> tuple[CpuModel, Checkpoint]:
+    """The filled model; what is not mapped from `cache` is read, for its digest in parallel."""
+    known = remembered_checkpoint(folder)
+
+    def restore(made: CpuModel) -> Collection[str]:
+        if cache is None or known is None:
+            return ()
+        return cache.restore(known.digest, made.laid_out())
+
+    with ThreadPoolExecutor(1) as digests:
+        reading = digests.submit(lambda: known or read_checkpoint(folder, threads))
+        loaded = load_model(make, model, folder, restore)
+        checkpoint = reading.result()
+    checkpoint.check_unchanged()
+    if cache is not None:
+        cache.keep(checkpoint.digest, loaded.laid_out())
+    return loaded, checkpoint
+
+
+def _weights_cache(
+    config: EngineConfig, model: ModelConfig, dtype: str, cpu: Cpu
+) -> WeightsCache | None:
+    folder = config.weights_cache_dir
+    if folder == "none":
+        return None
+    facts = {"model": model_digest(model), **_kernel_facts(config, dtype, cpu)}
+    return WeightsCache(
+        folder or default_folder(),
+        config.weights_cache_size,
+        0 if folder else _LEAST_CACHED_BYTES,
+        facts,
+        cpu.threads,
+    )
+
+
+def _kernel_facts(config: EngineConfig, dtype: str, cpu: Cpu) -> dict[str, object]:
+    """What the bytes of keys, values and laid-out weights depend on."""
+    return {
+        "dtype": dtype,
+        "instructions": cpu.instructions,
+        "activations": config.activations,
+        "program": program_digest(),
+    }
+
+
 def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu) -> KernelDType:
     has_products = cpu.instructions.startswith("avx512")
     dtype = choose_dtype(config.dtype, model.checkpoint_dtype, multiplies_bfloat16=has_products)
@@ -196,9 +253,7 @@ def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> 
         return None
     wanted = FileLayout(
         facts={
-            "dtype": dtype,
-            "instructions": cpu.instructions,
-            "activations": config.activations,
+            **_kernel_facts(config, dtype, cpu),
             "block size": cache.block_size,
             "heads": layout.num_kv_heads,
             "head size": layout.head_dim,
@@ -210,7 +265,6 @@ def _file_layout(config: EngineConfig, specs: KVSpecs, dtype: str, cpu: Cpu) -> 
                 for group in layout.groups
             ],
             "states": [dataclasses.astuple(part) for part in layout.states],
-            "program": program_digest(),
         },
         num_tensors=layout.num_tensors,
         block_bytes=sizes.block_bytes // layout.num_tensors,

@@ -144,6 +144,10 @@ class CpuEmbedding:
         """How the table is kept: a type, or a quantized format."""
         return self._table.kept_format(0) if self._dense_VE is None else self._dtype.name
 
+    def packed(self) -> tuple[PackedLinear, int] | None:
+        """The table in a layer of the kernels, and its first output; None where it is rows."""
+        return (self._table.packed, 0) if self._dense_VE is None else None
+
     def write(self, weight_VE: Array | QuantizedTensor) -> None:
         """Writes all of the table, and of the head tied to it.
 

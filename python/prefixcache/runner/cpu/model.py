@@ -30,7 +30,7 @@ vocabulary, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +47,7 @@ from prefixcache._core import (
     DenseFeedForward,
     ExpertsFeedForward,
     OwnInput,
+    PackedLinear,
     PagedAttention,
     RowOps,
     ShortConvMixer,
@@ -124,6 +125,7 @@ class CpuModel:
         self.dtype_name: KernelDType = dtype
         self._activations: Activations = activations
         self._parts: list[CpuLinear | CpuEmbedding] = []
+        self._packed: dict[str, Callable[[], tuple[PackedLinear, int] | None]] = {}
         self._norms: list[Array] = []
         shape = DecoderShape.of(config)
         eps = config.stream_eps
@@ -147,6 +149,11 @@ class CpuModel:
         """Memory of the weights as they are kept now."""
         norms = sum(norm.nbytes for norm in self._norms)
         return norms + sum(part.num_bytes for part in self._parts)
+
+    def laid_out(self) -> dict[str, tuple[PackedLinear, int]]:
+        """The weights that lie in layers of the kernels, by name: layer, and first output there."""
+        found = ((name, packed()) for name, packed in self._packed.items())
+        return {name: one for name, one in found if one is not None}
 
     def forward(
         self,
@@ -348,6 +355,8 @@ class CpuModel:
         self._parts.append(made)
         if "" not in shape.parts:
             self.slots.update(linear_slots(shape, made))
+            for name, start in shape.starts.items():
+                self._packed[f"{name}.weight"] = lambda start=start: (made.packed, start)
         return made
 
     def _norm(self, shape: NormShape) -> Array:
@@ -379,6 +388,7 @@ class CpuModel:
         self._parts.append(made)
         size = (shape.outputs, shape.inputs)
         self.slots[name] = Slot(size, made.write, made.kept_format)
+        self._packed[name] = made.packed
         return made
 
 

@@ -54,8 +54,12 @@ class TorchRunner:
                 f"cpu_activations must be exact on {config.device} with attention "
                 f"{config.attention}: int8 needs the CPU's own kernels."
             )
-        if config.cache.kv_cache_dir is not None:
-            raise FieldError("kv_cache_dir", "needs the CPU's own kernels, without torch.")
+        given = {"kv_cache_dir": config.cache.kv_cache_dir}
+        if config.weights_cache_dir != "none":
+            given["weights_cache_dir"] = config.weights_cache_dir
+        for name, folder in given.items():
+            if folder is not None:
+                raise FieldError(name, "needs the CPU's own kernels, without torch.")
         if config.speculation.source != "off":
             raise FieldError("speculate", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)

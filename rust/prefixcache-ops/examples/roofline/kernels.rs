@@ -135,7 +135,7 @@ impl Bench {
 
     /// Dequantizing to panels, which exact products with five rows and more begin with.
     fn dequantizing(&self, format: Format) {
-        let made = PackedBlocks::zeroed(&self.memory, self.form, format, INPUTS, FEW_OUTPUTS);
+        let made = PackedBlocks::new(&self.memory, self.form, format, INPUTS, FEW_OUTPUTS);
         let mut packed = made.expect("memory");
         let blocks = blocks(format, FEW_OUTPUTS);
         packed.pack(&self.team, Rows::new(&blocks, format.row_bytes(INPUTS)));

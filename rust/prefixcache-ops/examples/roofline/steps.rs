@@ -101,7 +101,7 @@ pub fn measure() {
                     forward(&layer)
                 });
             }
-            let weight = Int8Weight::zeroed(&memory, format, INPUTS, PANEL);
+            let weight = Int8Weight::new(&memory, format, INPUTS, PANEL);
             let mut weight = weight.expect("memory");
             weight.pack(&team, blocks);
             let mut sums = vec![[0.0; PANEL]; rows];

@@ -18,7 +18,7 @@
 //! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128.
 
 use prefixcache_cpu::memory::OutOfMemory;
-use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WeightMemory};
+use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WordSource};
 
 use super::activations::BLOCK;
 use crate::bytes::{bytes_mut, bytes_of};
@@ -150,15 +150,15 @@ pub struct Int8Weight {
 }
 
 impl Int8Weight {
-    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero.
+    /// The blocks of `outputs` rows of `inputs` numbers that lie in `memory`; zero words are zeros.
     ///
     /// # Errors
     /// There is no memory for them.
     ///
     /// # Panics
     /// `inputs` numbers are not whole blocks.
-    pub fn zeroed(
-        memory: &WeightMemory,
+    pub fn new(
+        memory: &impl WordSource,
         format: Format,
         inputs: usize,
         outputs: usize,
@@ -169,7 +169,7 @@ impl Int8Weight {
             .and_then(|tile| tile.checked_mul(outputs.div_ceil(TILE)));
         Ok(Self {
             format,
-            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            words: memory.words(words.ok_or(OutOfMemory)?)?,
             inputs,
             outputs,
         })
@@ -215,9 +215,9 @@ impl Int8Weight {
         self.format
     }
 
-    /// Bytes that it is kept in.
-    pub fn num_bytes(&self) -> usize {
-        size_of_val(self.words.as_slice())
+    /// Its words, as they lie in memory.
+    pub fn words(&self) -> &AlignedWords {
+        &self.words
     }
 
     /// Panels of `PANEL` outputs.

@@ -14,7 +14,7 @@ use std::ops::Range;
 use prefixcache_cpu::f16::{e8m0_to_f32, f16_to_f32};
 use prefixcache_cpu::{
     AlignedWords, Bf16, CodeTable, Element, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team,
-    WeightMemory,
+    WordSource,
 };
 
 use super::blocks::{BlockScales, Format, GROUP, Scales};
@@ -155,13 +155,13 @@ pub struct PackedBlocks {
 }
 
 impl PackedBlocks {
-    /// Room for the blocks of `outputs` rows of `inputs` numbers; all numbers are zero. They are laid out
-    /// for products in `form`, and dequantized by others.
+    /// The blocks of `outputs` rows of `inputs` numbers that lie in `memory`; zero words are zeros. They are
+    /// laid out for products in `form`, and dequantized by others.
     ///
     /// # Panics
     /// `inputs` numbers are not whole blocks.
-    pub fn zeroed(
-        memory: &WeightMemory,
+    pub fn new(
+        memory: &impl WordSource,
         form: Form,
         format: Format,
         inputs: usize,
@@ -171,7 +171,7 @@ impl PackedBlocks {
         let panels = outputs.div_ceil(PANEL);
         let words = panel_words(format, inputs).checked_mul(panels);
         Ok(Self {
-            words: memory.zeroed(words.ok_or(OutOfMemory)?)?,
+            words: memory.words(words.ok_or(OutOfMemory)?)?,
             format,
             order: if form.lane_is_column() {
                 Order::Strips
@@ -188,9 +188,9 @@ impl PackedBlocks {
         self.format
     }
 
-    /// Bytes that they take.
-    pub fn num_bytes(&self) -> usize {
-        size_of_val(self.words.as_slice())
+    /// Their words, as they lie in memory.
+    pub fn words(&self) -> &AlignedWords {
+        &self.words
     }
 
     /// Lays out blocks, a row of them for each output.

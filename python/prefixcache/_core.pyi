@@ -65,6 +65,8 @@ class _SupportsArray(Protocol):
 
     def __array__(self) -> Any: ...
 
+_Gate: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
+
 # Token ids from 0 to 2**32 - 1 in one dimension. An array costs no Python object for each token.
 _Tokens: TypeAlias = (
     npt.NDArray[np.int32]
@@ -74,7 +76,7 @@ _Tokens: TypeAlias = (
     | _Sequence[int]
     | _SupportsArray
 )
-_GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
+_GroupKind: TypeAlias = Literal["full", "state"] | tuple[Literal["sliding_window"], int]
 _FreeOrder: TypeAlias = Literal["unhashed_first", "append"]
 _EvictionPolicy: TypeAlias = Literal["lru", "reuse-queue"]
 # Who may change a cache or pool: one thread at a time, which is cheaper, or any. The first one to
@@ -350,7 +352,15 @@ class PrefixCache:
     def ensure_slots(self, sequences: _Sequence[Sequence], upto: _Sequence[int]) -> int:
         """Give each sequence slots in every group for its first `upto[i]` tokens, in order.
 
-        Returns how many leading sequences have theirs, as `append_slots` does.
+        Returns how many leading sequences have theirs, as `append_slots` does. Of a state a
+        sequence gets the block of the last token alone, where a step has to end.
+        """
+    def keep_snapshots(self, sequences: _Sequence[Sequence], starts: _Sequence[int]) -> int:
+        """Give blocks to the snapshots of states that are worth keeping; how many got theirs.
+
+        That is what `set_retention` says, in the places from token `starts[i]` on: before the step
+        that computes it, once slots for the step are there. While few blocks are free none is
+        given, and no snapshot kept.
         """
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once, in all groups.
@@ -986,7 +996,7 @@ class ShortConvMixer:
 
 @final
 class DeltaMixer:
-    """The gated delta rule of a layer on the CPU: its weights."""
+    """The gated delta rule, or Mamba-2, of a layer on the CPU: its weights."""
 
     def __new__(
         cls,
@@ -998,10 +1008,14 @@ class DeltaMixer:
         value_dim: int,
         taps: int,
         tiled: bool = False,
+        alike: int | None = None,
         conv: int,
+        conv_bias: int | None = None,
         decay: int,
         time_bias: int,
         norm: int,
+        skip: int | None = None,
+        eps: float,
         out: PackedLinear,
     ) -> DeltaMixer:
         """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
@@ -1009,7 +1023,11 @@ class DeltaMixer:
         Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
         keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
         channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
-        [value_dim].
+        [value_dim], to whose mean squares `eps` is added.
+
+        With `skip` [value_heads] it is Mamba-2: `in_proj` makes C, B, x, z and dt, and `norm` has a
+        number for all values: a group of it are those of `alike` key heads in a row, which have the
+        same B and C. `conv_bias` is [channels].
         """
 
 @final
@@ -1020,7 +1038,7 @@ class DenseFeedForward:
         cls,
         *,
         gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         down: PackedLinear,
     ) -> DenseFeedForward:
         """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
@@ -1040,7 +1058,7 @@ class ExpertsFeedForward:
         scale: float | None = None,
         expert_scales: int | None = None,
         gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         down: PackedLinear,
         shared: DenseFeedForward | None = None,
         shared_weight: PackedLinear | None = None,
@@ -1084,7 +1102,7 @@ class OwnInput:
         cls,
         *,
         gate: PackedLinear,
-        activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        activation: _Gate,
         out: PackedLinear,
         norm: int,
     ) -> OwnInput:
@@ -1104,7 +1122,7 @@ class DecoderLayer:
         mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
-        feed_forward: DenseFeedForward | ExpertsFeedForward | DenseAndExperts,
+        feed_forward: DenseFeedForward | ExpertsFeedForward | DenseAndExperts | None = None,
         mlp_out_norm: int | None = None,
         norm_offset: float,
         own_input: OwnInput | None = None,
@@ -1196,14 +1214,17 @@ class RowOps:
         """
     def gated(
         self,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         x: int,
         rows: int,
         width: int,
         x_stride: int,
         out: int,
     ) -> None:
-        """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense."""
+        """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense.
+
+        "squared_relu" is of rows of width numbers alone.
+        """
     def rotate(
         self,
         cos: int,
@@ -1398,6 +1419,8 @@ class TraceReplay:
         ms_per_request: float | None = None,
         objective_ms: float | None = None,
         max_delay_ms: float | None = None,
+        snapshots: Literal["anchors", "ends", "every", "marconi"] = "anchors",
+        snapshot_blocks: int | None = None,
     ) -> int:
         """Add a cache of `num_blocks` blocks, the null block not counted; returns its index.
 
@@ -1405,7 +1428,10 @@ class TraceReplay:
         of what the trace says. Without `ms_per_token` each request is answered as it arrives. With
         it, prompts are computed one after the other, each in `ms_per_request` and `ms_per_token`
         for each token that does not hit; `max_delay_ms` lets the longest hit of the first 64 go
-        first, unless the oldest has waited so long. RuntimeError after the first batch.
+        first, unless the oldest has waited so long. Of a model with states a snapshot takes
+        `snapshot_blocks` blocks, and `snapshots` says where they are kept: as the server does,
+        where prompts and answers end, at each block, or as Marconi does (arXiv 2411.19379), for
+        which nothing else but the size counts. RuntimeError after the first batch.
         """
     def advance(self) -> bool:
         """Run the next batch of requests; False after the last one. ValueError as `TraceReader`."""

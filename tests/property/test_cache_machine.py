@@ -25,6 +25,9 @@ GROUPS: list[list[Any]] = [
     [("sliding_window", 1), FULL, ("sliding_window", 16)],
     [("sliding_window", 7)],
     [("sliding_window", 3), ("sliding_window", 12)],
+    ["state"],
+    [FULL, "state", "state"],
+    ["state", FULL, ("sliding_window", 5), "state"],
 ]
 SCOPES = [{}] * 6 + [{"cache_salt": ""}, {"lora": ""}]
 MAX_BLOCKS = 24
@@ -162,6 +165,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("ensure_slots", batch, [pair.slow.num_ready_slots + more for pair in batch])
 
     @precondition(any_held)
+    @rule(data=st.data(), start=st.integers(0, 40))
+    def keep_snapshots(self, data: st.DataObject, start: int) -> None:
+        batch = self.pick_batch(data)
+        self.both("keep_snapshots", batch, [pair.slow.num_filled + start for pair in batch])
+
+    @precondition(any_held)
     @rule(data=st.data(), published=st.booleans())
     def drop_unneeded(self, data: st.DataObject, published: bool) -> None:
         batch = self.pick_batch(data)
@@ -284,8 +293,17 @@ class CacheMachine(RuleBasedStateMachine):
         last = np.full(len(batch), -1, np.int32)
         mapping = np.full(len(slots), -1, np.int64)
         reals = [pair.real for pair in batch]
+        read = {(row, (start - 1) // size) for row, start in enumerate(starts) if start}
+        written_to = {(row, (end - 1) // size) for row, end in enumerate(ends)}
+        computes = [row for row, count in enumerate(counts) if count]
+        at_ends = [one for one in read | written_to if one[0] in computes]
+        lacks_state = self.slow.is_state(group) and not all(tables[row][at] for row, at in at_ends)
         left_out = np.full(len(batch), -1, np.int32)
         arrays = (indptr, indices, last, mapping, left_out)
+        if lacks_state:
+            with pytest.raises(ValueError, match="must begin and end where"):
+                self.real.fill_block_tables(reals, starts, counts, group, *arrays)
+            return
         written = self.real.fill_block_tables(reals, starts, counts, group, *arrays)
         assert written == len(indices)
         assert np.diff(indptr).tolist() == [len(page) for page in pages]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from reference.prefix_hashes import Root, block_hashes
 
 Key = tuple[bytes, int]  # the content's hash and the group
-Group = str | tuple[str, int]  # "full" or ("sliding_window", window)
+Group = str | tuple[str, int]  # "full", ("sliding_window", window) or "state"
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Sequence:
     root: Root
     extras: Items[bytes] = ()
     tables: list[list[int]] | None = None
+    firsts: list[int] = field(default_factory=list)  # places before them are needed no more
     epoch: int = 0
     num_slots: int = 0
     num_ready_slots: int = 0
@@ -282,9 +283,18 @@ class ReferenceCache:
     def is_full(self, group: int) -> bool:
         return self.groups[group] == "full"
 
+    def is_state(self, group: int) -> bool:
+        return self.groups[group] == "state"
+
+    def num_new(self, group: int, places: int) -> int:
+        """Blocks for that many places: a state has one in the last place alone."""
+        return min(places, 1) if self.is_state(group) else places
+
     def first_needed(self, group: int, position: int) -> int:
         """The block of the first token that the one at `position` attends to."""
         kind = self.groups[group]
+        if kind == "state":
+            return max(0, position - 1) // self.block_size
         return 0 if isinstance(kind, str) else max(0, position + 1 - kind[1]) // self.block_size
 
     def first_kept(self, group: int, length: int) -> int:
@@ -348,7 +358,7 @@ class ReferenceCache:
         groups = range(self.num_groups)
         new = [-(-(num_tokens if self.is_full(g) else near) // self.block_size) for g in groups]
         keys = self.needed(hashes[:length])
-        taken = self.pool.commit(keys, sum(new))
+        taken = self.pool.commit(keys, sum(map(self.num_new, groups, new)))
         if taken is None:
             return None
         blocks = taken[1]
@@ -357,8 +367,10 @@ class ReferenceCache:
         for group in groups:
             first = self.first_needed(group, hit_tokens)
             own, hits = hits[: length - first], hits[length - first :]
-            mine, fresh = fresh[: new[group]], fresh[new[group] :]
-            sequence.tables.append([0] * first + own + mine)
+            count = self.num_new(group, new[group])
+            mine, fresh = fresh[:count], fresh[count:]
+            sequence.tables.append([0] * first + own + [0] * (new[group] - count) + mine)
+        sequence.firsts = [self.first_needed(group, hit_tokens) for group in groups]
         fulls = [self.is_full(group) for group in groups]
         sequence.epoch = self.pool.epoch
         sequence.num_slots = hit_tokens + (num_tokens if any(fulls) else near)
@@ -384,16 +396,47 @@ class ReferenceCache:
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         assert sequence.tables is not None
         blocks = -(-tokens // self.block_size)
-        missing = [max(0, blocks - len(table)) for table in sequence.tables]
-        taken = self.pool.commit([], sum(missing))
+        longer = [table + [0] * (blocks - len(table)) for table in sequence.tables]
+        wanted = [
+            (group, index)
+            for group, table in enumerate(sequence.tables)
+            for index in range(len(table), blocks)
+            if not self.is_state(group)
+        ] + [
+            (group, blocks - 1)
+            for group, first in enumerate(sequence.firsts)
+            if self.is_state(group) and blocks > first and longer[group][blocks - 1] == 0
+        ]
+        taken = self.pool.commit([], len(wanted))
         if taken is None:
             return False
-        for table, count in zip(sequence.tables, missing, strict=True):
-            table += taken[1][:count]
-            del taken[1][:count]
+        sequence.tables = longer
+        for (group, index), block in zip(sorted(wanted), taken[1], strict=True):
+            longer[group][index] = block
         sequence.num_slots = max(sequence.num_slots, tokens)
         sequence.num_ready_slots = max(sequence.num_ready_slots, tokens)
         return True
+
+    def keep_snapshots(self, sequences: list[Sequence], starts: list[int]) -> int:
+        count, states = 0, [group for group in range(self.num_groups) if self.is_state(group)]
+        for sequence, start in zip(sequences, starts, strict=True):
+            assert sequence.tables is not None
+            for index in range(
+                start // self.block_size, len(sequence.block_hashes()) if states else 0
+            ):
+                if index < sequence.firsts[states[0]] or index >= len(sequence.tables[states[0]]):
+                    continue
+                tables = [sequence.tables[group] for group in states]
+                if tables[0][index] or self.fate(sequence, states[0], index) == "unneeded":
+                    continue
+                if self.num_free_blocks < 2 * len(states):
+                    break
+                taken = self.pool.commit([], len(states))
+                assert taken is not None
+                for table, block in zip(tables, taken[1], strict=True):
+                    table[index] = block
+                count += 1
+        return count
 
     def drop_unneeded(self, sequences: list[Sequence], upto: list[int]) -> int:
         count = 0
@@ -412,6 +455,7 @@ class ReferenceCache:
                 self.pool.release(unneeded, unneeded=True)
                 for index in dropped:
                     table[index] = 0
+                sequence.firsts[group] = max(sequence.firsts[group], end)
                 count += len(dropped)
         return count
 
@@ -446,6 +490,8 @@ class ReferenceCache:
 
     def most_of_group(self, group: int, num_tokens: int, chunk: int) -> int:
         size = self.block_size
+        if self.is_state(group):
+            return min(-(-num_tokens // size), 4)
         full = num_tokens // size
         behind = full - self.first_kept(group, full)
         return min(-(-num_tokens // size), behind + -(-chunk // size) + 1)

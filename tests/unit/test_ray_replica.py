@@ -9,7 +9,7 @@ import importlib
 import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +49,7 @@ import ray.util
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from prefixcache.ray_serve import ray_run
 from prefixcache.ray_serve.application import build_application
 from prefixcache.ray_serve.ingress import Ingress
 from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, Stale
@@ -651,9 +652,12 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
 
 
 def _bound(ray_options: RayOptions | None = None, **options: Any) -> dict[str, Any]:
-    """The deployments of an application by their names."""
     config = EngineConfig.from_flags(model="some/model", block_size=32)
-    application = build_application(config, ServeOptions(**options), ray_options)
+    return _deployments(build_application(config, ServeOptions(**options), ray_options))
+
+
+def _deployments(application: serve.Application) -> dict[str, Any]:
+    """The deployments of an application by their names."""
     found, waiting = dict[str, Any](), [application]
     while waiting:
         deployment = waiting.pop()._bound_deployment
@@ -685,6 +689,23 @@ def test_ray_finds_the_router_and_bounds_no_queue() -> None:
     assert router.request_router_kwargs == {"block_size": 32}
     assert replicas.max_ongoing_requests > 10_000
     assert _bound(limit_concurrency=7)["Ingress"].max_ongoing_requests == 7
+
+
+def test_the_router_counts_the_blocks_of_a_model_with_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = mock.Mock()
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "delete", mock.Mock())
+    monkeypatch.setattr(ray_run, "_checked_model", mock.Mock())
+    monkeypatch.setattr(ray_run, "_start_proxies", mock.Mock())
+    for name in ("_cluster", "_stopped", "listening"):
+        monkeypatch.setattr(ray_run, name, lambda *_: nullcontext(mock.Mock()))
+    config = EngineConfig.from_flags(model="some/model")
+    ray_run.serve_ray(config, ServeOptions(), RayOptions())
+    replicas = _deployments(run.call_args.args[0])[REPLICAS]
+    router = replicas._deployment_config.request_router_config
+    assert router.request_router_kwargs == {"block_size": config.cache.state_block_size}
 
 
 def test_replicas_may_follow_the_load() -> None:

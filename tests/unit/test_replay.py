@@ -102,6 +102,18 @@ def test_hints_keep_what_they_raise(tmp_path: Path) -> None:
     assert rates == [0, BLOCK]
 
 
+def test_each_rule_of_snapshots_hits_where_it_keeps_them(tmp_path: Path) -> None:
+    """Three prompts of 20 blocks that part after 12; steps have 8, and a snapshot takes 10."""
+    trace = tmp_path / "parting.ptt"
+    lines = ["0,1281,1,-1,0,-1,20,19,0", "9,1281,1,-1,0,11,8,27,0", "19,1281,1,-1,0,11,8,35,0"]
+    trace.write_text("\n".join(["#PTT1 name=parting block=64", *lines, ""]))
+    states = ("--token-bytes", "100", "--snapshot-bytes", "64kB")
+    rules = ("--snapshots", "anchors,ends,every,marconi")
+    rows = results(tmp_path, trace, "--sizes", 1000, *states, *rules)["traces"][0]["rows"]
+    found = {row["snapshots"]: row["hit_tokens"] // 64 for row in rows}
+    assert found == {"anchors": 8 + 12, "ends": 0, "every": 12 + 12, "marconi": 12}
+
+
 def test_two_configurations_and_a_sentence(tmp_path: Path) -> None:
     plot = tmp_path / "curve.svg"
     shown = replay(
@@ -163,6 +175,8 @@ def test_sizes() -> None:
         (("--sizes", "20%..10%"), "--sizes must rise"),
         (("--sizes", "5%", "--no-bounds"), "--sizes must be blocks with --no-bounds"),
         (("--hint", "0-9=80"), "--hint must be START:END=PRIORITY"),
+        (("--snapshots", "ends"), "--snapshots needs --snapshot-bytes and --token-bytes"),
+        (("--snapshot-bytes", "9MB"), "--snapshot-bytes and --token-bytes are given together"),
         (("--goodput", "ttft:500"), "--goodput is a prediction, which needs --ttft-model"),
         (("--scheduling-policy", "cache-aware"), "--scheduling-policy needs --ttft-model"),
         (("--compare", "--size 5"), "--compare takes some of replay's flags: No such option"),

@@ -104,6 +104,37 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
 
 
+def test_a_prompt_leaves_snapshots_at_anchors_and_where_steps_end(folder: Path) -> None:
+    engine = built(folder)
+    said, _ = answer(engine, tokens(300), num_tokens=1)
+    num_states = len(engine.engine._runner.kv.layout.groups) - 1
+    # Steps of four blocks, the last two before the last token, and all of attention.
+    assert engine.engine.control.stats()["cached_blocks"] == 18 + num_states * (4 + 2)
+    parting = tokens(300)[:150] + tokens(60, seed=1)
+    assert [answer(engine, parting)[1] for _ in "ab"] == [128, 208]
+    assert answer(engine, parting[:150] + tokens(60, seed=2))[1] == 144
+    assert answer(engine, tokens(300), num_tokens=1) == (said, 288)
+
+
+def test_a_request_that_waits_begins_where_it_parts_within_the_step(folder: Path) -> None:
+    engine = built(folder)
+    prompts = [tokens(40) + tokens(20, seed=seed) for seed in (1, 2)]
+    cached = serve(engine, [requested(str(i), prompt, 2) for i, prompt in enumerate(prompts)])
+    assert [hits for _, hits in cached.values()] == [0, 32]
+
+
+def test_a_step_ends_in_a_block_though_more_slots_were_taken(folder: Path) -> None:
+    """As for a longer step that was not planned in the end."""
+    engine, prompt = built(folder), tokens(300)
+    said, _ = answer(built(folder), prompt, num_tokens=1)
+    engine.engine.add_request(requested("a", prompt, 1))
+    engine.engine.step()
+    (state,) = engine.engine._scheduler._running
+    assert engine.engine._scheduler._cache.ensure_slots([("a", 256)]) == 1
+    state.num_slots = 256
+    assert serve(engine, [requested("b", prompt, 1)])["b"][0] == said
+
+
 def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) -> None:
     """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
     said, _ = answer(built(folder), tokens(300))

@@ -94,8 +94,11 @@ def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Settin
             objective_ms=options.objective_ms,
             scheduling_policy=options.scheduling_policy,
             max_queue_delay=options.max_queue_delay,
+            snapshots=None if options.snapshot_tokens is None else snapshots,
+            snapshot_tokens=options.snapshot_tokens or 0.0,
         )
         for policy in dict.fromkeys(options.eviction_policy)
+        for snapshots in dict.fromkeys(options.snapshots)
     ]
     return [(setting, size) for setting in settings for size in options.parsed_sizes()]
 

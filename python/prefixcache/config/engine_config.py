@@ -699,7 +699,7 @@ class EngineConfig(Checked):
 
         A step keeps a snapshot for each block of a prompt that it computes.
         """
-        if model.delta is None:
+        if model.states is None:
             return self
         size = max(self.cache.block_size, self.cache.state_block_size)
         seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens

@@ -48,8 +48,9 @@ class WireForm:
 
 
 def _group(kind: GroupKind) -> Group:
-    if kind == "full":
-        return Group("full_attention")
+    if isinstance(kind, str):
+        # vLLM's word for a state.
+        return Group({"full": "full_attention", "state": "mamba"}[kind])
     return Group(*kind)
 
 

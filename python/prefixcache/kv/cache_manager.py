@@ -88,7 +88,8 @@ class CacheManager:
 
     One thread makes all calls but `probe`, `look_up`, `most_blocks` and `stats`, the first to
     change something or the last to `adopt_writer`; attributes may be read from any. `num_blocks`
-    counts the null block, which no request can hold; `num_usable_blocks` does not.
+    counts the null block, which no request can hold; `num_usable_blocks` does not. `has_states`
+    says whether some group keeps states, of which a request has few blocks.
     `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for a
     number of usable ones. Of at most `max_blocks` blocks the pool can be resized, and at most
     `max_cached_blocks` are cached while no request holds them. Errors of the core pass through:
@@ -145,7 +146,9 @@ class CacheManager:
         self.make_room: Callable[[int], bool] = lambda _: False
         self.groups = tuple(groups)
         self._num_groups = len(groups)
-        self._windows = [kind[1] for kind in groups if kind != "full"]
+        self._windows = [2 if kind == "state" else kind[1] for kind in groups if kind != "full"]
+        self._whole_groups = {group for group, kind in enumerate(groups) if kind != "state"}
+        self.has_states = len(self._whole_groups) < len(groups)
         self._retention = retention or Retention()
         self._pins = self._retention.pin and self.has_windows
         self._merge_twins = merge_twins
@@ -477,7 +480,8 @@ class CacheManager:
         """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.
 
         These are computed at most `chunk` at a time, so groups with a window get only as many slots
-        at once as the request will ever hold in them; `ensure_slots` gives them the next ones.
+        at once as the request will ever hold in them; `ensure_slots` gives them the next ones. With
+        states `chunk` is what the first step computes, which has to end in a block.
         Returns the hit tokens taken, or None when blocks are lacking; then nothing has changed.
         """
         sequence = self._sequences[request_id]
@@ -500,11 +504,14 @@ class CacheManager:
 
         All that the prompt will hold at once, `most_blocks` in each group: were some of it left to
         others until it is needed, this request would be preempted for it. Of several windows the
-        smallest one counts, so that no group gets more than it will need.
+        smallest one counts, so that no group gets more than it will need. Blocks of states stand
+        where chunks end, which is known for the first one alone.
         """
         if not self._windows:
             return None
         size = self.block_size
+        if self.has_states:
+            return -(-chunk // size) * size
         chunk_blocks, window_blocks = -(-chunk // size), -(-(min(self._windows) - 1) // size)
         # One block is kept below the window, and a chunk may begin within a block.
         return (chunk_blocks + 2) * size + max(0, window_blocks * size - hit_tokens)
@@ -522,6 +529,14 @@ class CacheManager:
             return 0
         sequences = self._of([request_id for request_id, _ in wanted])
         return self._cache.ensure_slots(sequences, [upto for _, upto in wanted])
+
+    def keep_snapshots(self, starts: Sequence[tuple[str, int]]) -> None:
+        """Gives blocks to the snapshots of states that are worth keeping, from a token on.
+
+        Before the step that computes this token of each request, once slots for it are there.
+        """
+        sequences = self._of([request_id for request_id, _ in starts])
+        self._cache.keep_snapshots(sequences, [start for _, start in starts])
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that a request of `num_tokens` holds at once, in all groups together.
@@ -562,8 +577,9 @@ class CacheManager:
                 logger.debug("%d blocks with the same content were merged.", len(duplicates))
         if not duplicates:
             return {}
-        held = Counter((sequence, index) for sequence, _, index, _ in duplicates)
-        return Counter(place for (place, _), n in held.items() if n == self._num_groups)
+        whole = self._whole_groups  # Of states few places have a block.
+        held = Counter((place, index) for place, group, index, _ in duplicates if group in whole)
+        return Counter(place for (place, _), n in held.items() if n == len(whole))
 
     def drop_unneeded(self, computed: Sequence[tuple[str, int]]) -> None:
         """Gives back the blocks that no token from the given one on needs, request by request.

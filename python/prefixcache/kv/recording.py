@@ -119,6 +119,11 @@ class RecordedCacheManager(CacheManager):
             self._record("slots", wanted=wanted[:served])
         return served
 
+    def keep_snapshots(self, starts: Sequence[tuple[str, int]]) -> None:  # noqa: D102
+        self._tick()
+        super().keep_snapshots(starts)
+        self._record("snapshots", starts=starts)
+
     def append_tokens(self, sampled: Mapping[str, int]) -> None:  # noqa: D102
         super().append_tokens(sampled)
         self._record("tokens", sampled=sampled)

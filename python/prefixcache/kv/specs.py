@@ -10,8 +10,9 @@ from typing import Literal, Protocol, TypeAlias
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import FieldError
 
-GroupKind: TypeAlias = Literal["full"] | tuple[Literal["sliding_window"], int]
-"""What a group's layers need: all tokens before, or a window of tokens, itself counted."""
+GroupKind: TypeAlias = Literal["full", "state"] | tuple[Literal["sliding_window"], int]
+"""What a group's layers need: all tokens before, a window of tokens, itself counted, or the state
+after the token before."""
 
 STATE_BYTES = 4
 """Of a number of a state, which is float32 whatever keys and values are."""
@@ -48,6 +49,8 @@ class KVGroup:
     @property
     def kind(self) -> GroupKind:
         """What the group's layers need."""
+        if self.state_tensors:
+            return "state"
         return "full" if self.sliding_window is None else ("sliding_window", self.sliding_window)
 
     @property
@@ -237,8 +240,8 @@ def _states(model: ModelConfig, group: int, num_tensors: int, most: int) -> Iter
     """The states of all layers one after the other, `most` numbers a tensor, from `group` on."""
     tensor = start = 0
     for layer in model.state_layers:
-        assert model.delta is not None
-        left = model.delta.state_numbers
+        assert model.states is not None
+        left = model.states.state_numbers
         while left:
             numbers = min(left, most - start)
             yield StatePart(layer, group, tensor, start, numbers)

@@ -88,6 +88,7 @@ class TraceLines:
             "restart": self._restart,
             "start": self._start,
             "slots": self._slots,
+            "snapshots": self._snapshots,
             "tokens": self._tokens,
             "publish": self._publish,
             "anchor": self._anchor,
@@ -134,6 +135,12 @@ class TraceLines:
         return {
             "ids": self._numbers(request_id for request_id, _ in wanted),
             "upto": [upto for _, upto in wanted],
+        }
+
+    def _snapshots(self, starts: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        return {
+            "ids": self._numbers(request_id for request_id, _ in starts),
+            "from": [start for _, start in starts],
         }
 
     def _tokens(self, sampled: Mapping[str, int]) -> None:

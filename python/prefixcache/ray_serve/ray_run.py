@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,6 +23,7 @@ from prefixcache.server.serve import access_rules, check_weights
 
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
+    from prefixcache.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     """
     begun = time.perf_counter()
     access_rules(options)
-    _check_model(config, options)
+    config = with_block_size(config, _checked_model(config, options))
     with listening(options):  # Ray says less of a port that is in use, and later
         pass
     # Ray sets a handler of its own when it starts.
@@ -52,13 +54,18 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
         serve.delete(APPLICATION)
 
 
-def _check_model(config: EngineConfig, options: ServeOptions) -> None:
+def with_block_size(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The same with the blocks that replicas have for the model, in which the router counts."""
+    return replace(config, cache=config.for_model(model).cache)
+
+
+def _checked_model(config: EngineConfig, options: ServeOptions) -> ModelConfig:
     from prefixcache.models.gguf.index import has_index
     from prefixcache.models.hub import read_config, resolve_model
 
     folder = resolve_model(config.model, config.revision)
     check_weights(options, is_gguf=has_index(folder))
-    read_config(config.model, folder)
+    return read_config(config.model, folder)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.state import RequestState
@@ -55,8 +56,11 @@ class Admission:
         self.num_stale_tokens: Counter[int] = Counter()
         self.num_below_threshold: Counter[str] = Counter(request=0, **{"global": 0})
 
-    def start(self, state: RequestState) -> Verdict:
-        """Takes blocks for the request; on any verdict but `STARTED` it holds none."""
+    def start(self, state: RequestState, budget: StepBudget) -> Verdict:
+        """Takes blocks for the request; on any verdict but `STARTED` it holds none.
+
+        `budget`, which is not spent, is what the step may compute.
+        """
         most = self._most_hits(state)
         matched = self._matched_tokens(state, most)
         # Blocks beyond the most it may take are computed in any case.
@@ -70,8 +74,11 @@ class Admission:
             return Verdict.BELOW_THRESHOLD
         lost = self._lost_to_windows(state, matched, most)
         hits = min(matched, most)
-        num_new = -(-(state.num_tokens - hits) // self._block_size) * self._block_size
-        taken = self._cache.commit(state.request_id, hits, num_new, self._max_chunk)
+        num_left = state.num_tokens - hits
+        num_new = -(-num_left // self._block_size) * self._block_size
+        has_states = self._cache.has_states
+        chunk = budget.chunk(hits, num_left) if has_states else self._max_chunk
+        taken = self._cache.commit(state.request_id, hits, num_new, chunk)
         if taken is None:
             return Verdict.NO_ROOM
         state.num_slots = self._cache.num_slots(state.request_id)

@@ -46,12 +46,15 @@ class StepBudget:
 
         Must not be spent.
         """
-        wanted = min(wanted, self._tokens_left)
-        count = self._within_time(start, wanted)
-        self._is_out_of_time = count < wanted
+        count = self.chunk(start, wanted)
+        self._is_out_of_time = count < min(wanted, self._tokens_left)
         self._has_chunk = True
         self._take(start, count)
         return count
+
+    def chunk(self, start: int, wanted: int) -> int:
+        """What `take_chunk` would take."""
+        return self._within_time(start, min(wanted, self._tokens_left))
 
     def _within_time(self, start: int, wanted: int) -> int:
         if self._times is None:

@@ -273,6 +273,8 @@ class Scheduler:
         if self.drafter is not None and not self.steps_in_flight:
             self._add_drafts(self.drafter, chunks, budget.room)
         self._keep_for_next()
+        if self._cache.has_states:
+            self._keep_snapshots(chunks)
         return self._plan(chunks)
 
     def complete(
@@ -480,7 +482,7 @@ class Scheduler:
 
         None when it would take one now: the step in flight may end requests that hold blocks.
         """
-        short = [chunk for chunk in chunks if chunk.end > chunk.state.num_slots]
+        short = [chunk for chunk in chunks if self._is_short(chunk)]
         while short:
             wanted = [(chunk.state.request_id, self._whole_blocks(chunk.end)) for chunk in short]
             served = self._cache.ensure_slots(wanted)
@@ -496,6 +498,11 @@ class Scheduler:
                 short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
 
+    def _is_short(self, chunk: _Chunk) -> bool:
+        """Whether the chunk needs slots; with states it needs a block where it ends."""
+        has_block = chunk.is_decode or not self._cache.has_states
+        return chunk.end > chunk.state.num_slots or not has_block
+
     def _add_drafts(self, drafter: Drafter, chunks: Sequence[_Chunk], room: int) -> None:
         """Lets decodes compute guesses too: what prompts would compute goes before."""
         decodes = [chunk for chunk in chunks if chunk.is_decode]
@@ -510,10 +517,13 @@ class Scheduler:
 
         What a few blocks are left for is not known yet, so guesses do not take these.
         """
-        upto = self._whole_blocks(state.num_tokens + wanted)
         has_room = self._cache.num_free_blocks > self._max_num_seqs
-        wants = upto > state.num_slots and has_room
-        if wants and self._cache.ensure_slots([(state.request_id, upto)]):
+        size = self._cache.block_size
+        # Block by block, since each may be where a state has to be kept.
+        most = self._whole_blocks(state.num_tokens + wanted)
+        for upto in range(state.num_slots + size, most + 1, size):
+            if not (has_room and self._cache.ensure_slots([(state.request_id, upto)])):
+                break
             state.num_slots = upto
         return min(wanted, state.num_slots - state.num_tokens)
 
@@ -559,7 +569,7 @@ class Scheduler:
             if state is None:
                 return
             is_first = state.num_cached_tokens is None
-            verdict = self._admission.start(state)
+            verdict = self._admission.start(state, budget)
             if verdict is Verdict.NO_ROOM and self._running:
                 return
             if verdict is Verdict.NO_ROOM and self._limits.make_room(state.num_tokens):
@@ -577,6 +587,8 @@ class Scheduler:
             ):
                 continue
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
+            # With a damaged file it begins earlier than its slots were taken for.
+            count = min(count, state.num_slots - state.num_computed_tokens)
             chunks.append(_Chunk(state, count))
 
     def _prefix_name(self, state: RequestState, num_tokens: int) -> bytes | None:
@@ -595,6 +607,13 @@ class Scheduler:
         state = self._waiting.head()
         if state is not None and state.request.cache.read:
             self._in_flight.foresee(state)
+
+    def _keep_snapshots(self, chunks: Sequence[_Chunk]) -> None:
+        """Lets chunks of prompts keep the states that later requests may begin with."""
+        parts = (chunk.state for chunk in chunks if not chunk.is_decode)
+        starts = [(state.request_id, state.num_computed_tokens) for state in parts]
+        if starts:
+            self._cache.keep_snapshots(starts)
 
     def _reject(self, state: RequestState, verdict: Verdict) -> None:
         """Ends a request that may not start; one that waits for blocks is woken by their owner."""

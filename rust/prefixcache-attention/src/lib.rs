@@ -26,7 +26,7 @@ pub use conv::{MAX_TAPS, ShortConv, short_conv};
 pub use delta::{DeltaHeads, DeltaRule, HEAD_STEP, StatePart, delta_rule, replay_delta_rule};
 pub use kernel::attend;
 pub use paged::{KvElement, append};
-pub use plan::{BlockTables, Plan, PlanError};
+pub use plan::{BlockTables, NO_PAGE, Plan, PlanError};
 
 /// The constants of a model's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]

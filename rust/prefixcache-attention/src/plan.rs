@@ -4,6 +4,9 @@ use std::ops::Range;
 
 use crate::Attention;
 
+/// The page of the null block: of states nothing is written there.
+pub const NO_PAGE: usize = 0;
+
 /// Query rows (tokens times heads of a group) that one task takes through the keys together.
 const TASK_ROWS: usize = 128;
 
@@ -166,7 +169,7 @@ impl Plan {
     }
 
     /// Whether each page that tokens of the step are written to is of one sequence alone, also where the token
-    /// before them is read.
+    /// before them is read. [`NO_PAGE`] is of none, and no token is read from it.
     pub fn writes_apart(&self) -> bool {
         self.writes_apart
     }
@@ -348,7 +351,9 @@ fn write_apart(sequences: &[Sequence], pages: &[usize], block_size: usize) -> bo
             .get(first)
             .is_some_and(|one| one.0 == page && one.1 != number)
     };
-    written.windows(2).all(|two| two[0].0 != two[1].0) && !read.iter().any(of_another)
+    let is_apart = |two: &[(usize, usize)]| two[0].0 != two[1].0 || two[0].0 == NO_PAGE;
+    let reads_none = read.iter().any(|one| one.0 == NO_PAGE);
+    written.windows(2).all(is_apart) && !reads_none && !read.iter().any(of_another)
 }
 
 /// Cuts each sequence into runs of `length` queries, those with the most keys first, so that no

@@ -225,9 +225,9 @@ impl<S: Lookup> PrefixCache<S> {
     pub fn validate_holds(&self, sequences: &[&Sequence], moves: &Moves) -> Result<(), Broken> {
         let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
         let tables = holding.flat_map(|holding| &holding.tables);
-        let held = tables.flat_map(|table| &table.blocks[table.first..]);
-        let moving = moves.in_flight.iter().map(|one| &one.to);
-        self.store.validate_holds(held.chain(moving).copied())
+        let held = tables.flat_map(|table| table.held(0..table.blocks.len()));
+        let moving = moves.in_flight.iter().map(|one| one.to);
+        self.store.validate_holds(held.chain(moving))
     }
 
     /// Fails unless this cache made all of these `sequences`.

@@ -19,6 +19,9 @@ pub enum GroupSpec {
         /// Tokens, at least 1.
         window: usize,
     },
+    /// A state that passes from token to token: each position needs the one after the token before. The state
+    /// after the last token computed in a block is what the block keeps, so only some blocks need to be there.
+    State,
 }
 
 impl GroupSpec {
@@ -31,6 +34,7 @@ impl GroupSpec {
             Self::SlidingWindow { window } => {
                 position.saturating_add(1).saturating_sub(window) / block_size
             }
+            Self::State => position.saturating_sub(1) / block_size,
         }
     }
 
@@ -38,6 +42,16 @@ impl GroupSpec {
     #[must_use]
     pub const fn needs_whole_prefix(self) -> bool {
         matches!(self, Self::FullAttention)
+    }
+
+    /// Whether a sequence may lack blocks between those that it holds.
+    pub(crate) const fn has_gaps(self) -> bool {
+        matches!(self, Self::State)
+    }
+
+    /// The blocks that a table needs to be `count` longer: where it may have gaps its last one alone.
+    pub(crate) fn num_new(self, count: usize) -> usize {
+        if self.has_gaps() { count.min(1) } else { count }
     }
 
     /// The first block worth keeping for a request that stands after `length` blocks, or one block
@@ -68,6 +82,10 @@ impl GroupSpec {
     /// are computed, and what is behind them dropped.
     fn most_blocks(self, num_tokens: usize, chunk: usize, block_size: usize) -> usize {
         let all = num_tokens.div_ceil(block_size);
+        if self.has_gaps() {
+            // The last full blocks that it keeps, the one that fills, and that where a chunk ends.
+            return all.min(4);
+        }
         let full = num_tokens / block_size;
         let behind = full - self.first_kept(full, block_size);
         // One more, as a chunk may begin and end within a block.
@@ -78,6 +96,7 @@ impl GroupSpec {
         match self {
             Self::FullAttention => "full".to_owned(),
             Self::SlidingWindow { window } => format!("sliding_window:{window}"),
+            Self::State => "state".to_owned(),
         }
     }
 
@@ -154,6 +173,11 @@ impl Groups {
     /// Whether every group needs all blocks before a position.
     pub(crate) fn all_whole(&self) -> bool {
         self.0.iter().all(|spec| spec.needs_whole_prefix())
+    }
+
+    /// Whether some group's tables may have gaps.
+    pub(crate) fn any_gaps(&self) -> bool {
+        self.0.iter().any(|spec| spec.has_gaps())
     }
 
     /// Whether some group needs all blocks before a position.

@@ -3,6 +3,9 @@
 mod home;
 pub mod retention;
 
+use std::ops::Range;
+
+use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Hints;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
@@ -95,16 +98,33 @@ pub(crate) struct Holding {
 pub(crate) struct Table {
     /// The null block where the sequence needs none any more, or never did.
     pub(crate) blocks: Vec<BlockId>,
-    /// How many null blocks it begins with. There are none behind them.
+    /// How many null blocks it begins with. Behind them are some in groups with gaps alone.
     pub(crate) first: usize,
 }
 
 impl Table {
-    /// The blocks that the sequence holds, the last one first.
-    pub(crate) fn into_held_from_the_end(mut self) -> Vec<BlockId> {
-        self.blocks.reverse();
-        self.blocks.truncate(self.blocks.len() - self.first);
-        self.blocks
+    /// The blocks among these places that the sequence holds.
+    pub(crate) fn held(&self, places: Range<usize>) -> impl DoubleEndedIterator<Item = BlockId> {
+        let blocks = &self.blocks[places.start.max(self.first).min(places.end)..places.end];
+        blocks.iter().copied().filter(|block| !block.is_null())
+    }
+
+    /// All blocks that the sequence holds, the last one first.
+    pub(crate) fn held_from_the_end(&self) -> Vec<BlockId> {
+        self.held(0..self.blocks.len()).rev().collect()
+    }
+
+    /// Makes it `count` places longer, with the next of the blocks: where gaps may be, the last alone has one.
+    pub(crate) fn extend(
+        &mut self,
+        spec: GroupSpec,
+        count: usize,
+        blocks: &mut impl Iterator<Item = BlockId>,
+    ) {
+        let taken = spec.num_new(count);
+        let len = self.blocks.len() + count - taken;
+        self.blocks.resize(len, BlockId::NULL);
+        self.blocks.extend(blocks.take(taken));
     }
 }
 

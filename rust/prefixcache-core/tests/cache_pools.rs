@@ -320,6 +320,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             if served != Ok(1) {
                 break;
             }
+            let kept = self.cache.keep_snapshots(batch, &[computed]);
             let duplicates = self.cache.mark_blocks_filled(batch, &[upto]);
             let held = (0..batch[0].num_groups()).map(|group| {
                 let table = batch[0].block_table(group);
@@ -327,9 +328,13 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             });
             let held: usize = held.sum();
             let most = self.cache.most_blocks(len, chunk);
-            assert!(held <= most, "{held} blocks are held, {most} were promised");
+            let snapshots = kept.clone().unwrap() * batch[0].num_groups();
+            assert!(
+                held <= most + snapshots,
+                "{held} blocks are held, {most} were promised"
+            );
             computed = upto;
-            self.answer((dropped, duplicates));
+            self.answer((dropped, kept, duplicates));
         }
         self.live.push(sequence);
     }
@@ -506,7 +511,11 @@ fn retention(interval: usize, pins: bool) -> Retention {
 
 fn groups() -> impl Strategy<Value = Groups> {
     let window = (1..14_usize).prop_map(|window| GroupSpec::SlidingWindow { window });
-    let spec = prop_oneof![Just(GroupSpec::FullAttention), window];
+    let spec = prop_oneof![
+        Just(GroupSpec::FullAttention),
+        window,
+        Just(GroupSpec::State)
+    ];
     vec(spec, 1..4).prop_map(|specs| Groups::new(specs).unwrap())
 }
 

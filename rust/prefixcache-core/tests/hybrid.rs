@@ -1,8 +1,10 @@
 //! Full attention and sliding windows over one pool: what a request holds, what hits, what stays behind.
 
 use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::cache::tables::TableBuffers;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::id::GroupId;
 use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
@@ -12,6 +14,7 @@ const SIZE: usize = 4;
 const FULL: GroupSpec = GroupSpec::FullAttention;
 /// A hit needs two blocks of it.
 const WINDOW: GroupSpec = GroupSpec::SlidingWindow { window: 8 };
+const STATE: GroupSpec = GroupSpec::State;
 const ANCHORS: Retention = Retention::Anchors {
     interval: 0,
     pins: None,
@@ -56,6 +59,7 @@ fn serve(
         let batch = &mut [&mut sequence];
         cache.drop_unneeded(batch, &[computed]).unwrap();
         assert_eq!(cache.ensure_slots(batch, &[upto]), Ok(1));
+        cache.keep_snapshots(batch, &[computed]).unwrap();
         cache.mark_blocks_filled(batch, &[upto]).unwrap();
         computed = upto;
     }
@@ -127,6 +131,105 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     assert_eq!(cache.commit_prefix_plan(&mut shorter, 20, 4), Ok(Some(0)));
     cache.release(&mut [&mut shorter]).unwrap();
     cache.store_mut().release(&others).unwrap();
+}
+
+/// Where a sequence holds blocks of a group.
+fn places(sequence: &Sequence, group: usize) -> Vec<usize> {
+    let table = sequence.block_table(group).iter().enumerate();
+    let held = table.filter(|(_, block)| !block.is_null());
+    held.map(|(place, _)| place).collect()
+}
+
+#[test]
+fn a_state_has_blocks_where_chunks_end_and_where_requests_may_begin() {
+    let mut cache = cache(&[STATE, FULL, STATE], SIZE, 100);
+    let tokens = prompt(1, 64);
+    let retention = Retention::Anchors {
+        interval: 44,
+        pins: None,
+    };
+    let (_, mut first) = serve(&mut cache, &tokens, retention, 32);
+    // Chunks end in blocks 7 and 15. Each anchor, at 44 and before the last token, needs the block before it, and
+    // one more is kept.
+    for group in [0, 2] {
+        assert_eq!(places(&first, group), [7, 9, 10, 13, 14, 15]);
+    }
+    assert_eq!(cache.store().stats().in_use, 16 + 2 * 6);
+    cache
+        .validate_holds(&[&first], &Default::default())
+        .unwrap();
+    cache.release(&mut [&mut first]).unwrap();
+    let hits = [64, 63, 57, 52, 45, 43, 40, 33, 32].map(|len| probe(&mut cache, &tokens[..len]));
+    assert_eq!(hits, [60, 60, 56, 44, 44, 40, 32, 32, 0]);
+}
+
+#[test]
+fn a_step_of_a_state_begins_and_ends_in_a_block() {
+    let mut cache = cache(&[STATE], SIZE, 20);
+    let mut sequence = cache.new_sequence(prompt(1, 40), Scope::default(), vec![]);
+    assert_eq!(
+        cache.commit_in_chunks(&mut sequence, 0, 40, 24),
+        Ok(Some(0))
+    );
+    assert_eq!(places(&sequence, 0), [5]);
+    let fill = |cache: &Cache, sequence: &Sequence, start, count| {
+        let mut indices = [0; 8];
+        let mut buffers = TableBuffers {
+            indptr: &mut [0; 2],
+            indices: &mut indices,
+            last_page_len: &mut [0],
+            slot_mapping: &mut [0; 40],
+            first_pages: None,
+        };
+        let pages = cache.fill_block_tables(
+            &[sequence],
+            &[start],
+            &[count],
+            GroupId::new(0),
+            &mut buffers,
+        );
+        pages.map(|pages| {
+            indices[..pages]
+                .iter()
+                .map(|&page| page != 0)
+                .collect::<Vec<_>>()
+        })
+    };
+    let all = [false, false, false, false, false, true];
+    assert_eq!(fill(&cache, &sequence, 0, 24), Ok(all.to_vec()));
+    assert!(
+        fill(&cache, &sequence, 0, 18).is_err(),
+        "it ends in the null block"
+    );
+    assert_eq!(cache.ensure_slots(&mut [&mut sequence], &[18]), Ok(1));
+    assert_eq!(
+        fill(&cache, &sequence, 0, 18),
+        Ok(vec![false, false, false, false, true])
+    );
+    assert!(
+        fill(&cache, &sequence, 9, 9).is_err(),
+        "the state before it is nowhere"
+    );
+}
+
+#[test]
+fn no_request_waits_for_blocks_of_snapshots() {
+    // The groups' most blocks, and what a chunk ends in next to a snapshot that takes twice its blocks.
+    let (groups, tokens) = ([FULL, STATE, STATE], prompt(1, 64));
+    let most = cache(&groups, SIZE, 100).most_blocks(64, 32);
+    assert_eq!(most, 16 + 2 * 4);
+    let (_, alone) = serve(&mut cache(&groups, SIZE, 18), &tokens, ANCHORS, 64);
+    assert_eq!(places(&alone, 1), [15]);
+    let (_, roomy) = serve(&mut cache(&groups, SIZE, 22), &tokens, ANCHORS, 64);
+    assert_eq!(places(&roomy, 1), [13, 15]);
+    for size in most..most + 12 {
+        serve(
+            &mut cache(&groups, SIZE, size),
+            &tokens,
+            Retention::Everything,
+            32,
+        );
+    }
 }
 
 /// Takes blocks until `left` cached ones are left, and gives them back without content.

@@ -20,6 +20,9 @@ macro_rules! names {
 names! {
     States = "states",
     Norm = "norm",
+    Alike = "alike",
+    ConvBias = "conv_bias",
+    Skip = "skip",
     TimeBias = "time_bias",
     Decay = "decay",
     Conv = "conv",
@@ -167,6 +170,7 @@ names! {
     Sequences = "sequences",
     Sinks = "sinks",
     Sizes = "sizes",
+    SnapshotBlocks = "snapshot_blocks",
     SlotMapping = "slot_mapping",
     Softcap = "softcap",
     Start = "start",

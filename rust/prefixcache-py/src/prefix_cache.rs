@@ -60,10 +60,10 @@ impl Word for EvictionPolicy {
         &[("lru", Self::Lru), ("reuse-queue", Self::ReuseQueue)];
 }
 
-/// "full" or ("sliding_window", window).
+/// "full", ("sliding_window", window) or "state".
 impl Value for GroupSpec {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let kinds = r#""full" or ("sliding_window", window)"#;
+        let kinds = r#""full", ("sliding_window", window) or "state""#;
         let (name, window) = match value.cast::<PyTuple>() {
             Ok(pair) if pair.len() == 2 => (pair.get_item(0)?, Some(pair.get_item(1)?)),
             _ => (value.clone(), None),
@@ -73,6 +73,7 @@ impl Value for GroupSpec {
         };
         match (&*name.to_string_lossy(), window) {
             ("full", None) => Ok(Self::FullAttention),
+            ("state", None) => Ok(Self::State),
             ("sliding_window", Some(window)) => {
                 let window = usize::read(names::Window::NAME.into(), &window)?;
                 Ok(Self::SlidingWindow { window })
@@ -352,6 +353,21 @@ retention_budget=0.2, max_cached_blocks=None)"
             run_on_tokens(py, saturating_sum(upto).saturating_sub(ready), || {
                 core.ensure_slots(batch, upto)
             })
+        })
+    }
+
+    /// Give each sequence blocks for the snapshots of its states that are worth keeping from `starts[i]` on.
+    ///
+    /// Returns how many snapshots got theirs. To be called before the step from there on, once its slots are there.
+    fn keep_snapshots(
+        &self,
+        py: Python<'_>,
+        sequences: Batch,
+        starts: Numbers<names::Starts>,
+    ) -> PyResult<usize> {
+        let starts = &starts.0;
+        self.on_batch(&sequences, |core, batch| {
+            run(py, batch.len(), || core.keep_snapshots(batch, starts))
         })
     }
 

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use numpy::{Element, IntoPyArray};
 use prefixcache_core::EvictionPolicy;
 use prefixcache_core::hints::Hint;
-use prefixcache_replay::cache::{CacheConfig, ConfigError, Outcome};
+use prefixcache_replay::cache::{CacheConfig, ConfigError, Outcome, Snapshots};
 use prefixcache_replay::history::History;
+use prefixcache_replay::marconi::Marconi;
 use prefixcache_replay::optimum::Hits;
 use prefixcache_replay::replay::{Replay, ReplayError, Simulation};
 use prefixcache_replay::server::{Admission, Latency, PrefillTime, Server};
@@ -15,7 +16,7 @@ use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{List, Number, Numbers, One, OneOf};
+use crate::arguments::{List, Number, Numbers, One, OneOf, Word};
 use crate::errors::{IntoPyErr, in_use, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names::{self, Name};
@@ -145,6 +146,36 @@ fn set<T: Element>(dict: &Bound<'_, PyDict>, name: &str, values: Vec<T>) -> PyRe
     dict.set_item(name, values.into_pyarray(dict.py()))
 }
 
+/// Where snapshots of states are kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SnapshotRule {
+    Anchors,
+    Ends,
+    Every,
+    Marconi,
+}
+
+impl Word for SnapshotRule {
+    const ARGUMENT: &'static str = "snapshots";
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("anchors", Self::Anchors),
+        ("ends", Self::Ends),
+        ("every", Self::Every),
+        ("marconi", Self::Marconi),
+    ];
+}
+
+impl SnapshotRule {
+    fn of_core(self) -> Option<Snapshots> {
+        match self {
+            Self::Anchors => Some(Snapshots::Anchors),
+            Self::Ends => Some(Snapshots::Ends),
+            Self::Every => Some(Snapshots::Every),
+            Self::Marconi => None,
+        }
+    }
+}
+
 /// A replay before its first batch is made of caches; after that they are its.
 enum Stage {
     Collecting(Option<Reader>, Vec<Simulation>),
@@ -198,12 +229,14 @@ impl TraceReplay {
 
     /// Add a cache of `num_blocks` blocks, the null block not counted, before the first batch.
     ///
-    /// With `ms_per_token` its requests wait for a server whose prefill takes that.
+    /// With `ms_per_token` its requests wait for a server whose prefill takes that. Of a model with states a
+    /// snapshot takes `snapshot_blocks`; `snapshots` says where they are kept.
     #[pyo3(signature = (
         num_blocks, *, eviction_policy=OneOf(EvictionPolicy::Lru), hints=None, ms_per_token=None,
-        ms_per_request=None, objective_ms=None, max_delay_ms=None
+        ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(SnapshotRule::Anchors),
+        snapshot_blocks=None
     ), text_signature = "($self, num_blocks, *, eviction_policy='lru', hints=None, ms_per_token=None, \
-ms_per_request=None, objective_ms=None, max_delay_ms=None)")]
+ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', snapshot_blocks=None)")]
     fn add(
         &self,
         num_blocks: Number<names::NumBlocks>,
@@ -213,12 +246,16 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None)")]
         ms_per_request: Option<One<names::MsPerRequest, f64>>,
         objective_ms: Option<One<names::ObjectiveMs, f64>>,
         max_delay_ms: Option<One<names::MaxDelayMs, f64>>,
+        snapshots: OneOf<SnapshotRule>,
+        snapshot_blocks: Option<Number<names::SnapshotBlocks>>,
     ) -> PyResult<usize> {
+        let snapshot_blocks = snapshot_blocks.map(|blocks| blocks.0);
         let config = CacheConfig {
             num_blocks: num_blocks.0,
             eviction_policy: eviction_policy.0,
             hints: hints.map(|hints| hints.0).unwrap_or_default(),
             caches_answers: self.caches_answers,
+            snapshots: snapshots.0.of_core().zip(snapshot_blocks),
         };
         let admission = match max_delay_ms {
             Some(delay) => Admission::CacheAware {
@@ -240,7 +277,15 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None)")]
             let reason = "caches are added before the first batch";
             return Err(PyRuntimeError::new_err(reason));
         };
-        let simulation = Simulation::new(&config, server, self.block_size);
+        let simulation = match snapshot_blocks.filter(|_| snapshots.0 == SnapshotRule::Marconi) {
+            Some(blocks) => Ok(Simulation::marconi(Marconi::new(
+                num_blocks.0,
+                blocks,
+                self.block_size,
+                self.caches_answers,
+            ))),
+            None => Simulation::new(&config, server, self.block_size),
+        };
         simulations.push(simulation.map_err(IntoPyErr::into_py_err)?);
         Ok(simulations.len() - 1)
     }

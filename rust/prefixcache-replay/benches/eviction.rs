@@ -50,6 +50,7 @@ fn simulation(
         eviction_policy,
         hints: Vec::new(),
         caches_answers: false,
+        snapshots: None,
     };
     Ok(Simulation::new(&config, None, block_size)?)
 }

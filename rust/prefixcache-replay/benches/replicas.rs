@@ -135,6 +135,7 @@ fn cache(num_blocks: usize) -> CacheConfig {
         eviction_policy: EvictionPolicy::Lru,
         hints: Vec::new(),
         caches_answers: false,
+        snapshots: None,
     }
 }
 

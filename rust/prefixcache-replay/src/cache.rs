@@ -6,9 +6,10 @@ use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolErro
 use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
+use prefixcache_core::sequence::retention::Retention;
 use prefixcache_core::{
-    EvictionPolicy, Extras, Groups, HashConfig, Lookup, PoolConfig, PrefixCache, Scope, Sequence,
-    Writer,
+    EvictionPolicy, Extras, GroupSpec, Groups, HashConfig, Lookup, PoolConfig, PrefixCache, Scope,
+    Sequence, Writer,
 };
 use thiserror::Error;
 
@@ -21,6 +22,20 @@ const BLOCK_SIZE: usize = 2;
 /// The most contents whose TTL ends at once, as a server does before each step.
 const MAX_EXPIRED: usize = 256;
 
+/// The tokens that a step of the server computes for models with states.
+const STEP_TOKENS: usize = 512;
+
+/// Where snapshots of the states of a model are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Snapshots {
+    /// Where the server keeps them: at anchors, and where its steps end.
+    Anchors,
+    /// Where prompts and answers end.
+    Ends,
+    /// At the end of every block.
+    Every,
+}
+
 /// How a cache is run.
 #[derive(Clone, Debug)]
 pub struct CacheConfig {
@@ -32,6 +47,26 @@ pub struct CacheConfig {
     pub hints: Vec<Hint>,
     /// Whether blocks that answers fill are cached too, where the trace knows them.
     pub caches_answers: bool,
+    /// Of a model with states, where snapshots are kept, and how many blocks one takes.
+    pub snapshots: Option<(Snapshots, usize)>,
+}
+
+impl CacheConfig {
+    /// The groups of the pool, its blocks, and how many of them no request's keys and values may take.
+    fn pool(&self) -> Result<(Groups, usize, usize), InvalidArgument> {
+        let (groups, num_blocks) = (Groups::full(1)?, self.num_blocks);
+        Ok(match self.snapshots {
+            None => (groups, num_blocks, 0),
+            // All that belongs to a block comes and goes together.
+            Some((Snapshots::Every, size)) => (groups, num_blocks / (1 + size), 0),
+            Some((_, size)) => {
+                let mut specs = vec![GroupSpec::State; size];
+                let held = Groups::new(specs.clone())?.most_blocks(usize::MAX, 1, BLOCK_SIZE);
+                specs.insert(0, GroupSpec::FullAttention);
+                (Groups::new(specs)?, num_blocks, held)
+            }
+        })
+    }
 }
 
 /// What a trace's requests found in a cache.
@@ -58,7 +93,7 @@ impl Outcome {
         self.hit_tokens as f64 / self.input_tokens.max(1) as f64
     }
 
-    fn push(&mut self, input_tokens: usize, hit_tokens: usize) {
+    pub(crate) fn push(&mut self, input_tokens: usize, hit_tokens: usize) {
         self.requests += 1;
         self.hit_requests += u64::from(hit_tokens > 0);
         self.input_tokens += input_tokens as u64;
@@ -87,6 +122,9 @@ pub struct Cache {
     /// What is said of every prompt, whatever the trace says.
     hints: Vec<Hint>,
     num_blocks: usize,
+    /// The most blocks of a request.
+    most_blocks: usize,
+    snapshots: Option<Snapshots>,
     block_size: usize,
     caches_answers: bool,
     outcome: Outcome,
@@ -117,14 +155,19 @@ fn event_hash(hash: &BlockHash) -> u64 {
 impl Cache {
     /// A cache without content, for traces of this block size.
     pub fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
+        let (groups, num_blocks, of_states) = config.pool()?;
         let pool = Writer::new(
-            PoolConfig::new(config.num_blocks.saturating_add(1))
+            PoolConfig::new(num_blocks.saturating_add(1).max(2))
                 .with_eviction_policy(config.eviction_policy),
         )?;
+        let hashing = HashConfig::new(BLOCK_SIZE, groups).with_model("trace", "", "");
+        let has_groups = |&(rule, _): &(Snapshots, usize)| rule != Snapshots::Every;
         Ok(Self {
-            cache: PrefixCache::new(hash_config()?, pool)?.with_hints(1.0)?,
+            cache: PrefixCache::new(hashing, pool)?.with_hints(1.0)?,
             hints: config.hints.clone(),
-            num_blocks: config.num_blocks,
+            num_blocks,
+            most_blocks: num_blocks.saturating_sub(of_states),
+            snapshots: config.snapshots.filter(has_groups).map(|(rule, _)| rule),
             block_size,
             caches_answers: config.caches_answers,
             outcome: Outcome::default(),
@@ -135,7 +178,7 @@ impl Cache {
     ///
     /// Fails for hints of the trace that are none.
     pub fn prepare(&self, request: &Request) -> Result<Waiting, CacheError> {
-        let blocks = &request.blocks[..request.blocks.len().min(self.num_blocks)];
+        let blocks = &request.blocks[..request.blocks.len().min(self.most_blocks)];
         let (prompt, answer) = blocks.split_at(request.num_prompt_blocks.min(blocks.len()));
         let answer = if self.caches_answers { answer } else { &[] };
         let scope = Scope::default();
@@ -173,10 +216,10 @@ impl Cache {
     /// All of its blocks can be reused as soon as it is answered.
     pub fn run(&mut self, mut waiting: Waiting, now: Duration) -> Result<usize, CacheError> {
         self.set_time(now);
-        let hits = if waiting.sequence.num_tokens() == 0 {
-            0
-        } else {
-            self.run_blocks(&mut waiting)?
+        let hits = match (waiting.sequence.num_tokens(), self.snapshots) {
+            (0, _) => 0,
+            (_, None) => self.run_blocks(&mut waiting)?,
+            (_, Some(snapshots)) => self.run_steps(&mut waiting, snapshots)?,
         };
         let hit_tokens = hits * self.block_size;
         self.outcome.push(waiting.input_tokens, hit_tokens);
@@ -205,6 +248,74 @@ impl Cache {
         self.cache.mark_blocks_filled(&mut [sequence], &[length])?;
         self.cache.release(&mut [sequence])?;
         Ok(hits)
+    }
+
+    /// Runs a request of a model with states step by step, as the server does.
+    fn run_steps(
+        &mut self,
+        waiting: &mut Waiting,
+        snapshots: Snapshots,
+    ) -> Result<usize, CacheError> {
+        let hits = self.count_hits(waiting)?;
+        let most = waiting.most_hits * BLOCK_SIZE;
+        let Waiting {
+            sequence, answer, ..
+        } = waiting;
+        let (mut computed, length) = (hits * BLOCK_SIZE, sequence.num_tokens());
+        let keeps_anchors = snapshots == Snapshots::Anchors;
+        let mut step = length;
+        if keeps_anchors {
+            step = (STEP_TOKENS / self.block_size).max(1) * BLOCK_SIZE;
+            let (interval, pins) = (0, None);
+            sequence.set_retention(Retention::Anchors { interval, pins });
+            // The prompt's end, and the place up to which attention could have hit.
+            let whole = self.cache.count_whole_hits(sequence, most)?;
+            sequence.add_anchor(most);
+            sequence.add_anchor(whole);
+        }
+        let taken = self
+            .cache
+            .commit_in_chunks(sequence, computed, length - computed, step)?;
+        assert_eq!(
+            taken,
+            Some(computed),
+            "a pool that nobody else uses has room"
+        );
+        while computed < length {
+            let upto = length.min(computed + step);
+            self.compute(sequence, computed, upto, keeps_anchors)?;
+            computed = upto;
+        }
+        sequence.extend(answer);
+        while computed < sequence.num_tokens() {
+            let upto = if keeps_anchors {
+                computed + BLOCK_SIZE
+            } else {
+                sequence.num_tokens()
+            };
+            self.compute(sequence, computed, upto, false)?;
+            computed = upto;
+        }
+        self.cache.release(&mut [sequence])?;
+        Ok(hits)
+    }
+
+    fn compute(
+        &mut self,
+        sequence: &mut Sequence,
+        from: usize,
+        upto: usize,
+        keeps_anchors: bool,
+    ) -> Result<(), CacheError> {
+        let batch = &mut [sequence];
+        let served = self.cache.ensure_slots(batch, &[upto])?;
+        assert_eq!(served, 1, "a pool that nobody else uses has room");
+        if keeps_anchors {
+            self.cache.keep_snapshots(batch, &[from])?;
+        }
+        self.cache.mark_blocks_filled(batch, &[upto])?;
+        self.cache.drop_unneeded(batch, &[upto])?;
+        Ok(())
     }
 
     /// The tokens that the sequence then has.
@@ -249,10 +360,6 @@ impl Cache {
             ..self.outcome.clone()
         }
     }
-}
-
-fn hash_config() -> Result<HashConfig, InvalidArgument> {
-    Ok(HashConfig::new(BLOCK_SIZE, Groups::full(1)?).with_model("trace", "", ""))
 }
 
 fn tokens(blocks: &[BlockKey]) -> Vec<u32> {

@@ -9,6 +9,7 @@ pub mod cache;
 pub mod fleet;
 pub mod history;
 mod lines;
+pub mod marconi;
 pub mod optimum;
 pub mod quantiles;
 pub mod recording;

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::cache::{Cache, CacheConfig, ConfigError, Outcome};
 use crate::history::History;
+use crate::marconi::Marconi;
 use crate::server::{Latency, Server};
 use crate::trace::{Reader, Request, TraceError};
 
@@ -27,9 +28,11 @@ pub enum ReplayError {
 }
 
 /// A cache, and the server whose requests wait for it, where there is one.
-pub struct Simulation {
-    cache: Cache,
-    server: Option<Server>,
+pub struct Simulation(Kind);
+
+enum Kind {
+    Real(Box<Cache>, Option<Server>),
+    Marconi(Marconi),
 }
 
 impl Simulation {
@@ -39,45 +42,59 @@ impl Simulation {
         server: Option<Server>,
         block_size: usize,
     ) -> Result<Self, ConfigError> {
-        let cache = Cache::new(config, block_size)?;
-        Ok(Self { cache, server })
+        let cache = Box::new(Cache::new(config, block_size)?);
+        Ok(Self(Kind::Real(cache, server)))
+    }
+
+    /// Marconi's cache.
+    #[must_use]
+    pub fn marconi(cache: Marconi) -> Self {
+        Self(Kind::Marconi(cache))
     }
 
     /// Takes a request. Without a server it is answered at once.
     pub fn push(&mut self, request: &Request) -> Result<(), CacheError> {
-        let waiting = self.cache.prepare(request)?;
-        match &mut self.server {
-            Some(server) => server.arrive(
-                &mut self.cache,
-                request.time_ms,
-                request.input_tokens,
-                waiting,
-            ),
+        let (cache, server) = match &mut self.0 {
+            Kind::Real(cache, server) => (cache, server),
+            Kind::Marconi(cache) => {
+                cache.push(request);
+                return Ok(());
+            }
+        };
+        let waiting = cache.prepare(request)?;
+        match server {
+            Some(server) => server.arrive(cache, request.time_ms, request.input_tokens, waiting),
             None => {
                 let now = Duration::from_millis(request.time_ms);
-                self.cache.run(waiting, now).map(drop)
+                cache.run(waiting, now).map(drop)
             }
         }
     }
 
     /// Answers all that wait.
     pub fn finish(&mut self) -> Result<(), CacheError> {
-        match &mut self.server {
-            Some(server) => server.run_until(&mut self.cache, f64::INFINITY),
-            None => Ok(()),
+        match &mut self.0 {
+            Kind::Real(cache, Some(server)) => server.run_until(cache, f64::INFINITY),
+            _ => Ok(()),
         }
     }
 
     /// What the requests found.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
-        self.cache.outcome()
+        match &self.0 {
+            Kind::Real(cache, _) => cache.outcome(),
+            Kind::Marconi(cache) => cache.outcome(),
+        }
     }
 
     /// What they waited, where there is a server.
     #[must_use]
     pub fn latency(&self) -> Option<&Latency> {
-        self.server.as_ref().map(Server::latency)
+        match &self.0 {
+            Kind::Real(_, server) => server.as_ref().map(Server::latency),
+            Kind::Marconi(_) => None,
+        }
     }
 }
 

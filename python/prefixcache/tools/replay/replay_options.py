@@ -11,12 +11,15 @@ from typing import Annotated, Literal
 from annotated_types import MinLen
 
 from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveInt, shown
+from prefixcache.config.engine_config import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
 from prefixcache.tools.replay.sizes import Size, parse_sizes
 
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "cache-aware"]
+
+Snapshots = Literal["anchors", "ends", "every", "marconi"]
 
 Hint = tuple[int, int | None, int, float | None]
 """Start, end, priority and TTL in seconds, for every prompt of a trace."""
@@ -66,6 +69,20 @@ class ReplayOptions(Checked):
         "Replay",
         metavar="<hint>",
     )
+    token_bytes: ByteSize | None = flag(
+        None, "Of a model with states: bytes of a token's keys and values.", "Replay"
+    )
+    snapshot_bytes: ByteSize | None = flag(
+        None, "Of a model with states: bytes of a snapshot of them.", "Replay"
+    )
+    snapshots: tuple[Snapshots, ...] = flag(
+        ("anchors",),
+        "Where snapshots are kept: as the server does, where prompts and answers end, at each "
+        "block, or as Marconi does (arXiv 2411.19379).",
+        "Replay",
+        shown="anchors",
+        listed=True,
+    )
     cache_answers: bool = flag(
         False, "Also cache the blocks that answers fill, where the trace knows them.", "Replay"
     )
@@ -110,6 +127,12 @@ class ReplayOptions(Checked):
             raise FieldError("goodput", f"must be ttft:MILLISECONDS, got {shown(self.goodput)}.")
         if self.ttft_model is None:
             self._check_without_model()
+        elif "marconi" in self.snapshots:
+            raise FieldError("snapshots", "must not be marconi with --ttft-model.")
+        if (self.token_bytes is None) != (self.snapshot_bytes is None):
+            raise FieldError("snapshot_bytes", "and --token-bytes are given together.")
+        if self.snapshot_bytes is None and self.snapshots != ("anchors",):
+            raise FieldError("snapshots", "needs --snapshot-bytes and --token-bytes.")
 
     def _check_without_model(self) -> None:
         if self.goodput is not None:
@@ -125,6 +148,13 @@ class ReplayOptions(Checked):
     def parsed_hints(self) -> tuple[Hint, ...]:
         """Raises `ValueError`."""
         return tuple(map(parse_hint, self.hint))
+
+    @property
+    def snapshot_tokens(self) -> float | None:
+        """Tokens whose keys and values take as much as a snapshot."""
+        if self.snapshot_bytes is None or self.token_bytes is None:
+            return None
+        return self.snapshot_bytes / self.token_bytes
 
     @property
     def objective_ms(self) -> float | None:

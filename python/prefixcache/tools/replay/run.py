@@ -35,17 +35,23 @@ class Setting:
     objective_ms: float | None = None
     scheduling_policy: str = "fcfs"
     max_queue_delay: float = 30.0
+    snapshots: str | None = None
+    """Where snapshots of states are kept; None without states."""
+    snapshot_tokens: float = 0.0
+    """Tokens whose keys and values take as much as a snapshot."""
 
     @property
     def name(self) -> str:
         """What is shown of it."""
-        parts = [self.eviction_policy]
+        parts = [self.eviction_policy if self.snapshots != "marconi" else "its own"]
         if self.scheduling_policy != "fcfs":
             parts.append(self.scheduling_policy)
+        if self.snapshots is not None:
+            parts.append(f"snapshots: {self.snapshots}")
         return ", ".join([*parts, "hints"] if self.hints else parts)
 
-    def arguments(self) -> dict[str, Any]:
-        """What `TraceReplay.add` takes besides the size."""
+    def arguments(self, block_size: int) -> dict[str, Any]:
+        """What `TraceReplay.add` takes besides the size; blocks have `block_size` tokens."""
         arguments: dict[str, Any] = {
             "eviction_policy": self.eviction_policy,
             "hints": list(self.hints),
@@ -58,6 +64,9 @@ class Setting:
             }
             if self.scheduling_policy == "cache-aware":
                 arguments["max_delay_ms"] = 1e3 * self.max_queue_delay
+        if self.snapshots is not None:
+            blocks = max(1, round(self.snapshot_tokens / block_size))
+            arguments |= {"snapshots": self.snapshots, "snapshot_blocks": blocks}
         return arguments
 
 
@@ -182,7 +191,10 @@ def _pass(
     replay: TraceReplay, cells: Sequence[tuple[Setting, Size]], unique: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """What the caches of a trace with `unique` blocks found, in one pass over it."""
-    numbers = [replay.add(size.blocks(unique), **setting.arguments()) for setting, size in cells]
+    numbers = [
+        replay.add(size.blocks(unique), **setting.arguments(replay.block_size))
+        for setting, size in cells
+    ]
     before = 0
     while replay.advance():
         read = replay.bytes_read
@@ -216,7 +228,11 @@ def _result(
         infinite=facts["hit_tokens"] / tokens if bounds else None,
         infinite_requests=facts["hit_requests"] / requests if bounds else None,
         seconds=time.perf_counter() - start,
-        rows=tuple(map(_row, outcomes, cells, sizes, optimum)),
+        # The optimum knows of no states.
+        rows=tuple(
+            _row(found, cell, blocks, None if cell[0].snapshots else best)
+            for found, cell, blocks, best in zip(outcomes, cells, sizes, optimum, strict=True)
+        ),
         curve=_curve(replay, unique, tokens) if unique else None,
     )
 

@@ -5,6 +5,7 @@ use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault}
 use crate::groups::GroupSpec;
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::policy::Turn;
+use crate::sequence::retention::Fate;
 use crate::sequence::{Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore};
 use crate::sync::Ordering;
@@ -29,12 +30,18 @@ pub(super) struct NewBlocks {
 impl NewBlocks {
     pub(super) const NONE: Self = Self { whole: 0, near: 0 };
 
+    /// How much longer the group's table becomes.
     fn of(self, spec: GroupSpec) -> usize {
         if spec.needs_whole_prefix() {
             self.whole
         } else {
             self.near
         }
+    }
+
+    /// The blocks that this takes.
+    fn taken_by(self, spec: GroupSpec) -> usize {
+        spec.num_new(self.of(spec))
     }
 }
 
@@ -53,7 +60,8 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// [`Self::commit_prefix_plan`] of a prompt that is computed `chunk` tokens at a time: groups that do
     /// not need the whole prefix get slots for the first chunk alone, and for the next ones by
-    /// [`Self::ensure_slots`].
+    /// [`Self::ensure_slots`]. Of a state they get the block alone where that chunk ends: see
+    /// [`Self::keep_snapshots`].
     pub fn commit_in_chunks(
         &mut self,
         sequence: &mut Sequence,
@@ -159,7 +167,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let length = self.longest_hit(most);
             let keys = self.needed_keys(&hashes[..length]);
             let specs = self.home.config.groups.specs();
-            let num_new = specs.iter().map(|&spec| new.of(spec)).sum();
+            let num_new = specs.iter().map(|&spec| new.taken_by(spec)).sum();
             let mut blocks = Vec::new();
             let Ok(taken) = self
                 .store
@@ -216,16 +224,15 @@ impl<S: BlockStore> PrefixCache<S> {
         let specs = self.home.config.groups.specs();
         let num_hits = |spec| length - self.first_needed(spec, length);
         let all_hits: usize = specs.iter().map(|&spec| num_hits(spec)).sum();
-        let (mut hits, mut fresh) = blocks.split_at(all_hits);
+        let (hits, fresh) = blocks.split_at(all_hits);
+        let (mut hits, mut fresh) = (hits.iter().copied(), fresh.iter().copied());
         let table = |&spec: &GroupSpec| {
             let first = self.first_needed(spec, length);
             let mut blocks = vec![BlockId::NULL; first];
-            for (part, count) in [(&mut hits, length - first), (&mut fresh, new.of(spec))] {
-                let (own, rest) = part.split_at(count);
-                blocks.extend_from_slice(own);
-                *part = rest;
-            }
-            Table { blocks, first }
+            blocks.extend(hits.by_ref().take(length - first));
+            let mut table = Table { blocks, first };
+            table.extend(spec, new.of(spec), &mut fresh);
+            table
         };
         specs.iter().map(table).collect()
     }
@@ -269,6 +276,9 @@ impl<S: BlockStore> PrefixCache<S> {
     /// the next chunk, where [`Self::commit_in_chunks`] gave some groups no more. Returns how many
     /// leading sequences have theirs; it stops at the first that could not get them, which is
     /// unchanged as all after it.
+    ///
+    /// Of a state the block of the last of these tokens is given, where a step has to end, and none of those
+    /// between it and the ones that the sequence had: see [`Self::keep_snapshots`].
     pub fn ensure_slots(
         &mut self,
         sequences: &mut [&mut Sequence],
@@ -287,6 +297,59 @@ impl<S: BlockStore> PrefixCache<S> {
             .unwrap_or(upto.len()))
     }
 
+    /// Gives each sequence blocks for the snapshots of its states that are worth keeping, as its retention says,
+    /// in the places from token `starts[i]` on where it has none yet: to be called before the step that computes
+    /// this token and those after it, once their slots are there. Returns how many snapshots got their blocks.
+    ///
+    /// A snapshot that has no block is not kept. None is a reason to wait: while fewer blocks are free than
+    /// twice what it takes, it gets none.
+    pub fn keep_snapshots(
+        &mut self,
+        sequences: &mut [&mut Sequence],
+        starts: &[usize],
+    ) -> Result<usize, CacheError> {
+        self.check_committed(sequences)?;
+        check_len("starts", starts.len(), sequences.len())?;
+        let size = self.block_size();
+        let states = self
+            .home
+            .config
+            .groups
+            .each()
+            .filter(|(_, spec)| spec.has_gaps());
+        let states: Vec<_> = states.map(|(group, _)| group.index()).collect();
+        let (mut count, mut blocks) = (0, Vec::new());
+        for (sequence, start) in sequences.iter_mut().zip(starts) {
+            let Sequence {
+                holding: Some(holding),
+                anchors,
+                hashes,
+                ..
+            } = &mut **sequence
+            else {
+                continue;
+            };
+            let Some(&any) = states.first() else { continue };
+            let table = &holding.tables[any];
+            let end = table.blocks.len().min(hashes.as_slice().len());
+            for index in (start / size).max(table.first)..end {
+                let is_worth = || anchors.fate(GroupSpec::State, index, size) != Fate::Unneeded;
+                if !holding.tables[any].blocks[index].is_null() || !is_worth() {
+                    continue;
+                }
+                let has_room = self.store.num_free() >= 2 * states.len();
+                if !has_room || self.store.allocate(states.len(), &mut blocks).is_err() {
+                    break;
+                }
+                for (&group, block) in states.iter().zip(blocks.drain(..)) {
+                    holding.tables[group].blocks[index] = block;
+                }
+                count += 1;
+            }
+        }
+        Ok(count)
+    }
+
     /// Gives a committed sequence slots for its first `upto` tokens in every group; false when blocks are
     /// lacking. `scratch` is empty before and after.
     fn grow(&mut self, sequence: &mut Sequence, upto: usize, scratch: &mut Vec<BlockId>) -> bool {
@@ -302,26 +365,41 @@ impl<S: BlockStore> PrefixCache<S> {
         true
     }
 
-    /// Allocates blocks until each table has `blocks` of them; false when they are lacking.
+    /// Allocates blocks until each table has `blocks` places, the last with a block; false when they are lacking.
     fn grow_tables(
         &mut self,
         tables: &mut [Table],
         blocks: usize,
         scratch: &mut Vec<BlockId>,
     ) -> bool {
+        let groups = &self.home.config.groups;
         let missing = |table: &Table| blocks.saturating_sub(table.blocks.len());
-        if let [table] = tables {
+        if !groups.any_gaps()
+            && let [table] = tables
+        {
             let count = missing(table);
             return count == 0 || self.store.allocate(count, &mut table.blocks).is_ok();
         }
-        let count = tables.iter().map(missing).sum();
+        let specs = groups.specs();
+        // A place that is there, and has no block.
+        let new_at = |table: &Table| {
+            let last = blocks.checked_sub(1).filter(|&last| last >= table.first)?;
+            table.blocks.get(last)?.is_null().then_some(last)
+        };
+        let needed = |(table, spec): (&Table, &GroupSpec)| match new_at(table) {
+            Some(_) => 1,
+            None => spec.num_new(missing(table)),
+        };
+        let count = tables.iter().zip(specs).map(needed).sum();
         if count > 0 && self.store.allocate(count, scratch).is_err() {
             return false;
         }
         let mut new = scratch.drain(..);
-        for table in tables {
-            let count = missing(table);
-            table.blocks.extend(new.by_ref().take(count));
+        for (table, spec) in tables.iter_mut().zip(specs) {
+            match new_at(table) {
+                Some(place) => table.blocks[place] = new.next().unwrap_or(BlockId::NULL),
+                None => table.extend(*spec, missing(table), &mut new),
+            }
         }
         true
     }

@@ -47,16 +47,14 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Gives each block back, to the queue that the policy has for it.
     fn release_all(&mut self, holding: Holding, names: &[BlockHash]) -> Result<(), Misuse> {
         let Some(reuse) = self.store.reuse_queue() else {
-            let mut tables = holding.tables.into_iter();
-            return tables
-                .try_for_each(|table| self.store.release(&table.into_held_from_the_end()));
+            let mut tables = holding.tables.iter();
+            return tables.try_for_each(|table| self.store.release(&table.held_from_the_end()));
         };
         let names = &names[..holding.num_published];
         let shared = reuse.count_shared(names);
-        for table in holding.tables {
-            let first = table.first;
-            let mut tail = table.into_held_from_the_end();
-            let head = tail.split_off(tail.len() - shared.saturating_sub(first));
+        for table in &holding.tables {
+            let tail: Vec<_> = table.held(shared..table.blocks.len()).rev().collect();
+            let head: Vec<_> = table.held(0..shared).rev().collect();
             self.store.release_to(&tail, Queue::of_turn(holding.turn))?;
             self.store.release_to(&head, Queue::SHARED)?;
         }
@@ -97,8 +95,7 @@ impl<S: BlockStore> PrefixCache<S> {
             for (table, &spec) in holding.tables.iter_mut().zip(specs) {
                 let end = anchors.first_held(spec, upto, size);
                 if table.first < end {
-                    count += end - table.first;
-                    dropped.sort(table, end, |index| match index < holding.num_hits {
+                    count += dropped.sort(table, end, |index| match index < holding.num_hits {
                         true => anchors.fate(spec, index, size).max(Fate::Kept),
                         false => anchors.fate(spec, index, size),
                     });
@@ -131,9 +128,8 @@ impl<S: BlockStore> PrefixCache<S> {
                 };
                 for &length in own {
                     let first = spec.first_kept(length, size).max(table.first);
-                    if first < length {
-                        pinned += self.store.pin(&table.blocks[first..length])?;
-                    }
+                    let blocks: Vec<_> = table.held(first..length.max(first)).collect();
+                    pinned += self.store.pin(&blocks)?;
                 }
             }
         }
@@ -155,8 +151,8 @@ impl<S: BlockStore> PrefixCache<S> {
         for table in &tables {
             pinned += self.store.pin(&table.blocks[table.first..])?;
         }
-        for table in tables {
-            self.store.release(&table.into_held_from_the_end())?;
+        for table in &tables {
+            self.store.release(&table.held_from_the_end())?;
         }
         Ok(pinned)
     }
@@ -219,10 +215,13 @@ struct Dropped {
 }
 
 impl Dropped {
-    /// Takes the blocks before `end` out of a table.
-    fn sort(&mut self, table: &mut Table, end: usize, fate: impl Fn(usize) -> Fate) {
+    /// Takes the blocks before `end` out of a table; how many there were.
+    fn sort(&mut self, table: &mut Table, end: usize, fate: impl Fn(usize) -> Fate) -> usize {
         for index in (table.first..end).rev() {
             let block = std::mem::replace(&mut table.blocks[index], BlockId::NULL);
+            if block.is_null() {
+                continue;
+            }
             let fate = fate(index);
             if fate == Fate::Pinned {
                 self.pinned.push(block);
@@ -234,6 +233,7 @@ impl Dropped {
             }
         }
         table.first = end;
+        self.kept.len() + self.unneeded.len()
     }
 
     fn give_up(&mut self, store: &mut impl BlockStore) -> Result<(), Misuse> {

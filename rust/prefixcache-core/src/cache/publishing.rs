@@ -120,7 +120,7 @@ impl<S: BlockStore> PrefixCache<S> {
                 }
             }
             for (table, (group, _)) in holding.tables.iter().zip(self.home.config.groups.each()) {
-                if index < table.first {
+                if table.blocks[index].is_null() {
                     continue;
                 }
                 let key = BlockKey::new(hashes[index], group);
@@ -202,6 +202,10 @@ impl<S: BlockStore> PrefixCache<S> {
         let first = holding.tables[group.index()].first;
         if index < first {
             let reason = format!("must be at least {first}, the first block held, not {index}");
+            return Err(InvalidArgument::new("index", reason).into());
+        }
+        if holding.tables[group.index()].blocks[index].is_null() {
+            let reason = "must not be of the null block";
             return Err(InvalidArgument::new("index", reason).into());
         }
         Ok(BlockKey::new(sequence.hashes()[index], group))

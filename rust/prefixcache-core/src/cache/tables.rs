@@ -83,6 +83,7 @@ impl<S: Lookup> PrefixCache<S> {
         let rows = sequences.iter().zip(starts).zip(counts).enumerate();
         rows.map(|(row, ((sequence, &start), &count))| {
             self.check_owner(sequence, Argument::element("sequences", row))?;
+            let table = sequence.block_table(group.index());
             let slots = sequence.num_ready_slots();
             let Some(end) = start.checked_add(count).filter(|&end| end <= slots) else {
                 let reason = format!("plus starts[{row}] must be at most {slots}, its slots");
@@ -93,6 +94,14 @@ impl<S: Lookup> PrefixCache<S> {
             if first_page < first_held && start < end {
                 let reason = format!("must not need blocks before {first_held}: they were dropped");
                 return Err(InvalidArgument::new(Argument::element("starts", row), reason).into());
+            }
+            // Where gaps may be: what is read before the first token, and written after the last.
+            let at_ends = [start.saturating_sub(1), end.saturating_sub(1)];
+            let is_missing = |&at: &usize| table[at / self.block_size()].is_null();
+            if spec.has_gaps() && start < end && at_ends[usize::from(start == 0)..].iter().any(is_missing) {
+                let reason = "must begin and end where the sequence has blocks, which `ensure_slots` up to the \
+                              end gives";
+                return Err(InvalidArgument::new(Argument::element("counts", row), reason).into());
             }
             Ok(Span {
                 start,

@@ -73,11 +73,12 @@ fn groups<'de, D: Deserializer<'de>>(found: D) -> Result<Vec<GroupSpec>, D::Erro
     let named = Vec::<Named>::deserialize(found)?;
     let specs = named.into_iter().map(|group| match group {
         Named::Whole(name) if name == "full" => Ok(GroupSpec::FullAttention),
+        Named::Whole(name) if name == "state" => Ok(GroupSpec::State),
         Named::Window(name, window) if name == "sliding_window" => {
             Ok(GroupSpec::SlidingWindow { window })
         }
         _ => Err(D::Error::custom(
-            "a group must be \"full\" or [\"sliding_window\", tokens]",
+            "a group must be \"full\", \"state\" or [\"sliding_window\", tokens]",
         )),
     });
     specs.collect()
@@ -171,6 +172,10 @@ pub enum Event<'a> {
     Slots {
         ids: Vec<u64>,
         upto: Vec<usize>,
+    },
+    Snapshots {
+        ids: Vec<u64>,
+        from: Vec<usize>,
     },
     Publish {
         ids: Vec<u64>,

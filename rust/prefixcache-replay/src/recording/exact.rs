@@ -241,6 +241,12 @@ impl Cache {
             Event::Add(added) => self.add(&added),
             Event::Start(started) => self.start(&started),
             Event::Slots { ids, upto } => self.give_slots(&ids, &upto),
+            Event::Snapshots { ids, from } => {
+                let mut taken = self.take(&ids)?;
+                let outcome = self.cache.keep_snapshots(&mut sequences(&mut taken), &from);
+                self.put_back(&ids, taken);
+                Ok(outcome.map(drop)?)
+            }
             Event::Publish { ids, upto, names } => self.publish(&ids, &upto, &names),
             Event::Anchor { id, at } => {
                 self.request(id)?.sequence.add_anchor(at);

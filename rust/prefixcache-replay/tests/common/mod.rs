@@ -39,6 +39,7 @@ pub fn config(num_blocks: usize, eviction_policy: EvictionPolicy) -> CacheConfig
         eviction_policy,
         hints: Vec::new(),
         caches_answers: false,
+        snapshots: None,
     }
 }
 

@@ -18,6 +18,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.scheduler.step_time import StepTimeModel
+from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -122,6 +123,13 @@ def test_hits_from_disk_change_no_bit(model, tmp_path):
     assert next_process.answer("first", PROMPT) == served.said("first")
     assert next_process.from_disk("first") == 144
     next_process.engine.close()
+
+
+def test_usage_tells_what_came_from_the_disk():
+    counts = TokenCounts(10, 1, 8, 0, 0, 0, 0, 0, from_disk=4)
+    assert usage(counts)["prompt_tokens_details"]["disk_cached_tokens"] == 4
+    none = usage(counts._replace(from_disk=0))["prompt_tokens_details"]
+    assert "disk_cached_tokens" not in none
 
 
 def test_others_run_while_a_request_waits(model, tmp_path, slow_disk):

@@ -68,8 +68,9 @@ impl Layer {
         let mut first_pages = Vec::new();
         let size = self.block_size;
         for (number, &(sequence, from, to)) in step.iter().enumerate() {
-            let certain = (to - 1) / size;
-            let to = to + guesses.get(number).map_or(0, |one| one[1]);
+            let [right, wrong] = guesses.get(number).copied().unwrap_or_default();
+            let certain = (to - right).saturating_sub(1) / size;
+            let to = to + wrong;
             let first = from.saturating_sub(1) / size;
             let pages = first..to.div_ceil(size);
             // Where it reads, where its last certain token is, and all of guesses.

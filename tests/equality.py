@@ -611,7 +611,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=50, help="for each type and thread count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, help="of two layers of three")
-    architectures = ["qwen3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
+    architectures = ["qwen3", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite4-h", "lfm2"]
     architectures += ["qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "gemma4", "gemma4-large"]
     parser.add_argument("--architecture", choices=architectures, default="qwen3")
     parser.add_argument("--speculate", choices=("off", "cache"), default="off")

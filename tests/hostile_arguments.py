@@ -124,10 +124,11 @@ class World:
         )
         square = _core.PackedLinear(self.cpu, 4, 4, "float32")
         conv = _core.ShortConvMixer(in_proj=linears["gate_up"], taps=3, weight=at, out=square)
+        skip = self.choose.choice([None, at])
         delta = _core.DeltaMixer(
-            in_proj=_core.PackedLinear(self.cpu, 4, 66, "float32"),
+            in_proj=_core.PackedLinear(self.cpu, 4, 65 + (skip is None), "float32"),
             key_heads=1, value_heads=1, key_dim=16, value_dim=16, taps=2,
-            conv=at, decay=at, time_bias=at, norm=at,
+            conv=at, decay=at, time_bias=at, norm=at, skip=skip, eps=1e-6,
             out=_core.PackedLinear(self.cpu, 16, 4, "float32"),
         )  # fmt: skip
         mixer: Any = self.choose.choice([attention, conv, delta])
@@ -144,7 +145,7 @@ class World:
             shared=dense,
             shared_weight=self.choose.choice([None, _core.PackedLinear(self.cpu, 4, 1, "float32")]),
         )
-        dense = self.choose.choice([dense, self.experts])
+        dense = self.choose.choice([dense, self.experts, None])
         self.own_input = _core.OwnInput(gate=square, activation=gate, out=square, norm=at)
         return _core.DecoderLayer(
             mixer=mixer,

@@ -245,7 +245,7 @@ _BY_ARCHITECTURE: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     name: {"architectures": [architecture], **shape}
     for architecture, shapes in _BY_ARCHITECTURE.items()
     for name, shape in shapes.items()

@@ -60,18 +60,24 @@ _SPELLINGS = {
     "olmo3": "olmo2",
     "qwen3_5": "qwen35",
     "qwen3_next": "qwen3next",
+    "granitemoehybrid": "granitehybrid",
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
+_PAIRED += ("granitemoehybrid", "nemotron_h")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 # What llama.cpp's converter calls parameters before it looks their names up.
 _RENAMED = {
     ".self_attn.sinks": ".self_attn.sinks.weight",
     ".linear_attn.dt_bias": ".linear_attn.dt_proj.bias",
+    ".mamba.dt_bias": ".mamba.dt_proj.bias",
+    ".mixer.dt_bias": ".mixer.dt_proj.bias",
     ".layer_scalar": ".layer_scalar.weight",
     ".feed_forward.expert_bias": ".feed_forward.expert_bias.bias",
     ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
 }
+# Vectors that it makes matrices of in Mamba-2.
+_OF_STATES = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
 # What it names by itself.
 _NAMED = {
     "router.scale": "ffn_gate_inp.scale",
@@ -123,7 +129,8 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     _add_sizes(writer, model)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    ropes = getattr(config, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
+    rope = ropes.get("full_attention", ropes)
     writer.add_rope_freq_base(rope["rope_theta"])
     if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -137,10 +144,16 @@ def _add_sizes(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         _add_gemma4(writer, config)
         return
     if not config.model_type.startswith("lfm2"):
-        if hasattr(config, "intermediate_size"):
-            writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        size, heads = getattr(config, "intermediate_size", None), config.num_key_value_heads
+        if config.model_type in ("granitemoehybrid", "nemotron_h"):
+            heads = [heads * (kind == "full_attention") for kind in config.layer_types]
+        if config.model_type == "nemotron_h":
+            size = [size * (kind == "mlp") for kind in config.layer_types]
+        if size:
+            writer.add_feed_forward_length(size)
+        writer.add_head_count_kv(heads)
+        eps = "layer_norm_epsilon" if config.model_type == "nemotron_h" else "rms_norm_eps"
+        writer.add_layer_norm_rms_eps(getattr(config, eps))
         return
     ends = "feed_forward.w1"
     (up,) = {one.out_features for name, one in model.named_modules() if name.endswith(ends)}
@@ -177,6 +190,10 @@ def _add_features(
         _add_gemma(writer, config, rope)
     if getattr(config, "linear_num_key_heads", 0):
         _add_states(writer, config, rope)
+    if architecture in ("granitehybrid", "nemotron_h"):
+        _add_mamba(writer, config)
+        rotates = getattr(config, "position_embedding_type", None) == "rope"
+        writer.add_rope_scaling_finetuned(rotates)
 
 
 def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
@@ -189,6 +206,18 @@ def _add_states(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[st
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+
+
+def _add_mamba(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+    if config.model_type == "nemotron_h":
+        names = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+    taps, state, groups, heads, head_dim = (getattr(config, name) for name in names)
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
 
 
 def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -241,7 +270,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 
 def _add_experts_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     count = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
-    if not count:
+    if not count or config.model_type == "nemotron_h":  # which says so of all
         return
     writer.add_expert_count(count)
     used = config.top_k_experts if architecture_of(config) == "gemma4" else None
@@ -359,7 +388,9 @@ def parameters_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def is_matrix(target: str, values: np.ndarray) -> bool:
     """Whether a tensor of a file may be quantized; a convolution is none."""
-    return values.ndim > 1 and not target.endswith((".bias", "conv.weight", "conv1d.weight"))
+    return values.ndim > 1 and not target.endswith(
+        (".bias", "conv.weight", "conv1d.weight", *_OF_STATES)
+    )
 
 
 def layout(
@@ -384,6 +415,9 @@ def layout(
     # A convolution of one input for each output is a matrix there, a linear of one output a vector.
     if values.ndim == 3:
         values = values.squeeze(1)
+    if target.endswith(_OF_STATES) and ".linear_attn." not in name:
+        groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+        values = values.reshape(groups if part == "ssm_norm" else len(values), -1)
     return {target: values[0] if part == "ffn_gate_inp_shexp" else values}
 
 
@@ -393,10 +427,16 @@ def _target(name: str, config: PreTrainedConfig) -> str:
         return f"blk.{name.split('.')[2]}.{own}"
     for theirs, converters in _RENAMED.items():
         name = name.removesuffix(theirs) + converters if name.endswith(theirs) else name
+    if config.model_type == "nemotron_h":
+        name = name.replace("model.", "backbone.")
     names = _names_of(architecture_of(config), config.num_hidden_layers)
     target = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert target is not None, name
-    return target
+    return target if _has_experts(config) else target.replace("_shexp", "")
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "num_local_experts", 1))
 
 
 @cache
@@ -461,8 +501,9 @@ def _of_experts(
         parts = {"gate": np.moveaxis(gate, 0, axis), "up": np.moveaxis(up, 0, axis)}
         if is_fused or config.model_type == "gemma4_text":
             parts = {"gate_up": rows}
-    ending = f"{'shexp' if is_shared else 'exps'}.{'bias' if is_bias else 'weight'}"
-    return {f"blk.{name.split('.')[2]}.ffn_{one}_{ending}": part for one, part in parts.items()}
+    which = ("_shexp" if _has_experts(config) else "") if is_shared else "_exps"
+    ending = f"{which}.{'bias' if is_bias else 'weight'}"
+    return {f"blk.{name.split('.')[2]}.ffn_{one}{ending}": part for one, part in parts.items()}
 
 
 def _stored(values: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int) -> np.ndarray:

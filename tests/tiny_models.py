@@ -33,6 +33,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -163,6 +164,35 @@ _GRANITE4 = _GRANITE | {
     "shared_intermediate_size": 80,
     "tie_word_embeddings": True,
 }
+# One layer of attention; 12 heads share B and C, or 6 do.
+_GRANITE4_H = _GRANITE4 | {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 12,
+    "mamba_d_head": "auto",
+    "mamba_expand": 3,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 32,
+}
+_GRANITE4_H_MOE = _GRANITE4_H | {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_n_groups": 2,
+    "mamba_proj_bias": True,
+}
+# The third of four mixers has no MLP behind it.
+_NEMOTRON_H = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mamba", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "chunk_size": 32,
+    "layer_norm_epsilon": 0.1,
+    "time_step_min": 1e-30,  # below which transformers lets no step of a prompt be
+}
 # Layers of two head sizes. The last three read the KV of others: layer 4 that of layer 3, layers 5
 # and 6 that of layer 2.
 _GEMMA4 = {
@@ -209,6 +239,43 @@ _GEMMA4_SENSES = {
         "head_dim": 8,
     },
     "audio_config": None,
+}
+
+
+def _granite4_h_shape(hidden_size: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": hidden_size // 32,
+        "mamba_d_state": 128,
+    }
+
+
+# What published models of Mamba-2 say of their layers.
+STATE_SHAPES: dict[str, dict[str, Any]] = {
+    name: {
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 4096,
+        **shape,
+    }
+    for name, shape in {
+        "granite-4.0-h-micro": _granite4_h_shape(2048, 32, 8),
+        "granite-4.0-h-tiny": _granite4_h_shape(1536, 12, 4),
+        "granite-4.0-h-small": _granite4_h_shape(4096, 32, 8),
+        "Nemotron-H-8B": {
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "num_attention_heads": 32,
+        },
+    }.items()
 }
 # Three layers of convolutions to two of attention.
 _LFM2 = {
@@ -333,6 +400,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         GraniteMoeHybridConfig, _GRANITE4 | {"position_embedding_type": "rope"}
     ),
     "granite4-nope": Architecture(GraniteMoeHybridConfig, _GRANITE4),
+    "granite4-h": Architecture(GraniteMoeHybridConfig, _GRANITE4_H),
+    "granite4-h-moe": Architecture(GraniteMoeHybridConfig, _GRANITE4_H_MOE),
+    "nemotron-h": Architecture(NemotronHConfig, _NEMOTRON_H),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
@@ -472,7 +542,7 @@ def _stir(model: PreTrainedModel) -> None:
     with torch.no_grad():
         _stir_buffers(model)
         for name, parameter in model.named_parameters():
-            if name.endswith("linear_attn.norm.weight"):
+            if name.endswith(("linear_attn.norm.weight", ".D")):
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)

@@ -64,6 +64,8 @@ class _SupportsArray(Protocol):
 
     def __array__(self) -> Any: ...
 
+_Gate: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
+
 # Token ids from 0 to 2**32 - 1 in one dimension. An array costs no Python object for each token.
 _Tokens: TypeAlias = (
     npt.NDArray[np.int32]
@@ -935,7 +937,7 @@ class ShortConvMixer:
 
 @final
 class DeltaMixer:
-    """The gated delta rule of a layer on the CPU: its weights."""
+    """The gated delta rule, or Mamba-2, of a layer on the CPU: its weights."""
 
     def __new__(
         cls,
@@ -947,10 +949,14 @@ class DeltaMixer:
         value_dim: int,
         taps: int,
         tiled: bool = False,
+        alike: int | None = None,
         conv: int,
+        conv_bias: int | None = None,
         decay: int,
         time_bias: int,
         norm: int,
+        skip: int | None = None,
+        eps: float,
         out: PackedLinear,
     ) -> DeltaMixer:
         """The rule between these linears: `value_heads` heads of values share `key_heads` of keys.
@@ -958,7 +964,11 @@ class DeltaMixer:
         Neighbours one, or with `tiled` those that are `key_heads` apart. `in_proj` makes queries,
         keys, values, z, b and a of a token. At the addresses is float32: at `conv` [taps,
         channels], the oldest token's first, at `decay` and `time_bias` [value_heads], at `norm`
-        [value_dim].
+        [value_dim], to whose mean squares `eps` is added.
+
+        With `skip` [value_heads] it is Mamba-2: `in_proj` makes C, B, x, z and dt, and `norm` has a
+        number for all values: a group of it are those of `alike` key heads in a row, which have the
+        same B and C. `conv_bias` is [channels].
         """
 
 @final
@@ -969,7 +979,7 @@ class DenseFeedForward:
         cls,
         *,
         gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         down: PackedLinear,
     ) -> DenseFeedForward:
         """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
@@ -989,7 +999,7 @@ class ExpertsFeedForward:
         scale: float | None = None,
         expert_scales: int | None = None,
         gate_up: PackedLinear,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         down: PackedLinear,
         shared: DenseFeedForward | None = None,
         shared_weight: PackedLinear | None = None,
@@ -1033,7 +1043,7 @@ class OwnInput:
         cls,
         *,
         gate: PackedLinear,
-        activation: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        activation: _Gate,
         out: PackedLinear,
         norm: int,
     ) -> OwnInput:
@@ -1053,7 +1063,7 @@ class DecoderLayer:
         mixer: AttentionMixer | ShortConvMixer | DeltaMixer,
         mixer_out_norm: int | None = None,
         mlp_norm: int | None = None,
-        feed_forward: DenseFeedForward | ExpertsFeedForward | DenseAndExperts,
+        feed_forward: DenseFeedForward | ExpertsFeedForward | DenseAndExperts | None = None,
         mlp_out_norm: int | None = None,
         norm_offset: float,
         own_input: OwnInput | None = None,
@@ -1145,14 +1155,17 @@ class RowOps:
         """
     def gated(
         self,
-        gate: Literal["silu", "gelu_tanh", "clamped_swiglu"],
+        gate: _Gate,
         x: int,
         rows: int,
         width: int,
         x_stride: int,
         out: int,
     ) -> None:
-        """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense."""
+        """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense.
+
+        "squared_relu" is of rows of width numbers alone.
+        """
     def rotate(
         self,
         cos: int,

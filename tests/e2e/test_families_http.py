@@ -26,6 +26,8 @@ FAMILIES = {
     "olmo3": "olmo3",
     "granite": "granite3",
     "granite4": "qwen2",
+    "granite4-h": "qwen2",
+    "nemotron-h": "qwen2",
     "smollm3": "qwen3",
     "ministral3": "ministral3",
     "seed-oss": "seed-oss",

@@ -127,14 +127,33 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], named: 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"num_local_experts": 8}, "num_local_experts 8"),
-        ({"layer_types": ["attention", "mamba"]}, "layer_types 'mamba'"),
+        ({"mamba_d_head": 8}, r"mamba_n_heads \(4\) times mamba_d_head \(8\)"),
+        ({"mamba_n_heads": 8}, "value_dim must be a multiple of 16, got 8"),
+        ({"mamba_n_groups": 3}, r"value_heads must be a multiple of 3 \(key_heads\), got 4"),
+        ({"mamba_d_conv": 9}, "taps must be at most 8"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
+        ({"layer_types": ["mamba"] * 2}, "must leave a layer of attention"),
     ],
 )
-def test_granite_4_with_experts_or_mamba_is_refused(changes: dict[str, Any], named: str) -> None:
-    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 2}
-    with pytest.raises(UnsupportedModelError, match=named):
-        of("GraniteMoeHybrid", shared_intermediate_size=96, **dense | changes)
+def test_mamba_2_that_does_not_fit_is_refused(changes: dict[str, Any], named: str) -> None:
+    sizes = {"shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_expand": 1}
+    dense = {"num_local_experts": 0, "layer_types": ["mamba", "attention"]}
+    with pytest.raises(ConfigError, match=named):
+        of("GraniteMoeHybrid", **sizes | dense | changes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("-M*", "Layers of an MLP that no mixer precedes"),
+        ("M--*", "Layers of an MLP that no mixer precedes"),
+        ("ME*", "layer_types 'moe'"),
+        ("M*", "layers_block_type in the model's config must have all"),
+    ],
+)
+def test_layers_of_nemotron_h_that_do_not_run_are_refused(pattern: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        of("NemotronH", hybrid_override_pattern=pattern, num_hidden_layers=max(3, len(pattern)))
 
 
 def test_a_residual_scale_is_not_for_norms_of_what_is_added() -> None:

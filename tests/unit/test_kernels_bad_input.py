@@ -320,9 +320,11 @@ def delta_layer(**changed: Any) -> DecoderLayer:
         **dict.fromkeys(("key_dim", "value_dim"), 16),
         "taps": 2,
         **dict.fromkeys(("conv", "decay", "time_bias", "norm"), NUMBERS),
+        "eps": 1e-6,
         "out": linear(16, 4),
     }
-    return decoder_layer(mixer=DeltaMixer(**_changed(delta, changed)), **changed)
+    delta = _changed(delta, changed, "alike", "conv_bias", "skip")
+    return decoder_layer(mixer=DeltaMixer(**delta), **changed)
 
 
 STATE = [(0, 0, NUMBERS, 100), (0, 0, NUMBERS + 400, 204)]
@@ -331,13 +333,17 @@ STATE = [(0, 0, NUMBERS, 100), (0, 0, NUMBERS + 400, 204)]
 @pytest.mark.parametrize(
     ("changed", "states", "error", "message"),
     [
-        ({"value_dim": 8}, STATE, ValueError, "value_heads must be a multiple of key_heads, with"),
+        ({"value_dim": 8}, STATE, ValueError, "value_heads must be a multiple of key_heads and"),
         ({"key_heads": 2}, STATE, ValueError, "value_heads must be a multiple of key_heads"),
         ({"taps": 0}, STATE, ValueError, "taps from 1 to 8"),
         ({"key_dim": 2**40}, STATE, ValueError, "value_heads must be"),
         ({"in_proj": linear(4, 65)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
         ({"out": linear(16, 6)}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
         ({"conv": 0}, STATE, ValueError, "conv must be the address of its numbers"),
+        ({"conv_bias": 2}, STATE, ValueError, "conv_bias must be the address of its numbers"),
+        ({"skip": NUMBERS}, STATE, ValueError, r"layers\[0\] must have linears that fit"),
+        ({"alike": 2}, STATE, ValueError, "and these of alike"),
+        ({"eps": "a"}, STATE, TypeError, "eps must be a number"),
         ({}, None, ValueError, "states must have all numbers of the state of layer 0"),
         ({}, STATE[:1], ValueError, "states must have all numbers of the state of layer 0"),
         ({}, [*STATE, (0, 0, NUMBERS, 1)], ValueError, r"states\[2\] must have no more numbers"),
@@ -378,6 +384,11 @@ def test_a_delta_rule_next_to_attention_is_computed() -> None:
     forward([decoder_layer(), delta_layer()], states=states)
 
 
+def test_mamba_2_next_to_attention_is_computed() -> None:
+    numbers = {"skip": NUMBERS, "conv_bias": NUMBERS, "in_proj": linear(4, 65)}
+    forward([decoder_layer(), delta_layer(**numbers)], states=[(1, *rest) for _, *rest in STATE])
+
+
 def forward_and_accept(guesses: Any, accepted: Any) -> None:
     """Of a sequence of one row."""
     stack, attentions = DecoderStack(CPU, "float32", 4, 1e-5, [delta_layer()]), [planned()]
@@ -410,6 +421,7 @@ def test_guesses_that_there_are_not(guesses: Any, accepted: Any, name: str) -> N
         {"gate_up": linear(4, 14)},
         {"down": linear(6, 6)},
         {"qkv": linear(4, 128, "bfloat16")},
+        {"gate": "squared_relu"},
     ],
 )
 def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
@@ -425,6 +437,8 @@ def test_layers_that_do_not_fit(changed: dict[str, Any]) -> None:
         {"mixer_out_norm": NUMBERS},
         {"mlp_out_norm": NUMBERS},
         {"qkv": linear(4, 192), "gated": True},
+        {"gate_up": linear(4, 6), "gate": "squared_relu"},
+        {"feed_forward": None, "mlp_norm": None},
     ],
 )
 def test_layers_may_differ(changed: dict[str, Any]) -> None:
@@ -480,6 +494,10 @@ def test_layers_read_the_keys_of_others_in_their_place() -> None:
         ({"own_input": own_input(gate=linear(6, 2))}, r"layers\[0\] must have linears that fit"),
         ({"own_input": own_input(out=linear(2, 6))}, r"layers\[0\] must have linears that fit"),
         ({"own_input": own_input(out=linear(4, 4))}, r"layers\[0\] must have linears that fit"),
+        *(
+            ({"own_input": own_input(activation="squared_relu", gate=linear(4, size))}, "that fit")
+            for size in (1, 2)
+        ),
     ],
 )
 def test_layers_that_have_less_or_more(changed: dict[str, Any], message: str) -> None:
@@ -506,6 +524,7 @@ def test_a_layer_may_have_experts() -> None:
     [
         {"router": linear(6, 3)},
         {"router": linear(4, 2)},
+        {"gate": "squared_relu"},
         {"gate_up": parted(4, [6] * 4)},
         {"gate_up": linear(4, 36)},
         {"gate_up": parted(4, [6, 12, 6, 12])},

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefixcache.config.engine_config import CacheConfig
-from prefixcache.config.model_config import DeltaConfig, ModelConfig
+from prefixcache.config.model_config import ModelConfig
 from prefixcache.core import PrefixCache
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
@@ -22,6 +22,7 @@ from prefixcache.runner.cuda.attention.registry import make_attention
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.sizing import MemorySize, choose_num_blocks
 from public_shapes import SHAPES
+from tiny_models import STATE_SHAPES
 
 CPU = torch.device("cpu")
 GEMMA_3_1B = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
@@ -274,46 +275,24 @@ def test_a_long_prompt_needs_its_window_and_a_chunk_in_each_window_group() -> No
     assert fitting_tokens(1750, 16, groups, chunk=2048, most=32_768) < 28_000
 
 
-def qwen3_5_of(num_layers: int, kv_heads: int, value_heads: int) -> ModelConfig:
-    layers = tuple(layer for layer in range(num_layers) if layer % 4 != 3)
-    return ModelConfig(
-        architecture="Qwen3_5ForCausalLM",
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=num_layers,
-        num_heads=4 * kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=256,
-        max_position_embeddings=4096,
-        delta=DeltaConfig(
-            layers=layers,
-            key_heads=16,
-            value_heads=value_heads,
-            key_dim=128,
-            value_dim=128,
-            taps=4,
-        ),
-    )
-
-
-# Qwen3.5-0.8B, 4B and 27B, and the bytes of a snapshot, in bfloat16.
-QWEN3_5 = {
-    (24, 2, 16): 20_201_472,
-    (32, 4, 32): 52_690_944,
-    (64, 4, 48): 156_893_184,
+# The bytes of a snapshot.
+SNAPSHOTS = {
+    "Qwen3.5-0.8B": 20_201_472,
+    "Qwen3.5-4B": 52_690_944,
+    "Qwen3.5-27B": 156_893_184,
+    "granite-4.0-h-micro": 78_151_680,
 }
 
 
-@pytest.mark.parametrize(("shape", "snapshot"), QWEN3_5.items())
+@pytest.mark.parametrize(("name", "snapshot"), SNAPSHOTS.items())
 @pytest.mark.parametrize(("block_size", "itemsize"), [(16, 2), (64, 2), (64, 4), (256, 2)])
 def test_a_snapshot_of_states_takes_as_many_blocks_as_hold_it(
-    shape: tuple[int, int, int], snapshot: int, block_size: int, itemsize: int
+    name: str, snapshot: int, block_size: int, itemsize: int
 ) -> None:
-    model = qwen3_5_of(*shape)
+    model = ModelConfig.from_hf((SHAPES | STATE_SHAPES)[name])
     layout = kv_layout(model, block_size, itemsize=itemsize)
     full, *states = layout.groups
-    assert full.layers == tuple(range(3, shape[0], 4))
+    assert full.layers == tuple(sorted({*range(model.num_layers)} - {*model.state_layers}))
     assert layout.num_tensors == len(full.layers)
     assert {group.kind for group in states} == {"state"}
     assert [layer for group in states for layer in group.layers] == [*model.state_layers]
@@ -325,7 +304,7 @@ def test_a_snapshot_of_states_takes_as_many_blocks_as_hold_it(
 def test_no_two_parts_of_states_share_a_number_and_each_layer_has_its_own(
     block_size: int, itemsize: int
 ) -> None:
-    model = qwen3_5_of(24, 2, 16)
+    model = ModelConfig.from_hf(SHAPES["Qwen3.5-0.8B"])
     layout = kv_layout(model, block_size, itemsize=itemsize)
     part_numbers = 2 * block_size * 2 * 256 * itemsize // 4
     ends = dict[tuple[int, int], int]()
@@ -335,9 +314,9 @@ def test_no_two_parts_of_states_share_a_number_and_each_layer_has_its_own(
         assert part.tensor < layout.groups[part.group].num_tensors <= layout.num_tensors
         ends[place] = part.start + part.numbers
         assert ends[place] <= part_numbers
-    assert model.delta is not None
+    assert model.states is not None
     for layer in model.state_layers:
         parts = [part for part in layout.states if part.layer == layer]
-        assert sum(part.numbers for part in parts) == model.delta.state_numbers
+        assert sum(part.numbers for part in parts) == model.states.state_numbers
         places = [(part.group, part.tensor) for part in parts]
         assert places == sorted(places)

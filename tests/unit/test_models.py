@@ -66,7 +66,7 @@ def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form)
 
 
 CHUNKED = ["qwen3", "qwen3-window", "gemma3", "gemma4", "gemma4-large"]
-CHUNKED += ["lfm2", "lfm2-bias", "qwen3.5"]
+CHUNKED += ["lfm2", "lfm2-bias", "qwen3.5", "granite4-h"]
 
 
 @pytest.mark.parametrize("architecture", CHUNKED)
@@ -91,7 +91,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architect
     assert ours == reference_greedy(folder, prompt, 64)
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5"])
+@pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5", "granite4-h"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 17, 18])
 def test_a_convolution_sees_what_there_is_and_what_the_block_before_kept(
@@ -215,6 +215,9 @@ _GEMMA4_PARTS = [
         ("gpt-oss", {"activation": "silu"}),
         ("gpt-oss", {"layer_windows": (24, 24, 24, 24)}),
         ("granite4-nope", {"unrotated_layers": ()}),
+        ("granite4-h", {"unrotated_layers": ()}),
+        ("granite4-h", {"residual_scale": 1.0}),
+        ("nemotron-h", {"unrotated_layers": ()}),
         ("ministral3", {"query_growth": 0.0}),
         ("smollm3", {"unrotated_layers": ()}),
     ],
@@ -255,6 +258,8 @@ def test_a_server_keeps_to_the_factors_of_its_longest_sequences(tiny_checkpoint)
         ("qwen2-moe", "shared_expert_gate.weight", 0.0, 2),
         ("qwen3-next", "shared_expert.down_proj.weight", 0.0, 2),
         ("granite-moe-shared", "shared_mlp.down_proj.weight", 0.0, 2),
+        *(("granite4-h", f"mamba.{part}", 0.0, 2) for part in ("D", "dt_bias", "conv1d.bias")),
+        ("granite4-h", "mamba.norm.weight", 1.0, 2),
     ],
 )
 @pytest.mark.parametrize("form", FORMS)

@@ -19,6 +19,7 @@ from prefixcache.models.gguf.folder import ARCHITECTURES
 from prefixcache.models.gguf.header import DENSE_FORMATS
 from prefixcache.models.quantized import QUANT_FORMATS, quant_block_size
 from public_shapes import SHAPES, Mix, num_bytes, skeleton, tensors_of
+from tiny_models import STATE_SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 WINDOWS = {
@@ -68,9 +69,8 @@ def table_of_families() -> Iterator[str]:
 
 
 def seen_by(family: Family) -> str:
-    if family.recurs:
-        return "gated delta rule"
-    return "short convolutions" if family.convolves else WINDOWS[family.windows]
+    convolutions = "short convolutions" if family.convolves else None
+    return family.recurs or convolutions or WINDOWS[family.windows]
 
 
 def table_of_formats() -> Iterator[str]:
@@ -144,6 +144,25 @@ def table_of_gemma4() -> Iterator[str]:
         )
 
 
+def table_of_states() -> Iterator[str]:
+    names = ("Model", "Snapshot", "KV of a token", "Tokens whose KV take as much")
+    yield rows(*names, "Blocks of a snapshot", "Of them empty")
+    yield rows(*["---"] * 6)
+    qwen = {name: SHAPES[name] for name in ("Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3.5-27B")}
+    for name, shape in (qwen | STATE_SHAPES).items():
+        layout = kv_layout(ModelConfig.from_hf(shape), 64, itemsize=2)
+        snapshot = sum(part.numbers for part in layout.states) * STATE_BYTES
+        block, blocks = layout.bytes_per_block(64, 2), len(layout.groups) - 1
+        yield rows(
+            name,
+            f"{snapshot / 1e6:.1f} MB",
+            f"{block / 64 / 1024:.0f} KiB",
+            f"{snapshot * 64 / block:,.0f}",
+            str(blocks),
+            f"{1 - snapshot / (blocks * block):.1%}",
+        )
+
+
 def page() -> str:
     lines = [
         "# Models",
@@ -186,6 +205,13 @@ def page() -> str:
         "Layers that read the keys and values of another take nothing.",
         "",
         *table_of_gemma4(),
+        "",
+        "## Memory of states",
+        "",
+        "A snapshot has the states of all layers, in float32. It takes blocks of several groups,",
+        "here of 64 tokens in bfloat16. [How to size the cache](explanation/windows.md#states).",
+        "",
+        *table_of_states(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -87,7 +87,10 @@ def _line(info: FileInfo, state: FileState) -> str:
 
 
 def cache(_: Given) -> None:
-    """See, check and remove what --kv-cache-dir and --weights-cache-dir keep."""
+    """See, check and remove kept KV and weights.
+
+    They are in --kv-cache-dir and --weights-cache-dir.
+    """
     click.echo(click.get_current_context().get_help())
 
 

@@ -675,7 +675,7 @@ class EngineConfig(Checked):
 
         A snapshot stands where a step ends, so shorter steps let more prompts that part hit.
         """
-        if model.delta is None:
+        if model.states is None:
             return self
         size = max(self.cache.block_size, self.cache.state_block_size)
         seqs, tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens

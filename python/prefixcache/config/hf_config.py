@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -29,6 +31,10 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONV = "conv"
 LINEAR = "linear_attention"
+_MLP = "mlp"
+_OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
+# Those of `hybrid_override_pattern`.
+_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": "moe"}
 
 _SIZES = (
     "vocab_size",
@@ -110,6 +116,25 @@ _FIELDS: dict[str, Any] = {
     "linear_num_key_heads": PositiveInt,
     "linear_num_value_heads": PositiveInt,
     "linear_heads_tiled": bool,
+    "mamba_n_heads": PositiveInt,
+    "mamba_n_groups": PositiveInt,
+    "mamba_d_head": PositiveInt | Literal["auto"],
+    "mamba_d_state": PositiveInt,
+    "mamba_d_conv": PositiveInt,
+    "mamba_expand": PositiveInt,
+    "mamba_conv_bias": bool,
+    "mamba_proj_bias": bool,
+    "time_step_limit": list[Any],
+    "mamba_num_heads": PositiveInt,
+    "mamba_head_dim": PositiveInt,
+    "n_groups": PositiveInt,
+    "ssm_state_size": PositiveInt,
+    "conv_kernel": PositiveInt,
+    "use_conv_bias": bool,
+    "use_bias": bool,
+    "layer_norm_epsilon": PositiveFloat,
+    "layers_block_type": list[str],
+    "hybrid_override_pattern": str,
     "linear_qkvz_apart": bool,
 }
 _ROPE_FIELDS: dict[str, Any] = {
@@ -183,18 +208,19 @@ class Family:
     `use_sliding_window` switches on; or one for layers that do not rotate, each
     `no_rope_layer_interval`-th, which it switches on too. `layer_types` of a file goes before both.
     `ropes_by_layer` says that ropes go by these types too. With `convolves` layers may be short
-    convolutions; all but `full_attn_idxs` are where the file names no types. With `recurs` layers
-    may be of the gated delta rule; all but each `full_attention_interval`-th are where the file
-    names no types. `spellings` are other
-    names of fields, which go before. Files of a family with `sees_images` may
-    describe, and hold, a model of images next to the one of text. `flags` makes fields of
-    `ModelConfig` of a whole config. `names` are those of modules that are called otherwise than
-    Llama's: of a layer "input_norm", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
+    convolutions; all but `full_attn_idxs` are where the file names no types. Layers may have the
+    recurrence that `recurs` names; all but each `full_attention_interval`-th do where the file
+    names no types. With `lone_parts` a layer of a file is a mixer or an MLP. `spellings` are other
+    names of fields, which go before. Files of a family with `sees_images` may describe, and hold, a
+    model of images next to the one of text. `flags` makes fields of `ModelConfig` of a whole
+    config. `names` are those of modules that are called otherwise than Llama's: of a layer
+    "input_norm", "attention", "mamba", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
     "router", "experts", "selection_bias", "shared", and "qkv" and "gate_up" where these are one
-    tensor; of the model "norm". `rope_kinds` are those of ropes that it knows, `rotates_partly`
-    says that a head may be turned in part. With `fused_experts` checkpoints hold all experts of a
-    layer as one tensor, in which gates and what they let pass take turns or are halves; its blocks
-    may be those of the `quantization` that the file names.
+    tensor; of the model "norm". `prefixes` are other beginnings of tensors' names, and ours.
+    `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a head may be turned
+    in part. With `fused_experts` checkpoints hold all experts of a layer as one tensor, in which
+    gates and what they let pass take turns or are halves; its blocks may be those of the
+    `quantization` that the file names.
     """
 
     model_type: str
@@ -208,12 +234,14 @@ class Family:
     ends_full: bool = False
     ropes_by_layer: bool = False
     convolves: bool = False
-    recurs: bool = False
+    recurs: Literal["gated delta rule", "Mamba-2"] | None = None
+    lone_parts: bool = False
     spellings: Mapping[str, str] = field(default_factory=dict[str, str])
     sees_images: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     fused_experts: Literal["turns", "halves"] | None = None
     quantization: str | None = None
     rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)[:-1]
@@ -296,10 +324,50 @@ def _granite_moe_flags(whole: Any) -> dict[str, Any]:
 
 
 def _granite4_flags(whole: Any) -> dict[str, Any]:
+    heads, values = whole.mamba_n_heads, whole.mamba_expand * whole.hidden_size
+    head_dim = values // heads if whole.mamba_d_head == "auto" else whole.mamba_d_head
+    if LINEAR in whole.layer_types and heads * head_dim != values:
+        raise ConfigError(
+            f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) in the model's config must "
+            f"be mamba_expand times hidden_size ({values})."
+        )
     rotates = whole.position_embedding_type == "rope"
-    return _granite_flags(whole) | {
-        "intermediate_size": whole.shared_intermediate_size,
-        "unrotated_layers": () if rotates else tuple(range(whole.num_hidden_layers)),
+    dense = {} if whole.num_local_experts else {"intermediate_size": whole.shared_intermediate_size}
+    unrotated = () if rotates else tuple(range(whole.num_hidden_layers))
+    found = _granite_moe_flags(whole) | _mamba_flags(whole, head_dim) | dense
+    return found | {"unrotated_layers": unrotated}
+
+
+# In each spelling of infinity.
+_NO_TIME_LIMITS = (None, [0, inf], [0, {"__float__": "Infinity"}])
+
+
+def _mamba_flags(whole: Any, head_dim: int) -> dict[str, Any]:
+    layers = tuple(i for i, kind in enumerate(whole.layer_types) if kind == LINEAR)
+    if not layers:
+        return {}
+    if whole.time_step_limit not in _NO_TIME_LIMITS:
+        raise UnsupportedModelError(
+            f"time_step_limit {whole.time_step_limit!r} is not supported. Supported: 0, infinity."
+        )
+    mamba = {
+        "layers": layers,
+        "key_heads": whole.mamba_n_groups,
+        "value_heads": whole.mamba_n_heads,
+        "key_dim": whole.mamba_d_state,
+        "value_dim": head_dim,
+        "taps": whole.mamba_d_conv,
+        "conv_bias": whole.mamba_conv_bias,
+        "bias": whole.mamba_proj_bias,
+    }
+    return {"mamba": mamba}
+
+
+def _nemotron_h_flags(whole: Any) -> dict[str, Any]:
+    return _mamba_flags(whole, whole.mamba_d_head) | {
+        "activation": "squared_relu",
+        "bare_layers": whole.bare_layers,
+        "unrotated_layers": tuple(range(whole.num_hidden_layers)),
     }
 
 
@@ -465,7 +533,7 @@ _QWEN3_5 = Family(
         "linear_num_value_heads": 32,
     },
     biases=("attention_bias",),
-    recurs=True,
+    recurs="gated delta rule",
     sees_images=True,
     rotates_partly=True,
     flags=_qwen3_5_flags,
@@ -796,20 +864,83 @@ FAMILIES: dict[str, Family] = {
         model_type="granitemoeshared",
         defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
     ),
-    # Those of Granite 4 that are dense: without experts, and without layers that are Mamba's.
-    "GraniteMoeHybridForCausalLM": Family(
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE_MOE,
         model_type="granitemoehybrid",
-        defaults=_GRANITE_DEFAULTS | {"position_embedding_type": None, "intermediate_size": None},
-        required=(
-            *_OTHER_SIZES,
-            "shared_intermediate_size",
-            "num_local_experts",
-            "layer_types",
-        ),
-        refused=("num_local_experts",),
-        biases=("attention_bias",),
+        defaults=_GRANITE_DEFAULTS
+        | {
+            "position_embedding_type": None,
+            "intermediate_size": None,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": None,
+        },
+        required=(*_OTHER_SIZES, "shared_intermediate_size", "num_local_experts", "layer_types"),
+        recurs="Mamba-2",
         flags=_granite4_flags,
-        names={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        # Of the shared expert, which is all that there is where there are no others.
+        names={
+            **_GRANITE_MOE.names,
+            **{one: f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
+        },
+    ),
+    "NemotronHForCausalLM": Family(
+        model_type="nemotron_h",
+        required=tuple(size for size in _SIZES if size != "num_hidden_layers"),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": None,
+        },
+        biases=("mlp_bias",),
+        refused=("attention_bias", "sliding_window"),
+        ignored=("mamba_proj_bias",),
+        recurs="Mamba-2",
+        lone_parts=True,
+        spellings={
+            "mamba_num_heads": "mamba_n_heads",
+            "n_groups": "mamba_n_groups",
+            "mamba_head_dim": "mamba_d_head",
+            "ssm_state_size": "mamba_d_state",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+            "use_bias": "mamba_proj_bias",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "layers_block_type": "layer_types",
+        },
+        activation=("mlp_hidden_act", "relu2"),
+        flags=_nemotron_h_flags,
+        names={
+            "input_norm": "norm",
+            "mlp_norm": "norm",
+            "attention": "mixer",
+            "mamba": "mixer",
+            "out": "mixer.o_proj",
+            "up": "mixer.up_proj",
+            "down": "mixer.down_proj",
+        },
+        prefixes={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
+            "model.embeddings.": "model.embed_tokens.",
+            "model.norm_f.": "model.norm.",
+            "backbone.": "model.",
+        },
     ),
     "Lfm2ForCausalLM": Family(
         model_type="lfm2",
@@ -914,6 +1045,8 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     if "sliding_window" in source and source["sliding_window"] is None:
         given["sliding_window"] = None
     given |= {ours: given[theirs] for theirs, ours in family.spellings.items() if theirs in given}
+    if family.lone_parts:
+        given |= _whole_layers(given)
     for name in family.required:
         if name not in given:
             raise ConfigError(f"The model's config lacks {name}.")
@@ -1055,11 +1188,29 @@ def _rope(family: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
     return _read(_ROPE_FIELDS, rope) | {"rope_type": kind}
 
 
+def _whole_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of a mixer, and of the MLP that follows it: `bare_layers` are those without one."""
+    pattern = [_LETTERS.get(one, one) for one in given.get("hybrid_override_pattern", "")]
+    kinds: list[str] = given.get("layer_types", pattern)
+    if len(kinds) != given.get("num_hidden_layers", len(kinds)) or not kinds:
+        raise ConfigError("layers_block_type in the model's config must have all of its layers.")
+    starts = [i for i, kind in enumerate(kinds) if kind != _MLP]
+    if starts[:1] != [0] or any(b - a > 2 for a, b in pairwise([*starts, len(kinds)])):
+        raise UnsupportedModelError("Layers of an MLP that no mixer precedes are not supported.")
+    bare = (i for i, (a, b) in enumerate(pairwise([*starts, len(kinds)])) if b - a == 1)
+    mixers = [kinds[start] for start in starts]
+    return {
+        "layer_types": mixers,
+        "num_hidden_layers": len(mixers),
+        "bare_layers": tuple(bare),
+    }
+
+
 def _check_layer_types(family: Family, given: dict[str, Any]) -> None:
     types: list[str] | None = given.get("layer_types")
     if types is None:
         return
-    types = given["layer_types"] = [FULL if kind == "attention" else kind for kind in types]
+    types = given["layer_types"] = [_OLD_LAYER_TYPES.get(kind, kind) for kind in types]
     known = (FULL, CONV if family.convolves else LINEAR if family.recurs else SLIDING)
     if unknown := [kind for kind in types if kind not in known]:
         raise UnsupportedModelError(

@@ -24,12 +24,13 @@ from prefixcache.config.hf_config import (
 )
 from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
 
 # Tokens that a convolution of the kernels is made of, at most.
 _MAX_TAPS = 8
-# Heads of the delta rule's kernel are multiples of this.
+# Heads of the kernel of states are multiples of this, and as many of Mamba-2 are computed together.
 _HEAD_STEP = 16
+_MAMBA_RUN = 8
 
 # How fields of a rope are called in a config.json; the others have one name.
 _HF_ROPE_NAMES = {
@@ -122,13 +123,11 @@ class ExpertsConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig(Checked):
-    """The gated delta rule of `layers`, in the place of attention.
+class StateConfig(Checked):
+    """A recurrence of `layers`, in the place of attention.
 
     `value_heads` heads of `value_dim` numbers share `key_heads` heads of queries and keys of
-    `key_dim` numbers: neighbours one, or where they are `tiled` those that are `key_heads` apart.
-    All pass a convolution over the last `taps` tokens first. `by_key_head` says that checkpoints
-    have all that is of a key head together: b and a, and without `qkvz_apart` the others too.
+    `key_dim` numbers, neighbours one. All pass a convolution over the last `taps` tokens first.
     """
 
     layers: tuple[Count, ...]
@@ -137,24 +136,23 @@ class DeltaConfig(Checked):
     key_dim: PositiveInt
     value_dim: PositiveInt
     taps: PositiveInt
-    tiled: bool = False
-    by_key_head: bool = False
-    qkvz_apart: bool = False
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if self.value_heads % self.key_heads:
-            raise FieldError(
-                "value_heads",
-                f"must be a multiple of {self.key_heads} (key_heads), got {self.value_heads}.",
-            )
+        self._check_multiple("value_heads", self.key_heads, " (key_heads)")
         for name in ("key_dim", "value_dim"):
-            if getattr(self, name) % _HEAD_STEP:
-                raise FieldError(
-                    name, f"must be a multiple of {_HEAD_STEP}, got {getattr(self, name)}."
-                )
+            self._check_multiple(name, _HEAD_STEP)
         if self.taps > _MAX_TAPS:
             raise FieldError("taps", f"must be at most {_MAX_TAPS}, got {self.taps}.")
+
+    def _check_multiple(self, name: str, of: int, named: str = "") -> None:
+        if getattr(self, name) % of:
+            raise FieldError(name, f"must be a multiple of {of}{named}, got {getattr(self, name)}.")
+
+    @property
+    def alike(self) -> int:
+        """Parts that a key head's value heads are computed in, each with queries and keys."""
+        return 1
 
     @property
     def channels(self) -> int:
@@ -168,8 +166,43 @@ class DeltaConfig(Checked):
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a layer's state: its matrices, and what the convolution needs of tokens."""
-        return self.values * self.key_dim + (self.taps - 1) * self.channels
+        """Numbers of a layer's state: its matrices, and what the convolution needs of tokens.
+
+        Each part of a key head's value heads has a copy of what it needs of queries and keys.
+        """
+        kept = 2 * self.alike * self.key_heads * self.key_dim + self.values
+        return self.values * self.key_dim + (self.taps - 1) * kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig(StateConfig):
+    """The gated delta rule.
+
+    Value heads of a key head are `key_heads` apart where they are `tiled`. `by_key_head` says that
+    checkpoints have all that is of a key head together: b and a, and without `qkvz_apart` the
+    others too.
+    """
+
+    tiled: bool = False
+    by_key_head: bool = False
+    qkvz_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(StateConfig):
+    """Mamba-2, whose x are the values, B the keys and C the queries.
+
+    `conv_bias` says whether the convolution has a bias, `bias` whether the linears around have one.
+    """
+
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def alike(self) -> int:
+        """As many parts as have at most 8 value heads, all of them the same number."""
+        heads = self.value_heads // self.key_heads
+        return heads // max(n for n in range(1, _MAMBA_RUN + 1) if heads % n == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +251,8 @@ class ModelConfig(Checked):
     end. Logits x become `logits_softcap` * tanh(x / `logits_softcap`), where it is given.
     `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
     attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
-    those that `delta` names.
+    those that `delta` or `mamba` names, of which there is one at most. `bare_layers` have no MLP.
+    An MLP of the activation "squared_relu" has no gates.
     `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
     """
 
@@ -244,6 +278,8 @@ class ModelConfig(Checked):
     conv_taps: Count = 0
     conv_bias: bool = False
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    bare_layers: tuple[Count, ...] = ()
     norm_offset: float = 0.0
     sandwich_norms: bool = False
     input_norms: bool = True
@@ -322,9 +358,14 @@ class ModelConfig(Checked):
                 raise FieldError(name, f"of the rope must have {rotated // 2} entries.")
 
     @property
+    def states(self) -> DeltaConfig | MambaConfig | None:
+        """What layers with a state compute, where there are some."""
+        return self.delta or self.mamba
+
+    @property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers of the gated delta rule."""
-        return () if self.delta is None else self.delta.layers
+        """The layers with a state."""
+        return () if self.states is None else self.states.layers
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens the layer sees, None for all."""
@@ -435,6 +476,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         flags["experts"] = ExpertsConfig(**flags["experts"])
     if "delta" in flags:
         flags["delta"] = DeltaConfig(**flags["delta"])
+    if "mamba" in flags:
+        flags["mamba"] = MambaConfig(**flags["mamba"])
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,

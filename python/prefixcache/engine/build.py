@@ -216,7 +216,7 @@ def _make_scheduler(
         step_times=StepTimeModel() if max_step_ms else None,
         max_step_ms=max_step_ms,
         drafter=_make_drafter(config.speculation),
-        computes_once=model.delta is not None,
+        computes_once=model.states is not None,
     )
 
 

@@ -240,8 +240,8 @@ def _states(model: ModelConfig, group: int, num_tensors: int, most: int) -> Iter
     """The states of all layers one after the other, `most` numbers a tensor, from `group` on."""
     tensor = start = 0
     for layer in model.state_layers:
-        assert model.delta is not None
-        left = model.delta.state_numbers
+        assert model.states is not None
+        left = model.states.state_numbers
         while left:
             numbers = min(left, most - start)
             yield StatePart(layer, group, tensor, start, numbers)

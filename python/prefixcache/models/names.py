@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prefixcache.config.hf_config import FAMILIES
 from prefixcache.config.model_config import ModelConfig
@@ -37,6 +37,7 @@ class TensorNames:
         unread = {name for i in range(config.num_layers) for name in _unread(config, i)}
         self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
+        self._prefixes = FAMILIES[config.architecture].prefixes
         self.fused_experts: RowOrder | None = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
@@ -48,7 +49,8 @@ class TensorNames:
         if self._sees_images:
             if name.startswith((*_SENSE_PREFIXES, _GUESSING_PREFIX)):
                 return None
-            name = _text_name(name)
+            name = _renamed(name, _TEXT_PREFIXES)
+        name = _renamed(name, self._prefixes)
         return None if name in self._copies else name
 
 
@@ -58,8 +60,8 @@ def _unread(config: ModelConfig, layer: int) -> Iterator[str]:
             yield f"model.layers.{layer}.self_attn.{part}.weight"
 
 
-def _text_name(name: str) -> str:
-    for prefix, own in _TEXT_PREFIXES.items():
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, own in prefixes.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name

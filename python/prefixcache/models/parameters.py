@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeAlias
@@ -16,7 +16,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from prefixcache.config.hf_config import FAMILIES
-from prefixcache.config.model_config import Activation, DeltaConfig, ExpertsConfig, ModelConfig
+from prefixcache.config.model_config import (
+    Activation,
+    DeltaConfig,
+    ExpertsConfig,
+    MambaConfig,
+    ModelConfig,
+)
 from prefixcache.models.arrays import Array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
@@ -144,47 +150,11 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvShape:
-    """A convolution over the last `taps` tokens, each of E channels alone, between two linears.
-
-    `in_proj` makes a token's gates B and C, and x. The tensors of the convolution go by `name`.
-    """
+class ProjectedShape:
+    """What a mixer between two linears has, whose own tensors begin with `name`."""
 
     in_proj: LinearShape
     name: str
-    taps: int
-    bias: bool
-    out: LinearShape
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (self.in_proj, self.out)
-
-    @property
-    def norms(self) -> tuple[NormShape | None, ...]:
-        """It has none of its own."""
-        return ()
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        channels = self.out.inputs
-        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
-        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaShape:
-    """The gated delta rule between two linears: see `DeltaConfig`.
-
-    `in_proj` makes a token's queries, keys and values, z, b and a. The tensors of the rule itself
-    begin with `name`, and are kept in float32.
-    """
-
-    in_proj: LinearShape
-    name: str
-    delta: DeltaConfig
     out: LinearShape
 
     @property
@@ -197,21 +167,72 @@ class DeltaShape:
         """It has none that is like others."""
         return ()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvShape(ProjectedShape):
+    """A convolution over the last `taps` tokens, each of E channels alone.
+
+    `in_proj` makes a token's gates B and C, and x.
+    """
+
+    taps: int
+    bias: bool
+
     @property
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
-        delta = self.delta
-        return {
-            f"{self.name}.conv1d.weight": (delta.channels, 1, delta.taps),
-            f"{self.name}.A_log": (delta.value_heads,),
-            f"{self.name}.dt_bias": (delta.value_heads,),
-            f"{self.name}.norm.weight": (delta.value_dim,),
+        channels = self.out.inputs
+        bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
+        return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape(ProjectedShape):
+    """The gated delta rule or Mamba-2: see `StateConfig`.
+
+    `in_proj` makes a token's queries, keys and values, z, b of the delta rule, and a. The tensors
+    of the rule itself are kept in float32.
+    """
+
+    states: DeltaConfig | MambaConfig
+
+    @property
+    def mamba(self) -> MambaConfig | None:
+        """The recurrence, where it is Mamba-2."""
+        return self.states if isinstance(self.states, MambaConfig) else None
+
+    @property
+    def channels(self) -> Pieces | None:
+        """Where a checkpoint has another order of them: values, keys and queries."""
+        if self.mamba is None:
+            return None
+        keys = self.mamba.key_heads * self.mamba.key_dim
+        return Pieces(1, (self.mamba.values, keys, keys), (2, 1, 0))
+
+    @property
+    def own(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the rule's tensors, whose names go without the mixer's."""
+        states, mamba = self.states, self.mamba
+        found: dict[str, tuple[int, ...]] = {
+            "conv1d.weight": (states.channels, 1, states.taps),
+            "A_log": (states.value_heads,),
+            "dt_bias": (states.value_heads,),
+            "norm.weight": (states.value_dim if mamba is None else mamba.values,),
         }
+        if mamba is not None:
+            found |= {"conv1d.bias": (mamba.channels,)} if mamba.conv_bias else {}
+            found["D"] = (mamba.value_heads,)
+        return found
+
+    @property
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of no linear and no norm."""
+        return {f"{self.name}.{name}": shape for name, shape in self.own.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
-    """A gated MLP: `gate_up` has the gates, then what they let pass."""
+    """An MLP: `gate_up` has the gates, if it is gated, then what they let pass."""
 
     gate_up: LinearShape
     down: LinearShape
@@ -317,7 +338,7 @@ class OwnInputsShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """A mixer, then a feed-forward, each with a residual connection; then its own input, if any.
+    """A mixer, then a feed-forward if any, each with a residual connection; then its own input.
 
     In the end the stream is multiplied by `scale`, where there is one. Where there are norms,
     `input_norm` and `mlp_norm` are of what the two read, `mixer_out_norm` and `mlp_out_norm` of
@@ -325,10 +346,10 @@ class LayerShape:
     """
 
     input_norm: NormShape | None
-    mixer: AttentionShape | ConvShape | DeltaShape
+    mixer: AttentionShape | ConvShape | StateShape
     mixer_out_norm: NormShape | None
     mlp_norm: NormShape | None
-    feed_forward: DenseShape | ExpertsShape | DenseAndExpertsShape
+    feed_forward: DenseShape | ExpertsShape | DenseAndExpertsShape | None
     mlp_out_norm: NormShape | None
     own_input: OwnInputShape | None
     scale: VectorShape | None
@@ -338,7 +359,8 @@ class LayerShape:
         """In the order in which a token passes them."""
         own = self.own_input
         after = () if own is None else (own.gate, own.out)
-        return (*self.mixer.linears, *self.feed_forward.linears, *after)
+        made = () if self.feed_forward is None else self.feed_forward.linears
+        return (*self.mixer.linears, *made, *after)
 
     @property
     def norms(self) -> Iterator[NormShape]:
@@ -353,8 +375,8 @@ class LayerShape:
     def others(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a checkpoint's tensors of no linear and no norm."""
         scale = {} if self.scale is None else {self.scale.name: (self.scale.width,)}
-        experts = self.feed_forward
-        of_experts = {} if isinstance(experts, DenseShape) else experts.others
+        made = self.feed_forward
+        of_experts = {} if made is None or isinstance(made, DenseShape) else made.others
         return self.mixer.others | scale | of_experts
 
 
@@ -416,26 +438,36 @@ class DecoderShape:
 
 
 def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
-    prefix = f"model.layers.{layer}"
+    number, has_mlp = _number(config, layer), layer not in config.bare_layers
+    prefix = mlp_prefix = f"model.layers.{number}"
+    if FAMILIES[config.architecture].lone_parts:
+        mlp_prefix = f"model.layers.{number + 1}"
 
-    def norm(name: str) -> NormShape:
+    def norm(name: str, prefix: str = prefix) -> NormShape:
         return NormShape(config.hidden_size, {f"{prefix}.{name}": 1})
 
     # "post-attention" is another norm where there are four.
     sandwich, names = config.sandwich_norms, _names(config)
-    feed_forward = _feed_forward(config, layer, prefix)
-    reads_normed = config.input_norms and not isinstance(feed_forward, DenseAndExpertsShape)
+    feed_forward = _feed_forward(config, layer, mlp_prefix) if has_mlp else None
+    reads_normed = config.input_norms and isinstance(feed_forward, DenseShape | ExpertsShape)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return LayerShape(
         input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
         mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
-        mlp_norm=norm(names.get("mlp_norm", mlp_norm)) if reads_normed else None,
+        mlp_norm=norm(names.get("mlp_norm", mlp_norm), mlp_prefix) if reads_normed else None,
         feed_forward=feed_forward,
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         own_input=_own_input(config, prefix) if config.own_input_size else None,
         scale=VectorShape(f"{prefix}.layer_scalar", 1) if config.layer_scales else None,
     )
+
+
+def _number(config: ModelConfig, layer: int) -> int:
+    """The layer's in a checkpoint, where MLPs may be layers too."""
+    if not FAMILIES[config.architecture].lone_parts:
+        return layer
+    return layer + sum(before not in config.bare_layers for before in range(layer))
 
 
 def _own_input(config: ModelConfig, prefix: str) -> OwnInputShape:
@@ -460,11 +492,13 @@ def _own_inputs(config: ModelConfig) -> OwnInputsShape:
 
 def _mixer(
     config: ModelConfig, layer: int, prefix: str, ropes: tuple[int, ...]
-) -> AttentionShape | ConvShape | DeltaShape:
+) -> AttentionShape | ConvShape | StateShape:
     if layer in config.conv_layers:
         return _conv(config, prefix)
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
+    if config.mamba is not None and layer in config.mamba.layers:
+        return _mamba(config, config.mamba, f"{prefix}.{_names(config).get('mamba', 'mamba')}")
     return _attention(config, layer, prefix, ropes)
 
 
@@ -491,7 +525,8 @@ def _attention(
     if config.output_gate:
         counts["q"] += heads
         pieces[f"{prefix}.self_attn.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
-    qkv = {f"{prefix}.self_attn.{one}_proj": count * head_dim for one, count in counts.items()}
+    base = f"{prefix}.{names.get('attention', 'self_attn')}"
+    qkv = {f"{base}.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
     q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
@@ -526,7 +561,7 @@ def _conv(config: ModelConfig, prefix: str) -> ConvShape:
     )
 
 
-def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
+def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> StateShape:
     heads, each = delta.key_heads, delta.value_heads // delta.key_heads
     outputs = {"qkv": delta.channels, "z": delta.values}
     pieces: dict[str, Pieces] = {}
@@ -540,11 +575,25 @@ def _delta(config: ModelConfig, delta: DeltaConfig, name: str) -> DeltaShape:
     else:
         outputs |= dict.fromkeys("ba", delta.value_heads)
     parts = {f"{name}.in_proj_{part}": count for part, count in outputs.items()}
-    return DeltaShape(
+    return StateShape(
         in_proj=LinearShape(config.hidden_size, parts, pieces=pieces),
         name=name,
-        delta=delta,
+        states=delta,
         out=LinearShape(delta.values, {f"{name}.out_proj": config.hidden_size}),
+    )
+
+
+def _mamba(config: ModelConfig, mamba: MambaConfig, name: str) -> StateShape:
+    keys, heads, values = mamba.key_heads * mamba.key_dim, mamba.value_heads, mamba.values
+    # z, x, B, C and dt, which here are C, B, x, z and dt.
+    pieces = Pieces(1, (values, values, keys, keys, heads), (3, 2, 1, 0, 4))
+    in_proj, hidden = f"{name}.in_proj", config.hidden_size
+    outputs = {in_proj: sum(pieces.sizes)}
+    return StateShape(
+        in_proj=LinearShape(hidden, outputs, mamba.bias, {in_proj: pieces}),
+        name=name,
+        states=mamba,
+        out=LinearShape(values, {f"{name}.out_proj": hidden}, mamba.bias),
     )
 
 
@@ -611,18 +660,22 @@ def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]
     hidden = config.hidden_size
     down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
     return DenseShape(
-        gate_up=LinearShape(hidden, _gate_up(prefix, names, size), config.mlp_bias),
+        gate_up=LinearShape(
+            hidden,
+            _gate_up(prefix, names, size, is_gated=config.activation != "squared_relu"),
+            config.mlp_bias,
+        ),
         down=LinearShape(size, {down: hidden}, config.mlp_bias),
         activation=config.activation,
     )
 
 
-def _gate_up(prefix: str, names: Mapping[str, str], size: int) -> dict[str, int]:
+def _gate_up(prefix: str, names: Mapping[str, str], size: int, *, is_gated: bool) -> dict[str, int]:
     """One tensor where it has a name, else two."""
     if "gate_up" in names:
         return {f"{prefix}.{names['gate_up']}": 2 * size}
-    parts = names.get("gate", "mlp.gate_proj"), names.get("up", "mlp.up_proj")
-    return {f"{prefix}.{part}": size for part in parts}
+    parts = [names.get(one, f"mlp.{one}_proj") for one in ("gate", "up")]
+    return {f"{prefix}.{part}": size for part in (parts if is_gated else parts[1:])}
 
 
 def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
@@ -707,42 +760,64 @@ def conv_slots(
         yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """What a delta rule computes with, float32: of numpy or of torch.
+_STATE_FIELDS = {
+    "conv1d.weight": "conv",
+    "conv1d.bias": "conv_bias",
+    "A_log": "decay",
+    "dt_bias": "time_bias",
+    "D": "skip",
+    "norm.weight": "norm",
+}
 
-    `decay` are e^A_log of each value head, `conv` is [taps, channels].
+
+@dataclass(frozen=True, slots=True)
+class StateWeights:
+    """What a recurrence computes with, float32: of numpy or of torch.
+
+    `decay` are e^A_log of each value head, `conv` is [taps, channels]. Mamba-2 has a `skip` of each
+    value head, and may have a `conv_bias` of each channel.
     """
 
     conv: Any
     decay: Any
     time_bias: Any
     norm: Any
+    conv_bias: Any = None
+    skip: Any = None
 
     @classmethod
-    def of(cls, shape: DeltaShape, empty: Callable[..., Any]) -> DeltaWeights:
+    def of(cls, shape: StateShape, empty: Callable[..., Any]) -> StateWeights:
         """Unfilled; `empty` makes an array of a shape."""
-        delta = shape.delta
-        heads = (delta.value_heads,)
-        return cls(
-            empty((delta.taps, delta.channels)),
-            empty(heads),
-            empty(heads),
-            empty((delta.value_dim,)),
-        )
+        sizes = {_STATE_FIELDS[name]: size for name, size in shape.own.items()}
+        channels, _, taps = sizes.pop("conv")
+        return cls(empty((taps, channels)), **{name: empty(size) for name, size in sizes.items()})
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Those that there are."""
+        found = (getattr(self, one.name) for one in fields(self))
+        return [one for one in found if one is not None]
 
     def slots(
-        self, shape: DeltaShape, write: Callable[[Any, Array], None]
+        self, shape: StateShape, write: Callable[[Any, Array], None]
     ) -> Iterator[tuple[str, Slot]]:
         """Where the tensors go; `write` fills an array."""
-        writes: tuple[Callable[[Array], None], ...] = (
-            lambda conv_C1L: write(self.conv.T, conv_C1L[:, 0]),
-            partial(_write_exp, partial(write, self.decay)),
-            partial(write, self.time_bias),
-            partial(write, self.norm),
-        )
-        for (name, size), fill in zip(shape.others.items(), writes, strict=True):
-            yield name, Slot(size, partial(_copy_numbers, fill), lambda: "float32")
+        for name, size in shape.own.items():
+            fill: Callable[[Any], None] = partial(write, getattr(self, _STATE_FIELDS[name]))
+            if name == "conv1d.weight":
+                fill = partial(_write_channels, partial(write, self.conv.T))
+            elif name == "A_log":
+                fill = partial(_write_exp, fill)
+            if name.startswith("conv1d"):
+                fill = partial(_in_order, shape.channels, fill)
+            yield (
+                f"{shape.name}.{name}",
+                Slot(size, partial(_copy_numbers, fill), lambda: "float32"),
+            )
+
+
+def _write_channels(write: Callable[[Array], None], conv_C1L: Array) -> None:
+    write(conv_C1L[:, 0])
 
 
 def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
@@ -766,7 +841,7 @@ def _write_scaled(write: Callable[[Array], None], factor: np.float32, numbers: A
 
 def _in_order(
     pieces: Pieces | None,
-    write: Callable[[Array | QuantizedTensor], None],
+    write: Callable[[Any], None],
     tensor: Array | QuantizedTensor,
 ) -> None:
     """Writes outputs with pieces of a kind together."""

@@ -1,5 +1,5 @@
-//! Time of the gated delta rule with the heads of Qwen3.5-0.8B, for all of its 18 layers:
-//! `delta_speed [tokens]...`, from a state that lies in a block.
+//! Time of the gated delta rule with the heads of Qwen3.5-0.8B, for all of its 18 layers, or of Mamba-2 with
+//! those of granite-4.0-h-micro, for as many: `delta_speed [mamba] [tokens]...`, from a state that lies in a block.
 
 use prefixcache_attention::{
     Attention, BlockTables, DeltaHeads, DeltaRule, Plan, StatePart, delta_rule,
@@ -21,27 +21,41 @@ fn main() {
         .skip(1)
         .filter_map(|one| one.parse().ok())
         .collect();
-    let heads = DeltaHeads {
+    let mut heads = DeltaHeads {
         key_heads: 16,
         value_heads: 16,
         key_dim: 128,
         value_dim: 128,
         taps: 4,
         tiled: false,
+        alike: 1,
+        corrects: true,
     };
+    if std::env::args().any(|one| one == "mamba") {
+        heads = DeltaHeads {
+            key_heads: 8,
+            value_heads: 64,
+            value_dim: 64,
+            alike: 8,
+            corrects: false,
+            ..heads
+        };
+    }
     let numbers = |count: usize| -> Vec<f32> {
         (0..count)
             .map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5)
             .collect()
     };
     let (conv, small) = (numbers(4 * heads.channels()), numbers(128));
-    let decay = [0.5; 16];
+    let decay = [0.5; 64];
     let rule = DeltaRule {
         heads,
         conv: Rows::new(&conv, heads.channels()),
-        decay: &decay,
-        time_bias: &small[..16],
+        conv_bias: None,
+        decay: &decay[..heads.value_heads],
+        time_bias: &small[..heads.value_heads],
         norm: &small,
+        skip: &decay[..heads.value_heads],
         eps: 1e-6,
     };
     let (form, team) = (Form::detect(), Team::new(1).expect("a thread"));

@@ -1,5 +1,5 @@
-//! The gated delta rule with the short convolution before it and the gated norm after it, from and to states
-//! that lie in the paged cache.
+//! The gated delta rule and Mamba-2's recurrence, each with the short convolution before it and the gate after
+//! it, from and to states that lie in the paged cache.
 //!
 //! A layer has `key_heads` heads of queries and keys, each shared by `value_heads / key_heads` heads of values. A
 //! value head keeps a matrix S of [`key_dim`, `value_dim`] numbers. A token's queries, keys and values pass a
@@ -9,6 +9,14 @@
 //! S = S * e^-(A * ln(1 + e^(a + time_bias)))     decay, with a of the token
 //! S = S + k (v - k S) / (1 + e^-b)               the delta rule, with b of the token
 //! out = norm(q S / sqrt(key_dim)) * silu(z)      with z of the token
+//! ```
+//!
+//! Mamba-2 does not correct what is known of a key, and has another gate. Its C are the queries, its B the keys, its
+//! x the values, all as they leave the convolution, and t = ln(1 + e^(a + time_bias)):
+//!
+//! ```text
+//! S = S * e^-(A * t) + k v * t
+//! out = (q S + skip * v) * silu(z)               a norm of several heads follows
 //! ```
 //!
 //! **The cache.** A block of a sequence keeps the state after the last token that was computed in it, in `f32`: the
@@ -62,6 +70,12 @@ pub struct DeltaHeads {
     pub taps: usize,
     /// Value heads of a key head are `key_heads` apart, and not neighbours: what GGUF files have.
     pub tiled: bool,
+    /// Key heads in a row that have the same queries and keys: so their value heads are computed apart, and each
+    /// keeps what the convolution needs of both.
+    pub alike: usize,
+    /// Whether a value is corrected by what is known of its key, which queries and keys of length 1 are for: the
+    /// delta rule. Mamba-2 does not.
+    pub corrects: bool,
 }
 
 impl DeltaHeads {
@@ -77,12 +91,18 @@ impl DeltaHeads {
         sizes.iter().all(|size| (1..=1 << 14).contains(size))
             && self.value_heads.is_multiple_of(self.key_heads)
             && dims.iter().all(|dim| dim.is_multiple_of(HEAD_STEP))
+            && (self.alike > 0 && self.key_heads.is_multiple_of(self.alike))
             && (1..=MAX_TAPS).contains(&self.taps)
     }
 
     /// Numbers of a token that pass the convolution: queries, keys and values.
     pub fn channels(&self) -> usize {
-        2 * self.key_heads * self.key_dim + self.values()
+        2 * self.keys() + self.values()
+    }
+
+    /// Numbers of a token's queries, and of its keys.
+    fn keys(&self) -> usize {
+        self.key_heads / self.alike * self.key_dim
     }
 
     /// Numbers of a token's values.
@@ -90,9 +110,9 @@ impl DeltaHeads {
         self.value_heads * self.value_dim
     }
 
-    /// Numbers of a token's row: queries, keys, values, z, b and a.
+    /// Numbers of a token's row: queries, keys, values, z, b where values are corrected, and a.
     pub fn inputs(&self) -> usize {
-        self.channels() + self.values() + 2 * self.value_heads
+        self.channels() + self.values() + (1 + usize::from(self.corrects)) * self.value_heads
     }
 
     /// Numbers of a layer's state.
@@ -131,9 +151,9 @@ impl DeltaHeads {
 
     /// Where queries, keys and values of a key head stand in a token's row.
     fn columns(&self, head: usize) -> impl Iterator<Item = Range<usize>> {
-        let heads = *self;
-        let keys = self.key_heads * self.key_dim;
-        let of_keys = [0, keys].map(|first| (first + head * self.key_dim, self.key_dim));
+        let (heads, keys) = (*self, self.keys());
+        let first_key = head / self.alike * self.key_dim;
+        let of_keys = [0, keys].map(|first| (first + first_key, self.key_dim));
         let of_values = (0..self.group()).map(move |number| {
             let value_head = heads.value_head(head, number);
             (2 * keys + value_head * heads.value_dim, heads.value_dim)
@@ -150,12 +170,16 @@ pub struct DeltaRule<'a> {
     pub heads: DeltaHeads,
     /// [taps, channels] of the convolution, the oldest token's first.
     pub conv: Rows<'a, f32>,
+    /// Of each channel, where there is one.
+    pub conv_bias: Option<&'a [f32]>,
     /// A of each value head, above 0.
     pub decay: &'a [f32],
     /// What is added to a, of each value head.
     pub time_bias: &'a [f32],
-    /// `value_dim`: the weight of the norm.
+    /// `value_dim`: the weight of the norm, where values are corrected.
     pub norm: &'a [f32],
+    /// What multiplies the values that go past the matrix, of each value head, where values are not corrected.
+    pub skip: &'a [f32],
     /// Added to the norm's mean square.
     pub eps: f32,
 }
@@ -179,14 +203,14 @@ pub struct StatePart<'a> {
 ///
 /// # Panics
 /// The shapes do not fit each other or the plans.
-pub fn delta_rule<E: Element>(
+pub fn delta_rule<E: Element, O: Element>(
     form: Form,
     team: &Team,
     rule: &DeltaRule<'_>,
     parts: &[StatePart<'_>],
     guesses: &[usize],
     x: Rows<'_, E>,
-    out: &RowsMut<'_, E>,
+    out: &RowsMut<'_, O>,
 ) -> Result<(), OutOfMemory> {
     let plan = check(rule, parts);
     let rows = plan.num_queries();
@@ -216,7 +240,7 @@ pub fn replay_delta_rule<E: Element>(
     let count = guesses.iter().sum();
     assert_eq!(x.shape(), (count, rule.heads.inputs()), "shape of x");
     let runs = plan.accepted_runs(guesses, accepted);
-    each_head(form, team, (rule, parts), &runs, x, None)
+    each_head(form, team, (rule, parts), &runs, x, None::<&RowsMut<'_, E>>)
 }
 
 /// The plan of the parts, which fit each other and the rule.
@@ -236,17 +260,24 @@ fn check<'a>(rule: &DeltaRule<'_>, parts: &[StatePart<'a>]) -> &'a Plan {
     assert_eq!(rule.conv.shape(), (heads.taps, heads.channels()), "conv");
     assert_eq!(rule.decay.len(), heads.value_heads, "decay");
     assert_eq!(rule.time_bias.len(), heads.value_heads, "time_bias");
-    assert_eq!(rule.norm.len(), heads.value_dim, "norm");
+    if let Some(bias) = rule.conv_bias {
+        assert_eq!(bias.len(), heads.channels(), "bias of conv");
+    }
+    if heads.corrects {
+        assert_eq!(rule.norm.len(), heads.value_dim, "norm");
+    } else {
+        assert_eq!(rule.skip.len(), heads.value_heads, "skip");
+    }
     plan
 }
 
-fn each_head<E: Element>(
+fn each_head<E: Element, O: Element>(
     form: Form,
     team: &Team,
     (rule, parts): (&DeltaRule<'_>, &[StatePart<'_>]),
     runs: &[Run],
     x: Rows<'_, E>,
-    out: Option<&RowsMut<'_, E>>,
+    out: Option<&RowsMut<'_, O>>,
 ) -> Result<(), OutOfMemory> {
     let heads = rule.heads.key_heads;
     team.try_run(runs.len() * heads, |task| {
@@ -262,12 +293,12 @@ fn each_head<E: Element>(
 }
 
 /// A key head of one sequence, with its value heads: all tokens of a run.
-struct HeadRun<'a, E> {
+struct HeadRun<'a, E, O> {
     rule: &'a DeltaRule<'a>,
     parts: &'a [StatePart<'a>],
     x: Rows<'a, E>,
     /// Where outputs go, if they are wanted.
-    out: Option<&'a RowsMut<'a, E>>,
+    out: Option<&'a RowsMut<'a, O>>,
     run: &'a Run,
     head: usize,
 }
@@ -296,7 +327,7 @@ struct Room {
     read: Vec<f32>,
 }
 
-impl<E: Element> Kernel for HeadRun<'_, E> {
+impl<E: Element, O: Element> Kernel for HeadRun<'_, E, O> {
     type Output = Result<(), OutOfMemory>;
 
     const HAS_BF16: bool = E::PER_WORD > 1;
@@ -334,7 +365,7 @@ impl<E: Element> Kernel for HeadRun<'_, E> {
     }
 }
 
-impl<E: Element> HeadRun<'_, E> {
+impl<E: Element, O: Element> HeadRun<'_, E, O> {
     /// The runs of the head's numbers: which of them, of which part, and where they begin there.
     fn runs(&self) -> impl Iterator<Item = (Range<usize>, &StatePart<'_>, usize)> {
         let kept = self.rule.heads.kept();
@@ -377,7 +408,8 @@ impl<E: Element> HeadRun<'_, E> {
     fn pass<L: Lanes>(&self, lanes: L, rows: Range<usize>, room: &mut Room) {
         let heads = self.rule.heads;
         self.convolve(lanes, rows.clone(), room);
-        for qkv in room.qkv.chunks_exact_mut(heads.width()).take(rows.len()) {
+        let corrected = if heads.corrects { rows.len() } else { 0 };
+        for qkv in room.qkv.chunks_exact_mut(heads.width()).take(corrected) {
             let (queries, keys) = qkv[..2 * heads.key_dim].split_at_mut(heads.key_dim);
             to_length(lanes, queries, 1.0 / (heads.key_dim as f32).sqrt());
             to_length(lanes, keys, 1.0);
@@ -395,8 +427,11 @@ impl<E: Element> HeadRun<'_, E> {
                 first += STRIP;
             }
             let Some(out) = self.out else { continue };
-            for (row, read) in rows.clone().zip(room.read.chunks_exact(heads.value_dim)) {
-                self.write(lanes, out, row, value_head, read);
+            let first = 2 * heads.key_dim + value_head * heads.value_dim;
+            let values = room.qkv.chunks_exact(heads.width());
+            let read = room.read.chunks_exact(heads.value_dim).zip(values);
+            for (row, (read, qkv)) in rows.clone().zip(read) {
+                self.write(lanes, out, row, value_head, read, &qkv[first..]);
             }
         }
     }
@@ -416,7 +451,11 @@ impl<E: Element> HeadRun<'_, E> {
                     place,
                 };
                 for token in 0..rows.len() {
-                    let mut sum = lanes.splat(0.0);
+                    let mut sum = match self.rule.conv_bias {
+                        // SAFETY: a whole vector begins there.
+                        Some(bias) => unsafe { lanes.load(bias[at..at + L::LANES].as_ptr()) },
+                        None => lanes.splat(0.0),
+                    };
                     for tap in 0..taps {
                         let weight = &self.rule.conv.row(tap)[at..at + L::LANES];
                         // SAFETY: a whole vector begins there.
@@ -467,11 +506,16 @@ impl<E: Element> HeadRun<'_, E> {
         let first = heads.channels() + heads.values();
         for (token, row) in rows.enumerate() {
             let row = &self.x.row(row)[first..];
-            let [b, a] = [0, heads.value_heads].map(|at| f64::from(row[at + value_head].to_f32()));
+            let last = self.x.width() - heads.value_heads - first;
+            let [b, a] = [0, last].map(|at| f64::from(row[at + value_head].to_f32()));
             let time = soft_plus(a + f64::from(self.rule.time_bias[value_head]));
             let decay = -f64::from(self.rule.decay[value_head]) * time;
             room.decay[token] = math::exp(decay.clamp(-700.0, 0.0)) as f32;
-            room.rate[token] = (1.0 / (1.0 + math::exp(-b.clamp(-700.0, 700.0)))) as f32;
+            room.rate[token] = if heads.corrects {
+                (1.0 / (1.0 + math::exp(-b.clamp(-700.0, 700.0)))) as f32
+            } else {
+                time as f32
+            };
         }
     }
 
@@ -492,7 +536,11 @@ impl<E: Element> HeadRun<'_, E> {
         let first_value = 2 * keys + value_head * heads.value_dim + columns.start;
         for (token, qkv) in room.qkv.chunks_exact(width).take(tokens).enumerate() {
             let (decay, rate) = (lanes.splat(room.decay[token]), room.rate[token]);
-            let mut change = products::<L, N>(lanes, matrix, &qkv[keys..2 * keys]);
+            let mut change = if heads.corrects {
+                products::<L, N>(lanes, matrix, &qkv[keys..2 * keys])
+            } else {
+                [lanes.splat(0.0); N]
+            };
             for (known, value) in change
                 .iter_mut()
                 .zip(qkv[first_value..].chunks_exact(L::LANES))
@@ -511,30 +559,43 @@ impl<E: Element> HeadRun<'_, E> {
         }
     }
 
-    /// Writes what a token read, normalised and gated.
+    /// Writes what a token read, gated: normalised before, or with its `values` added.
     #[inline(always)]
     fn write<L: Lanes>(
         &self,
         lanes: L,
-        out: &RowsMut<'_, E>,
+        out: &RowsMut<'_, O>,
         row: usize,
         value_head: usize,
         read: &[f32],
+        values: &[f32],
     ) {
-        let heads = self.rule.heads;
-        let first = heads.value_head(self.head, value_head) * heads.value_dim;
+        let (rule, heads) = (self.rule, self.rule.heads);
+        let value_head = heads.value_head(self.head, value_head);
+        let first = value_head * heads.value_dim;
         let gates = &self.x.row(row)[heads.channels() + first..][..read.len()];
         // SAFETY: a value head of a row belongs to one task.
         let out = unsafe { out.part(row, first, read.len()) };
-        let mean = sum_of_squares(lanes, read) / read.len() as f32;
-        let scale = lanes.splat(1.0 / (mean + self.rule.eps).sqrt());
+        let values = &values[..read.len()];
+        let factor = if heads.corrects {
+            let mean = sum_of_squares(lanes, read) / read.len() as f32;
+            1.0 / (mean + rule.eps).sqrt()
+        } else {
+            rule.skip[value_head]
+        };
+        let factor = lanes.splat(factor);
         for at in (0..read.len()).step_by(L::LANES) {
-            // SAFETY: the four are equally long, and whole vectors.
+            // SAFETY: they are equally long, and whole vectors.
             unsafe {
-                let normed = lanes.mul(lanes.load(read[at..].as_ptr()), scale);
-                let normed = lanes.mul(normed, lanes.load(self.rule.norm[at..].as_ptr()));
+                let read = lanes.load(read[at..].as_ptr());
+                let made = if heads.corrects {
+                    let normed = lanes.mul(read, factor);
+                    lanes.mul(normed, lanes.load(rule.norm[at..].as_ptr()))
+                } else {
+                    lanes.mul_add(factor, lanes.load(values[at..].as_ptr()), read)
+                };
                 let gate = silu(lanes, E::load(lanes, gates[at..].as_ptr()));
-                E::store(lanes, out[at..].as_mut_ptr(), lanes.mul(normed, gate));
+                O::store(lanes, out[at..].as_mut_ptr(), lanes.mul(made, gate));
             }
         }
     }

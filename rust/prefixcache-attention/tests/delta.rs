@@ -1,4 +1,4 @@
-//! The gated delta rule against the obvious sums, and against itself: the same bits for a row however the tokens
+//! The gated delta rule and Mamba-2 against the obvious sums, and against itself: the same bits for a row however the tokens
 //! around it are cut into steps, from states that other sequences left too, after guesses of any kind.
 
 #[path = "../../prefixcache-cpu/tests/common/noise.rs"]
@@ -27,9 +27,12 @@ struct Layer {
     heads: DeltaHeads,
     block_size: usize,
     conv: Vec<f32>,
+    /// Of Mamba-2 alone, as `skip`.
+    conv_bias: Option<Vec<f32>>,
     decay: Vec<f32>,
     time_bias: Vec<f32>,
     norm: Vec<f32>,
+    skip: Vec<f32>,
     /// Of each part the pages, and how many numbers of each are the layer's.
     parts: Vec<(Vec<f32>, usize)>,
     /// Whether only the pages that a step has to have are there.
@@ -49,9 +52,11 @@ impl Layer {
             heads,
             block_size,
             conv: noise(91, heads.taps * heads.channels()),
+            conv_bias: (!heads.corrects).then(|| noise(92, heads.channels())),
             decay: decay.iter().map(|x| 0.1 + 3.0 * x.abs()).collect(),
             time_bias: noise(94, heads.value_heads),
             norm: noise(95, heads.value_dim),
+            skip: noise(96, heads.value_heads),
             parts: widths.map(|width| (pages(width), width)).into(),
             has_gaps: false,
         }
@@ -119,9 +124,11 @@ impl Layer {
         let rule = DeltaRule {
             heads: self.heads,
             conv: Rows::new(&self.conv, self.heads.channels()),
+            conv_bias: self.conv_bias.as_deref(),
             decay: &self.decay,
             time_bias: &self.time_bias,
             norm: &self.norm,
+            skip: &self.skip,
             eps: 1e-5,
         };
         let parts = self.parts.iter_mut().zip(&plans);
@@ -162,6 +169,8 @@ impl Layer {
             value_dim,
             taps,
             tiled,
+            alike,
+            corrects,
         } = self.heads;
         let (inputs, channels) = (self.heads.inputs(), self.heads.channels());
         let at = |row: usize, column: usize| f64::from(x[row * inputs + column].to_f32());
@@ -171,8 +180,10 @@ impl Layer {
                 let weight = self.conv[(taps - 1 - back) * channels + channel];
                 f64::from(weight) * at(row - back, channel)
             });
-            silu(sum.sum())
+            let bias = (self.conv_bias.as_ref()).map_or(0.0, |bias| bias[channel].into());
+            silu(sum.sum::<f64>() + bias)
         };
+        let keys = key_heads / alike * key_dim;
         let mut states = vec![vec![0.0; key_dim * value_dim]; value_heads];
         let mut out = Vec::new();
         for row in 0..x.len() / inputs {
@@ -180,35 +191,51 @@ impl Layer {
                 let key_head = if tiled {
                     head % key_heads
                 } else {
-                    head / (value_heads / key_heads)
+                    head / (value_heads / key_heads) / alike
                 };
                 let of_length = |first: usize| {
                     let all: Vec<_> = (0..key_dim)
                         .map(|i| convolved(row, first + key_head * key_dim + i))
                         .collect();
-                    let length = (all.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+                    let squares = all.iter().map(|x| x * x).sum::<f64>() + 1e-6;
+                    let length = if corrects { squares.sqrt() } else { 1.0 };
                     all.into_iter().map(move |x| x / length).collect::<Vec<_>>()
                 };
-                let (q, k) = (of_length(0), of_length(key_heads * key_dim));
+                let (q, k) = (of_length(0), of_length(keys));
+                let scale = if corrects {
+                    (key_dim as f64).sqrt()
+                } else {
+                    1.0
+                };
                 let rates = channels + value_heads * value_dim;
-                let time = at(row, rates + value_heads + head) + f64::from(self.time_bias[head]);
-                let decay = (-f64::from(self.decay[head]) * (1.0 + time.exp()).ln()).exp();
-                let rate = 1.0 / (1.0 + (-at(row, rates + head)).exp());
+                let a = at(row, inputs - value_heads + head) + f64::from(self.time_bias[head]);
+                let time = (1.0 + a.exp()).ln();
+                let decay = (-f64::from(self.decay[head]) * time).exp();
+                let rate = if corrects {
+                    1.0 / (1.0 + (-at(row, rates + head)).exp())
+                } else {
+                    time
+                };
                 let mut read = vec![0.0; value_dim];
                 for (j, read) in read.iter_mut().enumerate() {
                     let known: f64 = (0..key_dim).map(|i| k[i] * state[i * value_dim + j]).sum();
-                    let v = convolved(row, 2 * key_heads * key_dim + head * value_dim + j);
+                    let known = if corrects { known } else { 0.0 };
+                    let v = convolved(row, 2 * keys + head * value_dim + j);
                     let change = rate * (v - decay * known);
                     for i in 0..key_dim {
                         let s = &mut state[i * value_dim + j];
                         *s = *s * decay + k[i] * change;
-                        *read += q[i] * *s / (key_dim as f64).sqrt();
+                        *read += q[i] * *s / scale;
+                    }
+                    if !corrects {
+                        *read += f64::from(self.skip[head]) * v;
                     }
                 }
                 let mean = read.iter().map(|x| x * x).sum::<f64>() / value_dim as f64;
                 for (j, read) in read.iter().enumerate() {
                     let z = silu(at(row, channels + head * value_dim + j));
-                    out.push(read / (mean + 1e-5).sqrt() * f64::from(self.norm[j]) * z);
+                    let norm = f64::from(self.norm[j]) / (mean + 1e-5).sqrt();
+                    out.push(read * if corrects { norm } else { 1.0 } * z);
                 }
             }
         }
@@ -226,6 +253,18 @@ fn heads(
         value_dim,
         taps,
         tiled: value_dim == 48,
+        alike: 1,
+        corrects: true,
+    }
+}
+
+/// The same shape of Mamba-2, in which all key heads have the same queries and keys.
+fn mamba(heads: DeltaHeads) -> DeltaHeads {
+    DeltaHeads {
+        tiled: false,
+        alike: heads.key_heads,
+        corrects: false,
+        ..heads
     }
 }
 
@@ -321,9 +360,11 @@ proptest! {
         chunks in prop::collection::vec(1_usize..20, 1..8),
         guesses in prop::collection::vec([0_usize..8, 0..5], 0..5),
     ) {
-        let shape = (heads(shape), block_size);
-        check::<f32>(form, shape, threads, &lengths, &chunks, &guesses);
-        check::<Bf16>(form, shape, threads, &lengths, &chunks, &guesses);
+        for heads in [heads(shape), mamba(heads(shape))] {
+            let shape = (heads, block_size);
+            check::<f32>(form, shape, threads, &lengths, &chunks, &guesses);
+            check::<Bf16>(form, shape, threads, &lengths, &chunks, &guesses);
+        }
     }
 }
 
@@ -332,8 +373,9 @@ proptest! {
 fn a_row_knows_no_chunk() {
     for form in Form::available() {
         for chunks in [[1, 1], [7, 64], [3, 200]] {
-            let shape = (heads((2, 2, 128, 128, 4)), 64);
-            check::<f32>(form, shape, 2, &[130], &chunks, &[]);
+            let (delta, mamba) = (heads((2, 2, 128, 128, 4)), mamba(heads((2, 2, 128, 64, 4))));
+            check::<f32>(form, (delta, 64), 2, &[130], &chunks, &[]);
+            check::<f32>(form, (mamba, 64), 2, &[130], &chunks, &[]);
         }
     }
 }

@@ -248,11 +248,11 @@ fn decoder_layer<'a>(norm: RmsNorm<'a, f32>, linears: &'a Linears) -> DecoderLay
         }),
         mixer_out_norm: None,
         mlp_norm: Some(norm),
-        feed_forward: FeedForward::Dense(Dense {
+        feed_forward: Some(FeedForward::Dense(Dense {
             gate_up: &linears.gate_up,
             gate: Gate::Silu,
             down: &linears.down,
-        }),
+        })),
         mlp_out_norm: None,
         own_input: None,
         scale: None,

@@ -56,11 +56,11 @@ pub struct DenseAndExperts<'a, E> {
     pub experts_out_norm: RmsNorm<'a, E>,
 }
 
-/// A gated MLP.
+/// An MLP, gated or not.
 pub struct Dense<'a, E> {
-    /// E to 2 F: gates, then what they let pass.
+    /// E to 2 F: gates, then what they let pass; or E to F.
     pub gate_up: &'a PackedLinear<E>,
-    /// What opens the gates.
+    /// What opens the gates, or becomes of F.
     pub gate: Gate,
     /// F to E
     pub down: &'a PackedLinear<E>,

@@ -37,8 +37,8 @@ pub struct DecoderLayer<'a, E> {
     pub mixer_out_norm: Option<RmsNorm<'a, E>>,
     /// Of E numbers: the norm of what the feed-forward reads, where there is one.
     pub mlp_norm: Option<RmsNorm<'a, E>>,
-    /// What each token computes alone.
-    pub feed_forward: FeedForward<'a, E>,
+    /// What each token computes alone, if anything.
+    pub feed_forward: Option<FeedForward<'a, E>>,
     /// Of E numbers: the norm of what the feed-forward adds to the residual, where there is one. A sum
     /// of an MLP and experts must have one.
     pub mlp_out_norm: Option<RmsNorm<'a, E>>,
@@ -170,7 +170,9 @@ impl<E: KvElement> Scratch<E> {
             delta: mixer::delta::Scratch::new(rows, of_delta)?,
             feed_forward: feed_forward::Scratch::new(
                 rows,
-                layers.iter().map(|layer| &layer.feed_forward),
+                layers
+                    .iter()
+                    .filter_map(|layer| layer.feed_forward.as_ref()),
             )?,
         })
     }
@@ -283,6 +285,10 @@ impl Step<'_> {
         x: &RowsMut<'_, E>,
     ) -> Result<(), OutOfMemory> {
         let residual = scratch.residual.read(x.width());
+        let Some(feed_forward) = &layer.feed_forward else {
+            copy_rows(residual, x);
+            return Ok(());
+        };
         let normed = self.normed(layer.mlp_norm, residual, &mut scratch.normed);
         let sum = Sum {
             residual,
@@ -290,7 +296,7 @@ impl Step<'_> {
             projected: &mut scratch.projected,
             out: x,
         };
-        match &layer.feed_forward {
+        match feed_forward {
             FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
             FeedForward::Experts(experts) => {
                 self.experts(experts, normed, &mut scratch.feed_forward, sum)
@@ -351,7 +357,7 @@ impl Step<'_> {
 }
 
 fn copy_rows<E: KvElement>(from: Rows<'_, E>, to: &RowsMut<'_, E>) {
-    assert_eq!(from.shape(), to.shape(), "shape of the layer's own input");
+    assert_eq!(from.shape(), to.shape(), "shape of the rows");
     for row in 0..from.rows() {
         // SAFETY: this thread alone uses the rows now.
         unsafe { to.part(row, 0, to.width()) }.copy_from_slice(from.row(row));

@@ -226,11 +226,11 @@ impl<E: KvElement> Layer<E> {
             }),
             mixer_out_norm: out_norm(&self.mixer_out_norm),
             mlp_norm: Some(norm(&self.mlp_norm)),
-            feed_forward: FeedForward::Dense(Dense {
+            feed_forward: Some(FeedForward::Dense(Dense {
                 gate_up: &self.gate_up.packed,
                 gate: family.gate(),
                 down: &self.down.packed,
-            }),
+            })),
             mlp_out_norm: out_norm(&self.mlp_out_norm),
             own_input: (family == Gemma4).then(own_input),
             scale: (family == Gemma4).then_some(SCALE),
@@ -326,7 +326,7 @@ impl<E: KvElement> Layer<E> {
 fn opened(gate: Gate, x: f64) -> f64 {
     match gate {
         Gate::Silu => x / (1.0 + (-x).exp()),
-        Gate::ClampedSwiglu => unreachable!("no family here has it"),
+        Gate::ClampedSwiglu | Gate::SquaredRelu => unreachable!("no family here has it"),
         Gate::GeluTanh => {
             let root = (2.0 / std::f64::consts::PI).sqrt();
             0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())

@@ -30,13 +30,13 @@ pub struct RmsNorm<'a, E> {
 ///
 /// # Panics
 /// The shapes do not fit.
-pub fn rms_norm<E: Element>(
+pub fn rms_norm<E: Element, O: Element>(
     form: Form,
     team: &Team,
     norm: RmsNorm<'_, E>,
     x: Rows<'_, E>,
-    residual: Option<Rows<'_, E>>,
-    out: &RowsMut<'_, E>,
+    residual: Option<Rows<'_, O>>,
+    out: &RowsMut<'_, O>,
 ) {
     let (width, weights) = (x.width(), norm.weight.len());
     assert_eq!(x.shape(), out.shape(), "shape of out");
@@ -57,12 +57,21 @@ pub enum Gate {
     GeluTanh,
     /// x / (1 + e^-1.702 x) of gates x up to 7, times the second half, kept within -7 and 7, plus 1.
     ClampedSwiglu,
+    /// max(x, 0) of x itself: the square of what is above 0, without a second half.
+    SquaredRelu,
 }
 
-/// gate(first half of the row) * second half.
+impl Gate {
+    /// How many times as wide a row is as what becomes of it.
+    pub fn width(self) -> usize {
+        if self == Self::SquaredRelu { 1 } else { 2 }
+    }
+}
+
+/// gate(first half of the row) * second half, where it has one.
 ///
 /// # Panics
-/// A row of x is not twice as wide as one of `out`.
+/// A row of x is not [`Gate::width`] times as wide as one of `out`.
 pub fn gated<E: Element>(
     form: Form,
     team: &Team,
@@ -70,7 +79,8 @@ pub fn gated<E: Element>(
     x: Rows<'_, E>,
     out: &RowsMut<'_, E>,
 ) {
-    assert_eq!(x.shape(), (out.rows(), 2 * out.width()), "shape of x");
+    let width = gate.width() * out.width();
+    assert_eq!(x.shape(), (out.rows(), width), "shape of x");
     each_row(form, team, x, out, &Gated { gate });
 }
 
@@ -115,17 +125,17 @@ pub fn rotate<E: Element>(
 }
 
 /// What a layer makes of one row.
-pub(crate) trait RowWork<E>: Sync {
+pub(crate) trait RowWork<E, O = E>: Sync {
     /// Writes `out` from `x`, row `row` of both.
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]);
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [O]);
 }
 
-pub(crate) fn each_row<E: Element>(
+pub(crate) fn each_row<E: Element, O: Element>(
     form: Form,
     team: &Team,
     x: Rows<'_, E>,
-    out: &RowsMut<'_, E>,
-    work: &impl RowWork<E>,
+    out: &RowsMut<'_, O>,
+    work: &impl RowWork<E, O>,
 ) {
     if x.width() == 0 {
         return;
@@ -138,17 +148,17 @@ pub(crate) fn each_row<E: Element>(
 }
 
 /// The rows of one task.
-struct Chunk<'a, E, W> {
+struct Chunk<'a, E, O, W> {
     work: &'a W,
     x: Rows<'a, E>,
-    out: &'a RowsMut<'a, E>,
+    out: &'a RowsMut<'a, O>,
     rows: Range<usize>,
 }
 
-impl<E: Element, W: RowWork<E>> Kernel for Chunk<'_, E, W> {
+impl<E: Element, O: Element, W: RowWork<E, O>> Kernel for Chunk<'_, E, O, W> {
     type Output = ();
 
-    const HAS_BF16: bool = E::PER_WORD > 1;
+    const HAS_BF16: bool = E::PER_WORD > 1 || O::PER_WORD > 1;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
@@ -271,14 +281,14 @@ impl Kernel for Capped<'_> {
     }
 }
 
-struct NormedRow<'a, E> {
+struct NormedRow<'a, E, O> {
     norm: RmsNorm<'a, E>,
-    residual: Option<Rows<'a, E>>,
+    residual: Option<Rows<'a, O>>,
 }
 
-impl<E: Element> RowWork<E> for NormedRow<'_, E> {
+impl<E: Element, O: Element> RowWork<E, O> for NormedRow<'_, E, O> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [O]) {
         let RmsNorm { weight, group, .. } = self.norm;
         let groups = x.chunks_exact(group).zip(out.chunks_exact_mut(group));
         for ((x, out), weight) in groups.zip(weight.chunks_exact(group).cycle()) {
@@ -292,7 +302,7 @@ impl<E: Element> RowWork<E> for NormedRow<'_, E> {
 
 impl<E: Element> RmsNorm<'_, E> {
     #[inline(always)]
-    fn run_group<L: Lanes>(&self, lanes: L, x: &[E], weight: &[E], out: &mut [E]) {
+    fn run_group<L: Lanes, O: Element>(&self, lanes: L, x: &[E], weight: &[E], out: &mut [O]) {
         let scale = lanes.splat(1.0 / (mean_square(lanes, x) + self.eps).sqrt());
         // Adding -0 changes no number, while adding 0 makes 0 of a weight of -0.
         let offset = lanes.splat(if self.offset == 0.0 {
@@ -306,7 +316,7 @@ impl<E: Element> RmsNorm<'_, E> {
                 let v = E::load_some(lanes, x[at..].as_ptr(), count);
                 let w = E::load_some(lanes, weight[at..].as_ptr(), count);
                 let y = lanes.mul(lanes.mul(v, scale), lanes.add(w, offset));
-                E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
+                O::store_some(lanes, out[at..].as_mut_ptr(), y, count);
             }
         }
     }
@@ -344,7 +354,7 @@ struct Gated {
 impl<E: Element> RowWork<E> for Gated {
     #[inline(always)]
     fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
-        let (gates, values) = x.split_at(out.len());
+        let (gates, values) = (&x[..out.len()], &x[x.len() - out.len()..]);
         for (at, count) in vectors::<L>(values.len()) {
             // SAFETY: `count` numbers stand at `at` in each of the three.
             unsafe {
@@ -367,6 +377,7 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
     const SLOPE: f32 = 1.595_769;
     let minus_t = match gate {
         Gate::ClampedSwiglu => lanes.mul(lanes.splat(-SWIGLU_SLOPE), x),
+        Gate::SquaredRelu => return lanes.max(x, lanes.splat(0.0)),
         Gate::Silu => lanes.sub(lanes.splat(0.0), x),
         Gate::GeluTanh => {
             let square = lanes.mul(x, x);

@@ -155,17 +155,18 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
     width: usize,
     gate: Gate,
 ) {
-    let x: Vec<E> = noise::<E>(1, rows * 2 * width)
+    let wide = gate.width() * width;
+    let x: Vec<E> = noise::<E>(1, rows * wide)
         .iter()
         .map(|e| E::from_f32(e.to_f32() * 9.0))
         .collect();
     let team = Team::new(threads).expect("threads");
-    let out = alone_and_together(&x, 2 * width, width, |x, out, _| {
+    let out = alone_and_together(&x, wide, width, |x, out, _| {
         gated(
             form,
             &team,
             gate,
-            Rows::new(x, 2 * width),
+            Rows::new(x, wide),
             &RowsMut::new(out, width),
         );
     });
@@ -175,16 +176,17 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
             let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
             0.5 * x * (1.0 + u.tanh())
         }
+        Gate::SquaredRelu => x.max(0.0),
         Gate::ClampedSwiglu => x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()),
     };
     let passed = |x: f64| match gate {
         Gate::ClampedSwiglu => x.clamp(-7.0, 7.0) + 1.0,
-        Gate::Silu | Gate::GeluTanh => x,
+        Gate::Silu | Gate::GeluTanh | Gate::SquaredRelu => x,
     };
     let want: Vec<f64> = (0..rows * width)
         .map(|i| {
-            let row = &x[i / width * 2 * width..];
-            let up = f64::from(row[width + i % width].to_f32());
+            let row = &x[i / width * wide..];
+            let up = f64::from(row[wide - width + i % width].to_f32());
             open(f64::from(row[i % width].to_f32())) * passed(up)
         })
         .collect();
@@ -271,7 +273,12 @@ proptest! {
         half in 1_usize..80,
         copied in prop_oneof![Just(0), 1_usize..40],
         heads in 1_usize..5,
-        gate in prop::sample::select(vec![Gate::Silu, Gate::GeluTanh, Gate::ClampedSwiglu]),
+        gate in prop::sample::select(vec![
+            Gate::Silu,
+            Gate::GeluTanh,
+            Gate::ClampedSwiglu,
+            Gate::SquaredRelu,
+        ]),
         offset in prop::sample::select(vec![0.0, 1.0]),
     ) {
         check_norm::<f32>(form, threads, rows, (half, heads), offset);

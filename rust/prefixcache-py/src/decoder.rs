@@ -184,7 +184,7 @@ impl DecoderStack {
             // SAFETY: the caller's promise; layers use what they share one after the other.
             let (rule, parts, x) = unsafe {
                 let parts = parts_of(states, steps)?;
-                (delta.rule(self.eps)?, parts, guessed.rows::<E>()?)
+                (delta.rule()?, parts, guessed.rows::<E>()?)
             };
             replay_delta_rule(cpu.form, &cpu.team, &rule, &parts, counts, x)
                 .map_err(IntoPyErr::into_py_err)?;

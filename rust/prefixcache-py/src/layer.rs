@@ -198,7 +198,7 @@ impl ShortConvMixer {
     }
 }
 
-/// A gated MLP of a layer on the CPU.
+/// An MLP of a layer on the CPU, gated or not.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct DenseFeedForward {
     gate_up: Py<PackedLinear>,
@@ -208,7 +208,8 @@ pub struct DenseFeedForward {
 
 #[pymethods]
 impl DenseFeedForward {
-    /// The MLP of these linears: `gate_up` has the gates, then what they let pass.
+    /// The MLP of these linears: `gate_up` has the gates, then what they let pass; one half for
+    /// "squared_relu".
     #[new]
     #[pyo3(signature = (*, gate_up, gate, down))]
     fn new(gate_up: Py<PackedLinear>, gate: OneOf<Gate>, down: Py<PackedLinear>) -> Self {
@@ -231,7 +232,7 @@ impl DenseFeedForward {
         let [gate_up, down] = linears;
         let of_type = linears.iter().all(|linear| linear.dtype == dtype);
         let stream = [gate_up.inputs, down.outputs];
-        of_type && stream == [hidden; 2] && gate_up.outputs == 2 * down.inputs
+        of_type && stream == [hidden; 2] && gate_up.outputs == self.gate.width() * down.inputs
     }
 }
 
@@ -328,7 +329,9 @@ impl ExpertsFeedForward {
         let shared = self.shared.as_ref();
         let weight = self.shared_weight.as_ref().map(Py::get);
         self.routed_fit(hidden, dtype)
-            && shared.is_none_or(|shared| shared.get().fits(hidden, dtype))
+            && shared.is_none_or(|shared| {
+                shared.get().gate.width() == 2 && shared.get().fits(hidden, dtype)
+            })
             && weight
                 .is_none_or(|one| one.dtype == dtype && [one.inputs, one.outputs] == [hidden, 1])
     }
@@ -342,7 +345,7 @@ impl ExpertsFeedForward {
         let wanted = [2 * inner, hidden].map(|one| one.checked_mul(experts));
         of_type
             && [router.inputs, gate_up.inputs] == [hidden; 2]
-            && outputs.map(Some) == wanted
+            && (self.gate.width() == 2 && outputs.map(Some) == wanted)
             && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
     }
 }
@@ -426,7 +429,11 @@ impl OwnInput {
         let linears = self.linears();
         let [gate, out] = linears;
         let of_type = linears.iter().all(|linear| linear.dtype == dtype);
-        of_type && [gate.inputs, out.outputs] == [hidden; 2] && gate.outputs == out.inputs
+        let doubles = self.activation.width() == 2;
+        of_type
+            && doubles
+            && [gate.inputs, out.outputs] == [hidden; 2]
+            && gate.outputs == out.inputs
     }
 }
 
@@ -520,7 +527,7 @@ impl Value for FeedForward {
 pub struct DecoderLayer {
     norms: Norms,
     mixer: Mixer,
-    feed_forward: FeedForward,
+    feed_forward: Option<FeedForward>,
     own_input: Option<Py<OwnInput>>,
     stream_scale: Option<usize>,
 }
@@ -543,7 +550,7 @@ impl DecoderLayer {
     /// comes `own_input`, and the stream is multiplied by the float32 at the address `stream_scale`.
     #[new]
     #[pyo3(signature = (
-        *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward,
+        *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward=None,
         mlp_out_norm=None, norm_offset, own_input=None, stream_scale=None
     ))]
     fn new(
@@ -551,7 +558,7 @@ impl DecoderLayer {
         mixer: One<names::Mixer, Mixer>,
         mixer_out_norm: Option<Number<names::MixerOutNorm>>,
         mlp_norm: Option<Number<names::MlpNorm>>,
-        feed_forward: One<names::FeedForward, FeedForward>,
+        feed_forward: Option<One<names::FeedForward, FeedForward>>,
         mlp_out_norm: Option<Number<names::MlpOutNorm>>,
         norm_offset: Real<names::NormOffset>,
         own_input: Option<Py<OwnInput>>,
@@ -567,7 +574,7 @@ impl DecoderLayer {
         Self {
             norms,
             mixer: mixer.0,
-            feed_forward: feed_forward.0,
+            feed_forward: feed_forward.map(|one| one.0),
             own_input,
             stream_scale: stream_scale.map(|scale| scale.0),
         }
@@ -582,7 +589,8 @@ impl DecoderLayer {
             Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
             Mixer::Delta(mixer) => mixer.get().fits(hidden, dtype),
         };
-        let feed_forward_fits = self.feed_forward.fits(hidden, dtype, &self.norms);
+        let fits = |one: &FeedForward| one.fits(hidden, dtype, &self.norms);
+        let feed_forward_fits = self.feed_forward.as_ref().is_none_or(fits);
         let own = self.own_input.as_ref();
         mixer_fits && feed_forward_fits && own.is_none_or(|own| own.get().fits(hidden, dtype))
     }
@@ -700,7 +708,7 @@ impl DecoderLayer {
             Mixer::Delta(mixer) => {
                 let linears = [linears.mixer(0), linears.mixer(1)];
                 // SAFETY: the caller's promise.
-                decoder::Mixer::Delta(unsafe { mixer.get().read(eps, states, guessed, linears)? })
+                decoder::Mixer::Delta(unsafe { mixer.get().read(states, guessed, linears)? })
             }
         };
         let own_input = |own: &'a Py<OwnInput>| {
@@ -714,14 +722,15 @@ impl DecoderLayer {
             })
         };
         // SAFETY: the caller's promise.
+        let feed_forward = |one: &FeedForward| unsafe { one.read(linears, of_stream) };
+        // SAFETY: the caller's promise.
         let scale = unsafe { float32_at("stream_scale", self.stream_scale, 1)? };
         Ok(decoder::DecoderLayer {
             input_norm: of_stream("input_norm", self.norms.input)?,
             mixer,
             mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
             mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
-            // SAFETY: the caller's promise.
-            feed_forward: unsafe { self.feed_forward.read(linears, of_stream)? },
+            feed_forward: self.feed_forward.as_ref().map(feed_forward).transpose()?,
             mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
             own_input: self.own_input.as_ref().map(own_input).transpose()?,
             scale: scale.map(|scale| scale[0]),
@@ -845,7 +854,10 @@ impl<'a> Linears<'a> {
         };
         Ok(Self {
             mixer: read(&layer.get().mixer.linears())?,
-            feed_forward: read(&layer.get().feed_forward.linears())?,
+            feed_forward: match &layer.get().feed_forward {
+                Some(one) => read(&one.linears())?,
+                None => Vec::new(),
+            },
             own_input: match &layer.get().own_input {
                 Some(own) => read(&own.get().linears())?,
                 None => Vec::new(),

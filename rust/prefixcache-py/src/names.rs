@@ -20,6 +20,9 @@ macro_rules! names {
 names! {
     States = "states",
     Norm = "norm",
+    Alike = "alike",
+    ConvBias = "conv_bias",
+    Skip = "skip",
     TimeBias = "time_bias",
     Decay = "decay",
     Conv = "conv",

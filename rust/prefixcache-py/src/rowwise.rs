@@ -38,6 +38,7 @@ impl Word for Gate {
         ("silu", Self::Silu),
         ("gelu_tanh", Self::GeluTanh),
         ("clamped_swiglu", Self::ClampedSwiglu),
+        ("squared_relu", Self::SquaredRelu),
     ];
 }
 
@@ -83,7 +84,8 @@ impl RowOps {
         run_on_numbers(py, out.numbers(), || {
             with_dtype!(self.dtype, E => {
                 // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-                let (x, weight, out) = unsafe { (x.rows::<E>()?, weight.rows()?, out.rows_mut()?) };
+                let (x, weight, out) =
+                    unsafe { (x.rows::<E>()?, weight.rows()?, out.rows_mut::<E>()?) };
                 let norm = RmsNorm { weight: weight.row(0), offset, group, eps };
                 rms_norm(cpu.form, &cpu.team, norm, x, None, &out);
             });
@@ -93,7 +95,8 @@ impl RowOps {
 
     /// Write gate(x[:width]) * x[width:] for rows of 2 * width numbers to `out`, dense.
     ///
-    /// The gate is "silu", "gelu_tanh" or "clamped_swiglu", which adds 1 to the second half.
+    /// The gate is "silu", "gelu_tanh" or "clamped_swiglu", which adds 1 to the second half, or
+    /// "squared_relu" of rows of width numbers alone.
     fn gated(
         &self,
         py: Python<'_>,
@@ -104,7 +107,11 @@ impl RowOps {
         x_stride: Number<names::XStride>,
         out: Number<names::Out>,
     ) -> PyResult<()> {
-        let x = Matrix::strided(x, (rows.0, doubled(&width)?), x_stride.0);
+        let wide = match gate.0.width() {
+            1 => width.0,
+            _ => doubled(&width)?,
+        };
+        let x = Matrix::strided(x, (rows.0, wide), x_stride.0);
         let out = Matrix::dense(out, rows.0, width.0);
         let cpu = self.cpu.get();
         run_on_numbers(py, out.numbers(), || {

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import LlamaFileType
 
-from prefixcache.config.hf_config import FULL, SLIDING, read_hf_config
+from prefixcache.config.hf_config import CONV, FULL, LINEAR, SLIDING, read_hf_config
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import (
     SUPPORTED_FORMATS,
@@ -38,6 +39,8 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
@@ -83,6 +86,7 @@ _RENORMALISE = {
     "olmoe": False,
     "gpt-oss": True,
     "granitemoe": True,
+    "granitehybrid": True,
     "lfm2moe": True,
     "qwen3next": True,
     "qwen35moe": True,
@@ -113,6 +117,31 @@ _DELTA_MODULES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_GRANITE_MOE_MODULES = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.down_proj",
+    "ffn_gate_exps": "block_sparse_moe.{}.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.{}.up_proj",
+    "ffn_down_exps": "block_sparse_moe.{}.down_proj",
+}
+_MAMBA_MODULES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_NEMOTRON_H_MODULES = {
+    "attn_norm": "norm",
+    **{f"attn_{one}": f"mixer.{one}_proj" for one in "qkv"},
+    "attn_output": "mixer.o_proj",
+    **{f"ffn_{one}": f"mixer.{one}_proj" for one in ("up", "down")},
+    **{name: module.replace("mamba.", "mixer.") for name, module in _MAMBA_MODULES.items()},
+}
 _GEMMA_MODULES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -131,16 +160,12 @@ _OWN_MODULES = {
         "ffn_up_exps": "feed_forward.experts.{}.w3",
         "ffn_down_exps": "feed_forward.experts.{}.w2",
     },
-    "granitemoe": {
-        "ffn_gate_inp": "block_sparse_moe.router.layer",
-        "ffn_gate_shexp": "shared_mlp.gate_proj",
-        "ffn_up_shexp": "shared_mlp.up_proj",
-        "ffn_down_shexp": "shared_mlp.down_proj",
-        "ffn_gate_exps": "block_sparse_moe.{}.gate_proj",
-        "ffn_up_exps": "block_sparse_moe.{}.up_proj",
-        "ffn_down_exps": "block_sparse_moe.{}.down_proj",
-    },
+    "granitemoe": _GRANITE_MOE_MODULES,
+    "granitehybrid": _GRANITE_MOE_MODULES
+    | _MAMBA_MODULES
+    | {f"ffn_{one}": f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
     **dict.fromkeys(_DELTA, _DELTA_MODULES),
+    "nemotron_h": _NEMOTRON_H_MODULES,
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -191,7 +216,7 @@ _GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -215,7 +240,9 @@ _UNSUPPORTED_TYPES = {
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias|scale)")
 # Parameters that are not a module's: those have no "weight" or "bias" behind their names.
-_LONE = re.compile(r"(sinks|A_log|dt_bias|expert_bias)\.(weight|bias)")
+_LONE = re.compile(r"(sinks|A_log|D|dt_bias|expert_bias)\.(weight|bias)")
+# Tensors whose names llama.cpp ends without one of these.
+_BARE = (".ssm_a", ".ssm_d")
 
 
 def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
@@ -327,18 +354,21 @@ class _Metadata:
 
 def _flags(names: set[str]) -> dict[str, bool]:
     """What the file's tensors say of the model; Qwen2 ignores the flag of its biases."""
+    biases = {name.rpartition(".")[0].rpartition(".")[2] for name in names if name.endswith("bias")}
     return {
         "tie_word_embeddings": "output.weight" not in names,
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
-        "attention_out_bias": "blk.0.attn_output.bias" in names,
-        "mlp_bias": "blk.0.ffn_down.bias" in names,
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in names),
+        "attention_bias": "attn_q" in biases,
+        "attention_out_bias": "attn_output" in biases,
+        "mlp_bias": "ffn_down" in biases,
+        "use_expert_bias": "exp_probs_b" in biases,
+        "mamba_conv_bias": "ssm_conv1d" in biases,
+        "mamba_proj_bias": "ssm_in" in biases,
     }
 
 
 def _config(metadata: _Metadata) -> dict[str, Any]:
     config = _common_config(metadata)
-    if metadata.architecture in _RENORMALISE:
+    if metadata.architecture in _RENORMALISE and not _is_dense_granite(metadata):
         config |= _experts_config(metadata)
     if metadata.architecture == "gpt-oss":
         return config | _gpt_oss_config(metadata, config)
@@ -348,6 +378,10 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
         return config | _olmo_config(metadata, config)
     if metadata.architecture in ("granite", "granitemoe"):
         return config | _granite_config(metadata, config)
+    if metadata.architecture == "granitehybrid":
+        return config | _granite_hybrid_config(metadata, config)
+    if metadata.architecture == "nemotron_h":
+        return config | _nemotron_h_config(metadata, config)
     if metadata.architecture in ("lfm2", "lfm2moe"):
         return config | _lfm2_config(metadata, config)
     if metadata.architecture in _DELTA:
@@ -364,15 +398,66 @@ def _granite_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, An
     return given | {"architectures": [name], "shared_intermediate_size": shared}
 
 
-def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without heads of keys are convolutions."""
+def _is_dense_granite(metadata: _Metadata) -> bool:
+    return metadata.architecture == "granitehybrid" and not metadata.shape("expert_count", 0)
+
+
+def _granite_hybrid_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    given = {ours: metadata.decimal(key, 1.0) for ours, key in _GRANITE_KEYS.items()}
+    shared = metadata.shape("expert_shared_feed_forward_length", config["intermediate_size"])
+    rotates = metadata.shape("rope.scaling.finetuned", True)
+    return {
+        **given,
+        **_layers_without_heads(metadata, config, LINEAR),
+        **_mamba_config(metadata, config),
+        "num_local_experts": metadata.shape("expert_count", 0),
+        "shared_intermediate_size": shared,
+        "position_embedding_type": "rope" if rotates else "nope",
+    }
+
+
+def _nemotron_h_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers of a feed-forward are MLPs, and have no heads either."""
+    found = _layers_without_heads(metadata, config, LINEAR)
+    sizes = config["intermediate_size"]
+    if not isinstance(sizes, list) or len(sizes) != config["num_hidden_layers"]:
+        raise ModelLoadError("its nemotron_h.feed_forward_length has no number for each layer.")
+    kinds = zip(found.pop("layer_types"), sizes, strict=True)
+    return {
+        **found,
+        **_mamba_config(metadata, config),
+        "intermediate_size": max(sizes),
+        "layers_block_type": ["mlp" if size else kind for kind, size in kinds],
+        "mlp_hidden_act": "relu2",
+    }
+
+
+def _mamba_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    values, heads = metadata.shape("ssm.inner_size"), metadata.shape("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_n_groups": metadata.shape("ssm.group_count"),
+        "mamba_d_head": values // heads,
+        "mamba_d_state": metadata.shape("ssm.state_size"),
+        "mamba_d_conv": metadata.shape("ssm.conv_kernel"),
+        "mamba_expand": values // config["hidden_size"],
+    }
+
+
+def _layers_without_heads(metadata: _Metadata, config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Layers without heads of keys are of this kind."""
     heads = config["num_key_value_heads"]
     if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
         key = f"{metadata.architecture}.attention.head_count_kv"
         raise ModelLoadError(f"its {key} has no number for each layer.")
     return {
         "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if one else "conv" for one in heads],
+        "layer_types": [FULL if one else kind for one in heads],
+    }
+
+
+def _lfm2_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return _layers_without_heads(metadata, config, CONV) | {
         "conv_L_cache": metadata.shape("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
@@ -602,8 +687,10 @@ def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
 
 
 def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
-    """What has one input, or one output, is a vector in llama.cpp."""
+    """What has one input, or one output, is a vector in llama.cpp; vectors of Mamba-2 are none."""
     shape = tensor.shape
+    if tensor.name.endswith((*_BARE, ".ssm_norm.weight")):
+        return (prod(shape),)
     if tensor.name.endswith(".ffn_gate_inp_shexp.weight"):
         return (1, shape[-1])
     is_conv = tensor.name.endswith((".shortconv.conv.weight", ".ssm_conv1d.weight"))
@@ -643,7 +730,7 @@ def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
 
 
 def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
-    match = _LAYER_NAME.fullmatch(f"{name}.weight" if name.endswith(".ssm_a") else name)
+    match = _LAYER_NAME.fullmatch(f"{name}.weight" if name.endswith(_BARE) else name)
     if match is not None and f"{match[2]}.{match[3]}" in modules:
         return f"model.layers.{match[1]}.{modules[f'{match[2]}.{match[3]}']}"
     if match is not None and match[2] in modules and match[3] != "scale":

@@ -53,7 +53,7 @@ from prefixcache._core import (
     ShortConvMixer,
 )
 from prefixcache.config.engine_config import Activations
-from prefixcache.config.model_config import ModelConfig
+from prefixcache.config.model_config import DeltaConfig, ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import STATE_BYTES, KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
@@ -64,8 +64,6 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
-    DeltaShape,
-    DeltaWeights,
     DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
@@ -74,6 +72,8 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    StateShape,
+    StateWeights,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -246,29 +246,33 @@ class CpuModel:
         )
 
     def _mixer(
-        self, shape: AttentionShape | ConvShape | DeltaShape
+        self, shape: AttentionShape | ConvShape | StateShape
     ) -> AttentionMixer | ShortConvMixer | DeltaMixer:
-        if isinstance(shape, DeltaShape):
-            return self._delta(shape)
+        if isinstance(shape, StateShape):
+            return self._states(shape)
         return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
 
-    def _delta(self, shape: DeltaShape) -> DeltaMixer:
-        weights = DeltaWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
-        self._norms += [weights.conv, weights.decay, weights.time_bias, weights.norm]
+    def _states(self, shape: StateShape) -> DeltaMixer:
+        weights = StateWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
+        self._norms += weights.arrays
         self.slots.update(weights.slots(shape, _write))
-        delta = shape.delta
+        states = shape.states
         return DeltaMixer(
             in_proj=self._linear(shape.in_proj).packed,
-            key_heads=delta.key_heads,
-            value_heads=delta.value_heads,
-            key_dim=delta.key_dim,
-            value_dim=delta.value_dim,
-            taps=delta.taps,
-            tiled=delta.tiled,
+            key_heads=states.key_heads * states.alike,
+            value_heads=states.value_heads,
+            key_dim=states.key_dim,
+            value_dim=states.value_dim,
+            taps=states.taps,
+            tiled=isinstance(states, DeltaConfig) and states.tiled,
+            alike=states.alike,
             conv=address(weights.conv),
+            conv_bias=None if weights.conv_bias is None else address(weights.conv_bias),
             decay=address(weights.decay),
             time_bias=address(weights.time_bias),
             norm=address(weights.norm),
+            skip=None if weights.skip is None else address(weights.skip),
+            eps=self.config.rms_norm_eps,
             out=self._linear(shape.out).packed,
         )
 
@@ -303,8 +307,10 @@ class CpuModel:
         )
 
     def _feed_forward(
-        self, shape: DenseShape | ExpertsShape | DenseAndExpertsShape
-    ) -> DenseFeedForward | ExpertsFeedForward | DenseAndExperts:
+        self, shape: DenseShape | ExpertsShape | DenseAndExpertsShape | None
+    ) -> DenseFeedForward | ExpertsFeedForward | DenseAndExperts | None:
+        if shape is None:
+            return None
         if isinstance(shape, DenseAndExpertsShape):
             return DenseAndExperts(
                 dense=self._dense(shape.dense),

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prefixcache.config.model_config import Activation, ModelConfig
+from prefixcache.config.model_config import Activation, MambaConfig, ModelConfig
 from prefixcache.models.arrays import Array
 from prefixcache.models.names import TensorNames
 from prefixcache.models.parameters import (
@@ -21,8 +21,6 @@ from prefixcache.models.parameters import (
     AttentionShape,
     ConvShape,
     DecoderShape,
-    DeltaShape,
-    DeltaWeights,
     DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
@@ -31,6 +29,8 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    StateShape,
+    StateWeights,
     VectorShape,
     conv_slots,
     linear_slots,
@@ -41,7 +41,7 @@ from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
-from prefixcache.runner.cuda.ops.delta import gated_delta_rule
+from prefixcache.runner.cuda.ops.delta import gated_delta_rule, mamba2
 from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
@@ -80,11 +80,11 @@ class Builder:
         self.slots.update(conv_slots(shape, *writes, dtype_name(weight_LE.dtype)))
         return weight_LE, bias_E if shape.bias else None
 
-    def delta(self, shape: DeltaShape) -> DeltaWeights:
-        """The weights of a delta rule."""
+    def states(self, shape: StateShape) -> StateWeights:
+        """The weights of a recurrence."""
         empty = partial(torch.empty, dtype=torch.float32, device=self.ops.device)
-        made = DeltaWeights.of(shape, empty)
-        self._tensors += [made.conv, made.decay, made.time_bias, made.norm]
+        made = StateWeights.of(shape, empty)
+        self._tensors += made.arrays
         self.slots.update(made.slots(shape, _write))
         return made
 
@@ -118,6 +118,7 @@ class Builder:
             "silu": self.ops.silu_and_mul,
             "gelu_tanh": self.ops.gelu_tanh_and_mul,
             "clamped_swiglu": self.ops.clamped_swiglu,
+            "squared_relu": _squared_relu,
         }[activation]
 
     def embedding(self, name: str, shape: LinearShape, head: Linear | None) -> Embedding:
@@ -216,17 +217,17 @@ class ShortConvMixer:
         return (c_TE.float() * sums_TE).to(c_TE.dtype)
 
 
-class DeltaMixer:
-    """The gated delta rule of layer `layer`, without what `out` makes of it."""
+class StateMixer:
+    """The gated delta rule or Mamba-2 of layer `layer`, without what `out` makes of it."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, shape: DeltaShape, builder: Builder
+        self, config: ModelConfig, layer: int, shape: StateShape, builder: Builder
     ) -> None:
         self._layer = layer
-        self._delta = shape.delta
+        self._states = shape.states
         self._eps = config.rms_norm_eps
         self._in_proj = builder.linear(shape.in_proj)
-        self._weights = builder.delta(shape)
+        self._weights = builder.states(shape)
         self.out = builder.linear(shape.out)
 
     def __call__(
@@ -234,19 +235,22 @@ class DeltaMixer:
     ) -> Tensor:
         """What `out` takes: the values of all heads."""
         inputs_TI = self._in_proj(x_TE).float()
-        read_TV = inputs_TI.new_empty(len(x_TE), self._delta.values)
+        states = self._states
+        read_TV = inputs_TI.new_empty(len(x_TE), states.values)
 
         def compute(rows: slice, state: Tensor) -> None:
-            read_TV[rows] = gated_delta_rule(
-                self._delta, self._weights, self._eps, inputs_TI[rows], state
-            )
+            given = (self._weights, self._eps, inputs_TI[rows], state)
+            if isinstance(states, MambaConfig):
+                read_TV[rows] = mamba2(states, *given)
+            else:
+                read_TV[rows] = gated_delta_rule(states, *given)
 
         attention.recur(self._layer, compute)
         return read_TV.to(x_TE.dtype)
 
 
 class DenseFeedForward:
-    """A gated MLP, without what `out` makes of it."""
+    """An MLP, gated or not, without what `out` makes of it."""
 
     def __init__(self, shape: DenseShape, builder: Builder) -> None:
         self._gate = builder.gate(shape.activation)
@@ -360,7 +364,8 @@ class DecoderLayer:
         self._mixer = _mixer(config, layer, shape.mixer, builder)
         self._mixer_out_norm_E = _optional(shape.mixer_out_norm, builder)
         self._mlp_norm_E = _optional(shape.mlp_norm, builder)
-        self._feed_forward = _feed_forward(config, shape.feed_forward, builder)
+        made = shape.feed_forward
+        self._feed_forward = None if made is None else _feed_forward(config, made, builder)
         self._mlp_out_norm_E = _optional(shape.mlp_out_norm, builder)
         own = shape.own_input
         self._own_input = None if own is None else OwnInput(config, own, builder)
@@ -379,8 +384,9 @@ class DecoderLayer:
         """
         heads_TI = self._mixer(self._normed(x_TE, self._input_norm_E), rotations, attention)
         x_TE = self._added(x_TE, self._mixer.out, heads_TI, self._mixer_out_norm_E)
-        gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
-        x_TE = self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
+        if self._feed_forward is not None:
+            gated_TF = self._feed_forward(self._normed(x_TE, self._mlp_norm_E))
+            x_TE = self._added(x_TE, self._feed_forward.out, gated_TF, self._mlp_out_norm_E)
         if self._own_input is not None:
             assert own_TI is not None
             x_TE = x_TE + self._own_input(x_TE, own_TI)
@@ -514,11 +520,11 @@ class DecoderModel:
 def _mixer(
     config: ModelConfig,
     layer: int,
-    shape: AttentionShape | ConvShape | DeltaShape,
+    shape: AttentionShape | ConvShape | StateShape,
     builder: Builder,
-) -> AttentionMixer | ShortConvMixer | DeltaMixer:
-    if isinstance(shape, DeltaShape):
-        return DeltaMixer(config, layer, shape, builder)
+) -> AttentionMixer | ShortConvMixer | StateMixer:
+    if isinstance(shape, StateShape):
+        return StateMixer(config, layer, shape, builder)
     if isinstance(shape, ConvShape):
         return ShortConvMixer(layer, shape, builder)
     return AttentionMixer(config, layer, shape, builder)
@@ -532,6 +538,10 @@ def _feed_forward(
     if isinstance(shape, ExpertsShape):
         return ExpertsFeedForward(shape, builder)
     return DenseFeedForward(shape, builder)
+
+
+def _squared_relu(x_TF: Tensor) -> Tensor:
+    return x_TF.float().relu().square().to(x_TF.dtype)
 
 
 def _norm_of(config: ModelConfig, ops: Ops) -> Callable[[Tensor, Tensor], Tensor]:

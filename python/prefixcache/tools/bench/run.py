@@ -236,7 +236,7 @@ def _room(options: BenchOptions, work: Work) -> dict[str, int]:
     )
     model = read_config(config.model, resolve_model(config.model, config.revision))
     _check_fits(work, options.flags.get("max_model_len") or model.max_context_length)
-    if model.delta is not None:
+    if model.states is not None:
         return {"max_model_len": work.longest}  # Its states decide how many blocks fit.
     block_size = options.flags.get("block_size") or CacheConfig().block_size
     running = min(options.load.limit(is_recorded=False) or len(work.known), len(work.known))

@@ -14,6 +14,6 @@ pub enum Mixer<'a, E> {
     Attention(AttentionMixer<'a, E>),
     /// A convolution over the last tokens.
     ShortConv(ShortConvMixer<'a, E>),
-    /// The gated delta rule over states.
+    /// The gated delta rule, or Mamba-2, over states.
     Delta(DeltaMixer<'a, E>),
 }

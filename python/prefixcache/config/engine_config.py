@@ -181,8 +181,8 @@ class CacheConfig(Checked):
     )
     state_block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
         64,
-        "Least tokens of a cache block where layers have states, as in Qwen3.5: each block of a "
-        "prompt ends with a snapshot of them.",
+        "Least tokens of a cache block where layers have states, as in Qwen3.5: a snapshot of "
+        "them stands at the end of a block.",
         "Cache",
     )
     num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
@@ -697,7 +697,7 @@ class EngineConfig(Checked):
     def for_model(self, model: ModelConfig) -> EngineConfig:
         """The same with what is usual for this model: larger blocks and shorter steps with states.
 
-        A step keeps a snapshot for each block of a prompt that it computes.
+        A snapshot stands where a step ends, so shorter steps let more prompts that part hit.
         """
         if model.states is None:
             return self

@@ -327,7 +327,7 @@ class Author:
 
 
 class Witness:
-    """Remembers the bytes of every full block by all tokens up to its end.
+    """Remembers the bytes of each layer in every full block by all tokens up to its end.
 
     Compares who writes it again.
     """
@@ -355,7 +355,8 @@ class Witness:
             tokens[sequence.start : sequence.start + sequence.num_tokens] = found
             for index in _filled_blocks(sequence, refused.get(row, 0), size):
                 name = np.asarray([size, *tokens[: (index + 1) * size]]).tobytes()
-                self._compare(name, _blocks_bytes(engine, row, index))
+                for layer, content in _bytes_of_layers(engine, row, index).items():
+                    self._compare(name + layer.to_bytes(2, "little"), content)
 
     def _compare(self, name: bytes, content: bytes) -> None:
         digest = hashlib.sha256(content).digest()
@@ -368,8 +369,8 @@ def _filled_blocks(sequence: ScheduledSequence, refused: int, size: int) -> rang
     return range(sequence.start // size, stop // size)
 
 
-def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
-    """What all layers keep in a sequence's block, in their order: engines may group them apart."""
+def _bytes_of_layers(engine: Engine, row: int, index: int) -> dict[int, bytes]:
+    """What each layer keeps in a sequence's block; states are not kept in null blocks."""
     kv = engine._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
     parts, blocks = dict[int, bytes](), list[int]()
@@ -385,7 +386,10 @@ def _blocks_bytes(engine: Engine, row: int, index: int) -> bytes:
     for state in kv.layout.states:
         numbers = rows[state.tensor][blocks[state.group]].view(np.float32)[state.start :]
         parts[state.layer] = parts.get(state.layer, b"") + numbers[: state.numbers].tobytes()
-    return b"".join(parts[layer] for layer in sorted(parts))
+    for state in kv.layout.states:
+        if blocks[state.group] == 0:
+            parts.pop(state.layer, None)
+    return parts
 
 
 def _needed_inputs(numbers: npt.NDArray[Any], group: KVGroup, size: int) -> npt.NDArray[Any]:

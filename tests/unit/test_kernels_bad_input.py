@@ -109,9 +109,9 @@ def test_addresses_that_are_none() -> None:
 ARRAYS = {
     "qo_indptr": np.array([0, 1], np.int32),
     "kv_indptr": np.array([0, 2], np.int32),
-    "kv_indices": np.array([0, 0], np.int32),
+    "kv_indices": np.array([1, 1], np.int32),
     "last_page_len": np.array([1], np.int32),
-    "slot_mapping": np.array([0], np.int64),
+    "slot_mapping": np.array([16], np.int64),
 }
 
 

@@ -588,8 +588,19 @@ class Scheduler:
                 continue
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             # With a damaged file it begins earlier than its slots were taken for.
-            count = min(count, state.num_slots - state.num_computed_tokens)
-            chunks.append(_Chunk(state, count))
+            chunk = _Chunk(state, min(count, state.num_slots - state.num_computed_tokens))
+            if self._ends_in_a_block(chunk):
+                chunks.append(chunk)
+
+    def _ends_in_a_block(self, chunk: _Chunk) -> bool:
+        """Whether a state can be kept where the first chunk ends: admission may have meant another.
+
+        Otherwise the next step computes it, for which requests are preempted.
+        """
+        if not self._cache.has_states:
+            return True
+        wanted = (chunk.state.request_id, self._whole_blocks(chunk.end))
+        return self._cache.ensure_slots([wanted]) == 1
 
     def _prefix_name(self, state: RequestState, num_tokens: int) -> bytes | None:
         """What names the request's first tokens, in full blocks and more than none."""

@@ -111,13 +111,14 @@ def llama(entry: Entry, tokens: int) -> Generator[Worker]:
 
 
 def cost(pairs: int, folder: Path) -> dict[str, list[float]]:
-    """Requests with the folder over the same without it: seconds, and seconds of the processor.
+    """Requests with the folder over the same without it: time of each, and all seconds computed.
 
     Requests of `COST_TOKENS` new tokens and 16 generated go to both servers, in changing order. The
     first `pairs` fill the pool: their blocks have never been written. Of the next ones each block
     was evicted before. "KiB a token" is what the folder makes the system write to the disk.
     """
     ratios: dict[str, list[float]] = defaultdict(list)
+    computed: dict[str, list[tuple[float, float]]] = defaultdict(list)
     memory = pairs * (COST_TOKENS + 16) * 45 // 1024
     command = [*PREFIXCACHE, "serve", "--port", "0", "--kv-cache-memory", f"{memory}MiB"]
     kept = ["--kv-cache-dir", str(folder / "kv")]
@@ -135,11 +136,13 @@ def cost(pairs: int, folder: Path) -> dict[str, list[float]]:
             turns = (one, other) if number % 2 else (other, one)
             spent = {server.address: _spent(server, prompt) for server in turns}
             stage = "filling" if number < pairs else "full"
-            for what, with_it, without in zip(
-                ("time", "processor"), spent[one.address], spent[other.address], strict=True
-            ):
-                ratios[f"{stage}, {what}"].append(with_it / without)
+            with_it, without = spent[one.address], spent[other.address]
+            ratios[f"{stage}, time"].append(with_it[0] / without[0])
+            computed[stage].append((with_it[1], without[1]))
         written = process.io_counters().write_bytes - before
+    for stage, seconds in computed.items():
+        with_it, without = map(sum, zip(*seconds, strict=True))
+        ratios[f"{stage}, processor"] = [with_it / without]
     return ratios | {"KiB a token": [written / 1024 / (2 * pairs) / (COST_TOKENS + 15)]}
 
 

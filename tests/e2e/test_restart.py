@@ -229,14 +229,14 @@ def test_no_answer_changes_whichever_call_on_the_files_fails(folder, tmp_path):
     source = tests / "failing_files.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
     done = subprocess.run(
-        [sys.executable, tests / "failing_files.py", folder, str(bounded(3, 1))],
+        [sys.executable, tests / "failing_files.py", folder, str(bounded(6, 1))],
         env=os.environ | {"LD_PRELOAD": str(shim), "FAILING_FOLDER": str(tmp_path / "kept")},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert min(map(int, done.stdout.split())) > 50
+    assert min(map(int, done.stdout.split())) > bounded(25, 150)
 
 
 def test_killed_servers_answer_as_cold_ones(folder, tmp_path, tiny_checkpoint, seed):
@@ -258,7 +258,7 @@ def test_the_folder_never_exceeds_its_size(folder, tmp_path):
     limit = int(found[1]) + (1 << 20)
     flags = (*ceiling, "--kv-cache-dir-size", str(limit))
     sizes: list[int] = []
-    requests = bounded(12, 40)
+    requests = bounded(5, 40)
 
     def use(server: ServerProcess) -> None:
         for number in range(requests):

@@ -123,6 +123,7 @@ impl<E: Element> Layer<E> {
                 top_k: routing.top_k,
                 renormalise: routing.renormalise,
                 scale: routing.scale,
+                expert_scales: None,
             },
             gate_up: &self.gate_up,
             gate: Gate::Silu,
@@ -166,6 +167,7 @@ fn forward<E: Element>(
         .forward(
             form,
             &team,
+            Rows::new(x, HIDDEN),
             Rows::new(x, HIDDEN),
             residual,
             &RowsMut::new(&mut out, HIDDEN),

@@ -134,6 +134,7 @@ impl<E: Element> Experts<'_, E> {
     ///
     /// # Panics
     /// The shapes do not fit each other or the scratch.
+    #[expect(clippy::too_many_arguments, reason = "each is another operand")]
     pub fn forward(
         &self,
         form: Form,

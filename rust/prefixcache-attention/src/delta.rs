@@ -193,7 +193,7 @@ pub struct StatePart<'a> {
 }
 
 /// Writes each token's output to `out` [T, values], and the states to the parts: those after all rows of a
-/// sequence but its last `guesses`, [S], or none where that is empty.
+/// sequence but its last `guesses`, \[S\], or none where that is empty.
 ///
 /// `x` is [T, inputs]. The plans of all parts have the same sequences, see at least the token before, and write
 /// pages of one sequence each ([`Plan::writes_apart`]).
@@ -220,7 +220,7 @@ pub fn delta_rule<E: Element, O: Element>(
     each_head(form, team, (rule, parts), &runs, x, Some(out))
 }
 
-/// Writes the states after the first `accepted` [S] of the `guesses` [S] of each sequence to the parts. `x` are the
+/// Writes the states after the first `accepted` \[S\] of the `guesses` \[S\] of each sequence to the parts. `x` are the
 /// rows of all guesses in [`delta_rule`], which has computed the step of these plans.
 ///
 /// # Errors

@@ -182,7 +182,7 @@ impl Plan {
             && self.sequences.iter().zip(&other.sequences).all(same)
     }
 
-    /// Whether sequences have as many rows as `guesses` [S] says of each; there are none where that is empty.
+    /// Whether sequences have as many rows as `guesses` \[S\] says of each; there are none where that is empty.
     pub fn has_guesses(&self, guesses: &[usize]) -> bool {
         let all = || self.sequences.iter().zip(guesses);
         guesses.is_empty()
@@ -190,13 +190,13 @@ impl Plan {
                 && all().all(|(one, &guesses)| guesses <= one.queries.len())
     }
 
-    /// The rows of all guesses, which are the last `guesses` [S] of each sequence; none where that is empty.
+    /// The rows of all guesses, which are the last `guesses` \[S\] of each sequence; none where that is empty.
     pub fn guessed_rows(&self, guesses: &[usize]) -> impl Iterator<Item = usize> {
         let runs = self.runs(guesses).into_iter();
         runs.flat_map(|run| run.kept..run.rows.end)
     }
 
-    /// The rows of each sequence, the last `guesses` [S] of which are guesses; none where that is empty.
+    /// The rows of each sequence, the last `guesses` \[S\] of which are guesses; none where that is empty.
     pub(crate) fn runs(&self, guesses: &[usize]) -> Vec<Run> {
         assert!(self.has_guesses(guesses), "guesses");
         let runs = self.sequences.iter().enumerate().map(|(sequence, one)| {
@@ -211,7 +211,7 @@ impl Plan {
         runs.collect()
     }
 
-    /// The first `accepted` [S] of the guesses of each sequence, where rows are those of the guesses alone.
+    /// The first `accepted` \[S\] of the guesses of each sequence, where rows are those of the guesses alone.
     pub(crate) fn accepted_runs(&self, guesses: &[usize], accepted: &[usize]) -> Vec<Run> {
         assert_eq!(guesses.len(), accepted.len(), "accepted guesses");
         let mut first = 0;

@@ -180,6 +180,7 @@ def test_tokens_of_all_choices_are_those_of_each(
         accepted=sum(choice.num_accepted_drafts for choice in choices),
         refused=sum(choice.num_refused_drafts for choice in choices),
         stale=sum(choice.num_cached_tokens for choice in firsts if choice.hit_staleness),
+        from_disk=sum(choice.num_disk_tokens for choice in firsts),
     )
 
 

@@ -27,8 +27,8 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-trace-compares -Cllvm-args=-simplifycfg-branch-fold-threshold=0 \
   --cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks
 
-# Packages for development: an environment, and what goes into it. uv takes a fifth of pip's time; pip
-# goes on where it cannot reach the packages.
+# Packages for development: an environment, and what goes into it. uv unpacks packages in parallel and
+# keeps one copy for all environments; where it cannot reach them pip goes on.
 UV_VERSION := 0.13.9
 install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
   $(1)/bin/pip install --disable-pip-version-check --no-compile $(2)

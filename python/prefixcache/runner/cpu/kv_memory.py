@@ -55,6 +55,11 @@ class KVMemory(PoolMemory):
         return self.file is None or self.file.can_give_back
 
     @property
+    def may_have_holes(self) -> bool:
+        """Whether some of the blocks may lie in a hole of a file."""
+        return self.file is not None and bool(self._may_have_hole.any())
+
+    @property
     def addresses(self) -> list[int]:
         """Where each tensor begins; they stay the same."""
         return [memory.address for memory in self._memories]
@@ -88,7 +93,7 @@ class KVMemory(PoolMemory):
 
     def before_writes(self, blocks: npt.NDArray[np.int64]) -> None:
         """To be called before a step writes to these blocks: holes of a file are filled."""
-        if not self._may_have_hole.any():
+        if not self.may_have_holes:
             return
         parts = np.unique(blocks // self._part_blocks)
         for part in parts[self._may_have_hole[parts]].tolist():

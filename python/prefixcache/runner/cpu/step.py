@@ -88,7 +88,8 @@ class StepComputer:
         self, kernel: PagedAttention, tables: BlockTableBuffers, indptr: npt.NDArray[np.int32]
     ) -> None:
         num_seqs = len(indptr) - 1
-        self._kv.before_writes(tables.slot_mapping[: indptr[-1]] // self._kv.block_size)
+        if self._kv.may_have_holes:
+            self._kv.before_writes(tables.slot_mapping[: indptr[-1]] // self._kv.block_size)
         kernel.plan(
             self._kv.most_blocks,
             self._kv.block_size,

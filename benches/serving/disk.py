@@ -10,22 +10,19 @@ cache of the file is dropped before (`posix_fadvise`), so that the disk itself i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
+from restart import write_record
 
 from prefixcache.kv.tiers.disk_store import FILE_NAME
-from prefixcache.tools.bench.machine import machine_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -119,14 +116,7 @@ def main() -> None:
         medians = {name: statistics.median(times) for name, times in rounds.items()}
         print(f"{tokens} tokens (ms): {medians}", flush=True)
         values[str(tokens)] = rounds
-    if given.output is not None:
-        record = {
-            "command": shlex.join(["python", "benches/serving/disk.py", *sys.argv[1:]]),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "machine": machine_facts(),
-            "values": values,
-        }
-        given.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(given.output, values)
 
 
 if __name__ == "__main__":

@@ -196,6 +196,20 @@ def restore_ms(folder: Path) -> Times:
     return times
 
 
+def write_record(output: Path | None, values: dict[str, Any]) -> None:
+    """Of this run of a script in this folder, where it is asked for."""
+    if output is None:
+        return
+    script = f"benches/serving/{Path(sys.argv[0]).name}"
+    record = {
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "machine": machine_facts(),
+        "values": values,
+    }
+    output.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8000])
@@ -227,14 +241,7 @@ def main() -> None:
             print(f"a request with the folder, over one without, {name}: {interval(ratios)}")
         values["100,000 blocks"] = restore_ms(Path(scratch) / "many")
         print(f"100,000 blocks (ms): {values['100,000 blocks']}", flush=True)
-    if given.output is not None:
-        record = {
-            "command": shlex.join(["python", "benches/serving/restart.py", *sys.argv[1:]]),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "machine": machine_facts(),
-            "values": values,
-        }
-        given.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(given.output, values)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 /* Put before the system's own calls on files (LD_PRELOAD), these fail where they are asked to.
 
    Calls on files below FAILING_FOLDER are counted. After `fail_calls`, `count` of them from the one of that number on
-   fail with an errno. */
+   fail with an errno; a negative one is a signal that ends the process there. */
 #define _GNU_SOURCE
 #define _LARGEFILE64_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -47,6 +48,8 @@ static int fails(int descriptor, const char *path) {
     long number = seen++;
     if (number < first || number >= end)
         return 0;
+    if (error_number < 0)
+        kill(getpid(), -error_number);
     errno = error_number;
     return 1;
 }
@@ -64,6 +67,12 @@ static int fails(int descriptor, const char *path) {
 
 CALL(int, mkdir, -1, -1, path, (const char *path, mode_t mode), (path, mode))
 CALL(int, unlinkat, -1, file, path, (int file, const char *path, int flags), (file, path, flags))
+CALL(int, unlink, -1, -1, path, (const char *path), (path))
+CALL(int, access, -1, -1, path, (const char *path, int how), (path, how))
+CALL(int, fsync, -1, file, NULL, (int file), (file))
+CALL(int, fdatasync, -1, file, NULL, (int file), (file))
+CALL(ssize_t, read, -1, file, NULL, (int file, void *to, size_t size), (file, to, size))
+CALL(ssize_t, write, -1, file, NULL, (int file, const void *from, size_t size), (file, from, size))
 CALL(int, flock, -1, file, NULL, (int file, int how), (file, how))
 CALL(int, futimens, -1, file, NULL, (int file, const struct timespec times[2]), (file, times))
 CALL(int, msync, -1, -1, getenv("FAILING_FOLDER"), (void *at, size_t size, int flags), (at, size, flags))
@@ -74,6 +83,10 @@ CALL(int, fstat, -1, file, NULL, (int file, struct stat *found), (file, found))
 CALL(int, fstat64, -1, file, NULL, (int file, struct stat64 *found), (file, found))
 CALL(int, fstatat64, -1, file, path,
      (int file, const char *path, struct stat64 *found, int flags), (file, path, found, flags))
+CALL(int, stat, -1, -1, path, (const char *path, struct stat *found), (path, found))
+CALL(int, stat64, -1, -1, path, (const char *path, struct stat64 *found), (path, found))
+CALL(int, lstat, -1, -1, path, (const char *path, struct stat *found), (path, found))
+CALL(int, lstat64, -1, -1, path, (const char *path, struct stat64 *found), (path, found))
 FILE_CALL(int, ftruncate, -1, (int file, off_t size), (file, size))
 FILE_CALL(int, fallocate, -1, (int file, int mode, off_t at, off_t size), (file, mode, at, size))
 FILE_CALL(ssize_t, pread, -1, (int file, void *to, size_t size, off_t at), (file, to, size, at))

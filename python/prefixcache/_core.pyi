@@ -333,6 +333,13 @@ class PrefixCache:
         In full blocks, up to `max_tokens`; 0 where no group has full attention. What this is above
         `count_prefix_hits` is lost for want of a window's blocks. Changes nothing.
         """
+    def count_tiered_hits(
+        self, sequence: Sequence, staging: BlockStaging, max_tokens: int | None = None
+    ) -> tuple[int, int]:
+        """`count_prefix_hits` where blocks that the tier behind `staging` holds count too.
+
+        And how many of these blocks the hit needs. Any thread; changes nothing.
+        """
     def commit_prefix_plan(
         self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
     ) -> int | None:
@@ -342,6 +349,16 @@ class PrefixCache:
         taken: the longest length up to `hit_tokens` that hits; None when blocks are lacking, and
         then nothing has changed. With `chunk`, groups that have a window get slots for that many
         of the new tokens alone, and for the next ones by `ensure_slots`.
+        """
+    def commit_missing(
+        self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int
+    ) -> tuple[list[int], list[bytes], list[int]] | None:
+        """`commit_prefix_plan` of a hit of which blocks come from a slower tier.
+
+        What the hit needs and the pool does not have gets new blocks. Returns these, their keys and
+        their places in the block tables, in the order of the places. The caller fills them, and
+        publishes them by `mark_blocks_filled` as far as all are filled. None when blocks are
+        lacking, and then nothing has changed.
         """
     def append_slots(self, sequences: _Sequence[Sequence], counts: _Sequence[int]) -> int:
         """Give each sequence `counts[i]` (at least 1) more slots, in order.
@@ -823,8 +840,8 @@ class BlockStaging:
     @property
     def num_stored(self) -> int:
         """How many blocks the tier holds."""
-    def take(self, max_blocks: int) -> tuple[int, list[tuple[bytes, npt.NDArray[np.uint8]]]]:
-        """Take blocks, the oldest first: the era they are of, and key and value of each."""
+    def take(self, max_blocks: int, era: int) -> list[tuple[bytes, npt.NDArray[np.uint8]]]:
+        """Take blocks, the oldest first and none of another era: key and value of each."""
     def add_stored(self, keys: _Sequence[bytes], era: int) -> None:
         """The tier holds these from now on, unless another era has begun."""
     def remove_stored(self, keys: _Sequence[bytes]) -> None:

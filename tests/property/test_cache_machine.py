@@ -148,8 +148,11 @@ class CacheMachine(RuleBasedStateMachine):
         asked = data.draw(st.integers(0, pair.slow.num_tokens // self.slow.block_size))
         asked = data.draw(st.sampled_from([hits, asked * self.slow.block_size]))
         rest = max(pair.slow.num_tokens - asked, 1)
-        chunk = data.draw(st.one_of(st.none(), st.integers(1, 12)))
-        self.both("commit_prefix_plan", pair, asked, data.draw(st.integers(1, rest)), chunk)
+        rest, chunk = data.draw(st.integers(1, rest)), data.draw(st.integers(0, 12))
+        if data.draw(st.booleans()):
+            self.both("commit_missing", pair, asked, rest, chunk or rest)
+        else:
+            self.both("commit_prefix_plan", pair, asked, rest, chunk or None)
 
     @precondition(any_idle)
     @rule(data=st.data(), most=st.integers(0, 50))

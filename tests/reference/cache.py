@@ -349,37 +349,60 @@ class ReferenceCache:
     def commit_prefix_plan(
         self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int | None = None
     ) -> int | None:
-        assert sequence.tables is None
         self.refresh(sequence)
-        near = num_tokens if chunk is None else min(num_tokens, chunk)
         hashes = sequence.block_hashes(0, hit_tokens // self.block_size)
         length = self.longest_hit(hashes)
-        hit_tokens = length * self.block_size
+        taken = self.take(sequence, hashes[:length], num_tokens, chunk or num_tokens)
+        return None if taken is None else length * self.block_size
+
+    def commit_missing(
+        self, sequence: Sequence, hit_tokens: int, num_tokens: int, chunk: int
+    ) -> tuple[list[int], list[bytes], list[int]] | None:
+        self.refresh(sequence)
+        hashes = sequence.block_hashes(0, hit_tokens // self.block_size)
+        missing = self.take(sequence, hashes, num_tokens, chunk)
+        if missing is None:
+            return None
+        missing.sort()
+        keys = [hashes[index] + group.to_bytes(2, "big") for index, group, _ in missing]
+        return [block for *_, block in missing], keys, [index for index, *_ in missing]
+
+    def take(
+        self, sequence: Sequence, hashes: list[bytes], num_tokens: int, chunk: int
+    ) -> list[tuple[int, int, int]] | None:
+        """Lets it hold a hit of all hashes, and more; place, group and block of what was absent."""
+        assert sequence.tables is None
+        near, hit_tokens = min(num_tokens, chunk), len(hashes) * self.block_size
         groups = range(self.num_groups)
         new = [-(-(num_tokens if self.is_full(g) else near) // self.block_size) for g in groups]
-        keys = self.needed(hashes[:length])
-        taken = self.pool.commit(keys, sum(map(self.num_new, groups, new)))
+        needed = self.needed(hashes)
+        keys = [key for key in needed if self.pool.lookup(key)]
+        num_new = len(needed) - len(keys) + sum(map(self.num_new, groups, new))
+        taken = self.pool.commit(keys, num_new)
         if taken is None:
             return None
-        blocks = taken[1]
-        hits, fresh = blocks[: len(keys)], blocks[len(keys) :]
-        sequence.tables = []
-        for group in groups:
-            first = self.first_needed(group, hit_tokens)
-            own, hits = hits[: length - first], hits[length - first :]
-            count = self.num_new(group, new[group])
-            mine, fresh = fresh[:count], fresh[count:]
-            sequence.tables.append([0] * first + own + [0] * (new[group] - count) + mine)
+        hits, fresh = dict(zip(keys, taken[1], strict=False)), iter(taken[1][len(keys) :])
+        missing, sequence.tables = list[tuple[int, int, int]](), []
         sequence.firsts = [self.first_needed(group, hit_tokens) for group in groups]
+        for group, first in zip(groups, sequence.firsts, strict=True):
+            table = [0] * first
+            for index in range(first, len(hashes)):
+                table.append(hits.get((hashes[index], group)) or next(fresh))
+                if (hashes[index], group) not in hits:
+                    missing.append((index, group, table[-1]))
+            count = self.num_new(group, new[group])
+            table += [0] * (new[group] - count) + list(itertools.islice(fresh, count))
+            sequence.tables.append(table)
         fulls = [self.is_full(group) for group in groups]
         sequence.epoch = self.pool.epoch
         sequence.num_slots = hit_tokens + (num_tokens if any(fulls) else near)
         sequence.num_ready_slots = hit_tokens + (num_tokens if all(fulls) else near)
-        sequence.num_filled = hit_tokens
-        sequence.num_published = sequence.num_hits = length
+        sequence.num_hits = len(hashes)
+        sequence.num_published = min([len(hashes), *(index for index, *_ in missing)])
+        sequence.num_filled = sequence.num_published * self.block_size
         self.queries += sequence.num_tokens
-        self.hits += hit_tokens
-        return hit_tokens
+        self.hits += sequence.num_filled
+        return missing
 
     def append_slots(self, sequences: list[Sequence], counts: list[int]) -> int:
         for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):

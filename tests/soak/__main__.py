@@ -53,8 +53,8 @@ class Soak:
         self._bank = make_bank(_BANK_SIZE, self._choose)
         self.tally = Tally()
         self._quiet = Lives(self._folders, _QUIET_FLAGS, folder / "faults", folder / "quiet")
-        kept = folder / "kv" if options.kv_cache_dir else None
-        flags = _flags(folder, kept)
+        kept = folder / "kv" if options.kv_cache_dir or options.disk_cache else None
+        flags = _flags(folder, kept, on_disk=options.disk_cache)
         self.lives = Lives(self._folders, flags, folder / "faults", folder / "logs")
         self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS, Kept(kept, _KEPT_BYTES))
         self._operator = Operator(
@@ -184,7 +184,7 @@ class Soak:
             await self._quiet.stop()
 
 
-def _flags(folder: Path, kept: Path | None) -> list[str | Path]:
+def _flags(folder: Path, kept: Path | None, *, on_disk: bool) -> list[str | Path]:
     limits = {
         "max-num-seqs": 16,
         "max-num-batched-tokens": 256,
@@ -202,7 +202,10 @@ def _flags(folder: Path, kept: Path | None) -> list[str | Path]:
         "admin-api-key": ADMIN,
         "allowed-model-dirs": folder,
     }
-    if kept is not None:
+    if on_disk:
+        limits |= {"disk-cache-dir": kept, "disk-cache-memory": _KEPT_BYTES}
+        limits["disk-cache-min-uses"] = 1
+    elif kept is not None:
         limits |= {"kv-cache-dir": kept, "kv-cache-dir-size": _KEPT_BYTES}
         limits["kv-cache-max-memory"] = _KEPT_BYTES * 3 // 4
     flags = [part for name, value in limits.items() for part in (f"--{name}", str(value))]

@@ -20,6 +20,7 @@ class Options:
     report: Path | None
     keep: Path | None
     kv_cache_dir: bool
+    disk_cache: bool
     plant_leak: bool
 
     @property
@@ -55,6 +56,9 @@ def parse_options() -> Options:
     parser.add_argument("--keep", type=Path, help="folder for the servers' logs")
     parser.add_argument(
         "--kv-cache-dir", action="store_true", help="the cache lies in a folder of bounded size"
+    )
+    parser.add_argument(
+        "--disk-cache", action="store_true", help="a disk of bounded size is behind the cache"
     )
     parser.add_argument(
         "--plant-leak", action="store_true", help="to see it fail: one request keeps its blocks"

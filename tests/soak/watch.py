@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Rest:
 
 @dataclass(slots=True)
 class Kept:
-    """The folder of --kv-cache-dir, if there is one: its limit, and the most seen, in bytes."""
+    """The folder of the cache, if there is one: its limit, and the most seen, in bytes."""
 
     folder: Path | None
     limit: int
@@ -72,8 +73,10 @@ class Kept:
 
     def look(self) -> int:
         """Bytes on the disk."""
-        files = [] if self.folder is None else self.folder.glob("*")
-        size = sum(file.stat().st_blocks * 512 for file in files)
+        size = 0
+        for file in [] if self.folder is None else self.folder.glob("*"):
+            with suppress(FileNotFoundError):  # A clear removes one.
+                size += file.stat().st_blocks * 512
         self.most = max(self.most, size)
         return size
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,8 +19,8 @@ from equality import WIDE, Bench, Counts, schedule_on_disk
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import FieldError
 from prefixcache.kv.tiers.disk_store import DiskStore
+from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import Request, RequestOutput
@@ -29,7 +33,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 384, count).tolist()
 
 
-PROMPT, OTHER = tokens(150), tokens(230, seed=1)
+PROMPT = tokens(150)
 
 
 class Served:
@@ -76,14 +80,23 @@ class Served:
     def from_disk(self, name: str) -> int:
         return self.outputs[name][0].num_disk_tokens
 
+    def until(self, location: tuple[int, int]) -> None:
+        """Waits until the first prompt lies there."""
+        disk = self.engine._cache.disk
+        assert disk is not None
+        disk.nudge()
+        with disk._changed:
+            where = partial(self.engine.locate_prefix, PROMPT)
+            assert disk._changed.wait_for(lambda: where() == location, 60)
+
     def evict(self) -> None:
         """The first prompt lies on the disk alone."""
         self.answer("first", PROMPT)
-        self.answer("other", OTHER)
-        disk = self.engine._cache.disk
-        assert disk is not None
-        while self.engine.locate_prefix(PROMPT) != (0, 144):
-            disk.nudge()
+        for seed in itertools.count(1):
+            if not self.engine.locate_prefix(PROMPT).memory_tokens:
+                break
+            self.answer("other", tokens(230, seed=seed))
+        self.until((0, 144))
 
 
 @pytest.fixture
@@ -109,20 +122,53 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_hits_from_disk_change_no_bit(model, tmp_path):
-    served = Served(model, tmp_path / "disk")
+# Full attention, windows, states.
+POOLS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_blocks": 16},
+    "gemma3": {"num_blocks": 60},
+    "qwen3.5": {"num_blocks": 40, "state_block_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_hits_from_disk_change_no_bit(tiny_checkpoint, tmp_path, name):
+    model = tiny_checkpoint(name)
+    served = Served(model, tmp_path / "disk", **POOLS[name])
     served.evict()
     assert served.answer("again", PROMPT) == served.said("first")
     assert (served.from_disk("again"), served.outputs["again"][0].num_cached_tokens) == (144, 144)
     assert served.answer("memory", PROMPT) == served.said("first")
     assert served.from_disk("memory") == 0
     served.engine.close()
-    next_process = Served(model, tmp_path / "disk")
-    while next_process.engine.locate_prefix(PROMPT).disk_tokens < 144:
-        pass
+    next_process = Served(model, tmp_path / "disk", **POOLS[name])
+    next_process.until((0, 144))
     assert next_process.answer("first", PROMPT) == served.said("first")
     assert next_process.from_disk("first") == 144
     next_process.engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_a_hit_needs_the_window_and_the_state_at_its_end(
+    tiny_checkpoint, tmp_path, monkeypatch, name
+):
+    served = Served(tiny_checkpoint(name), tmp_path / "disk", **POOLS[name])
+    served.evict()
+    get, asked = DiskStore.get, list[bytes]()
+
+    def of_full_attention(store: DiskStore, keys: list[bytes]) -> list[bytes]:
+        asked.extend(keys)
+        return get(store, list(itertools.takewhile(lambda key: key[32:] == bytes(2), keys)))
+
+    monkeypatch.setattr(DiskStore, "get", of_full_attention)
+    assert served.answer("again", PROMPT) == served.said("first")
+    assert served.from_disk("again") == 0
+    assert served.engine._scheduler.loads.counts().started == 1
+    # Of full attention all, of a window what it needs, of a state one.
+    groups = Counter(key[33] for key in asked)
+    kinds = served.engine._cache.groups
+    wanted = [9 if kind == "full" else 1 if kind == "state" else -(-kind[1] // 16) for kind in kinds]
+    assert [groups[group] for group in range(len(kinds))] == wanted
+    served.engine.close()
 
 
 def test_usage_tells_what_came_from_the_disk():
@@ -153,8 +199,6 @@ def test_what_ends_a_load_loses_nothing(model, tmp_path, slow_disk, how):
     served.add("again", PROMPT)
     served.step()
     assert served.engine._scheduler.loads.counts().started == 1
-    if how in ("sleep", "reset"):  # These wait until the disk knows.
-        threading.Timer(0.01, slow_disk.set).start()
     if how == "abort":
         served.engine.abort(["again"])
     elif how == "sleep":
@@ -176,6 +220,21 @@ def test_what_ends_a_load_loses_nothing(model, tmp_path, slow_disk, how):
     served.engine.close()
 
 
+def test_ctrl_c_while_a_request_waits_loses_nothing(model, tmp_path, slow_disk, monkeypatch):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    served.add("again", PROMPT)
+    monkeypatch.setattr(DiskTier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        served.run()
+    served.engine.forget_all()
+    assert served.engine.control.stats()["blocks_in_use"] == 0
+    monkeypatch.undo()
+    slow_disk.set()
+    assert served.answer("last", PROMPT) == served.said("first")
+    served.engine.close()
+
+
 def test_a_load_that_is_late_ends_with_what_is_there(model, tmp_path, slow_disk, monkeypatch):
     served = Served(model, tmp_path / "disk")
     served.evict()
@@ -184,7 +243,7 @@ def test_a_load_that_is_late_ends_with_what_is_there(model, tmp_path, slow_disk,
     assert served.from_disk("again") == 0
     assert served.engine._scheduler.loads.counts().late == 1
     slow_disk.set()
-    served.answer("other again", OTHER)
+    served.answer("other again", tokens(230, seed=1))
     served.answer("refused", PROMPT)
     assert served.engine._scheduler.loads.counts().refused > 0
     served.engine.close()
@@ -210,14 +269,9 @@ def test_no_answer_depends_on_the_disk(model, tmp_path, monkeypatch, caplog, cal
     assert caplog.text.count("is idle") == (call != "close")
 
 
-def test_a_model_with_windows_is_refused_by_name(tiny_checkpoint, tmp_path):
-    folder = tiny_checkpoint("gpt-oss")
-    with pytest.raises(FieldError, match="disk_cache_memory needs a model"):
-        Served(folder, tmp_path / "disk", num_blocks=100)
-
-
-def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path):
-    bench, total = Bench(tiny_checkpoint("qwen3", **WIDE), "float32"), Counts()
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3.5"])
+def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, name):
+    bench, total = Bench(tiny_checkpoint(name, **WIDE), "float32"), Counts()
     for _ in range(2):  # The second engine finds what the first has evicted.
         total.add(bench.compare(schedule_on_disk(2, tmp_path / "disk")))
     assert total.differences == total.block_differences == 0

@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import random
+import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from prefixcache._core import BlockStaging, PrefixCache
+from disk_lives import BLOCK_BYTES, MIB, SCOPE, TENSORS, Tiered, keys_of
+from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import FILE_NAME, DiskStore
-from prefixcache.kv.tiers.disk_tier import DiskTier, block_key
-
-NUM_BLOCKS, BLOCK_BYTES, TENSORS = 8, 4096, 2
-MIB = 1 << 20
-SCOPE = b"s" * 16
-
-
-class Tiered:
-    """A cache of seven blocks of 16 tokens, and a disk behind it."""
-
-    def __init__(
-        self, folder: Path, *, min_uses: int = 1, weights: str = "blake3:a", starts: bool = True
-    ) -> None:
-        self.kv = np.zeros((TENSORS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-        addresses = [tensor.ctypes.data for tensor in self.kv]
-        self.staging = BlockStaging(addresses, BLOCK_BYTES, NUM_BLOCKS, MIB, min_uses, self.kv)
-        self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights, retention_budget=1.0)
-        self.cache.stage_evicted(self.staging)
-        self.now = 0.0
-        self.tier = DiskTier(
-            self.staging,
-            partial(DiskStore, folder, 8 * MIB, SCOPE),
-            block_bytes=TENSORS * BLOCK_BYTES,
-            name=str(folder),
-            clock=lambda: self.now,
-        )
-        if starts:
-            self.tier.start()
-
-    def compute(self, first: int, num_blocks: int = 7, **hints: int) -> list[bytes]:
-        """Fills the blocks of a prompt with numbers of its tokens; its hashes."""
-        sequence = self.cache.new_sequence([first + i for i in range(16 * num_blocks)])
-        if hints:
-            sequence.set_hints("", [(0, None, hints["priority"], None)])
-        assert self.cache.commit_prefix_plan(sequence, 0, 16 * num_blocks) == 0
-        for place, block in enumerate(sequence.block_table()):
-            self.kv[:, block] = (first + place) % 251
-        self.cache.mark_blocks_filled([sequence], [16 * num_blocks])
-        self.cache.release([sequence])
-        return sequence.block_hashes()
-
-    def settle(self) -> None:
-        """All that waits is written."""
-        failures = self.tier.counts().failures
-        self.tier.nudge()
-        while self.staging.has_staged or self.tier.counts().written < self.staged:
-            assert self.tier.counts().failures == failures
-
-    @property
-    def staged(self) -> int:
-        return self.staging.counts()["staged"]
-
-    def load(self, hashes: list[bytes]) -> list[int]:
-        """Numbers of the first bytes of the blocks that came back."""
-        load = self.tier.load(range(1, 1 + len(hashes)), hashes)
-        while not load.is_done:
-            self.tier.wait([load], 1)
-        return self.kv[1, 1 : 1 + load.num_loaded, 0].tolist()
+from repeatable import bounded
 
 
 @pytest.fixture
@@ -104,7 +48,7 @@ def evicted(tiered: Tiered, first: int = 100) -> list[bytes]:
 def test_evicted_blocks_come_back_as_they_were(make):
     tiered = make()
     hashes = evicted(tiered)
-    assert tiered.tier.count(hashes) == 7
+    assert tiered.count(hashes) == 7
     assert tiered.load(hashes) == [100 + i for i in range(7)]
 
 
@@ -113,8 +57,7 @@ def test_the_next_process_finds_them(make):
     hashes = evicted(first)
     first.tier.close()
     second = make()
-    while second.tier.count(hashes) < 7:
-        pass
+    second.until(lambda: second.count(hashes) == 7)
     assert second.load(hashes[2:5]) == [102, 103, 104]
 
 
@@ -129,15 +72,49 @@ def test_a_clear_is_one_for_the_next_process_too(make):
     first = make()
     hashes = evicted(first)
     first.cache.clear_cache_index()
+    assert first.count(hashes) == 0
     first.tier.forget()
-    assert first.tier.count(hashes) == 0
     again = evicted(first, 300)
-    assert first.tier.count(again) == 7
+    assert first.count(again) == 7
     first.tier.close()
     second = make()
-    while second.tier.count(again) < 7:
-        pass
-    assert second.tier.count(hashes) == 0
+    second.until(lambda: second.count(again) == 7)
+    assert second.count(hashes) == 0
+
+
+def test_a_clear_does_not_wait_for_a_disk_that_hangs(make, monkeypatch):
+    first, go = make(), threading.Event()
+    hashes, get = evicted(first), DiskStore.get
+    monkeypatch.setattr(DiskStore, "get", lambda *given: go.wait(60) and get(*given))
+    load = first.tier.load([1], keys_of(hashes[:1]))
+    first.cache.clear_cache_index()
+    assert first.count(hashes) == 0
+    first.tier.forget()
+    second = make()
+    second.until(lambda: second.tier._is_listed)
+    assert second.count(hashes) == 0
+    assert not load.is_done
+    go.set()
+    again = evicted(first, 300)
+    assert first.load(again) == [(300 + i) % 251 for i in range(7)]
+
+
+def test_a_clear_waits_a_bounded_time_and_says_so(make, monkeypatch, caplog):
+    tiered, go = make(), threading.Event()
+    void, clear = tiered.tier._void_store, DiskStore.clear
+    hashes = evicted(tiered)
+    monkeypatch.setattr(disk_tier, "_FORGET_SECONDS", 0.01)
+    monkeypatch.setattr(tiered.tier, "_void_store", lambda: go.wait(60) and void())
+    monkeypatch.setattr(DiskStore, "clear", lambda store: go.wait(60) and clear(store))
+    tiered.cache.clear_cache_index()
+    tiered.tier.forget()
+    assert "may find what was cleared" in caplog.text
+    assert tiered.count(hashes) == 0
+    go.set()
+    tiered.until(tiered.tier._is_void)
+    second = make()
+    second.until(lambda: second.tier._is_listed)
+    assert second.count(hashes) == 0
 
 
 def test_blocks_go_there_from_their_second_use_on(make):
@@ -146,7 +123,7 @@ def test_blocks_go_there_from_their_second_use_on(make):
     assert tiered.staged == 0
     assert tiered.staging.counts()["skipped"] == 7
     assert evicted(tiered) == hashes  # computed twice
-    assert tiered.tier.count(hashes) == 7
+    assert tiered.count(hashes) == 7
 
 
 @pytest.mark.parametrize(("priority", "count"), [(80, 7), (0, 0)])
@@ -170,15 +147,15 @@ def test_a_damaged_block_ends_the_load_and_is_removed(make, folder):
     tiered = make()
     hashes = evicted(tiered)
     with sqlite3.connect(folder / FILE_NAME) as db:
-        key = SCOPE + bytes(8) + block_key(hashes[3])
         (value,) = db.execute(
-            "SELECT value FROM data JOIN blocks USING (id) WHERE key = ?", [key]
+            "SELECT value FROM data JOIN blocks USING (id) WHERE substr(key, 25) = ?",
+            keys_of(hashes[3:4]),
         ).fetchone()
         wrong = value[:500] + bytes([value[500] ^ 1]) + value[501:]
         db.execute("UPDATE data SET value = ? WHERE value = ?", [wrong, value])
     db.close()
     assert tiered.load(hashes) == [100, 101, 102]
-    assert tiered.tier.count(hashes) == 3
+    assert tiered.count(hashes) == 3
     assert tiered.tier.counts().damaged == 1
 
 
@@ -201,25 +178,62 @@ def test_a_failing_disk_makes_the_tier_idle_until_it_is_back(make, folder, caplo
     hashes = evicted(tiered)
     (folder / FILE_NAME).write_bytes(b"damaged" * 1000)
     assert tiered.load(hashes) == []
-    assert tiered.tier.count(hashes) == 0
+    assert tiered.count(hashes) == 0
     assert caplog.text.count("is idle") == 1
     tiered.compute(5000)
     tiered.now += 100
     hashes = evicted(tiered, 7000)
+    tiered.until(lambda: tiered.count(hashes) == 7)
     assert tiered.load(hashes) == [(7000 + i) % 251 for i in range(7)]
 
 
-def test_a_killed_process_leaves_what_it_wrote(folder):
-    code = f"""
-import os, signal, sys
-sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from pathlib import Path
-from test_disk_tier import Tiered, evicted
-tiered = Tiered(Path({str(folder)!r}))
-evicted(tiered)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ))
-    store = DiskStore(folder, 8 * MIB, SCOPE)
-    assert len(list(store.keys())) >= 7
-    store.close()
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("how", ["fail", "kill"])
+def test_no_call_that_fails_or_is_the_last_one_leaves_anything_wrong(folder, how):
+    command = [sys.executable, Path(__file__).parents[1] / "disk_lives.py", folder, how]
+    done = subprocess.run(
+        [*command, str(bounded(17, 1))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 200
+
+
+def test_whatever_lies_in_the_folder_no_block_comes_back_wrong(make, folder, seed):
+    choose = random.Random(seed)
+    tiered = make()
+    prompts = [100, 1100, 2100]
+    for first in [*prompts, 3100]:
+        tiered.compute(first)
+        tiered.settle()
+    tiered.tier.close()
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    whole[folder / f"{FILE_NAME}-journal"] = b""
+    num_loaded = 0
+    for _ in range(bounded(30, 1000)):
+        for path, content in whole.items():
+            path.write_bytes(damaged(content, choose))
+        tiered = Tiered(folder)
+        tiered.until(lambda tier=tiered.tier: tier._is_listed or tier.counts().failures)
+        for first in prompts:
+            hashes = tiered.hashes(first)
+            loaded = tiered.load(hashes)
+            assert loaded == [(first + place) % 251 for place in range(len(loaded))]
+            num_loaded += len(loaded)
+        tiered.tier.close()
+        tiered.cache.validate()
+    assert num_loaded
+
+
+def damaged(content: bytes, choose: random.Random) -> bytes:
+    """Cut, or with some bytes, or a part of any length, from elsewhere or anything."""
+    if choose.random() < 0.3:
+        return content
+    if choose.random() < 0.2:
+        return content[: choose.randrange(len(content) + 1)]
+    data = bytearray(content or choose.randbytes(choose.randrange(3000)))
+    for _ in range(choose.choice([1, 1, 5, 50])):
+        size = min(len(data), choose.choice([1, 1, 8, 512, 1 << 14]))
+        at, source = (choose.randrange(len(data) - size + 1) for _ in range(2))
+        part = data[source : source + size]
+        data[at : at + size] = choose.choice([part, choose.randbytes(size), bytes(size)])
+    return bytes(data)

@@ -277,8 +277,8 @@ class CacheConfig(Checked):
     )
     disk_cache_memory: ByteSize | None = flag(
         None,
-        "Most bytes on a disk for blocks that memory has no room for, on a CPU, for models whose "
-        "layers all have full attention; docs/guides/disk.md says how it works.",
+        "Most bytes on a disk for blocks that memory has no room for, on a CPU; "
+        "docs/guides/disk.md says how it works.",
         "Cache",
         shown="the cache is kept in memory alone",
         metavar="<bytes or size>",

@@ -52,6 +52,14 @@ class PrefixLocation(NamedTuple):
     disk_tokens: int
 
 
+class MissingBlocks(NamedTuple):
+    """Blocks of a request without content: the key and the place in its table of each."""
+
+    blocks: list[int]
+    keys: list[bytes]
+    places: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
     """What the cache had of a prompt at one moment.
@@ -325,10 +333,10 @@ class CacheManager:
 
     def locate_prefix(self, sequence: CoreSequence) -> PrefixLocation:
         """Where the sequence's prefix lies now; a step may change it. From any thread."""
-        memory = self._cache.count_prefix_hits(sequence)
-        after = sequence.block_hashes(memory // self.block_size)
-        on_disk = 0 if self.disk is None else self.disk.count(after)
-        return PrefixLocation(memory, on_disk * self.block_size)
+        memory, both = self._cache.count_prefix_hits(sequence), 0
+        if self.disk is not None:
+            both, _ = self._cache.count_tiered_hits(sequence, self.disk.staging)
+        return PrefixLocation(memory, max(0, both - memory))
 
     def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
         """What is cached of a prompt now. From any thread; reads as `probe` does."""
@@ -468,13 +476,27 @@ class CacheManager:
         """The hash that names the request's full block and all before it; None past the last."""
         return next(iter(self._sequences[request_id].block_hashes(index, index + 1)), None)
 
-    def block_hashes(self, request_id: str, start: int, stop: int) -> list[bytes]:
-        """The hashes of the request's full blocks from `start` to before `stop`."""
-        return self._sequences[request_id].block_hashes(start, stop)
+    def count_with_disk(self, request_id: str, max_tokens: int) -> tuple[int, int]:
+        """The longest hit up to `max_tokens`, the disk's blocks counted; how many of them it needs.
 
-    def blocks(self, request_id: str, start: int, stop: int) -> list[int]:
-        """The blocks that the request holds in the first group, from `start` to before `stop`."""
-        return self._sequences[request_id].block_table()[start:stop]
+        (0, 0) where the disk has nothing.
+        """
+        if self.disk is None or not self.disk.staging.num_stored:
+            return 0, 0
+        sequence = self._sequences[request_id]
+        return self._cache.count_tiered_hits(sequence, self.disk.staging, max_tokens)
+
+    def commit_missing(
+        self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int
+    ) -> MissingBlocks | None:
+        """`commit`, with new blocks in the places of what `hit_tokens` need and memory lacks.
+
+        Returns these; they are to be filled, and then marked as filled.
+        """
+        at_once = self._window_slots(hit_tokens, chunk) or num_tokens
+        sequence = self._sequences[request_id]
+        missing = self._cache.commit_missing(sequence, hit_tokens, num_tokens, at_once)
+        return None if missing is None else MissingBlocks(*missing)
 
     def commit(self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int) -> int | None:
         """Takes the first `hit_tokens` from the cache and slots for `num_tokens` more.

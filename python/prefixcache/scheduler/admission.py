@@ -11,6 +11,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
+from prefixcache.scheduler.loading import LoadPlan, Loads
 from prefixcache.scheduler.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Admission:
         cache: CacheManager,
         config: SchedulerConfig,
         in_flight: InFlight | None,
+        loads: Loads | None,
         *,
         enable_prefix_caching: bool,
     ) -> None:
@@ -49,6 +51,7 @@ class Admission:
         self._block_size = cache.block_size
         self._max_chunk = config.limits().max_num_batched_tokens
         self._in_flight = in_flight
+        self._loads = loads
         self._global_threshold = config.global_cache_hit_threshold
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
@@ -72,15 +75,42 @@ class Admission:
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = usable
             return Verdict.BELOW_THRESHOLD
-        lost = self._lost_to_windows(state, matched, most)
         hits = min(matched, most)
-        num_left = state.num_tokens - hits
-        num_new = -(-num_left // self._block_size) * self._block_size
-        has_states = self._cache.has_states
-        chunk = budget.chunk(hits, num_left) if has_states else self._max_chunk
-        taken = self._cache.commit(state.request_id, hits, num_new, chunk)
+        plan = None
+        if self._loads is not None and self._may_read(state):
+            plan = self._loads.plan(state, hits, most)
+            if plan is not None and plan.is_sooner and self._start_load(state, plan, budget):
+                self._note_start(state, hits, 0)
+                return Verdict.STARTED
+        lost = self._lost_to_windows(state, matched, most)
+        taken = self._cache.commit(state.request_id, hits, *self._new_slots(state, hits, budget))
         if taken is None:
             return Verdict.NO_ROOM
+        if self._loads is not None and plan is not None and not plan.is_sooner:
+            self._loads.note_refused()
+        self._note_start(state, taken, lost)
+        return Verdict.STARTED
+
+    def _new_slots(self, state: RequestState, hits: int, budget: StepBudget) -> tuple[int, int]:
+        """The slots that a request takes in addition to its hits, and what it computes at once."""
+        num_left = state.num_tokens - hits
+        num_new = -(-num_left // self._block_size) * self._block_size
+        chunk = budget.chunk(hits, num_left) if self._cache.has_states else self._max_chunk
+        return num_new, chunk
+
+    def _start_load(self, state: RequestState, plan: LoadPlan, budget: StepBudget) -> bool:
+        """Takes the blocks of a hit that is to be loaded; false when they are lacking."""
+        assert self._loads is not None
+        slots = self._new_slots(state, plan.upto, budget)
+        missing = self._cache.commit_missing(state.request_id, plan.upto, *slots)
+        if missing is None:
+            return False
+        self._loads.begin(state, plan, missing, counts=state.num_cached_tokens is None)
+        return True
+
+    def _note_start(self, state: RequestState, taken: int, lost: int) -> None:
+        """Notes what it took from the cache, and what was lost to windows on its first start."""
+        state.skips_disk = False
         state.num_slots = self._cache.num_slots(state.request_id)
         state.num_computed_tokens = state.num_published_tokens = taken
         state.num_resets = self._cache.num_resets
@@ -92,16 +122,11 @@ class Admission:
                 if state.hit_staleness:
                     self.num_stale_tokens[state.hit_staleness] += taken
                 self.num_window_missed_tokens += lost
-        return Verdict.STARTED
 
     def count_hits(self, state: RequestState) -> int:
         """Tokens that the request would take from the cache if it started now."""
         most = self._most_hits(state)
         return min(self._matched_tokens(state, most), most)
-
-    def most_loaded(self, state: RequestState) -> int:
-        """Tokens up to which a request that started may take its blocks from a slower tier."""
-        return self._most_hits(state) if self._may_read(state) else 0
 
     def _most_hits(self, state: RequestState) -> int:
         """Tokens in full blocks that may be hits: at least the last token is left to compute."""

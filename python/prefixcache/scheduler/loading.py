@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, MissingBlocks
 from prefixcache.kv.tiers.disk_tier import DiskTier, Load
 from prefixcache.metrics import LoadCounts
 from prefixcache.scheduler.state import RequestState
@@ -25,12 +25,38 @@ _MOST_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A hit of `upto` tokens needs blocks of the disk, which takes `computing` seconds without.
+
+    0 seconds where that is not known. `is_sooner` says whether the load is predicted to be.
+    """
+
+    upto: int
+    computing: float
+    is_sooner: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Loading:
     state: RequestState
     load: Load
+    upto: int
+    places: list[int]
     begun: float
     deadline: float
     counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A request that need wait no longer: blocks below `upto` tokens are there, of a `whole` hit.
+
+    Without windows a part of a hit is one too.
+    """
+
+    state: RequestState
+    upto: int
+    is_whole: bool
 
 
 class Loads:
@@ -52,32 +78,40 @@ class Loads:
         self.times = StepTimeModel()
         self._num_started = self._num_refused = self._num_late = self._num_tokens = 0
 
-    def begin(self, state: RequestState, upto: int, *, counts: bool) -> bool:
-        """Loads what follows the request's hits, below `upto` tokens; whether there is anything.
+    def plan(self, state: RequestState, hits: int, most: int) -> LoadPlan | None:
+        """What the disk adds to `hits`, up to `most` tokens; None where that is nothing."""
+        if state.skips_disk:
+            return None
+        upto, num_blocks = self._cache.count_with_disk(state.request_id, most)
+        if upto <= hits:
+            return None
+        computing = self.times.seconds(hits, upto - hits, self._chunk)
+        is_sooner = not 0 < computing <= self._disk.seconds(num_blocks)
+        return LoadPlan(upto, computing, is_sooner)
 
-        The request was just started, and has slots for all its tokens. What is loaded counts as its
-        hits if it `counts`: a request that returns had its hits before.
+    def note_refused(self) -> None:
+        """A request computes what would have been loaded too late."""
+        self._disk.note_refused()
+        self._num_refused += 1
+
+    def begin(
+        self, state: RequestState, plan: LoadPlan, missing: MissingBlocks, *, counts: bool
+    ) -> None:
+        """Loads the blocks that a request lacks, which was started as the plan says.
+
+        What is loaded counts as its hits if it `counts`: one that returns had its hits before.
         """
-        size, start = self._cache.block_size, state.num_computed_tokens
-        hashes = self._cache.block_hashes(state.request_id, start // size, upto // size)
-        count = self._disk.count(hashes)
-        if not count:
-            return False
-        computing = self.times.seconds(start, count * size, self._chunk)
-        if 0 < computing <= self._disk.seconds(count):
-            self._disk.note_refused()
-            self._num_refused += 1
-            return False
-        blocks = self._cache.blocks(state.request_id, start // size, start // size + count)
-        load = self._disk.load(blocks, hashes[:count])
-        now, most = self._clock(), max(_LEAST_SECONDS, computing) if computing else _MOST_SECONDS
-        self._loading[state.request_id] = _Loading(state, load, now, now + most, counts)
+        load = self._disk.load(missing.blocks, missing.keys)
+        now, most = self._clock(), _MOST_SECONDS
+        if plan.computing:
+            most = max(_LEAST_SECONDS, plan.computing)
+        loading = _Loading(state, load, plan.upto, missing.places, now, now + most, counts)
+        self._loading[state.request_id] = loading
         self._num_started += 1
         state.is_loading = True
-        return True
 
-    def take_done(self) -> list[tuple[RequestState, int]]:
-        """The requests that need wait no longer, and the tokens that were loaded for each."""
+    def take_done(self) -> list[Loaded]:
+        """What was loaded for the requests that need wait no longer."""
         now = self._clock()
         late = [one for one in self._loading.values() if now > one.deadline]
         for one in late:
@@ -85,7 +119,20 @@ class Loads:
             self._disk.note_late(len(one.load.blocks), now - one.begun)
         self._num_late += len(late)
         done = [one for one in self._loading.values() if one.load.is_done]
-        return [(one.state, self._end(one)) for one in done]
+        return [self._take(one) for one in done]
+
+    def _take(self, one: _Loading) -> Loaded:
+        state, upto = self._end(one), one.upto
+        is_whole = one.load.num_loaded == len(one.places)
+        if not is_whole:
+            upto = one.places[one.load.num_loaded] * self._cache.block_size
+        if is_whole or not self._cache.has_windows:
+            tokens = upto - state.num_computed_tokens
+            self._num_tokens += tokens
+            if one.counts:
+                state.num_disk_tokens = tokens
+                state.num_cached_tokens = (state.num_cached_tokens or 0) + tokens
+        return Loaded(state, upto, is_whole)
 
     def cancel(self, state: RequestState) -> None:
         """Nothing writes to the request's blocks any more."""
@@ -93,15 +140,10 @@ class Loads:
             one.load.cancel()
             self._end(one)
 
-    def _end(self, one: _Loading) -> int:
+    def _end(self, one: _Loading) -> RequestState:
         del self._loading[one.state.request_id]
         one.state.is_loading = False
-        tokens = one.load.num_loaded * self._cache.block_size
-        self._num_tokens += tokens
-        if one.counts:
-            one.state.num_disk_tokens = tokens
-            one.state.num_cached_tokens = (one.state.num_cached_tokens or 0) + tokens
-        return tokens
+        return one.state
 
     def clear(self) -> None:
         """Ends all loads."""

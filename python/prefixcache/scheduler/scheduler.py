@@ -38,7 +38,7 @@ from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
-from prefixcache.scheduler.loading import Loads
+from prefixcache.scheduler.loading import Loaded, Loads
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -121,12 +121,16 @@ class Scheduler:
         self._publishes = enable_prefix_caching
         shares = config.share_in_flight and enable_prefix_caching
         self._in_flight = InFlight(cache, max_wait_steps=config.max_wait_steps) if shares else None
-        self._admission = Admission(
-            cache, config, self._in_flight, enable_prefix_caching=enable_prefix_caching
-        )
         self.loads = None
         if cache.disk is not None:
             self.loads = Loads(cache, cache.disk, chunk=limits.max_num_batched_tokens)
+        self._admission = Admission(
+            cache,
+            config,
+            self._in_flight,
+            self.loads,
+            enable_prefix_caching=enable_prefix_caching,
+        )
         self._states: dict[str, RequestState] = {}
         self._jobs = Jobs(limits.max_num_seqs)
         self._max_running_per_client = config.max_running_per_key
@@ -261,8 +265,8 @@ class Scheduler:
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
         if self.loads is not None:
-            for state, tokens in self.loads.take_done():
-                self._take_loaded(state, tokens)
+            for loaded in self.loads.take_done():
+                self._take_loaded(loaded)
         preempted_before = self.num_preemptions
         running, budget = self._running_chunks()
         chunks = self._with_slots(running)
@@ -568,7 +572,6 @@ class Scheduler:
             state = self._waiting.head()
             if state is None:
                 return
-            is_first = state.num_cached_tokens is None
             verdict = self._admission.start(state, budget)
             if verdict is Verdict.NO_ROOM and self._running:
                 return
@@ -582,9 +585,7 @@ class Scheduler:
             self._jobs.start(state.request, state.turn)
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
-            if self.loads is not None and self.loads.begin(
-                state, self._admission.most_loaded(state), counts=is_first
-            ):
+            if state.is_loading:
                 continue
             count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
             # With a damaged file it begins earlier than its slots were taken for.
@@ -683,16 +684,18 @@ class Scheduler:
             state.num_published_tokens = upto
             self._announce(state)
 
-    def _take_loaded(self, state: RequestState, num_tokens: int) -> None:
-        """The request's next tokens have their KV from a slower tier: it goes on behind them."""
-        if not num_tokens:
-            return
-        state.num_computed_tokens += num_tokens
-        upto = min(state.num_computed_tokens, state.write_limit)
+    def _take_loaded(self, loaded: Loaded) -> None:
+        """The request goes on behind what was loaded, or starts again without the disk."""
+        state, upto = loaded.state, min(loaded.upto, loaded.state.write_limit)
         if upto > state.num_published_tokens:
             self._cache.mark_filled([state.request_id], [upto])
             state.num_published_tokens = upto
+        if loaded.is_whole or not self._cache.has_windows:
+            state.num_computed_tokens = loaded.upto
             self._announce(state)
+        else:
+            state.skips_disk = True
+            self._requeue(state)
 
     def _drop_unneeded(self, computed: Iterable[tuple[RequestState, int]]) -> None:
         """Gives back what is behind the windows of requests that are computed up to there."""

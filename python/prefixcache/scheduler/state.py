@@ -51,7 +51,8 @@ class RequestState:
     Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
     `num_written_tokens` of the prompt are in blocks that this request published first; it took its
     blocks after `num_resets` of the cache, and a later one lets it publish no more. While it
-    `is_loading` its next blocks come from a disk; `num_disk_tokens` of its hits did.
+    `is_loading` its next blocks come from a disk; `num_disk_tokens` of its hits did. With
+    `skips_disk` its next start does without.
     """
 
     __slots__ = (
@@ -79,6 +80,7 @@ class RequestState:
         "request",
         "request_id",
         "round",
+        "skips_disk",
         "tokens",
         "turn",
         "waits_since",
@@ -111,7 +113,7 @@ class RequestState:
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_resets = 0
         self.hit_staleness = 0
-        self.is_loading = False
+        self.is_loading = self.skips_disk = False
         self.num_disk_tokens = 0
         self.num_window_missed_tokens = 0
         self.num_written_tokens = 0

@@ -37,6 +37,9 @@ pub trait BackingStore: Debug + Send + Sync {
     /// Nobody uses the block any more: it is the last of its LRU list.
     fn queued(&self, block: BlockId, band: Band, pinned: bool);
 
+    /// After [`queued`](Self::queued): no request is known to begin where the block is needed, so it goes first.
+    fn unneeded(&self, _block: BlockId) {}
+
     /// The block's priority or pin is another, and its place is the same.
     fn classed(&self, block: BlockId, band: Band, pinned: bool);
 

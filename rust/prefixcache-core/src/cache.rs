@@ -30,6 +30,7 @@ use crate::store::{BlockKey, BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};
 use crate::weights::{self, WeightsName};
 
+pub use committing::MissingBlock;
 pub use publishing::Duplicate;
 
 /// Lifetime counts of the cache, in tokens.

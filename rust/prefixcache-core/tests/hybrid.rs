@@ -8,7 +8,7 @@ use prefixcache_core::id::GroupId;
 use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
-use prefixcache_core::store::{BlockStore, Lookup, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 
 const SIZE: usize = 4;
 const FULL: GroupSpec = GroupSpec::FullAttention;
@@ -239,6 +239,53 @@ fn press(cache: &mut Cache, left: usize) {
     cache.store_mut().allocate(count, &mut others).unwrap();
     cache.store_mut().release(&others).unwrap();
     assert_eq!(cached_blocks(cache), left);
+}
+
+#[test]
+fn a_hit_of_two_tiers_takes_what_is_there_and_new_blocks_for_what_it_needs_besides() {
+    let mut cache = cache(&[FULL, WINDOW, STATE], SIZE, 40);
+    let tokens = prompt(1, 30);
+    let mut head = cache.new_sequence(tokens[..16].to_vec(), Scope::default(), vec![]);
+    cache.commit_prefix_plan(&mut head, 0, 16).unwrap();
+    cache.mark_blocks_filled(&mut [&mut head], &[16]).unwrap();
+    let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
+    let keys: Vec<_> = sequence.hashes().iter().map(|hash| hash.short()).collect();
+    let place = |key: &BlockKey| keys.iter().position(|&short| short == key.hash.short());
+    // Of the window places 4 and 5 are needed, of the state place 5.
+    let count = |cache: &Cache, sequence: &mut Sequence, absent: (u16, usize)| {
+        let is_there = |key: &BlockKey| (key.group.get(), place(key).unwrap()) != absent;
+        cache.count_hits_with(sequence, 25, is_there).unwrap()
+    };
+    assert_eq!(count(&cache, &mut sequence, (2, 4)), (24, 2 + 2 + 1));
+    assert_eq!(count(&cache, &mut sequence, (2, 5)), (20, 1 + 1 + 1));
+    assert_eq!(count(&cache, &mut sequence, (1, 4)), (16, 0));
+    assert_eq!(count(&cache, &mut sequence, (0, 4)), (16, 0));
+    let free = cache.store().num_free();
+    assert_eq!(cache.commit_missing(&mut sequence, 24, 200, 200), Ok(None));
+    assert_eq!(cache.store().num_free(), free);
+    let missing = cache.commit_missing(&mut sequence, 24, 6, 6).unwrap();
+    let missing = missing.unwrap();
+    let at = missing.iter().map(|one| (one.index, one.key.group.get()));
+    let at: Vec<_> = at.collect();
+    assert_eq!(at, [(4, 0), (4, 1), (5, 0), (5, 1), (5, 2)]);
+    for one in &missing {
+        let table = sequence.block_table(one.key.group.index());
+        assert_eq!(table[one.index], one.block);
+        assert_eq!(place(&one.key), Some(one.index));
+    }
+    assert_eq!(sequence.block_table(0)[..4], head.block_table(0)[..4]);
+    assert_eq!(places(&sequence, 1), [4, 5, 6, 7]);
+    assert_eq!(places(&sequence, 2), [5, 7]);
+    assert_eq!(
+        (sequence.num_filled(), sequence.num_ready_slots()),
+        (16, 30)
+    );
+    cache
+        .mark_blocks_filled(&mut [&mut sequence], &[24])
+        .unwrap();
+    cache.release(&mut [&mut head, &mut sequence]).unwrap();
+    cache.validate().unwrap();
+    assert_eq!(cache.count_prefix_hits(&mut sequence), Ok(24));
 }
 
 #[test]

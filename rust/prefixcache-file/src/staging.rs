@@ -63,12 +63,13 @@ struct Content {
     uses: u32,
     band: Band,
     pinned: bool,
+    unneeded: bool,
 }
 
 impl Content {
     /// Whether it may come back: it was used often enough, or somebody wants it kept.
     fn is_worth(&self, min_uses: u32) -> bool {
-        let used = self.uses >= min_uses || self.band > Band::DEFAULT;
+        let used = (self.uses >= min_uses && !self.unneeded) || self.band > Band::DEFAULT;
         self.pinned || (used && self.band >= Band::DEFAULT)
     }
 }
@@ -100,8 +101,7 @@ struct State {
 
 impl State {
     fn was_seen(&self, key: &BlockKey) -> bool {
-        let short = key.hash.short();
-        self.seen.iter().any(|keys| keys.contains(&short))
+        self.seen.iter().any(|keys| keys.contains(&short(key)))
     }
 
     fn remember(&mut self, key: &BlockKey, most: usize) {
@@ -109,8 +109,13 @@ impl State {
             self.seen.swap(0, 1);
             self.seen[0].clear();
         }
-        self.seen[0].insert(key.hash.short());
+        self.seen[0].insert(short(key));
     }
+}
+
+/// Of two keys seldom the same.
+fn short(key: &BlockKey) -> u64 {
+    key.hash.short().wrapping_add(u64::from(key.group.get()))
 }
 
 #[derive(Debug)]
@@ -177,19 +182,22 @@ impl Staging {
         (state.era, !state.queue.is_empty())
     }
 
-    /// Takes up to `most` blocks, the oldest first, each with its checksum at the end; and the era they are of.
+    /// Takes up to `most` blocks, the oldest first, each with its checksum at the end; none of another era.
     #[must_use]
-    pub fn take(&self, most: usize) -> (u64, Vec<(BlockKey, Vec<u8>)>) {
+    pub fn take(&self, most: usize, era: u64) -> Vec<(BlockKey, Vec<u8>)> {
         let mut state = self.0.state();
-        let count = most.min(state.queue.len());
+        let count = if state.era == era {
+            most.min(state.queue.len())
+        } else {
+            0
+        };
         let mut taken: Vec<_> = state.queue.drain(..count).collect();
-        let era = state.era;
         drop(state);
         for (key, bytes) in &mut taken {
             let sum = checksum(key, bytes);
             bytes.extend_from_slice(&sum.to_le_bytes());
         }
-        (era, taken)
+        taken
     }
 
     /// The tier holds these from now on, unless another era has begun.
@@ -218,6 +226,11 @@ impl Staging {
     pub fn count_stored(&self, keys: impl Iterator<Item = BlockKey>) -> usize {
         let state = self.0.state();
         keys.take_while(|key| state.stored.contains(key)).count()
+    }
+
+    /// Calls `work` with what the tier holds; nothing changes meanwhile, and the pool may not be changed either.
+    pub fn with_stored<T>(&self, work: impl FnOnce(&HashSet<BlockKey>) -> T) -> T {
+        work(&self.0.state().stored)
     }
 
     /// How many blocks the tier holds.
@@ -290,6 +303,7 @@ impl BackingStore for Staging {
             uses: 1 + u32::from(state.was_seen(key)),
             band: Band::DEFAULT,
             pinned: false,
+            unneeded: false,
         };
         state.contents[block.index()] = state.is_durable.then_some(content);
     }
@@ -331,12 +345,19 @@ impl BackingStore for Staging {
         for block in blocks {
             if let Some(content) = &mut state.contents[block.index()] {
                 content.uses = content.uses.saturating_add(1);
+                content.unneeded = false;
             }
         }
     }
 
     fn queued(&self, block: BlockId, band: Band, pinned: bool) {
         self.classed(block, band, pinned);
+    }
+
+    fn unneeded(&self, block: BlockId) {
+        if let Some(content) = &mut self.0.state().contents[block.index()] {
+            content.unneeded = true;
+        }
     }
 
     fn classed(&self, block: BlockId, band: Band, pinned: bool) {
@@ -426,9 +447,10 @@ mod tests {
         staging.published(BlockId::new(1), &key(7));
         staging.moved(BlockId::new(1), BlockId::new(2));
         staging.withdrawn(BlockId::new(1));
-        assert_eq!(staging.take(9), (0, vec![]));
+        assert_eq!(staging.take(9, 0), vec![]);
         staging.withdrawn(BlockId::new(2));
-        assert_eq!(staging.take(9), (0, vec![(key(7), value(7))]));
+        assert_eq!(staging.take(9, 1), vec![]);
+        assert_eq!(staging.take(9, 0), vec![(key(7), value(7))]);
     }
 
     #[test]

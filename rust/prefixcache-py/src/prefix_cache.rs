@@ -16,6 +16,7 @@ use prefixcache_core::pool::{AnyWriter, BlockState};
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{FreeOrder, Lookup, Move, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
+use prefixcache_file::staging::key_to_bytes;
 use prefixcache_replay::recording::Pseudonyms;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -125,6 +126,9 @@ const EXPIRED_AT_ONCE: usize = 256;
 
 /// Block ids, int32.
 type BlockArray<'py> = Bound<'py, PyArray1<i32>>;
+
+/// Blocks, and of each its key and its place.
+type Missing = (Vec<u32>, Vec<Py<PyBytes>>, Vec<usize>);
 
 /// The argument `extras`.
 type BlockExtras = List<names::Extras, Vec<u8>>;
@@ -294,6 +298,26 @@ retention_budget=0.2, max_cached_blocks=None)"
         .map_err(IntoPyErr::into_py_err)
     }
 
+    /// `count_prefix_hits` where blocks that `staging`'s tier holds count too; and how many of these the hit needs.
+    #[pyo3(signature = (sequence, staging, max_tokens=None))]
+    fn count_tiered_hits(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        staging: &BlockStaging,
+        max_tokens: Option<Number<names::MaxTokens>>,
+    ) -> PyResult<(usize, usize)> {
+        let most = max_tokens.map_or(usize::MAX, |most| most.0);
+        let sequence = &mut *sequence.use_as("sequence")?;
+        let core = self.0.reader()?;
+        run(py, sequence.hashes().len(), || {
+            staging.0.with_stored(|stored| {
+                core.count_hits_with(sequence, most, |key| stored.contains(key))
+            })
+        })
+        .map_err(IntoPyErr::into_py_err)
+    }
+
     /// Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
     ///
     /// Returns the hit tokens really taken: the longest length up to `hit_tokens` that hits; None when
@@ -318,6 +342,36 @@ retention_budget=0.2, max_cached_blocks=None)"
             })
         })?;
         taken.map_err(IntoPyErr::into_py_err)
+    }
+
+    /// `commit_prefix_plan` of a hit of which blocks come from a tier: blocks, keys and places of what is to be read.
+    ///
+    /// None when blocks are lacking, and then nothing has changed.
+    fn commit_missing(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        hit_tokens: Number<names::HitTokens>,
+        num_tokens: Number<names::NumTokens>,
+        chunk: Number<names::Chunk>,
+    ) -> PyResult<Option<Missing>> {
+        let (hit_tokens, num_tokens, chunk) = (hit_tokens.0, num_tokens.0, chunk.0);
+        let sequence = &mut *sequence.use_as("sequence")?;
+        let work = hit_tokens.saturating_add(num_tokens);
+        let missing = self.0.write_hinted(|core| {
+            run_on_tokens(py, work, || {
+                core.commit_missing(sequence, hit_tokens, num_tokens, chunk)
+            })
+        })?;
+        let missing = missing.map_err(IntoPyErr::into_py_err)?;
+        Ok(missing.map(|all| {
+            let key = |key| PyBytes::new(py, &key_to_bytes(key)).unbind();
+            (
+                all.iter().map(|one| one.block.get()).collect(),
+                all.iter().map(|one| key(&one.key)).collect(),
+                all.iter().map(|one| one.index).collect(),
+            )
+        }))
     }
 
     /// Give each sequence `counts[i]` more slots, in order.

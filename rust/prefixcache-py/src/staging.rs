@@ -93,20 +93,21 @@ impl BlockStaging {
         self.0.num_stored()
     }
 
-    /// Take up to `max_blocks` blocks, the oldest first, and the era they are of. Any thread.
+    /// Take up to `max_blocks` blocks, the oldest first, and none of another era. Any thread.
     fn take<'py>(
         &self,
         py: Python<'py>,
         max_blocks: Number<names::MaxBlocks>,
-    ) -> (u64, Vec<Taken<'py>>) {
-        let (era, taken) = py.detach(|| self.0.take(max_blocks.0));
+        era: Number<names::Era, u64>,
+    ) -> Vec<Taken<'py>> {
+        let taken = py.detach(|| self.0.take(max_blocks.0, era.0));
         let taken = taken.into_iter().map(|(key, bytes)| {
             (
                 PyBytes::new(py, &key_to_bytes(&key)),
                 bytes.into_pyarray(py),
             )
         });
-        (era, taken.collect())
+        taken.collect()
     }
 
     /// The tier holds these from now on, unless another era has begun. Any thread.

@@ -23,10 +23,10 @@ SCOPE_BYTES = 16
 
 _PAGE_BYTES = 1 << 14
 _EVICTED_AT_ONCE = 16
-_VERSION = 1
+_VERSION = 2
+_GENERATION_BYTES = 8
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE generations (scope BLOB PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE blocks (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, used INTEGER NOT NULL);
 CREATE INDEX by_use ON blocks (used);
 CREATE TABLE data (id INTEGER PRIMARY KEY, value BLOB NOT NULL);
@@ -57,12 +57,40 @@ class BlockStore(Protocol):
         ...
 
     def clear(self) -> None:
-        """Begins another generation: no process finds what was put before."""
+        """Begins another generation: no later process finds what was put before."""
         ...
 
     def close(self) -> None:
         """Ends the use of the store."""
         ...
+
+
+def void(folder: Path, scope: bytes) -> None:
+    """Ends the generation of a scope: no later process finds what was put. From any thread.
+
+    Final when it returns, after a power loss too. Raises `OSError`.
+    """
+    try:
+        _generation_file(folder, scope).unlink(missing_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _generation_file(folder: Path, scope: bytes) -> Path:
+    """The random bytes that keys of the scope's generation begin with, in a file of their own.
+
+    While it is missing, nothing that was put can be found.
+    """
+    return folder / f"{scope.hex()}.generation"
 
 
 class DiskStore:
@@ -74,6 +102,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, max_bytes: int, scope: bytes) -> None:
         PrivateFolder(folder).close()
+        self._folder = folder
         self._path = folder / FILE_NAME
         self._max_bytes = max_bytes
         self._scope = scope
@@ -117,13 +146,21 @@ class DiskStore:
         journal = max(self._max_bytes // 16, 64 * self._page_bytes)
         self._max_pages = max(1, (self._max_bytes - journal) // self._page_bytes)
         self._db.execute(f"PRAGMA max_page_count = {self._max_pages}")
-        row = self._db.execute("SELECT number FROM generations WHERE scope = ?", [self._scope])
-        self._generation = (row.fetchone() or [0])[0]
+        self._read_generation()
 
-    @property
-    def _prefix(self) -> bytes:
-        """What every key of the generation begins with."""
-        return self._scope + self._generation.to_bytes(8, "big")
+    def _read_generation(self) -> None:
+        path = _generation_file(self._folder, self._scope)
+        with self._transaction():  # Of several processes one makes the file.
+            try:
+                generation = path.read_bytes()
+            except FileNotFoundError:
+                generation = b""
+            if len(generation) != _GENERATION_BYTES:
+                generation = os.urandom(_GENERATION_BYTES)
+                with open(path, "wb", opener=_private) as file:
+                    file.write(generation)
+        # What every key of the generation begins with.
+        self._prefix = self._scope + generation
 
     def keys(self) -> Iterator[bytes]:
         """See `BlockStore`."""
@@ -213,19 +250,18 @@ class DiskStore:
 
     def clear(self) -> None:
         """See `BlockStore`. What was put before goes as its room is needed."""
+        self._touched.clear()
+        void(self._folder, self._scope)
         with self._errors():
-            self._touched.clear()
-            self._db.execute("PRAGMA synchronous = FULL")
-            row = (self._scope, self._generation + 1)
-            self._db.execute("INSERT OR REPLACE INTO generations VALUES (?, ?)", row)
-            self._db.execute("PRAGMA synchronous = OFF")
-            self._generation += 1
+            self._read_generation()
 
     def close(self) -> None:
         """See `BlockStore`."""
         with self._errors():
-            self._touch()
-            self._db.close()
+            try:
+                self._touch()
+            finally:
+                self._db.close()
 
     @contextmanager
     def _transaction(self) -> Generator[None, None, None]:

@@ -22,21 +22,15 @@ from prefixcache.metrics import DiskCounts
 
 logger = logging.getLogger(__name__)
 
-_GROUP = b"\0\0"
 _RUN_BYTES = 4 << 20
 _MOST_IN_RUN = 128
 _RETRY_SECONDS = 60.0
-_FORGET_SECONDS = 10.0
+_FORGET_SECONDS = 1.0
 _CLOSE_SECONDS = 30.0
 _NEW = 0.3
 """Weight of the last run of blocks in the average of what a block takes."""
 _PATIENCE = 1.05
 """How much faster the disk is taken to be after each load that it was too slow for."""
-
-
-def block_key(block_hash: bytes) -> bytes:
-    """The tier's key of a block of the first group."""
-    return block_hash + _GROUP
 
 
 class Load:
@@ -72,14 +66,16 @@ class Load:
 class DiskTier:
     """Blocks of one pool on a disk, each with `block_bytes`.
 
-    `open_store` is called by the tier's thread, again after a failure; `name` says where that is.
-    One thread makes all calls but `count` and `counts`.
+    `open_store` is called by the tier's thread, again after a failure; `void_store` ends the store's
+    generation from another thread, whether it is open or not; `name` says where it is. One thread
+    makes all calls but `counts`.
     """
 
     def __init__(
         self,
         staging: BlockStaging,
         open_store: Callable[[], BlockStore],
+        void_store: Callable[[], None],
         *,
         block_bytes: int,
         name: str,
@@ -87,13 +83,16 @@ class DiskTier:
     ) -> None:
         self.staging = staging
         self._open_store = open_store
+        self._void_store = void_store
         self._run_blocks = max(1, min(_MOST_IN_RUN, _RUN_BYTES // block_bytes))
         self._name = name
         self._clock = clock
         self._store: BlockStore | None = None
         self._is_listed = self._is_failing = False
         self._retry_at = clock()
-        self._era = 0
+        self._era = self._void_era = 0
+        self._clearing = threading.Lock()
+        self._is_voiding = False
         self._loads: deque[Load] = deque()
         self._block_seconds = 0.0
         self._changed = threading.Condition()
@@ -121,10 +120,6 @@ class DiskTier:
         if self.staging.has_staged:
             self._wake()
 
-    def count(self, hashes: Sequence[bytes]) -> int:
-        """How many leading ones of these blocks are on the disk. From any thread."""
-        return self.staging.count_stored([block_key(one) for one in hashes])
-
     def seconds(self, num_blocks: int) -> float:
         """How long a load of that many blocks will take; 0 until one was measured."""
         waiting = sum(len(load.blocks) - load.num_loaded for load in tuple(self._loads))
@@ -138,9 +133,9 @@ class DiskTier:
         """Learns from a load that took too long, whether or not anything of it came."""
         self._block_seconds = max(self._block_seconds, seconds / num_blocks)
 
-    def load(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> Load:
+    def load(self, blocks: Sequence[int], keys: Sequence[bytes]) -> Load:
         """Reads blocks that are on the disk into `blocks` of the pool, one after the other."""
-        load = Load(blocks, [block_key(one) for one in hashes])
+        load = Load(blocks, keys)
         with self._changed:
             if self._store is None:
                 load.cancel()
@@ -155,16 +150,41 @@ class DiskTier:
             self._changed.wait_for(lambda: any(load.is_done for load in loads), seconds)
 
     def forget(self) -> None:
-        """After a clear of the cache: waits until no process finds what was put before.
+        """After a clear of the cache: no later process finds what was put before.
 
-        Where the store fails or hangs, it is cleared when it is opened again.
+        This one finds nothing of it from the clear on. The store's generation is ended in a thread
+        that nothing else uses; a disk that hangs is waited for `_FORGET_SECONDS` at most.
         """
         with self._changed:
-            self._changed.notify_all()
-            self._changed.wait_for(self._is_current, _FORGET_SECONDS)
+            if not self._is_voiding:
+                threading.Thread(target=self._void, name="disk-clear", daemon=True).start()
+                self._is_voiding = True
+            if not self._changed.wait_for(self._is_void, _FORGET_SECONDS):
+                logger.warning(
+                    "The disk of %s does not answer: a process that begins before it has may find "
+                    "what was cleared.",
+                    self._name,
+                )
 
-    def _is_current(self) -> bool:
-        return self._era == self.staging.era or self._store is None
+    def _is_void(self) -> bool:
+        return self.staging.era in (self._era, self._void_era)
+
+    def _void(self) -> None:
+        """Ends generations until all that was cleared is unfindable."""
+        while (era := self._next_void()) is not None:
+            try:
+                with self._clearing:
+                    if self._era != era:
+                        self._void_store()
+            except OSError as error:
+                logger.warning("The disk tier in %s could not be cleared: %s.", self._name, error)
+            self._void_era = era
+            self._wake()
+
+    def _next_void(self) -> int | None:
+        with self._changed:
+            self._is_voiding = not self._is_void()
+            return self.staging.era if self._is_voiding else None
 
     def counts(self) -> DiskCounts:
         """What became of blocks. From any thread."""
@@ -211,10 +231,11 @@ class DiskTier:
         store = self._store = self._store or self._open_store()
         era = self.staging.era
         if self._era != era:
-            store.clear()
-            self._era = era
+            with self._clearing:
+                store.clear()
+                self._era = era
         elif not self._is_listed:
-            self.staging.add_stored(list(store.keys()), era)
+            self.staging.add_stored(list(store.keys()), self._era)
             self._is_listed = True
             if self._is_failing:
                 logger.info("The disk tier in %s is in use again.", self._name)
@@ -248,10 +269,10 @@ class DiskTier:
         store.remove([key])
 
     def _write(self, store: BlockStore) -> None:
-        era, taken = self.staging.take(self._run_blocks)
+        taken = self.staging.take(self._run_blocks, self._era)
         if taken:
             self.staging.remove_stored(store.put(taken))
-            self.staging.add_stored([key for key, _ in taken], era)
+            self.staging.add_stored([key for key, _ in taken], self._era)
             self._num_written += len(taken)
 
     def _fail(self, error: Exception) -> None:

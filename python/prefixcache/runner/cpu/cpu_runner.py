@@ -29,7 +29,7 @@ from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelSpec, check_supported
-from prefixcache.runner.cpu.disk import check_tiered, make_disk_tier
+from prefixcache.runner.cpu.disk import make_disk_tier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
 from prefixcache.runner.cpu.model import CpuModel, attention_kernels
@@ -84,7 +84,6 @@ class CpuRunner:
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
         facts = _kv_facts(config, layout, dtype, cpu)
         layout_on_disk = _file_layout(config.cache, specs, facts)
-        check_tiered(config.cache, layout)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         cache = _weights_cache(config, model, dtype, cpu)
         loaded, checkpoint = _load_weights(make, model, folder, cache, cpu.threads)

@@ -10,23 +10,12 @@ from prefixcache._core import BlockStaging, derive_digest
 from prefixcache.config.engine_config import CacheConfig
 from prefixcache.config.home import cache_home
 from prefixcache.exceptions import FieldError
-from prefixcache.kv.specs import KVLayout
-from prefixcache.kv.tiers.disk_store import SCOPE_BYTES, DiskStore
+from prefixcache.kv.tiers.disk_store import SCOPE_BYTES, DiskStore, void
 from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 
 _QUEUE_BYTES = 256 << 20
 _LEAST_BLOCKS = 64
-
-
-def check_tiered(cache: CacheConfig, layout: KVLayout) -> None:
-    """Raises `FieldError` where a disk tier is asked for and the model's blocks cannot go there."""
-    if cache.disk_cache_memory is not None and layout.kinds != ("full",):
-        raise FieldError(
-            "disk_cache_memory",
-            "needs a model whose layers all have full attention of one kind; this one has windows, "
-            "convolutions, states or heads of several sizes.",
-        )
 
 
 def make_disk_tier(
@@ -53,6 +42,7 @@ def make_disk_tier(
     return DiskTier(
         staging,
         partial(DiskStore, folder, most, scope),
+        partial(void, folder, scope),
         block_bytes=kv.bytes_per_block,
         name=str(folder),
     )

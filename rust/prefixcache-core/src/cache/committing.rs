@@ -3,12 +3,23 @@
 use super::{PrefixCache, check_len, fault};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
 use crate::groups::GroupSpec;
-use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
+use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
 use crate::policy::Turn;
 use crate::sequence::retention::Fate;
 use crate::sequence::{Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore};
 use crate::sync::Ordering;
+
+/// A new block in the place of one that a hit needs and the pool does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissingBlock {
+    /// What it is to hold.
+    pub key: BlockKey,
+    /// Its place in the block table of its group.
+    pub index: usize,
+    /// The block.
+    pub block: BlockId,
+}
 
 /// What a commit took from the pool.
 pub(super) struct Taken {
@@ -16,6 +27,15 @@ pub(super) struct Taken {
     pub(super) hits: usize,
     /// The block table of each group, hits first.
     pub(super) tables: Vec<Table>,
+    /// Those of the hits that are new blocks, by their places.
+    missing: Vec<MissingBlock>,
+}
+
+impl Taken {
+    /// Leading blocks that are there.
+    fn complete(&self) -> usize {
+        self.missing.first().map_or(self.hits, |one| one.index)
+    }
 }
 
 /// The blocks that a commit takes without content.
@@ -69,6 +89,45 @@ impl<S: BlockStore> PrefixCache<S> {
         num_tokens: usize,
         chunk: usize,
     ) -> Result<Option<usize>, CacheError> {
+        let (epoch, new) = self.begin_commit(sequence, hit_tokens, num_tokens, chunk)?;
+        let hit_blocks = hit_tokens / self.block_size();
+        let taken = self.take(&sequence.hashes()[..hit_blocks], new)?;
+        Ok(taken.map(|taken| {
+            let hits = taken.hits;
+            self.hold(sequence, epoch, taken, num_tokens, chunk);
+            hits * self.block_size()
+        }))
+    }
+
+    /// [`Self::commit_in_chunks`] of a hit of which blocks are read from elsewhere: what it needs and does not hit
+    /// gets new blocks, which are returned by their places. The caller fills them, and then publishes them by
+    /// [`Self::mark_blocks_filled`] as far as all are filled. None when blocks are lacking, and then nothing has
+    /// changed.
+    pub fn commit_missing(
+        &mut self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+        chunk: usize,
+    ) -> Result<Option<Vec<MissingBlock>>, CacheError> {
+        let (epoch, new) = self.begin_commit(sequence, hit_tokens, num_tokens, chunk)?;
+        let hit_blocks = hit_tokens / self.block_size();
+        let taken = self.take_all(&sequence.hashes()[..hit_blocks], new)?;
+        Ok(taken.map(|taken| {
+            let missing = taken.missing.clone();
+            self.hold(sequence, epoch, taken, num_tokens, chunk);
+            missing
+        }))
+    }
+
+    /// Checks a commit's arguments. Returns the epoch of what it takes, and how many new blocks that is.
+    fn begin_commit(
+        &mut self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        num_tokens: usize,
+        chunk: usize,
+    ) -> Result<(Epoch, NewBlocks), CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         if sequence.is_committed() {
             return Err(fault("sequence", SequenceFault::Committed));
@@ -78,41 +137,47 @@ impl<S: BlockStore> PrefixCache<S> {
         // Read later, they would be registered in an epoch that their hits may not belong to.
         let epoch = self.store.epoch();
         self.refresh(sequence);
-        let hit_blocks = hit_tokens / self.block_size();
-        let near = chunk.min(num_tokens);
-        let new_blocks = NewBlocks {
-            whole: num_tokens.div_ceil(self.block_size()),
-            near: near.div_ceil(self.block_size()),
-        };
         self.reclaim();
-        let Some(Taken { hits, tables }) =
-            self.take(&sequence.hashes()[..hit_blocks], new_blocks)?
-        else {
-            return Ok(None);
+        let size = self.block_size();
+        let new = NewBlocks {
+            whole: num_tokens.div_ceil(size),
+            near: chunk.min(num_tokens).div_ceil(size),
         };
+        Ok((epoch, new))
+    }
+
+    /// Lets the sequence hold what was taken for it.
+    fn hold(
+        &mut self,
+        sequence: &mut Sequence,
+        epoch: Epoch,
+        taken: Taken,
+        num_tokens: usize,
+        chunk: usize,
+    ) {
         let reuse = self.store.reuse_queue();
         let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.names()));
-        let hit_tokens = hits * self.block_size();
+        let (size, near) = (self.block_size(), chunk.min(num_tokens));
+        let (complete, hit_tokens) = (taken.complete(), taken.hits * size);
         let any_whole = self.home.config.groups.any_whole();
         let all_whole = self.home.config.groups.all_whole();
         sequence.holding = Some(Holding {
             epoch,
-            tables,
+            tables: taken.tables,
             num_slots: hit_tokens + if any_whole { num_tokens } else { near },
             num_ready: hit_tokens + if all_whole { num_tokens } else { near },
-            num_hits: hits,
-            num_filled: hit_tokens,
-            num_published: hits,
+            num_hits: taken.hits,
+            num_filled: complete * size,
+            num_published: complete,
             turn,
             num_prompt: sequence.hashes().len(),
         });
-        self.count_query(sequence.num_tokens(), hit_tokens);
+        self.count_query(sequence.num_tokens(), complete * size);
         let Self { store, hints, .. } = self;
         if let Some(hints) = hints {
             // The TTLs of what it hits begin again.
             hints.note_hits(store, sequence);
         }
-        Ok(Some(hit_tokens))
     }
 
     fn check_plan(
@@ -176,17 +241,38 @@ impl<S: BlockStore> PrefixCache<S> {
                 return Ok(None);
             };
             let Some(gone) = keys.get(taken) else {
-                let tables = self.split(&blocks, length, new);
-                return Ok(Some(Taken {
-                    hits: length,
-                    tables,
-                }));
+                let all = vec![true; keys.len()];
+                return Ok(Some(self.split(&hashes[..length], &all, &blocks, new)));
             };
             // Another thread took it since it was looked up. No length beyond that block hits, as each
             // that is longer than another needs nothing before what the other needs.
             self.store.release(&blocks)?;
             let position = hashes.iter().position(|hash| *hash == gone.hash);
             most = &hashes[..position.unwrap_or(0)];
+        }
+    }
+
+    /// Takes the blocks that a hit of all these `hashes` needs, and new blocks, some of them in the places of those
+    /// that do not hit; None when blocks are lacking.
+    fn take_all(&mut self, hashes: &[BlockHash], new: NewBlocks) -> Result<Option<Taken>, Misuse> {
+        let keys = self.needed_keys(hashes);
+        loop {
+            let are_hits: Vec<bool> = keys.iter().map(|&key| self.is_hit(key)).collect();
+            let hits = keys.iter().zip(&are_hits).filter(|(_, is_hit)| **is_hit);
+            let hits: Vec<BlockKey> = hits.map(|(&key, _)| key).collect();
+            let specs = self.home.config.groups.specs();
+            let num_new: usize = specs.iter().map(|&spec| new.taken_by(spec)).sum();
+            let num_missing = keys.len() - hits.len();
+            let mut blocks = Vec::new();
+            let taken = self
+                .store
+                .commit(hits.iter().copied(), num_missing + num_new, &mut blocks);
+            let Ok(taken) = taken else { return Ok(None) };
+            if taken == hits.len() {
+                return Ok(Some(self.split(hashes, &are_hits, &blocks, new)));
+            }
+            // One of them is gone since it was looked up: it is missing too.
+            self.store.release(&blocks)?;
         }
     }
 
@@ -200,41 +286,51 @@ impl<S: BlockStore> PrefixCache<S> {
             .commit(hashes.iter().map(key), num_new, &mut blocks);
         let hits = outcome.ok()?;
         let tables = vec![Table { blocks, first: 0 }];
-        Some(Taken { hits, tables })
+        Some(Taken {
+            hits,
+            tables,
+            missing: Vec::new(),
+        })
     }
 
-    /// The blocks that a hit of these hashes needs, group by group.
-    fn needed_keys(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
-        let groups = self.home.config.groups.each();
-        groups
-            .flat_map(|(group, spec)| {
-                let needed = &hashes[self.first_needed(spec, hashes.len())..];
-                needed.iter().map(move |&hash| BlockKey::new(hash, group))
-            })
-            .collect()
-    }
-
-    /// The first block that a hit of `length` blocks needs.
-    pub(super) fn first_needed(&self, spec: GroupSpec, length: usize) -> usize {
-        spec.first_needed(length * self.block_size(), self.block_size())
-    }
-
-    /// The table of each group, out of the hits that each needs and then the new blocks of each.
-    fn split(&self, blocks: &[BlockId], length: usize, new: NewBlocks) -> Vec<Table> {
-        let specs = self.home.config.groups.specs();
-        let num_hits = |spec| length - self.first_needed(spec, length);
-        let all_hits: usize = specs.iter().map(|&spec| num_hits(spec)).sum();
-        let (hits, fresh) = blocks.split_at(all_hits);
+    /// The tables of a hit of all these `hashes`: of `blocks`, those in the needed places that `are_hits` come
+    /// first, group by group, then the new ones.
+    fn split(
+        &self,
+        hashes: &[BlockHash],
+        are_hits: &[bool],
+        blocks: &[BlockId],
+        new: NewBlocks,
+    ) -> Taken {
+        let num_hits = are_hits.iter().filter(|is_hit| **is_hit).count();
+        let (hits, fresh) = blocks.split_at(num_hits);
         let (mut hits, mut fresh) = (hits.iter().copied(), fresh.iter().copied());
-        let table = |&spec: &GroupSpec| {
-            let first = self.first_needed(spec, length);
+        let (mut are_hits, mut missing) = (are_hits.iter(), Vec::new());
+        let mut tables = Vec::new();
+        for (group, spec) in self.home.config.groups.each() {
+            let first = self.first_needed(spec, hashes.len());
             let mut blocks = vec![BlockId::NULL; first];
-            blocks.extend(hits.by_ref().take(length - first));
+            for (index, &hash) in hashes.iter().enumerate().skip(first) {
+                let is_hit = are_hits.next() == Some(&true);
+                let from: &mut dyn Iterator<Item = BlockId> =
+                    if is_hit { &mut hits } else { &mut fresh };
+                let block = from.next().unwrap_or(BlockId::NULL);
+                if !is_hit {
+                    let key = BlockKey::new(hash, group);
+                    missing.push(MissingBlock { key, index, block });
+                }
+                blocks.push(block);
+            }
             let mut table = Table { blocks, first };
             table.extend(spec, new.of(spec), &mut fresh);
-            table
-        };
-        specs.iter().map(table).collect()
+            tables.push(table);
+        }
+        missing.sort_by_key(|one| one.index);
+        Taken {
+            hits: hashes.len(),
+            tables,
+            missing,
+        }
     }
 
     pub(super) fn count_query(&self, queries: usize, hits: usize) {

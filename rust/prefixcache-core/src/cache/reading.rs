@@ -2,6 +2,7 @@
 
 use super::PrefixCache;
 use crate::error::CacheError;
+use crate::groups::GroupSpec;
 use crate::id::{BlockHash, GroupId};
 use crate::sequence::{BlockHashes, Sequence};
 use crate::store::{BlockKey, Lookup};
@@ -32,6 +33,30 @@ impl<S: Lookup> PrefixCache<S> {
     ) -> Result<usize, CacheError> {
         let hashes = self.asked_hashes(sequence, max_tokens)?;
         Ok(self.longest_hit(hashes) * self.block_size())
+    }
+
+    /// [`Self::count_prefix_hits_within`] where blocks count too that are `elsewhere`; and how many of these the
+    /// hit needs.
+    pub fn count_hits_with(
+        &self,
+        sequence: &mut Sequence,
+        max_tokens: usize,
+        elsewhere: impl Fn(&BlockKey) -> bool,
+    ) -> Result<(usize, usize), CacheError> {
+        let hashes = self.asked_hashes(sequence, max_tokens)?;
+        let is_there = |key| self.is_hit(key) || elsewhere(&key);
+        let whole = self
+            .whole_groups()
+            .fold(hashes.len(), |length, (group, _)| {
+                let keys = hashes[..length]
+                    .iter()
+                    .map(|&hash| BlockKey::new(hash, group));
+                keys.take_while(|&key| is_there(key)).count()
+            });
+        let hit = &hashes[..self.longest_of_others(whole, hashes, is_there)];
+        let keys = self.needed_keys(hit);
+        let missing = keys.iter().filter(|&&key| !self.is_hit(key)).count();
+        Ok((hit.len() * self.block_size(), missing))
     }
 
     /// How many leading tokens, in full blocks up to `max_tokens`, hit in all groups that need the whole
@@ -71,14 +96,24 @@ impl<S: Lookup> PrefixCache<S> {
     /// others are asked in turns, each for its longest length up to that of the one before, until all
     /// agree.
     pub(super) fn longest_hit(&self, hashes: &[BlockHash]) -> usize {
+        let length = self.longest_whole_hit(hashes);
+        self.longest_of_others(length, hashes, |key| self.is_hit(key))
+    }
+
+    /// The longest length up to `length` for the groups that do not need the whole prefix.
+    fn longest_of_others(
+        &self,
+        mut length: usize,
+        hashes: &[BlockHash],
+        is_there: impl Fn(BlockKey) -> bool,
+    ) -> usize {
         let groups = &self.home.config.groups;
-        let mut length = self.longest_whole_hit(hashes);
         let others = || groups.each().filter(|(_, spec)| !spec.needs_whole_prefix());
         loop {
             let before = length;
             for (group, spec) in others() {
                 length = spec.longest_hit(length, self.block_size(), |block| {
-                    self.is_hit(BlockKey::new(hashes[block], group))
+                    is_there(BlockKey::new(hashes[block], group))
                 });
             }
             if length == before {
@@ -87,13 +122,33 @@ impl<S: Lookup> PrefixCache<S> {
         }
     }
 
+    fn whole_groups(&self) -> impl Iterator<Item = (GroupId, GroupSpec)> {
+        let groups = self.home.config.groups.each();
+        groups.filter(|(_, spec)| spec.needs_whole_prefix())
+    }
+
     /// Leading blocks that all groups have which need the whole prefix.
     fn longest_whole_hit(&self, hashes: &[BlockHash]) -> usize {
+        self.whole_groups()
+            .fold(hashes.len(), |length, (group, _)| {
+                self.count_leading_hits(group, &hashes[..length])
+            })
+    }
+
+    /// The blocks that a hit of these hashes needs, group by group.
+    pub(super) fn needed_keys(&self, hashes: &[BlockHash]) -> Vec<BlockKey> {
         let groups = self.home.config.groups.each();
-        let whole = groups.filter(|(_, spec)| spec.needs_whole_prefix());
-        whole.fold(hashes.len(), |length, (group, _)| {
-            self.count_leading_hits(group, &hashes[..length])
-        })
+        groups
+            .flat_map(|(group, spec)| {
+                let needed = &hashes[self.first_needed(spec, hashes.len())..];
+                needed.iter().map(move |&hash| BlockKey::new(hash, group))
+            })
+            .collect()
+    }
+
+    /// The first block that a hit of `length` blocks needs.
+    pub(super) fn first_needed(&self, spec: GroupSpec, length: usize) -> usize {
+        spec.first_needed(length * self.block_size(), self.block_size())
     }
 
     /// Leading blocks that the group, which needs the whole prefix, has.

@@ -154,7 +154,11 @@ impl<M: Mode> BlockPool<M> {
         if let Some(backing) = self.backing()
             && state.is_hashed()
         {
-            backing.queued(id, state.own_class().band(), state.is_pinned());
+            let class = state.own_class();
+            backing.queued(id, class.band(), state.is_pinned());
+            if class == Class::UNNEEDED {
+                backing.unneeded(id);
+            }
         }
     }
 

@@ -163,15 +163,15 @@ class Lives:
 
     def write_again(self, tiered: Tiered) -> None:
         """A store that failed is in use again after a while."""
-        hashes = tiered.hashes(self.prompt(0))
+        hashes, counts = tiered.hashes(self.prompt(0)), tiered.tier.counts
         while not tiered.count(hashes):
             tiered.now += 100
             tiered.tier._wake()
-            failures = tiered.tier.counts().failures
+            failures = counts().failures
             for number in range(3):
                 tiered.compute(self.prompt(number))
             tiered.tier.nudge()
-            tiered.until(lambda: tiered.count(hashes) or tiered.tier.counts().failures > failures)
+            tiered.until(lambda n=failures: tiered.count(hashes) or counts().failures > n)
         self.check(tiered, self.prompt(0))
 
     def num_lives(self) -> int:

@@ -79,7 +79,7 @@ def served(
     )
     model = ServedModel(names=(MODEL,), tokenizer=Tokenizer.from_folder(folder))
     hasty = create_app(engine, model, limits=ServerLimits(request_seconds=0.2))
-    fast = mock.patch.object(StepTimeModel, "seconds", lambda *_: 0.0)
+    fast = mock.patch.object(StepTimeModel, "seconds", return_value=0.0)
     with fast, running(app) as address, running(hasty) as other:
         yield Served(engine, address, other)
     engine.close()

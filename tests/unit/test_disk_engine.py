@@ -169,7 +169,9 @@ def test_a_hit_needs_the_window_and_the_state_at_its_end(
     # Of full attention all, of a window what it needs, of a state one.
     groups = Counter(key[33] for key in asked)
     kinds = served.engine._cache.groups
-    wanted = [9 if kind == "full" else 1 if kind == "state" else -(-kind[1] // 16) for kind in kinds]
+    wanted = [
+        9 if kind == "full" else 1 if kind == "state" else -(-kind[1] // 16) for kind in kinds
+    ]
     assert [groups[group] for group in range(len(kinds))] == wanted
     served.engine.close()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_lives import BLOCK_BYTES, MIB, SCOPE, TENSORS, Tiered, keys_of
+from disk_lives import BLOCK_BYTES, MIB, TENSORS, Tiered, keys_of
 from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import FILE_NAME, DiskStore
 from repeatable import bounded

@@ -66,7 +66,7 @@ class Load:
 class DiskTier:
     """Blocks of one pool on a disk, each with `block_bytes`.
 
-    `open_store` is called by the tier's thread, again after a failure; `void_store` ends the store's
+    `open_store` is called by the tier's thread, again after a failure; `void_store` ends its
     generation from another thread, whether it is open or not; `name` says where it is. One thread
     makes all calls but `counts`.
     """

@@ -141,6 +141,18 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "a million token ids": ("/v1/completions", lambda: _completion(prompt=[100] * _MILLION), 400),
 }
 
+# Of each way that a body can be long, one.
+USUAL = {
+    "10,000 prompts",
+    "a million messages",
+    "a message of 1.1 MB",
+    "4,096 prompts to probe",
+    "2.5 million unknown keys",
+    "a million stop strings",
+    "30 MB that an answer repeats",
+    "a million token ids",
+}
+
 
 @pytest.fixture(scope="module")
 def address(
@@ -183,7 +195,9 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name", [one if one in USUAL else pytest.param(one, marks=pytest.mark.long) for one in BODIES]
+)
 async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatch):
     """Counted in the loop's own processor time, which a busy machine does not lengthen."""
     longest, run = 0.0, asyncio.Handle._run

@@ -61,9 +61,7 @@ def alone(folder: Path, prompts: list[list[int]], params: list[SamplingParams]) 
     ]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["smollm2", "qwen2", "gemma3", "gpt-oss", "qwen3.5"]
-)
+@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "gemma3", "gpt-oss", "qwen3.5"])
 def test_greedy_answers_equal_those_of_transformers(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

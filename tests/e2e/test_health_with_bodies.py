@@ -23,8 +23,8 @@ from serving import served_folder
 # several must stay below.
 _LONGEST_WAIT = 0.1
 _TRIES = 10
-# Processor seconds of the event loop at once. Copying 30 MB takes up to 0.13, most of it the kernel's
-# for new pages; parsing, checking or encoding such a body takes a second.
+# Processor seconds of the event loop at once. Copying 30 MB takes up to 0.13, most of it for new
+# pages of memory; parsing, checking or encoding such a body takes a second.
 _LONGEST_HANDLE = 0.4
 
 _TEXT = " ".join(["word"] * 600)

@@ -142,7 +142,11 @@ class Runs:
         return different
 
 
-@pytest.fixture(scope="module", params=RUNS + [pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[*RUNS, *(pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS)],
+    ids=str,
+)
 def runs(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoint) -> Runs:
     dtype, threads, shape = request.param
     cpu = Cpu(threads)

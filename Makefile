@@ -11,7 +11,8 @@ FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 MINUTES        ?= 1
-WORKERS        ?= auto
+# One more than cores: a test that waits for a server leaves its core to another.
+WORKERS        ?= $(shell expr $$(nproc) + 1)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
 RERUNS         ?= 0

@@ -173,6 +173,7 @@ fuzz-merge: fuzz-build             ## adds to the committed corpus what runs her
 kills: setup-dev                   ## kill -9: 100 servers and 10,000 small processes over a kept cache (KILLS=...)
 	$(BIN)/python tests/killed_server.py $(KILLS)
 	$(BIN)/python tests/killed_cache.py $$(mktemp -d) $(KILLS)00
+	$(BIN)/python tests/disk_lives.py $$(mktemp -d)/disk kill
 
 soak: setup-dev                    ## hostile traffic on one server (MINUTES=60 ARGS="--report benches/soak --rate 6")
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)

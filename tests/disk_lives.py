@@ -152,10 +152,9 @@ class Lives:
                 self.check(tiered, self.prompt(number))
                 tiered.compute(self.prompt(number))
                 tiered.settle()
-        if self.num_lives() % 3 == 0:
-            tiered.cache.clear_cache_index()
-            tiered.tier.forget()
-            self.shared[:8] = (self.num_clears + 1).to_bytes(8, "little")
+        tiered.cache.clear_cache_index()
+        tiered.tier.forget()
+        self.shared[:8] = (self.num_clears + 1).to_bytes(8, "little")
         self.write_again(tiered)
         tiered.tier.close()
         tiered.cache.validate()
@@ -173,11 +172,6 @@ class Lives:
             tiered.tier.nudge()
             tiered.until(lambda n=failures: tiered.count(hashes) or counts().failures > n)
         self.check(tiered, self.prompt(0))
-
-    def num_lives(self) -> int:
-        lives = int.from_bytes(self.shared[8:16], "little") + 1
-        self.shared[8:16] = lives.to_bytes(8, "little")
-        return lives
 
 
 def run(folder: Path, how: str, every: int) -> int:

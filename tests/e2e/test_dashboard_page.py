@@ -226,6 +226,7 @@ def test_colours_differ_enough_to_be_read(page: Page, dark: bool) -> None:
         ("dim", "panel"): 4.5,
         ("first", "panel"): 4.5,
         ("second", "panel"): 4.5,
+        ("third", "panel"): 4.5,
         ("bad", "back"): 4.5,
         ("held", "panel"): 3,
         ("cached", "panel"): 3,

@@ -64,6 +64,7 @@ names! {
     DenseOutNorm = "dense_out_norm",
     Descriptor = "descriptor",
     Digest = "digest",
+    DiskBlocks = "disk_blocks",
     Eps = "eps",
     ExpertScales = "expert_scales",
     ExpertsNorm = "experts_norm",

@@ -21,6 +21,7 @@ class Counters:
     time: float
     queried_tokens: int
     hit_tokens: int
+    disk_cached_tokens: int
     generated_tokens: int
     evictions: int
     demotions: int
@@ -33,6 +34,7 @@ class Counters:
             time=now,
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
+            disk_cached_tokens=stats.disk_cached_tokens,
             generated_tokens=metrics.generation_tokens,
             evictions=stats.evictions,
             demotions=stats.demotions + stats.hints_demoted,
@@ -44,14 +46,15 @@ class Counters:
 class Rates:
     """What happened in a while: tokens and blocks a second, TTFT in seconds.
 
-    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1. None where there was nothing to
-    tell of.
+    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1. Of the `saved_tokens` those of
+    `disk_tokens` were read from a disk, if any ever were. None where there was nothing to tell of.
     """
 
     hit_ratio: float | None
     ttft_p50: float | None
     ttft_p90: float | None
     saved_tokens: float
+    disk_tokens: float | None
     computed_tokens: float
     generated_tokens: float
     evictions: float
@@ -62,13 +65,16 @@ def rates(before: Counters, now: Counters, ttft: Histogram) -> Rates:
     """What happened from `before` to `now`, which is later; `ttft` says how TTFT is counted."""
     seconds = now.time - before.time
     queried = now.queried_tokens - before.queried_tokens
-    saved = now.hit_tokens - before.hit_tokens
+    on_disk = now.disk_cached_tokens - before.disk_cached_tokens
+    # A preempted request that loads its blocks again was looked up once.
+    saved = min(queried, now.hit_tokens - before.hit_tokens + on_disk)
     counts = [later - earlier for later, earlier in zip(now.ttft, before.ttft, strict=True)]
     return Rates(
         hit_ratio=saved / queried if queried > 0 else None,
         ttft_p50=quantile(ttft.bounds, counts, 0.5),
         ttft_p90=quantile(ttft.bounds, counts, 0.9),
         saved_tokens=saved / seconds,
+        disk_tokens=on_disk / seconds if now.disk_cached_tokens else None,
         computed_tokens=(queried - saved) / seconds,
         generated_tokens=(now.generated_tokens - before.generated_tokens) / seconds,
         evictions=(now.evictions - before.evictions) / seconds,

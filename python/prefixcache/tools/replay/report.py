@@ -66,7 +66,10 @@ def recorded_line(trace: TraceResult) -> str | None:
 
 def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
     """Hits by policy and size, what they could be, and what is predicted of waiting."""
-    hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
+    columns = ["blocks", "tokens %", "optimum", "requests %", "evictions"]
+    if any(row.setting.disk for row in trace.rows):
+        columns += ["from disk %", "written"]
+    hits = _table(trace, columns, _cells)
     if not any(row.latency for row in trace.rows):
         return [hits]
     columns = ["TTFT p50 ms", "p90 ms", "p99 ms"]
@@ -112,6 +115,7 @@ def _cells(row: Row) -> list[str]:
         "-" if row.optimum is None else _percent(row.optimum),
         _percent(row.request_hit_rate),
         f"{row.evictions:,}",
+        *([f"{_percent(row.disk_hit_rate)}", f"{row.disk_writes:,}"] if row.setting.disk else []),
     ]
 
 
@@ -152,4 +156,5 @@ def _trace_json(trace: TraceResult) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     setting = asdict(row.setting)
     del setting["model"]
+    setting["disk"] = row.setting.disk and str(row.setting.disk)
     return setting | asdict(row) | {"setting": row.setting.name, "size": str(row.size)}

@@ -113,10 +113,11 @@ def _unknown(options: ExplainOptions) -> PrefixCacheError:
 def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
     asked, cached = answer["prompt_tokens"], answer["cached_tokens"]
     share = f"{100 * cached / asked:.1f} %" if asked else "none"
-    disk = answer.get("disk_cached_tokens", 0)
-    from_disk = f" ({100 * disk / asked:.1f} % from its disk)" if disk else ""
+    from_cache = f"{share} from the cache"
+    if disk := answer.get("disk_cached_tokens", 0):
+        from_cache += f" ({100 * disk / asked:.1f} % from its disk)"
     findings = answer["findings"]
-    total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {share} from the cache{from_disk}"
+    total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {from_cache}"
     lines = [f"{total}, {answer['tokens_recomputed']} tokens computed again."]
     lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
     if not findings:

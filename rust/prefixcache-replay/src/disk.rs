@@ -4,10 +4,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 
-use prefixcache_core::Writer;
-use prefixcache_core::backing::BackingStore;
 use prefixcache_core::error::ListenError;
 use prefixcache_core::id::{BlockHash, BlockKey, GroupId};
+use prefixcache_core::{Lookup, Writer};
 use prefixcache_file::staging::{Memory, Staging};
 
 /// What a disk takes.

@@ -5,7 +5,8 @@ mod common;
 use std::collections::{BTreeSet, HashMap};
 
 use common::{
-    BLOCK_SIZE, Block, PlainDisk, PlainLru, blocks, config, history, prompts, public_trace, replay, trace_of,
+    BLOCK_SIZE, Block, PlainDisk, PlainLru, blocks, config, history, prompts, public_trace, replay,
+    trace_of,
 };
 use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::disk::DiskConfig;

@@ -163,7 +163,10 @@ impl PlainDisk {
 
     fn evict(&mut self, before: impl Iterator<Item = Block>) {
         let mut written = Vec::new();
-        for block in before.filter(|block| !self.memory.line.contains(block)) {
+        let evicted: Vec<_> = before
+            .filter(|block| !self.memory.line.contains(block))
+            .collect();
+        for block in evicted {
             let uses = self.uses.remove(&block).unwrap_or_default();
             if self.disk.contains_key(&block) {
                 continue;

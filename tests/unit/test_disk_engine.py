@@ -167,9 +167,8 @@ def test_a_miss_says_what_lies_on_the_disk(model, tmp_path):
 
     def explained(prompt: list[int], **sent: Any) -> Explanation:
         ids = np.array(prompt, np.int32)
-        return diagnostics.explain(
-            Asked(token_ids=ids, owner=None, salt=None, **sent), sees_all=True
-        )
+        asked = Asked(token_ids=ids, owner=None, salt=None, **sent)
+        return diagnostics.explain(asked, sees_all=True)
 
     found = explained(PROMPT)
     assert (found.miss.hit_tokens, found.miss.reason, found.disk_tokens) == (0, "on_disk", 144)

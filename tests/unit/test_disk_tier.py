@@ -270,9 +270,8 @@ def test_a_reader_that_lost_all_is_told_again_what_the_disk_has(make, monkeypatc
     reported.blocks()
     late = [("cleared", 0, None, [], [])]
     monkeypatch.setattr(CacheEvents, "take", lambda *_: [late.pop()] if late else [])
-    monkeypatch.setattr(
-        CacheEvents, "snapshot", lambda *_: mock.Mock(num_blocks=0, take=lambda _: [])
-    )
+    none = mock.Mock(num_blocks=0, take=lambda _: [])
+    monkeypatch.setattr(CacheEvents, "snapshot", lambda _: none)
     assert reported.blocks() == {"GPU": set(), "DISK": short(first)}
 
 

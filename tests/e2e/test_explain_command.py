@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_what_lies_on_a_disk_is_told(tiny_checkpoint, tmp_path, monkeypatch):
+def test_clients_see_what_lies_on_a_disk(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)  # Loads are never late.
     body = {"model": "tiny", "max_tokens": 1, "ignore_eos": True}
     prompt, other = list(range(10, 160)), list(range(140, 370))

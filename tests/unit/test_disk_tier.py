@@ -263,7 +263,7 @@ def test_kv_events_tell_what_the_disk_has(make):
     assert reported.blocks() == {"GPU": set(), "DISK": set()}
 
 
-def test_a_reader_that_lost_all_is_told_again_what_the_disk_has(make, monkeypatch):
+def test_a_reader_that_lost_all_hears_again_what_the_disk_has(make, monkeypatch):
     tiered = make()
     reported = Reported(tiered)
     first = evicted(tiered)

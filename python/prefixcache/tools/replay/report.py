@@ -65,11 +65,10 @@ def recorded_line(trace: TraceResult) -> str | None:
 
 
 def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
-    """Hits by policy and size, what they could be, and what is predicted of waiting."""
-    columns = ["blocks", "tokens %", "optimum", "requests %", "evictions"]
+    """Hits by policy and size and what they could be; those of a disk, or predicted waits."""
+    hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
     if any(row.setting.disk for row in trace.rows):
-        columns += ["from disk %", "written"]
-    hits = _table(trace, columns, _cells)
+        return [hits, _table(trace, ("disk", "from use", "tokens %", "written"), _disk_cells)]
     if not any(row.latency for row in trace.rows):
         return [hits]
     columns = ["TTFT p50 ms", "p90 ms", "p99 ms"]
@@ -115,8 +114,15 @@ def _cells(row: Row) -> list[str]:
         "-" if row.optimum is None else _percent(row.optimum),
         _percent(row.request_hit_rate),
         f"{row.evictions:,}",
-        *([f"{_percent(row.disk_hit_rate)}", f"{row.disk_writes:,}"] if row.setting.disk else []),
     ]
+
+
+def _disk_cells(row: Row) -> list[str]:
+    setting = row.setting
+    if setting.disk is None:
+        return []
+    written = f"{row.disk_writes:,}"
+    return [str(setting.disk), str(setting.disk_min_uses), _percent(row.disk_hit_rate), written]
 
 
 def _latency_cells(row: Row) -> list[str]:

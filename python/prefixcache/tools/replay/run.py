@@ -53,7 +53,7 @@ class Setting:
         if self.snapshots is not None:
             parts.append(f"snapshots: {self.snapshots}")
         if self.disk_name:
-            parts.append(self.disk_name)
+            parts.append("disk")
         return ", ".join([*parts, "hints"] if self.hints else parts)
 
     @property

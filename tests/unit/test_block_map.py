@@ -75,11 +75,11 @@ def test_a_quantile_lies_between_the_bounds_around_it(values: list[float], share
     assert quantile(bounds, [0] * 5, share) is None
 
 
-def test_what_came_from_a_disk_was_saved_too() -> None:
+def test_what_came_from_a_disk_was_not_computed() -> None:
     none = Counters(0.0, 0, 0, 0, 0, 0, 0, [0, 0])
     ttft = Histogram("ttft", "", (1.0,))
     now = Counters(2.0, 100, 40, 20, 0, 0, 0, [0, 0])
     found = rates(none, now, ttft)
-    assert (found.saved_tokens, found.disk_tokens, found.computed_tokens) == (30, 10, 20)
+    assert (found.memory_tokens, found.disk_tokens, found.computed_tokens) == (20, 10, 20)
     assert found.hit_ratio == 0.6
     assert rates(none, dataclasses.replace(now, disk_cached_tokens=0), ttft).disk_tokens is None

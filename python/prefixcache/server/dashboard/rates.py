@@ -46,14 +46,14 @@ class Counters:
 class Rates:
     """What happened in a while: tokens and blocks a second, TTFT in seconds.
 
-    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1. Of the `saved_tokens` those of
-    `disk_tokens` were read from a disk, if any ever were. None where there was nothing to tell of.
+    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1: those of `memory_tokens` and of
+    `disk_tokens`, if any ever came from a disk. None where there was nothing to tell of.
     """
 
     hit_ratio: float | None
     ttft_p50: float | None
     ttft_p90: float | None
-    saved_tokens: float
+    memory_tokens: float
     disk_tokens: float | None
     computed_tokens: float
     generated_tokens: float
@@ -66,14 +66,15 @@ def rates(before: Counters, now: Counters, ttft: Histogram) -> Rates:
     seconds = now.time - before.time
     queried = now.queried_tokens - before.queried_tokens
     on_disk = now.disk_cached_tokens - before.disk_cached_tokens
+    in_memory = now.hit_tokens - before.hit_tokens
     # A preempted request that loads its blocks again was looked up once.
-    saved = min(queried, now.hit_tokens - before.hit_tokens + on_disk)
+    saved = min(queried, in_memory + on_disk)
     counts = [later - earlier for later, earlier in zip(now.ttft, before.ttft, strict=True)]
     return Rates(
         hit_ratio=saved / queried if queried > 0 else None,
         ttft_p50=quantile(ttft.bounds, counts, 0.5),
         ttft_p90=quantile(ttft.bounds, counts, 0.9),
-        saved_tokens=saved / seconds,
+        memory_tokens=in_memory / seconds,
         disk_tokens=on_disk / seconds if now.disk_cached_tokens else None,
         computed_tokens=(queried - saved) / seconds,
         generated_tokens=(now.generated_tokens - before.generated_tokens) / seconds,

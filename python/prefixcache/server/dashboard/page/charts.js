@@ -7,7 +7,7 @@ const LONGEST_STEP = 15;
 const CHARTS = [
   { title: "Hit ratio of prompt tokens", form: percent, most: 1, lines: [["hit_ratio", "cached"]] },
   { title: "Time to first token", form: seconds, lines: [["ttft_p50", "median"], ["ttft_p90", "90th percentile"]] },
-  { title: "Prompt tokens a second", form: rate, lines: [["saved_tokens", "saved"], ["computed_tokens", "computed"], ["disk_tokens", "from the disk", "if any"]] },
+  { title: "Prompt tokens a second", form: rate, lines: [["memory_tokens", "from memory"], ["computed_tokens", "computed"], ["disk_tokens", "from the disk", "if any"]] },
   { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
   { title: "Generated tokens a second", form: rate, lines: [["generated_tokens", "generated"]] },
   { title: "Requests", form: (value) => (value == null ? "none" : String(Math.round(10 * value) / 10)), lines: [["running", "running"], ["waiting", "waiting"]] },

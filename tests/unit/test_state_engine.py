@@ -104,6 +104,52 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
 
 
+@pytest.mark.parametrize(("num_blocks", "expected"), [(400, [96, 96, 96]), (34, [48, 96, 96])])
+def test_requests_resume_where_prompts_part(
+    conv_folder: Path, num_blocks: int, expected: list[int]
+) -> None:
+    """From the second on while there is room for all, from the third on where there is little."""
+    engine, cold = built(conv_folder, num_blocks), built(conv_folder, enable_prefix_caching=False)
+    prefix, hits = tokens(100), list[int]()
+    answer(engine, prefix + tokens(40))
+    for number in range(3):
+        answer(engine, tokens(200, seed=90 + number), write=False)
+        prompt = prefix + tokens(40, seed=1 + number)
+        said, cached = answer(engine, prompt)
+        assert said == answer(cold, prompt)[0]
+        hits.append(cached)
+    assert hits == expected
+    missed = engine.engine.metrics.gauges().num_window_missed_tokens
+    assert missed == sum(96 - hit for hit in hits)
+
+
+def test_a_long_prompt_holds_a_chunk_of_convolutions_and_leaves_its_anchors(
+    conv_folder: Path,
+) -> None:
+    """4,000 tokens: 251 blocks of attention with the answer, and few of the convolutions."""
+    most = 251 + 64 // BLOCK + 3
+    engine = built(conv_folder, num_blocks=1 + most, max_model_len=4008)
+    prompt, held = tokens(4000), list[int]()
+    submit = engine.engine._runner.submit
+
+    def watched(plan: StepPlan) -> InFlightStep:
+        cache = engine.engine._cache
+        held.append(cache.num_usable_blocks - cache.num_free_blocks)
+        return submit(plan)
+
+    engine.engine._runner.submit = watched  # type: ignore[method-assign]
+    said, _ = answer(engine, prompt, num_tokens=8)
+    assert max(held) <= most
+    # Another request takes what no anchor needs.
+    answer(engine, tokens(10, seed=9), num_tokens=2)
+    assert answer(engine, prompt, num_tokens=8) == (said, 3984)
+
+
+def test_blocks_that_are_too_small_are_refused_by_name(conv_folder: Path) -> None:
+    with pytest.raises(FieldError, match="block_size must be at least 5 for this model's conv"):
+        built(conv_folder, block_size=4)
+
+
 def test_a_prompt_leaves_snapshots_at_anchors_and_where_steps_end(folder: Path) -> None:
     engine = built(folder)
     said, _ = answer(engine, tokens(300), num_tokens=1)
@@ -178,13 +224,15 @@ def test_another_process_resumes_from_kept_blocks(folder: Path, tmp_path: Path) 
     again.engine.close()
 
 
-def test_the_start_line_names_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_line_names_what_layers_keep(
+    folder: Path, conv_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "prefixcache")
-    engine = built(folder)
-    groups = engine.engine._runner.kv.layout.groups
-    assert f"{len(groups)} groups of layers (full 1, window 0, state {len(groups) - 1};" in (
-        caplog.text
-    )
+    groups = built(folder).engine._runner.kv.layout.groups
+    built(conv_folder)
+    states = f"(full 1, window 0, state {len(groups) - 1};"
+    assert f"for {len(groups)} groups of layers {states}" in caplog.text
+    assert "for 2 groups of layers (full 1, window 0, convolution 1; size 2," in caplog.text
 
 
 def test_an_answer_waits_until_its_mask_is_known(
@@ -219,14 +267,27 @@ def test_a_token_that_is_computed_twice_is_found(
     assert serve(built(folder), [request])["a"][0] != said
 
 
-@pytest.mark.parametrize("fault", ["late", "convolution", "exchanged"])
-def test_a_planted_fault_changes_hits_alone(folder: Path, fault: str) -> None:
-    """States one block late, inputs of convolutions that were not kept, another layer's states."""
-    engine = built(folder, max_num_batched_tokens=1024)
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        *(("folder", fault) for fault in ("late", "convolution", "exchanged")),
+        *(("conv_folder", fault) for fault in ("late", "exchanged")),
+    ],
+)
+def test_a_planted_fault_changes_hits_alone(
+    request: pytest.FixtureRequest, model: str, fault: str
+) -> None:
+    """Another layer's, those one block or token late, inputs of convolutions that were not kept."""
+    engine = built(request.getfixturevalue(model), max_num_batched_tokens=1024)
     prompt = tokens(150)
     said, _ = answer(engine, prompt, num_tokens=1)
     assert answer(engine, prompt, num_tokens=1) == (said, 144)
-    _plant(engine, fault)
+    if fault == "exchanged":
+        _exchange(engine)
+    elif model == "conv_folder":
+        _shift(engine)
+    else:
+        _plant(engine, fault)
     assert answer(engine, prompt, num_tokens=1)[0] != said
 
 
@@ -245,12 +306,27 @@ def test_a_block_that_is_given_back_too_early_is_found(
     assert "first_pages leaves out 1 pages of sequence 0" in caplog.text
 
 
-def _plant(engine: BuiltEngine, fault: str) -> None:
-    kernels = engine.engine._runner._steps._kernels
-    if fault == "exchanged":
-        other = {0: 1, 1: 0}
+def _exchange(engine: BuiltEngine) -> None:
+    """The first two layers read what the other one keeps."""
+    kernels, other = engine.engine._runner._steps._kernels, {0: 1, 1: 0}
+    if kernels.states:
         kernels.states[:] = [(other.get(layer, layer), *rest) for layer, *rest in kernels.states]
-        return
+    else:
+        kernels.caches[:2] = kernels.caches[1::-1]
+
+
+def _shift(engine: BuiltEngine) -> None:
+    """Every block has the inputs of each convolution one token late."""
+    kv = engine.engine._runner.kv
+    group = kv.layout.groups[1]
+    for number in range(len(group.layers)):
+        tensor, part = group.part(number)
+        rows: npt.NDArray[np.float32] = kv.rows()[tensor].view(np.float32)
+        inputs = rows[:, part].reshape(len(rows), group.kept_tokens, -1)
+        rows[:, part] = np.roll(inputs, 1, axis=1).reshape(len(rows), -1)
+
+
+def _plant(engine: BuiltEngine, fault: str) -> None:
     kv = engine.engine._runner.kv
     delta = engine.model.delta
     assert isinstance(kv, KVMemory)

@@ -1,4 +1,4 @@
-"""An engine on a tiny Qwen3.5: what its states keep, where requests resume, and the bits."""
+"""Engines on a tiny Qwen3.5 and LFM2: what states and convolutions keep, and where requests resume."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from equality import GRAMMARS, WIDE
+from equality import GRAMMARS, LFM2, WIDE
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import BuiltEngine, build
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.specs import GroupKind, KVGroup
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import InFlightStep, StepPlan
 
 BLOCK = 16
 TinyCheckpoint = Callable[..., Path]
@@ -29,9 +32,19 @@ def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint("qwen3.5", max_position_embeddings=4096, **WIDE)
 
 
+@pytest.fixture
+def conv_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("lfm2", max_position_embeddings=4096, **LFM2)
+
+
+@pytest.fixture(params=["folder", "conv_folder"])
+def any_folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
 def built(folder: Path, num_blocks: int = 2000, **flags: object) -> BuiltEngine:
-    options = {"state_block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 4} | flags
-    options |= {"num_blocks": num_blocks}
+    options = {"block_size": BLOCK, "state_block_size": BLOCK, "max_num_seqs": 4}
+    options |= {"max_num_batched_tokens": 64, "num_blocks": num_blocks} | flags
     return build(EngineConfig.from_flags(model=str(folder), device="cpu", **options), folder)
 
 
@@ -76,8 +89,8 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 384, count).tolist()
 
 
-def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(folder: Path) -> None:
-    engine, cold = built(folder), built(folder, enable_prefix_caching=False)
+def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(any_folder: Path) -> None:
+    engine, cold = built(any_folder), built(any_folder, enable_prefix_caching=False)
     message = history = tokens(100)
     for turn in range(8):
         said, cached = answer(engine, history, num_tokens=25)
@@ -93,7 +106,7 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
 ) -> None:
     """1,500 of 2,200 tokens: all but the first two hit, whatever is kept at multiples of more."""
     prefix = tokens(1500)
-    prompts = [prefix + tokens(700, seed=1 + number) for number in range(16)]
+    prompts = [prefix + tokens(700, seed=1 + number) for number in range(8)]
     engine = built(folder, num_blocks=12_000, max_num_batched_tokens=512)
     cached = [answer(engine, prompt, num_tokens=1)[1] for prompt in prompts]
     assert sum(hit >= 1500 - BLOCK for hit in cached) >= len(prompts) - 2
@@ -101,7 +114,7 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     requests = [requested(str(i), prompt, 1) for i, prompt in enumerate(prompts)]
     computed = sum(len(r.prompt_token_ids) for r in requests)
     computed -= sum(cached for _, cached in serve(engine, requests).values())
-    assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
+    assert computed <= 2 * 1500 + 8 * (700 + BLOCK)
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(400, [96, 96, 96]), (34, [48, 96, 96])])
@@ -196,8 +209,8 @@ def test_short_prompts_hit(folder: Path) -> None:
     assert answer(engine, tokens(60)) == (said, 48)
 
 
-def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> None:
-    engine = built(folder, num_blocks=600, kv_cache_max_memory="64MiB")
+def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(any_folder: Path) -> None:
+    engine = built(any_folder, num_blocks=600, kv_cache_max_memory="64MiB")
     prompt = tokens(150)
     said, _ = answer(engine, prompt)
     for size in (400, 1200, 300):
@@ -209,8 +222,8 @@ def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> 
     assert answer(engine, prompt) == (said, 144)
 
 
-def test_another_process_resumes_from_kept_blocks(folder: Path, tmp_path: Path) -> None:
-    engine = built(folder, kv_cache_dir=str(tmp_path / "kept"))
+def test_another_process_resumes_from_kept_blocks(any_folder: Path, tmp_path: Path) -> None:
+    engine = built(any_folder, kv_cache_dir=str(tmp_path / "kept"))
     prompt = tokens(150)
     said, _ = answer(engine, prompt)
     file = engine.engine._runner.kv_specs().file
@@ -219,7 +232,7 @@ def test_another_process_resumes_from_kept_blocks(folder: Path, tmp_path: Path) 
         pass
     engine.engine.close()
     file.close()
-    again = built(folder, kv_cache_dir=str(tmp_path / "kept"))
+    again = built(any_folder, kv_cache_dir=str(tmp_path / "kept"))
     assert answer(again, prompt) == (said, 144)
     again.engine.close()
 

@@ -145,6 +145,12 @@ _CALLS["mistral-ids"] = """\
 {{- c.function.arguments | tojson }}
 {%- endfor %}
 {%- endmacro %}"""
+_CALLS["llama3-own"] = """\
+{%- macro calls(m) %}
+{%- if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}
+{%- set call = m.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+{%- endmacro %}{# <|python_tag|> #}"""
 _CALLS["nemotron"] = """\
 {%- macro calls(m) %}
 {{- '<TOOLCALL>' + m.tool_calls | map(attribute='function') | list | tojson + '</TOOLCALL>' }}
@@ -153,7 +159,7 @@ _CALLS["seed-oss"] = (
     (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
     .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
     .replace("'\n</parameter>", "'</parameter>")
-)
+) + "{% for t in tools or [] %}{{ t.function.parameters.properties.items() | list }}{% endfor %}"
 _WITH_CALLS = _LISTED.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}"
 )
@@ -206,7 +212,7 @@ TEMPLATES = {
     **{family: calls + _WITH_CALLS for family, calls in _CALLS.items()},
     "seed-oss-budget": _LISTED + "<seed:think><seed:cot_budget_reflect>\n{# </seed:think> #}",
     "gemma4-thinking": _CALLS["gemma4"] + _WITH_CALLS + "{# <|channel>thought <channel|> #}",
-    "unknown": _LISTED,
+    "unknown": _LISTED + "{# <tool_call> <arg_key> #}",
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
 }

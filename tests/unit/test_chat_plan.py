@@ -73,6 +73,7 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("qwen3", "required", True, HERMES, True),
         ("qwen3", "required", True, f"<think>\n{WRONG}\n</think>\n\n{HERMES}", True),
         ("qwen3", "required", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
+        ("qwen3", "required", True, f"<think>\nhm\n</think>\n{HERMES}", True),
         ("qwen3", "auto", True, f"<think>\n{WRONG}\n</think>\n\nNo.", True),
         ("qwen3", "auto", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
         ("qwen3-thinking", "required", True, f"hm\n</think>\n\n{HERMES}", True),
@@ -92,6 +93,7 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("llama3", "auto", True, CALL, False),
         ("llama3", "auto", True, f"<|python_tag|>{CALL}", False),
         ("mistral", "required", True, f"[TOOL_CALLS][{CALL}, {OTHER}]", True),
+        ("mistral", "required", True, f'[TOOL_CALLS][{CALL[:-1]}, "id": "aBcDeF123"}}]', True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{OTHER}]", True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{CALL}", False),
         ("mistral-named", "required", True, "[TOOL_CALLS]get_time[ARGS]{}", True),
@@ -179,6 +181,14 @@ def test_a_template_shows_tools_calls_and_results():
     assert json.dumps(TOOLS) in prompt
     assert f"<|im_start|>assistant\n{HERMES}\n{HERMES_OTHER}<|im_end|>" in prompt
     assert "<|im_start|>tool\nmild<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>" in prompt
+
+
+def test_a_template_of_one_call_a_message_shows_each_with_its_result():
+    prompt = chat_format("llama3-own").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    turns = ("assistant", LLAMA), ("tool", "mild")
+    turns += ("assistant", OTHER.replace("arguments", "parameters")), ("tool", "noon")
+    shown = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    assert f"{shown}<|im_start|>assistant" in prompt
 
 
 def test_a_template_that_shows_no_calls_shows_them_as_text():

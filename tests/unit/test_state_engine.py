@@ -1,4 +1,4 @@
-"""Engines on a tiny Qwen3.5 and LFM2: what states and convolutions keep, and where requests resume."""
+"""Engines on a tiny Qwen3.5 and LFM2: what states and convolutions keep, where requests resume."""
 
 from __future__ import annotations
 

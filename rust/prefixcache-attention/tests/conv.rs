@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::{Chunk, Guesses, Layer as _, noise, page, plan, window};
-use prefixcache_attention::{KvElement, ShortConv, short_conv};
+use common::{Chunk, Guesses, noise, page, plan};
+use prefixcache_attention::{Attention, KvElement, ShortConv, short_conv};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
 
@@ -69,7 +69,8 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
                 (page * size + position % size) as i64
             }));
         }
-        let window = window(self.taps - 1);
+        let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
+        window.window_left = Some(self.taps - 1);
         let plan = plan((PAGES, size), &window, true, step, |place, index| {
             page(PAGES, 0, step[place].0, index)
         });
@@ -126,12 +127,18 @@ fn check<E: KvElement + PartialEq>(
     let (mut chunks, mut again) = (chunks.iter().cycle(), (1..=shape.1).cycle());
     let mut turns = 0;
     let layer = || Layer::<E>::new(shape);
-    common::check((form, threads), lengths, layer, &mut layer(), |done, length| {
-        turns += 1;
-        let back = if turns % 3 == 0 { again.next() } else { None };
-        let to = length.min(done + chunks.next().expect("a cycle"));
-        (done.saturating_sub(back.unwrap_or(0)), to, [0, 0])
-    });
+    common::check(
+        (form, threads),
+        lengths,
+        layer,
+        &mut layer(),
+        |done, length| {
+            turns += 1;
+            let back = if turns % 3 == 0 { again.next() } else { None };
+            let to = length.min(done + chunks.next().expect("a cycle"));
+            (done.saturating_sub(back.unwrap_or(0)), to, [0, 0])
+        },
+    );
 }
 
 proptest! {

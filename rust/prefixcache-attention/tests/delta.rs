@@ -5,9 +5,10 @@ mod common;
 
 use std::slice::from_ref;
 
-use common::{Chunk, Guesses, Layer as _, noise, page, plan, window};
+use common::{Chunk, Guesses, Layer as _, noise, page, plan};
 use prefixcache_attention::{
-    DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule, replay_delta_rule,
+    Attention, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
+    replay_delta_rule,
 };
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
@@ -60,7 +61,9 @@ impl Layer {
         let with_wrong: Vec<Chunk> = (step.iter().enumerate())
             .map(|(place, &(sequence, from, to))| (sequence, from, to + guesses(place)[1]))
             .collect();
-        plan((PAGES, size), &window(1), true, &with_wrong, |place, index| {
+        let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
+        window.window_left = Some(1);
+        plan((PAGES, size), &window, true, &with_wrong, |place, index| {
             let (sequence, from, to) = step[place];
             // Where it reads, where its last certain token is, and all of guesses.
             let is_read = from > 0 && index == (from - 1) / size;
@@ -256,11 +259,17 @@ fn check<E: KvElement + PartialEq>(
     let layer = || Layer::new(heads, block_size);
     let mut many = layer();
     many.has_gaps = threads == 2;
-    common::check::<E, _>((form, threads), lengths, layer, &mut many, |done, length| {
-        let to = length.min(done + chunks.next().expect("a cycle"));
-        let [accepted, refused] = guesses.next().copied().unwrap_or_default();
-        (done, to, [accepted.min(to - done), refused])
-    });
+    common::check::<E, _>(
+        (form, threads),
+        lengths,
+        layer,
+        &mut many,
+        |done, length| {
+            let to = length.min(done + chunks.next().expect("a cycle"));
+            let [accepted, refused] = guesses.next().copied().unwrap_or_default();
+            (done, to, [accepted.min(to - done), refused])
+        },
+    );
     for (pages, width) in &many.parts {
         assert!(
             pages[..width + OTHERS].iter().all(|x| x.is_nan()),

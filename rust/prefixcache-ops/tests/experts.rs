@@ -51,17 +51,15 @@ fn routings() -> impl Strategy<Value = Routing> {
         scale,
         shared,
     )
-        .prop_map(
-            |(scores, has, top_k, renormalise, scale, shared)| Routing {
-                scores,
-                has_selection_bias: has[0],
-                top_k,
-                renormalise,
-                scale,
-                has_expert_scales: has[1],
-                shared,
-            },
-        )
+        .prop_map(|(scores, has, top_k, renormalise, scale, shared)| Routing {
+            scores,
+            has_selection_bias: has[0],
+            top_k,
+            renormalise,
+            scale,
+            has_expert_scales: has[1],
+            shared,
+        })
 }
 
 /// A layer whose weights are dense or blocks; the numbers that they stand for too.

@@ -105,7 +105,7 @@ def _in_parts(message: _Message) -> _Message:
 
 
 def _with_responses(messages: list[_Message]) -> list[_Message]:
-    """Gemma 4's first templates read results, and what follows them, in the message of the calls."""
+    """Gemma 4's first templates read results, and what follows, in the message of the calls."""
     written: list[_Message] = []
     for one in messages:
         before = written[-1] if written else {}

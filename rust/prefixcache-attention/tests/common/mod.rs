@@ -17,7 +17,6 @@ pub type Guesses = [usize; 2];
 
 /// A layer with its pages. What was never written is NaN, so that reading it shows.
 pub trait Layer<E> {
-
     /// How far a number may be from that of the reference, by its type.
     const OF_F32: f64;
     const OF_BF16: f64 = 1e-2;
@@ -43,13 +42,6 @@ pub trait Layer<E> {
 pub fn page(pages: usize, part: usize, sequence: usize, index: usize) -> i32 {
     let block = sequence * (pages / 3) + index;
     (1 + (block * 37 + 11 * part) % (pages - 1)) as i32
-}
-
-/// What a token reads besides itself.
-pub fn window(left: usize) -> Attention {
-    let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
-    window.window_left = Some(left);
-    window
 }
 
 /// The plan of a step, which lists all pages of a sequence or leaves out those that its tokens do not see.
@@ -108,7 +100,11 @@ pub fn check<E: KvElement + PartialEq, L: Layer<E>>(
     let want: Vec<Vec<E>> = (0..lengths.len())
         .map(|number| new().step(form, &alone, &sequences, &whole(number), &[]))
         .collect();
-    let tolerance = if size_of::<E>() == 4 { L::OF_F32 } else { L::OF_BF16 };
+    let tolerance = if size_of::<E>() == 4 {
+        L::OF_F32
+    } else {
+        L::OF_BF16
+    };
     for (got, sequence) in want.iter().zip(&sequences) {
         for (at, exact) in many.reference(sequence) {
             let error = (f64::from(got[at].to_f32()) - exact).abs();
@@ -134,7 +130,10 @@ pub fn check<E: KvElement + PartialEq, L: Layer<E>>(
             for position in from..to {
                 let want = &want[number][position * width..][..width];
                 let same = rows.next().is_some_and(|row| row == want);
-                assert!(same, "{form:?}: {number} at {position} of {step:?}, {guessed:?}");
+                assert!(
+                    same,
+                    "{form:?}: {number} at {position} of {step:?}, {guessed:?}"
+                );
             }
         }
     }

@@ -84,8 +84,7 @@ class CallParser:
         self._stream.unmark()
         if self._is_passed_on(call):
             early, call.early = call.early, ""
-            is_new = call.id is not None and call.id not in self._ids
-            call_id = call.id if is_new else self._new_id()
+            call_id = self._new_id() if call.id is None or call.id in self._ids else call.id
             self._ids.add(call_id)
             self._deltas.append(ToolCallDelta(call.index, call_id, name, early))
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from prefixcache._core import BlockStaging, PrefixCache
 from prefixcache.kv.tiers.disk_store import DiskStore, void
-from prefixcache.kv.tiers.disk_tier import DiskTier
+from prefixcache.kv.tiers.disk_tier import DiskTier, block_key
 
 NUM_BLOCKS, BLOCK_BYTES, TENSORS = 8, 4096, 2
 MIB = 1 << 20
@@ -36,7 +36,7 @@ SCOPE = b"s" * 16
 
 def keys_of(hashes: Sequence[bytes]) -> list[bytes]:
     """Those of the first group."""
-    return [one + b"\0\0" for one in hashes]
+    return [block_key(one) for one in hashes]
 
 
 class Tiered:
@@ -74,9 +74,12 @@ class Tiered:
     def hashes(self, first: int) -> list[bytes]:
         return self.cache.new_sequence(self.tokens(first)).block_hashes()
 
-    def compute(self, first: int, num_blocks: int = 7, **hints: int) -> list[bytes]:
+    def compute(
+        self, first: int, num_blocks: int = 7, salt: str | None = None, **hints: int
+    ) -> list[bytes]:
         """Fills the blocks of a prompt with numbers of its tokens; its hashes."""
-        sequence = self.cache.new_sequence(self.tokens(first, num_blocks))
+        tokens = self.tokens(first, num_blocks)
+        sequence = self.cache.new_sequence(tokens, cache_salt=salt)
         if hints:
             sequence.set_hints("", [(0, None, hints["priority"], None)])
         assert self.cache.commit_prefix_plan(sequence, 0, 16 * num_blocks) == 0
@@ -103,7 +106,7 @@ class Tiered:
 
     def count(self, hashes: Sequence[bytes]) -> int:
         """How many leading ones are on the disk."""
-        return self.staging.count_stored(keys_of(hashes))
+        return self.tier.count(hashes)
 
     def load(self, hashes: Sequence[bytes]) -> list[int]:
         """Numbers of the first bytes of the blocks that came back."""

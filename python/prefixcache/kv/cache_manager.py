@@ -72,6 +72,11 @@ class PrefixLookup:
     whole_tokens: int
     _sequence: CoreSequence
     _num_groups: int
+    _disk: DiskTier | None
+
+    def disk_blocks(self, index: int) -> int:
+        """Full blocks of the prompt that lie on a disk: leading ones from this one on."""
+        return 0 if self._disk is None else self._disk.count(self._sequence.block_hashes(index))
 
     def names(self, index: int) -> list[tuple[bytes, int]]:
         """Hash and group of a full block of the prompt in each group; empty past the last."""
@@ -279,7 +284,8 @@ class CacheManager:
 
     def keep_events(self) -> CacheEvents:
         """What is stored and removed from now on, for any thread: before anything is cached."""
-        return CacheEvents(self._cache, self.groups)
+        disk = None if self.disk is None else self.disk.staging
+        return CacheEvents(self._cache, self.groups, disk)
 
     @property
     def num_missed_evictions(self) -> int:
@@ -347,6 +353,7 @@ class CacheManager:
             whole_tokens=self._cache.count_whole_hits(sequence, most),
             _sequence=sequence,
             _num_groups=self._num_groups,
+            _disk=self.disk,
         )
 
     def start(self, request: Request, *, hashed: bool = True) -> None:

@@ -53,6 +53,7 @@ class Admission:
         self._in_flight = in_flight
         self._loads = loads
         self._global_threshold = config.global_cache_hit_threshold
+        self._hit_tiers = config.cache_hit_threshold_tiers
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
         self.num_window_missed_tokens = 0
@@ -159,6 +160,9 @@ class Admission:
         if not threshold:
             return False
         total = self._tokens_to_match(state)
+        if "disk" in (state.request.cache.hit_tiers or self._hit_tiers):
+            most = self._most_hits(state) if self._may_read(state) else 0
+            usable = max(usable, self._cache.count_with_disk(state.request_id, most)[0])
         ratio = usable / total if total else 0.0
         if ratio >= threshold:
             return False

@@ -22,6 +22,7 @@ from prefixcache.metrics import DiskCounts
 
 logger = logging.getLogger(__name__)
 
+_GROUP = b"\0\0"
 _RUN_BYTES = 4 << 20
 _MOST_IN_RUN = 128
 _RETRY_SECONDS = 60.0
@@ -31,6 +32,11 @@ _NEW = 0.3
 """Weight of the last run of blocks in the average of what a block takes."""
 _PATIENCE = 1.05
 """How much faster the disk is taken to be after each load that it was too slow for."""
+
+
+def block_key(block_hash: bytes) -> bytes:
+    """The tier's key of a block of the first group."""
+    return block_hash + _GROUP
 
 
 class Load:
@@ -68,7 +74,7 @@ class DiskTier:
 
     `open_store` is called by the tier's thread, again after a failure; `void_store` ends its
     generation from another thread, whether it is open or not; `name` says where it is. One thread
-    makes all calls but `counts`.
+    makes all calls but `count` and `counts`.
     """
 
     def __init__(
@@ -119,6 +125,10 @@ class DiskTier:
         """Lets the thread look whether blocks were evicted. After each step."""
         if self.staging.has_staged:
             self._wake()
+
+    def count(self, hashes: Sequence[bytes]) -> int:
+        """How many leading ones of these blocks of the first group it has. From any thread."""
+        return self.staging.count_stored([block_key(one) for one in hashes])
 
     def seconds(self, num_blocks: int) -> float:
         """How long a load of that many blocks will take; 0 until one was measured."""

@@ -79,7 +79,8 @@ impl Disk {
 
     /// Writes what was evicted since, in the place of what was not used for the longest time.
     pub(crate) fn write(&mut self) {
-        let (era, taken) = self.staging.take(usize::MAX);
+        let (era, _) = self.staging.era();
+        let taken = self.staging.take(usize::MAX, era);
         let keys: Vec<_> = taken.into_iter().map(|(key, _)| key).collect();
         for &key in &keys {
             self.time += 1;

@@ -46,6 +46,8 @@ from prefixcache.runner.sizing import (
 from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
+KERNEL_REVISION = 1
+"""Of the bits that the CPU's kernels compute: a change that rounds otherwise raises it."""
 _LEAST_CACHED_BYTES = 32 << 20
 """Of a model whose weights are kept laid out if nothing is said: smaller ones load at once."""
 
@@ -82,7 +84,7 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
-        facts = _kv_facts(config, layout, dtype, cpu)
+        facts = _kv_facts(config, layout, dtype)
         layout_on_disk = _file_layout(config.cache, specs, facts)
         check_tiered(config.cache, layout)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
@@ -106,6 +108,7 @@ class CpuRunner:
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
             instructions=cpu.instructions,
+            kernel_revision=KERNEL_REVISION,
         )
 
     def _make_tables(self, layout: KVLayout, max_model_len: int) -> list[BlockTableBuffers]:
@@ -204,7 +207,13 @@ def _weights_cache(
     folder = config.weights_cache_dir
     if folder == "none":
         return None
-    facts = {"model": model_digest(model), **_kernel_facts(config, dtype, cpu)}
+    facts = {
+        "model": model_digest(model),
+        "dtype": dtype,
+        "instructions": cpu.instructions,
+        "activations": config.activations,
+        "program": program_digest(),
+    }
     return WeightsCache(
         folder or default_folder(),
         config.weights_cache_size,
@@ -212,16 +221,6 @@ def _weights_cache(
         facts,
         cpu.threads,
     )
-
-
-def _kernel_facts(config: EngineConfig, dtype: str, cpu: Cpu) -> dict[str, object]:
-    """What the bytes of keys, values and laid-out weights depend on."""
-    return {
-        "dtype": dtype,
-        "instructions": cpu.instructions,
-        "activations": config.activations,
-        "program": program_digest(),
-    }
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu) -> KernelDType:
@@ -249,13 +248,14 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str, cpu: Cpu) -> Mapping[str, object]:
-    """All that the bytes of a block depend on besides its hash."""
+def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str) -> Mapping[str, object]:
+    """All that the bytes of a block depend on besides its hash, which the arithmetic enters."""
     cache = config.cache
     if not cache.enable_prefix_caching or (cache.kv_cache_dir or cache.disk_cache_memory) is None:
         return {}
     return {
-        **_kernel_facts(config, dtype, cpu),
+        "dtype": dtype,
+        "program": program_digest(),
         "block size": cache.block_size,
         "heads": layout.num_kv_heads,
         "head size": layout.head_dim,

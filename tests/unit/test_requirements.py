@@ -26,7 +26,7 @@ def requirements(begin: str = r"dependencies = \[", end: str = "]") -> dict[str,
 @pytest.mark.parametrize("name", ["runtime", "dev"])
 def test_pinned_versions_are_allowed(name: str) -> None:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if re.match(r"[\w-]+==", line)]
+    pins = [Requirement(line.rstrip(" \\")) for line in lines if re.match(r"[\w-]+==", line)]
     allowed = requirements()
     checked = [pin for pin in pins if pin.name in allowed]
     assert {pin.name for pin in checked} == set(allowed)

@@ -501,9 +501,7 @@ class SchedulerConfig(Checked):
         0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
     )
     cache_hit_threshold_tiers: HitTiers = flag(
-        "memory",
-        "Tiers whose tokens count as cached for a hit threshold.",
-        "Cache",
+        "memory", "Tiers whose tokens count as cached for a hit threshold.", "Cache"
     )
     share_in_flight: bool = flag(
         True, "Wait for blocks that another request is computing.", "Cache"

@@ -107,7 +107,7 @@ def test_help_shows_what_people_use_and_names_the_groups():
     assert shown[0] == "--model"
     assert {"--port", "--api-key", "--kv-cache-memory", "--max-num-seqs"} < set(shown)
     assert 10 <= len(shown) <= 18
-    assert "All 104 options: --help all" in text
+    assert "All 105 options: --help all" in text
     assert all(name.lower() in text.split("All 104")[1] for name in GROUPS)
 
 

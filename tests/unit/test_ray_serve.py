@@ -435,9 +435,9 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
         choices = routing.choose(hashes, 35, {"a": 0, "b": 0})
         return next(one.hit_tokens for one in choices if one.replica == "a")
 
-    def stored(count: int, group: int | None = None) -> BlockStored:
+    def stored(count: int, group: int | None = None, medium: str | None = None) -> BlockStored:
         given = hashes[:count].tolist()
-        return BlockStored(given, None, [], 4, None, None, None, group_idx=group)
+        return BlockStored(given, None, [], 4, None, medium, None, group_idx=group)
 
     def follows(update: Update, expected: int, *, known: bool = True) -> None:
         updates.put(update)
@@ -446,7 +446,8 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
     follows(Update(4, [stored(1)]), 4, known=False)
     follows(Update(5, restarted=True, snapshot=header), 0)
     follows(Update(5, [stored(3), stored(8, group=1)]), 12)
-    follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None)]), 8)
+    on_disk = [stored(8, medium="DISK"), BlockRemoved(hashes[:1].tolist(), "DISK")]
+    follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None), *on_disk]), 8)
     follows(Update(7, [AllBlocksCleared()]), 0)
     follows(Update(-1, [stored(2)], restarted=True), 8, known=False)
     caches.forget("a")

@@ -43,6 +43,10 @@ class KnownPrefix(Protocol):
         """Leading tokens that full attention has, whatever windows have; 0 without it."""
         ...
 
+    def disk_blocks(self, index: int) -> int:
+        """Full blocks that lie on a disk: leading ones from this one on."""
+        ...
+
     def names(self, index: int) -> list[tuple[bytes, int]]:
         """Hash and group of a full block in each group; empty past the last."""
         ...
@@ -74,7 +78,7 @@ class Explanation:
     """A miss, and the earlier prompt that shares the most with the one asked about, if any.
 
     `first_block` are the tokens of the first full block that did not hit, None where it is not
-    full. `shared_tokens` lead both prompts.
+    full. `disk_tokens` from there on lie on a disk. `shared_tokens` lead both prompts.
     """
 
     prompt_tokens: int
@@ -82,6 +86,7 @@ class Explanation:
     first_block: range | None
     nearest: RememberedPrompt | None
     shared_tokens: int
+    disk_tokens: int = 0
 
     def __str__(self) -> str:
         """One sentence."""
@@ -137,7 +142,12 @@ class Reasons:
             first_block=range(hit, end) if end <= len(asked.token_ids) else None,
             nearest=best and best[0],
             shared_tokens=best[1] if best else 0,
+            disk_tokens=self._disk_tokens(asked, known, hit) if reason == "on_disk" else 0,
         )
+
+    def _disk_tokens(self, asked: Asked, known: KnownPrefix, hit: int) -> int:
+        on_disk = known.disk_blocks(hit // self._block_size) * self._block_size
+        return min(on_disk, self._full_blocks(_most_hits(asked)) - hit)
 
     def _hit_tokens(self, asked: Asked, known: KnownPrefix) -> int:
         if asked.hit_tokens is not None:
@@ -185,6 +195,9 @@ class Reasons:
         evictions = self._evictions_of(known, hit // self._block_size)
         in_time = [one for one in evictions if _went_by(one, asked.started_at)]
         evicted = max(in_time, key=lambda one: one.time, default=None)
+        # A block that was evicted only since then went to the disk later too.
+        if len(in_time) == len(evictions) and known.disk_blocks(hit // self._block_size):
+            return "on_disk", None
         if seen is not None and seen.salt == asked.salt:
             forgotten = self._forgotten(seen, evicted)
             if forgotten is not None:
@@ -225,6 +238,8 @@ _SENTENCES: Mapping[MissReason, str] = {
     "never_seen": "No earlier prompt had the block of {tokens} behind the same beginning.",
     "different_text": "An earlier prompt has other text within or before the block of {tokens}.",
     "evicted": "The block of {tokens} was cached and is gone: {evicted}.",
+    "on_disk": "The block of {tokens} is on the disk, which is read only where computing is "
+    "predicted to take longer.",
     "another_salt": "The block of {tokens} was sent under another cache salt alone.",
     "weights_changed": "The block of {tokens} was computed with other weights.",
     "cleared": "The block of {tokens} was cached before the cache was cleared.",

@@ -46,10 +46,13 @@ def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayo
 
     Raises `FieldError` for blocks too small for it.
     """
-    guesses = config.speculation
     # The last token is computed again where a grammar's mask is late, with its guesses or without.
-    most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
-    return kv_layout(model, config.cache.block_size, most_refused, itemsize)
+    return kv_layout(model, config.cache.block_size, 1 + most_guesses(config), itemsize)
+
+
+def most_guesses(config: EngineConfig) -> int:
+    """The most tokens that are guessed of a sequence in a step."""
+    return 0 if config.speculation.source == "off" else config.speculation.most
 
 
 def choose_num_blocks(

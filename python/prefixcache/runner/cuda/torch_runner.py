@@ -63,8 +63,6 @@ class TorchRunner:
         for name, value in given.items():
             if value is not None:
                 raise FieldError(name, "needs the CPU's own kernels, without torch.")
-        if config.speculation.source != "off":
-            raise FieldError("speculate", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)
         self._config = config.on(self._device.type)
 
@@ -86,6 +84,12 @@ class TorchRunner:
     def load(self, model: ModelConfig, folder: Path) -> ModelSpec:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, device = self._config, self._device
+        if model.states is not None and config.speculation.source != "off":
+            raise FieldError(
+                "speculate",
+                f"needs the CPU's own kernels for a model with states, not attention "
+                f"{config.attention} on {device}.",
+            )
         dtype = _choose_dtype(config, model, device)
         threads = config.cpu_threads or default_threads()
         if device.type == "cpu":
@@ -249,5 +253,6 @@ def _step_runner(
         max_tokens=max_tokens,
         max_seqs=limits.max_num_seqs,
         max_pages=specs.layout.most_pages(max_model_len, max_tokens, config.cache.block_size),
+        block_size=config.cache.block_size,
         device=device,
     )

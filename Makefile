@@ -74,8 +74,9 @@ model: setup                       ## the default model, fetched once
 
 environments: .venv/.dev .venv-clients/.built .venv-docs/.built .venv-release/.built
 
+# Features of dependencies are those of the packages that are named: with others `pip` and `clippy` compile all again.
 rust-builds:                       ## what the set-up and Rust's tests compile, for .ci/run to do while packages come
-	cargo build --release --workspace --exclude prefixcache-py --exclude prefixcache-oracle --quiet
+	cargo build --release --package prefixcache-py --features pyo3/extension-module --quiet
 	$(RUST_TESTS) --no-run
 
 test: checks test-python           ## what a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
@@ -117,11 +118,10 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
-RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --tests --quiet
+RUST_TESTS := cargo test --workspace --tests --quiet
 
 test-rust:
 	$(RUST_TESTS)
-	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
 	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95)

@@ -13,7 +13,7 @@ from typing import cast
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
 from prefixcache.kv.specs import KVLayout
@@ -59,7 +59,7 @@ class ComputedStep:
 
 
 class CpuRunner:
-    """See `Runner`. Raises `ConfigError` for instructions that the processor does not have."""
+    """See `Runner`. Raises `FieldError` for instructions that the processor does not have."""
 
     device = "cpu"
     shares_kv = True
@@ -163,12 +163,12 @@ class CpuModelMemory:
 
 
 def _make_cpu(threads: int, instructions: str | None) -> Cpu:
-    """Raises `ConfigError` where the processor has no such instructions."""
+    """Raises `FieldError` where the processor has no such instructions."""
     available = Cpu.available_instructions()
     if instructions is not None and instructions not in available:
-        raise ConfigError(
-            f"cpu_instructions must be one of {', '.join(available)} on this processor, "
-            f"not {instructions}."
+        raise FieldError(
+            "cpu_instructions",
+            f"must be one of {', '.join(available)} on this processor, not {instructions}.",
         )
     return Cpu(threads, instructions)
 
@@ -301,10 +301,11 @@ def _kept_file(cache: CacheConfig, wanted: FileLayout | None, specs: KVSpecs) ->
 
 
 def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:
-    """Raises `ConfigError` where int8 activations are asked for and nothing is quantized."""
+    """Raises `FieldError` where int8 activations are asked for and nothing is quantized."""
     if config.activations == "exact" or set(formats) & set(QUANT_FORMATS):
         return
-    raise ConfigError(
-        "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "
-        "quantized GGUF file, or a folder that `prefixcache convert --quantize` made."
+    raise FieldError(
+        "cpu_activations",
+        "must be exact: no weight of this model is quantized. Serve a quantized GGUF file, or a "
+        "folder that `prefixcache convert --quantize` made.",
     )

@@ -90,7 +90,7 @@ def test_an_agent_whose_header_varies_is_explained_in_one_line(long_checkpoint: 
     assert f"by {turns - 1} requests: message 0, system, differs at character 1" in lines[0]
     last, before = (f"14:{turn // 60:02}:{turn % 60:02}" for turn in (turns - 1, turns - 2))
     assert f"`{last}` was `{before}`" in lines[0]
-    assert "a date or time in the first 200 tokens; move it behind the stable part" in lines[0]
+    assert "a date or time in the first 200 tokens; move it after the stable part" in lines[0]
     computed = int(lines[0].split()[1])
     assert computed > 0.8 * int(total.split()[3]) * (turns - 2) / turns
 
@@ -130,7 +130,7 @@ def test_a_billing_header_is_named_and_may_be_left_out(long_checkpoint: Path) ->
             for one in (completed, bare)
         ]
         assert sizes[0] == sizes[1]
-        assert "Nothing that an earlier prompt had" in explained(client).output
+        assert "No avoidable recomputation found." in explained(client).output
 
 
 def test_one_prompt_is_explained_and_not_computed(long_checkpoint: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
     lines = [f"{total}, {answer['tokens_recomputed']} tokens computed again."]
     lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
     if not findings:
-        lines.append("Nothing that an earlier prompt had was computed again.")
+        lines.append("No avoidable recomputation found.")
     elif answer["num_findings"] > len(findings):
         lines.append(f"and {answer['num_findings'] - len(findings)} more (--limit {options.limit})")
     return lines

@@ -25,7 +25,7 @@ from prefixcache.config.checked import (
     ReadBy,
 )
 from prefixcache.config.flags import build, flag, named
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 
 if TYPE_CHECKING:
     from prefixcache.config.model_config import ModelConfig
@@ -501,9 +501,7 @@ class SchedulerConfig(Checked):
         0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
     )
     cache_hit_threshold_tiers: HitTiers = flag(
-        "memory",
-        "Tiers whose tokens count as cached for a hit threshold.",
-        "Cache",
+        "memory", "Tiers whose tokens count as cached for a hit threshold.", "Cache"
     )
     share_in_flight: bool = flag(
         True, "Wait for blocks that another request is computing.", "Cache"
@@ -535,14 +533,15 @@ class SchedulerConfig(Checked):
         return replace(self, **asdict(self.limits(device)))
 
     def context_length(self, model: ModelConfig) -> int:
-        """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""
+        """Most tokens of a sequence. Raises `FieldError` when more is asked than the model has."""
         longest = model.max_context_length
         if self.max_model_len is None:
             return longest
         if self.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len must be at most the model's context length of {longest} tokens, "
-                f"got {self.max_model_len}."
+            raise FieldError(
+                "max_model_len",
+                f"must be at most the model's context length of {longest} tokens, "
+                f"got {self.max_model_len}.",
             )
         return self.max_model_len
 

@@ -54,7 +54,7 @@ _NAMED: dict[Offender, str] = {
     "billing_header": "a provider's billing header",
     "chat_template": "text that the chat template writes",
 }
-_MOVE = "move it behind the stable part, as to the last user message"
+_MOVE = "move it after the stable part, as to the last user message"
 _OF_TEXT = (None, "different_text", "tail")
 _TO_DO: dict[Offender, str] = {
     "date": f"{_MOVE}, or leave the time out",

@@ -235,7 +235,7 @@ class Reasons:
 
 
 _SENTENCES: Mapping[MissReason, str] = {
-    "never_seen": "No earlier prompt had the block of {tokens} behind the same beginning.",
+    "never_seen": "The block of {tokens} has not been seen after this prefix.",
     "different_text": "An earlier prompt has other text within or before the block of {tokens}.",
     "evicted": "The block of {tokens} was cached and is gone: {evicted}.",
     "on_disk": "The block of {tokens} is on the disk, which is read only where computing is "

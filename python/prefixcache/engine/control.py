@@ -274,6 +274,7 @@ class Control:
             block_size=self._cache.block_size,
             root_hash=self._cache.root_hash.hex(),
             weights_name=self.weights_name,
+            arithmetic=self._cache.arithmetic,
         )
 
     def keep_events(self) -> CacheEvents:

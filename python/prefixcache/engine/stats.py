@@ -12,13 +12,14 @@ class PrefixHashInfo:
     """What others need to compute hashes of the cache's blocks (docs/reference/hashing.md).
 
     `root_hash` is `h_0` of requests without a salt, in hexadecimal; it changes with
-    `weights_name`, what it calls the weights.
+    `weights_name`, what it calls the weights. `arithmetic` is what the model computes with.
     """
 
     format: str
     block_size: int
     root_hash: str
     weights_name: str
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

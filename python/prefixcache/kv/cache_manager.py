@@ -154,6 +154,7 @@ class CacheManager:
             max_cached_blocks=max_cached_blocks,
         )
         self.block_size = block_size
+        self.arithmetic = arithmetic
         self.max_blocks = num_blocks if max_blocks is None else max_blocks
         self.attainable_blocks = num_blocks
         self.make_room: Callable[[int], bool] = lambda _: False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 from rich.table import Table
 
+from prefixcache.tools.bench.machine import now
 from prefixcache.tools.replay.run import Row, TraceResult
 from prefixcache.tools.replay.ttft_model import TtftModel
 
@@ -144,7 +144,7 @@ def to_json(report: Report) -> dict[str, Any]:
     """What `--output` writes; rates from 0 to 1, times in milliseconds."""
     return {
         "command": report.command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "ttft_model": report.model and asdict(report.model),
         "goodput": report.goodput,
         "remarks": remarks(report),

@@ -15,8 +15,8 @@ use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
 use prefixcache_core::store::sealed::Sealed;
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Move, Moves, PoolConfig, Registration,
-    StoreStats,
+    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig,
+    Registration, StoreStats,
 };
 
 /// A pool for one owner.
@@ -46,6 +46,7 @@ struct Block {
     holders: u32,
     /// What the block holds, and the epoch in which that was registered.
     content: Option<(BlockKey, Epoch)>,
+    marks: Marks,
     pinned: bool,
     band: Band,
     /// The queue that it stood in last, and stands in again unless another is asked for.
@@ -72,6 +73,7 @@ impl Block {
     const NEW: Self = Self {
         holders: 0,
         content: None,
+        marks: Marks::NONE,
         pinned: false,
         band: Band::DEFAULT,
         queue: Queue::new(0),
@@ -276,6 +278,10 @@ impl Lookup for PlainPool {
         self.state.blocks[block.index()].band
     }
 
+    fn marks(&self, block: BlockId) -> Marks {
+        self.state.blocks[block.index()].marks
+    }
+
     fn num_blocks(&self) -> usize {
         self.state.num_blocks
     }
@@ -340,6 +346,11 @@ impl BlockStore for PlainPool {
 
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         self.state.release_unneeded(blocks)
+    }
+
+    fn mark(&mut self, block: BlockId, marks: Marks) {
+        let block = &mut self.state.blocks[block.index()];
+        block.marks = block.marks.and(marks);
     }
 
     fn clear_index(&mut self) {
@@ -1033,6 +1044,7 @@ impl State {
         let (born, used) = (self.clock.now(), self.clock.now());
         let block = &mut self.blocks[id.index()];
         block.content = Some((key, self.epoch));
+        block.marks = Marks::NONE;
         block.life = Life {
             born,
             used,

@@ -11,7 +11,7 @@ use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Moves, PoolConfig, Registration, StoreStats,
+    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats,
 };
 use crate::sync::Arc;
 
@@ -152,6 +152,10 @@ macro_rules! lookup_through {
             $through!(self, |pool| pool.held_band(block))
         }
 
+        fn marks(&self, block: BlockId) -> Marks {
+            $through!(self, |pool| pool.marks(block))
+        }
+
         fn reuse_queue(&self) -> Option<&ReuseQueue> {
             $through!(self, |pool| pool.reuse_queue())
         }
@@ -234,6 +238,10 @@ macro_rules! changes_through {
 
         fn set_durable(&mut self, durable: bool) {
             $through!(self, |pool| pool.set_durable(durable));
+        }
+
+        fn mark(&mut self, block: BlockId, marks: Marks) {
+            $through!(self, |pool| pool.mark(block, marks));
         }
 
         fn clear_index(&mut self) {

@@ -11,7 +11,8 @@ FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 MINUTES        ?= 1
-WORKERS        ?= auto
+# One more than cores: a test that waits for a server leaves its core to another.
+WORKERS        ?= $(shell expr $$(nproc) + 1)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
 RERUNS         ?= 0
@@ -26,6 +27,8 @@ FUZZ_FLAGS   := -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
   -Cllvm-args=-sanitizer-coverage-trace-compares -Cllvm-args=-simplifycfg-branch-fold-threshold=0 \
   --cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks
+FUZZ_CARGO   := RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" cargo
+FUZZ_PROFILE  = --release --locked --manifest-path fuzz/Cargo.toml --target $(HOST)
 
 # Packages for development: an environment, and what goes into it. uv unpacks packages in parallel and
 # keeps one copy for all environments; where it cannot reach them pip goes on.
@@ -103,7 +106,7 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
-RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --lib --tests --quiet
+RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --tests --quiet
 
 test-rust:
 	$(RUST_TESTS)
@@ -145,16 +148,15 @@ shuttle:                           ## long random schedules (PREFIXCACHE_SCHEDUL
 stress:                            ## two writers, two probers (STRESS_SECONDS=600 by hand)
 	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) cargo test --package prefixcache-core --release --test stress_pool
 
-sanitize:                          ## the stress test under AddressSanitizer
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) \
-	  cargo test --package prefixcache-core --release --test stress_pool --target $(HOST)
+sanitize: fuzz-build               ## the stress test under AddressSanitizer, as the fuzz targets are built
+	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) $(FUZZ_CARGO) test $(FUZZ_PROFILE) --test stress_pool
 
 proofs:                            ## loom, sanitize and fuzz, whose builds leave a core idle
 	$(PARALLEL) loom sanitize fuzz
 
 # The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
 fuzz-build:
-	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --release --locked --manifest-path fuzz/Cargo.toml --target $(HOST)
+	$(FUZZ_CARGO) build $(FUZZ_PROFILE)
 
 fuzz: fuzz-build                   ## libFuzzer on every target for FUZZ_SECONDS, from the committed corpus
 	$(PARALLEL) $(addprefix fuzz-run-,$(FUZZ_TARGETS))

@@ -245,6 +245,7 @@ def test_killed_servers_answer_as_cold_ones(folder, tmp_path, tiny_checkpoint, s
     assert kills.num_asked > 24
 
 
+@pytest.mark.long
 def test_the_folder_never_exceeds_its_size(folder, tmp_path):
     """Of servers of several layouts, one after the other and two at a time, that resize."""
     kept = tmp_path / "kept"
@@ -258,7 +259,7 @@ def test_the_folder_never_exceeds_its_size(folder, tmp_path):
     limit = int(found[1]) + (1 << 20)
     flags = (*ceiling, "--kv-cache-dir-size", str(limit))
     sizes: list[int] = []
-    requests = bounded(5, 40)
+    requests = 40
 
     def use(server: ServerProcess) -> None:
         for number in range(requests):

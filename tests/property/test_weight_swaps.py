@@ -147,7 +147,7 @@ class SteppedHammer:
         self.num_checked += 1
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int, ahead: bool) -> None:
     hammers = [SteppedHammer(seed + i, ahead=ahead) for i in range(8 * ROUNDS)]
     for hammer in hammers:

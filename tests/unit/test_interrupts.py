@@ -53,7 +53,7 @@ def interrupted_at(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("groups", [("full",), ("full", ("sliding_window", 6))])
 def test_at_every_line_of_a_step(ahead: bool, groups: Any, seed: int) -> None:
-    step = bounded(usual=29, long=1)
+    step = bounded(usual=53, long=1)
     for line in itertools.count(seed % step, step):
         # Few blocks, so that requests are preempted.
         engine, runner, cache = make_engine(

@@ -83,7 +83,7 @@ def test_chunks_give_transformers_logits(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["cpu", pytest.param("torch", marks=pytest.mark.long)])
 def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture, form):
     folder = tiny_checkpoint(architecture)
     prompt = prompt_of(21)

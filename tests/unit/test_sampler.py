@@ -439,6 +439,7 @@ def nucleus(probabilities: np.ndarray, mass: float) -> np.ndarray:
     return probabilities >= least
 
 
+@pytest.mark.long
 def test_a_wide_nucleus_is_sorted_whole() -> None:
     """More tokens inside the nucleus than the candidates that are looked at first."""
     values = torch.linspace(1.0, 0.9, 4000)

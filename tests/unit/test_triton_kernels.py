@@ -188,7 +188,14 @@ print("checked")
 """
 
 
-@pytest.mark.parametrize("check", [_CHECK, _BACKEND, _MATMUL], ids=["fused", "backend", "matmul"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(_CHECK, id="fused"),
+        pytest.param(_BACKEND, id="backend", marks=pytest.mark.long),
+        pytest.param(_MATMUL, id="matmul", marks=pytest.mark.long),
+    ],
+)
 def test_kernels_compute_what_the_plain_ops_do(check: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", check],

@@ -383,11 +383,6 @@ pub trait BlockStore: Lookup {
     /// Says that a batch of registrations begins. Changes nothing but the time that they are remembered by.
     fn begin_registrations(&mut self) {}
 
-    /// Where changes of what can be found are reported, if somebody wants to know.
-    fn event_log(&mut self) -> Option<&EventLog> {
-        None
-    }
-
     /// The next block whose content was evicted, or came from another block, while the content's band was not the default
     /// one: whoever gives bands has to forget it. Each change is reported once.
     fn take_hinted_change(&mut self) -> Option<HintedChange> {

@@ -340,13 +340,6 @@ pub(crate) mod faults {
     pub(crate) fn plant(fault: Fault) {
         PLANTED.set(Some(fault));
     }
-
-    /// Checks all interleavings of `model` with `fault` planted: it must fail.
-    #[cfg(loom)]
-    pub(crate) fn check_with(fault: Fault, model: impl Fn() + Sync + Send + 'static) {
-        plant(fault);
-        super::check(model);
-    }
 }
 
 /// Checks all interleavings of `model` with up to two preemptions, or LOOM_MAX_PREEMPTIONS of them.
@@ -357,3 +350,28 @@ pub(crate) fn check(model: impl Fn() + Sync + Send + 'static) {
     builder.max_branches = 20_000;
     builder.check(model);
 }
+
+/// Tests all interleavings of a function, and that each of these faults fails it with this message.
+#[cfg(all(test, loom))]
+macro_rules! model {
+    ($model:ident $(, fails with $($fault:ident($message:literal)),+)?) => {
+        mod $model {
+            #[test]
+            fn holds() {
+                crate::sync::check(super::$model);
+            }
+
+            $($(
+                #[test]
+                #[should_panic(expected = $message)]
+                #[expect(non_snake_case, reason = "it is the fault's name")]
+                fn $fault() {
+                    crate::sync::faults::plant(crate::sync::Fault::$fault);
+                    crate::sync::check(super::$model);
+                }
+            )+)?
+        }
+    };
+}
+#[cfg(all(test, loom))]
+pub(crate) use model;

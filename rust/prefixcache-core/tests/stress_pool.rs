@@ -5,20 +5,17 @@
 //! handed to two writers, shows up as content that is not what the key says. At the end, at rest, every
 //! block must be there once.
 
-#[path = "common/random.rs"]
-mod random;
-
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
+use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue};
 use prefixcache_core::pool::{Mode, Reader, Shared, SingleWriter, Writer};
 use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig, Registration,
 };
-use random::Random;
+use prefixcache_oracle::random::{Random, key};
 
 const BLOCKS: usize = 600;
 const DOCUMENTS: u64 = 60;
@@ -30,12 +27,6 @@ const BLANK: u64 = u64::MAX;
 /// What the block at `place` of a document holds.
 fn content(document: u64, place: u64) -> u64 {
     document * LONGEST + place
-}
-
-fn key(content: u64) -> BlockKey {
-    let mut hash = [0; 32];
-    hash[..8].copy_from_slice(&content.to_le_bytes());
-    BlockKey::new(BlockHash::from_bytes(hash), GroupId::default())
 }
 
 /// The pool, and what its blocks hold.

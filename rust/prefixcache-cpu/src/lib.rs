@@ -10,6 +10,29 @@
 //!   that is a function of the depth alone, whatever the height and width of the tile around it.
 //! - [`Team`] runs independent tasks on a few threads; which thread runs a task leaves no trace.
 
+/// Methods of a form's vectors, inlined into kernels.
+macro_rules! operations {
+    ($(
+        fn $name:ident$(<$(const $param:ident: $of:ty),+>)?($self:ident $(, $arg:ident: $type:ty)*)
+            -> $result:ty $body:block
+    )*) => {$(
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "the portable forms are plain Rust")]
+        fn $name$(<$(const $param: $of),+>)?($self $(, $arg: $type)*) -> $result {
+            // SAFETY: the value proves that the processor has the instructions; references are to as many
+            // numbers as are read.
+            unsafe { $body }
+        }
+    )*};
+    ($(unsafe fn $name:ident($self:ident $(, $arg:ident: $type:ty)*) $(-> $result:ty)? $body:block)*) => {$(
+        #[inline(always)]
+        unsafe fn $name($self $(, $arg: $type)*) $(-> $result)? {
+            // SAFETY: as above, and the caller vouches for the memory that is read or written.
+            unsafe { $body }
+        }
+    )*};
+}
+
 pub mod aligned;
 pub mod bf16;
 pub mod bytes;

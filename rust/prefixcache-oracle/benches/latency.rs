@@ -1,22 +1,18 @@
-//! What medians hide: probes next to a busy writer, eviction against the number of cached blocks, and
-//! the first allocation behind a long run of dead slots. Prints tables; takes about ten seconds.
+//! What medians hide: probes next to a busy writer, and eviction against the number of cached blocks.
+//! Prints tables; takes about ten seconds.
 
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::clock::Clock;
-use prefixcache_core::groups::Groups;
-use prefixcache_core::hash::{HashConfig, Scope};
-use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::id::{BlockHash, BlockId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue};
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
-use prefixcache_core::retention::RetentionTable;
+use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::random::key;
 
 /// Blocks of one request: a prompt of 32k tokens.
 const REQUEST: usize = 2048;
@@ -24,15 +20,10 @@ const REQUEST: usize = 2048;
 /// Blocks of one probe.
 const PROBE: usize = 8;
 
-fn key(number: usize) -> BlockKey {
-    let mut hash = [0; 32];
-    let mixed = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    hash[..8].copy_from_slice(&mixed.to_le_bytes());
-    BlockKey::new(BlockHash::from_bytes(hash), GroupId::default())
-}
-
 fn keys(first: usize, count: usize) -> Vec<BlockKey> {
-    (first..first + count).map(key).collect()
+    (first..first + count)
+        .map(|number| key(number as u64))
+        .collect()
 }
 
 /// Takes blocks, registers them under `keys` and releases them.
@@ -207,7 +198,7 @@ fn print_evictions() {
     });
 }
 
-/// One JSON object a line, for `benches/core/evictions.py`.
+/// One JSON object a line, for `benches/core/recorded.py`.
 fn print_evictions_as_json() {
     evict_against_cached(|pool, cached, mut samples| {
         samples.sort_unstable();
@@ -246,77 +237,6 @@ fn print_policy_calls() {
     }
 }
 
-/// What a release with hints costs above one without, and the commit of its hits, in turn.
-fn print_hints() {
-    const BLOCKS: usize = 8000;
-    println!(
-        "\nA prompt of {BLOCKS} blocks that hits, without hints and with one for five minutes"
-    );
-    let (mut commits, mut releases) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
-    let hashing = HashConfig::new(1, Groups::full(1).unwrap());
-    let mut caches = [(); 2].map(|()| {
-        let pool = Writer::new(PoolConfig::new(5 * BLOCKS)).unwrap();
-        let cache = PrefixCache::new(hashing.clone(), pool).unwrap();
-        (cache, RetentionTable::new(1.0).unwrap())
-    });
-    for round in 0..200 {
-        for (at, (cache, table)) in caches.iter_mut().enumerate() {
-            let tokens = (0..BLOCKS as u32).collect();
-            let mut sequence = cache.new_sequence(tokens, Scope::default(), vec![]);
-            if at == 1 {
-                let hint = Hint {
-                    start: 0,
-                    end: None,
-                    priority: 80,
-                    ttl: Some(Duration::from_secs(300)),
-                };
-                sequence.set_hints(Hints::new(Owner::named(""), vec![hint]).unwrap());
-            }
-            let hits = cache.count_prefix_hits(&mut sequence).unwrap();
-            let start = Instant::now();
-            let plan = cache.commit_prefix_plan(&mut sequence, hits, BLOCKS - hits);
-            assert_eq!(plan.unwrap(), Some(hits));
-            table.note_hits(cache.store_mut(), &sequence);
-            let committed = start.elapsed();
-            cache
-                .mark_blocks_filled(&mut [&mut sequence], &[BLOCKS])
-                .unwrap();
-            let start = Instant::now();
-            table.keep(cache.store_mut(), &sequence);
-            cache.release(&mut [&mut sequence]).unwrap();
-            if round > 0 {
-                commits[at].push(committed);
-                releases[at].push(start.elapsed());
-            }
-        }
-    }
-    for (what, [plain, hinted]) in [("commit", commits), ("release", releases)] {
-        report(&format!("{what}, no hints"), plain);
-        report(&format!("{what}, hints"), hinted);
-    }
-}
-
-/// One cold block at the head of the line, and all others behind it released again and again.
-fn dead_run<M: Mode>(name: &str) {
-    let blocks = 1 << 20;
-    let mut pool = Writer::<M>::in_mode(PoolConfig::new(blocks + 1)).unwrap();
-    cache(&mut pool, &keys(0, blocks));
-    let all = keys(0, blocks - REQUEST);
-    let mut releases = Vec::new();
-    for chunk in (0..4).flat_map(|_| all.chunks(REQUEST)) {
-        let mut taken = Vec::with_capacity(REQUEST);
-        pool.commit(chunk.iter().copied(), 0, &mut taken).unwrap();
-        let before = Instant::now();
-        pool.release(&taken).unwrap();
-        releases.push(before.elapsed());
-    }
-    let before = Instant::now();
-    pool.allocate(1, &mut Vec::with_capacity(1)).unwrap();
-    println!("{name:32} next allocation {:?}", before.elapsed());
-    report("   releases of 2048", releases);
-    assert_eq!(pool.content_drops(), 0, "content was dropped");
-}
-
 fn main() {
     let is_asked_for = |name: &str| std::env::args().any(|argument| argument == name);
     if is_asked_for("--evictions-as-json") {
@@ -325,14 +245,7 @@ fn main() {
     if is_asked_for("--policy-calls") {
         return print_policy_calls();
     }
-    if is_asked_for("--hints") {
-        return print_hints();
-    }
     probe_with_writer();
-    print_hints();
     print_evictions();
     print_policy_calls();
-    println!("\nA cold head of the line, with four million releases behind it");
-    dead_run::<Shared>("shared");
-    dead_run::<SingleWriter>("single writer");
 }

@@ -1,21 +1,17 @@
-//! The pool next to a plain one and a mutex around a plain one, in nanoseconds a block.
+//! The pool next to a plain one and a mutex around a plain one, in nanoseconds a block: medians.
 //!
 //! Blocks stand in line in a shuffled order, so that the records of neighbours in line are not
 //! neighbours in memory, as after some hours of use.
-
-#[path = "../../prefixcache-core/tests/common/random.rs"]
-mod random;
 
 use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use prefixcache_core::id::{BlockHash, BlockId, GroupId};
+use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
-use random::Random;
+use prefixcache_oracle::random::{Random, key};
 
 /// Blocks of one request: a prompt of 32k tokens.
 const REQUEST: usize = 2048;
@@ -82,15 +78,6 @@ impl<M: Named> Subject for Writer<M> {
     }
 }
 
-fn key(number: u64) -> BlockKey {
-    let mut random = Random(number);
-    let words: [[u8; 8]; 4] = std::array::from_fn(|_| random.next().to_le_bytes());
-    BlockKey::new(
-        BlockHash::from_bytes(words.concat().try_into().unwrap()),
-        GroupId::default(),
-    )
-}
-
 /// The keys of a request's blocks, head first.
 fn keys(request: usize) -> Vec<BlockKey> {
     (0..REQUEST)
@@ -130,47 +117,63 @@ fn time<T>(work: impl FnOnce() -> T) -> (Duration, T) {
     (start.elapsed(), result)
 }
 
-fn allocate_and_free<S: Subject>(criterion: &mut Criterion, batch: usize) {
-    let mut group = criterion.benchmark_group(format!("allocate_and_free_{batch}"));
-    group.throughput(Throughput::Elements(batch as u64));
+/// Prints the median time of a block, if the name has all words of the command line. `once` returns the time of
+/// one round with `blocks` blocks.
+fn measure<S: Subject>(what: &str, size: usize, blocks: usize, mut once: impl FnMut() -> Duration) {
+    const SAMPLE: Duration = Duration::from_millis(2);
+    let name = format!("{what}/{}/{size}", S::NAME);
+    let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
+    if !words.all(|word| name.contains(&word)) {
+        return;
+    }
+    let mut run = |rounds| (0..rounds).map(|_| once()).sum::<Duration>();
+    let mut rounds = 1;
+    while run(rounds) < SAMPLE {
+        rounds *= 2;
+    }
+    let mut samples = [(); 15].map(|()| run(rounds));
+    samples.sort_unstable();
+    let ns = samples[7].as_nanos() as f64 / (rounds as usize * blocks) as f64;
+    println!("{name:50} {ns:>12.1}");
+}
+
+fn allocate_and_free<S: Subject>(batch: usize) {
     for size in SIZES {
         let mut subject = S::new(size + 1);
         let mut blocks = Vec::with_capacity(batch);
-        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter(|| {
+        // Together: a clock between them would take as long as one block.
+        let mut rounds = || {
+            for _ in 0..REQUEST / batch {
                 blocks.clear();
-                subject
-                    .with(|pool| pool.allocate(batch, &mut blocks))
-                    .unwrap();
+                let taken = subject.with(|pool| pool.allocate(batch, &mut blocks));
+                taken.unwrap();
                 subject.with(|pool| pool.release(&blocks)).unwrap();
-            });
-        });
+            }
+        };
+        let what = format!("allocate_and_free_{batch}");
+        measure::<S>(&what, size, REQUEST, || time(&mut rounds).0);
     }
 }
 
 /// Measures `work`, which returns the time that counts, on full pools of each size. Its argument is how many
 /// requests they hold.
 fn on_full_pools<S: Subject>(
-    criterion: &mut Criterion,
-    name: &str,
+    what: &str,
     batch: usize,
     mut work: impl FnMut(&mut S, usize) -> Duration,
 ) {
-    let mut group = criterion.benchmark_group(format!("{name}_{batch}"));
-    group.throughput(Throughput::Elements(batch as u64));
     for size in SIZES {
         let (mut subject, requests) = full::<S>(size);
-        group.bench_function(BenchmarkId::new(S::NAME, size), |bencher| {
-            bencher.iter_custom(|rounds| (0..rounds).map(|_| work(&mut subject, requests)).sum());
-        });
+        let what = format!("{what}_{batch}");
+        measure::<S>(&what, size, batch, || work(&mut subject, requests));
         assert_eq!(subject.drops(), 0, "content was dropped");
     }
 }
 
-fn evict<S: Subject>(criterion: &mut Criterion, batch: usize) {
+fn evict<S: Subject>(batch: usize) {
     // More than any pool holds.
     let mut fresh = 1 << 20;
-    on_full_pools::<S>(criterion, "evict", batch, |subject, _| {
+    on_full_pools::<S>("evict", batch, |subject, _| {
         let mut blocks = Vec::with_capacity(batch);
         let (elapsed, outcome) = time(|| subject.with(|pool| pool.allocate(batch, &mut blocks)));
         outcome.unwrap();
@@ -183,29 +186,24 @@ fn evict<S: Subject>(criterion: &mut Criterion, batch: usize) {
     });
 }
 
-fn touch_and_release<S: Subject>(criterion: &mut Criterion) {
+fn touch_and_release<S: Subject>() {
     let mut random = Random(2);
-    on_full_pools::<S>(
-        criterion,
-        "touch_and_release",
-        REQUEST,
-        |subject, requests| {
-            let keys = keys(random.below(requests as u64) as usize);
-            let hits = keys.iter().copied();
-            let mut blocks = Vec::with_capacity(REQUEST);
-            let (taking, hits) = time(|| subject.with(|pool| pool.commit(hits, 0, &mut blocks)));
-            assert_eq!(hits, Ok(REQUEST));
-            blocks.reverse();
-            let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
-            outcome.unwrap();
-            taking + giving
-        },
-    );
+    on_full_pools::<S>("touch_and_release", REQUEST, |subject, requests| {
+        let keys = keys(random.below(requests as u64) as usize);
+        let hits = keys.iter().copied();
+        let mut blocks = Vec::with_capacity(REQUEST);
+        let (taking, hits) = time(|| subject.with(|pool| pool.commit(hits, 0, &mut blocks)));
+        assert_eq!(hits, Ok(REQUEST));
+        blocks.reverse();
+        let (giving, outcome) = time(|| subject.with(|pool| pool.release(&blocks)));
+        outcome.unwrap();
+        taking + giving
+    });
 }
 
-fn probe<S: Subject>(criterion: &mut Criterion) {
+fn probe<S: Subject>() {
     let mut random = Random(3);
-    on_full_pools::<S>(criterion, "probe", REQUEST, |subject, requests| {
+    on_full_pools::<S>("probe", REQUEST, |subject, requests| {
         let keys = keys(random.below(requests as u64) as usize);
         let hits =
             |pool: &mut S::Pool| keys.iter().filter(|key| pool.lookup(key).is_some()).count();
@@ -215,11 +213,8 @@ fn probe<S: Subject>(criterion: &mut Criterion) {
     });
 }
 
-fn build<S: Subject>(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("build");
-    group.bench_function(BenchmarkId::new(S::NAME, 1 << 20), |bencher| {
-        bencher.iter_with_large_drop(|| S::new(1 << 20));
-    });
+fn build<S: Subject>() {
+    measure::<S>("build", 1 << 20, 1, || time(|| S::new(1 << 20)).0);
 }
 
 /// Blocks of a pool that is resized, about 100,000.
@@ -240,17 +235,12 @@ fn shrink(pool: &mut impl BlockStore) {
     assert_eq!(pool.stats().cached, half - 1);
 }
 
-fn resize<S: Subject>(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("resize");
-    let mut bench = |name: &str, prepare: fn(&mut S::Pool), work: fn(&mut S::Pool)| {
-        let name = format!("{name}/{}", S::NAME);
-        group.bench_function(BenchmarkId::new(name, RESIZED), |bencher| {
-            let once = || {
-                let (mut subject, _) = full::<S>(RESIZED);
-                subject.with(prepare);
-                time(|| subject.with(work)).0
-            };
-            bencher.iter_custom(|rounds| (0..rounds).map(|_| once()).sum());
+fn resize<S: Subject>() {
+    let bench = |what: &str, prepare: fn(&mut S::Pool), work: fn(&mut S::Pool)| {
+        measure::<S>(what, RESIZED, 1, || {
+            let (mut subject, _) = full::<S>(RESIZED);
+            subject.with(prepare);
+            time(|| subject.with(work)).0
         });
     };
     bench("shrink_to_half", |_| {}, shrink);
@@ -259,33 +249,22 @@ fn resize<S: Subject>(criterion: &mut Criterion) {
     });
 }
 
-fn all_of<S: Subject>(criterion: &mut Criterion) {
-    allocate_and_free::<S>(criterion, 1);
-    allocate_and_free::<S>(criterion, REQUEST);
-    evict::<S>(criterion, 16);
-    evict::<S>(criterion, REQUEST);
-    touch_and_release::<S>(criterion);
-    probe::<S>(criterion);
-    build::<S>(criterion);
+fn all_of<S: Subject>() {
+    allocate_and_free::<S>(1);
+    allocate_and_free::<S>(REQUEST);
+    evict::<S>(16);
+    evict::<S>(REQUEST);
+    touch_and_release::<S>();
+    probe::<S>();
+    build::<S>();
 }
 
-fn all(criterion: &mut Criterion) {
-    all_of::<PlainPool>(criterion);
-    all_of::<Mutex<PlainPool>>(criterion);
-    all_of::<Writer<Shared>>(criterion);
-    all_of::<Writer<SingleWriter>>(criterion);
+fn main() {
+    all_of::<PlainPool>();
+    all_of::<Mutex<PlainPool>>();
+    all_of::<Writer<Shared>>();
+    all_of::<Writer<SingleWriter>>();
     // The plain pool looks through its whole line for each move.
-    resize::<Writer<Shared>>(criterion);
-    resize::<Writer<SingleWriter>>(criterion);
+    resize::<Writer<Shared>>();
+    resize::<Writer<SingleWriter>>();
 }
-
-criterion_group! {
-    name = benches;
-    config = Criterion::default()
-        .sample_size(10)
-        .warm_up_time(Duration::from_millis(200))
-        .measurement_time(Duration::from_millis(600))
-        .without_plots();
-    targets = all
-}
-criterion_main!(benches);

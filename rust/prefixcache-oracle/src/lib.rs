@@ -6,3 +6,4 @@ pub mod differential;
 pub mod hashes;
 pub mod plain;
 pub mod plain_retention;
+pub mod random;

@@ -3,7 +3,6 @@
 //! It is the oracle of the lock-free [`BlockStore`], so it favours being read over being fast; all
 //! the same every operation is O(1) per block, the removal from the middle of a tier included.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use prefixcache_core::band::Band;
@@ -18,14 +17,6 @@ use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig,
     Registration, StoreStats,
 };
-
-/// A pool for one owner.
-#[derive(Debug)]
-pub struct PlainPool {
-    state: State,
-    reuse: Option<Arc<ReuseQueue>>,
-    clock: Clock,
-}
 
 /// A free block's place: the end of a line of free blocks that it stands in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,8 +117,9 @@ impl Line {
     };
 }
 
+/// A pool for one owner.
 #[derive(Debug)]
-struct State {
+pub struct PlainPool {
     config: PoolConfig,
     num_blocks: usize,
     /// The first block that is not handed out: below `num_blocks` while the pool shrinks.
@@ -148,8 +140,8 @@ struct State {
     pinned: Line,
     epoch: Epoch,
     stats: StoreStats,
-    /// For [`EvictionPolicy::ReuseQueue`]; shared, as a caller may ask for it at any time.
-    reuse: Option<Arc<ReuseQueue>>,
+    /// For [`EvictionPolicy::ReuseQueue`].
+    reuse: Option<ReuseQueue>,
     clock: Clock,
     /// What was lost since it was last asked for, if somebody listens.
     evictions: Option<Vec<Eviction>>,
@@ -163,8 +155,7 @@ impl PlainPool {
         clock.set(Duration::ZERO);
         let has_queues = config.eviction_policy == EvictionPolicy::ReuseQueue;
         let reuse = has_queues.then(|| ReuseQueue::new(config.max_blocks, clock.clone()));
-        let reuse = reuse.flatten().map(Arc::new);
-        let mut state = State {
+        let mut pool = Self {
             config,
             num_blocks: config.num_blocks,
             end: 1,
@@ -179,48 +170,39 @@ impl PlainPool {
             pinned: Line::EMPTY,
             epoch: Epoch::default(),
             stats: StoreStats::default(),
-            reuse: reuse.clone(),
-            clock: clock.clone(),
+            reuse: reuse.flatten(),
+            clock,
             evictions: None,
         };
-        state.move_end(config.num_blocks);
-        Ok(Self {
-            state,
-            reuse,
-            clock,
-        })
+        pool.move_end(config.num_blocks);
+        Ok(pool)
     }
 
     /// Remembers what is lost from now on.
     pub fn listen(&mut self) {
-        self.state.evictions = Some(Vec::new());
+        self.evictions = Some(Vec::new());
     }
 
     /// What was lost since the last call, in this order.
     pub fn take_evictions(&mut self) -> Vec<Eviction> {
-        let state = &mut self.state;
-        state
-            .evictions
+        self.evictions
             .as_mut()
             .map(std::mem::take)
             .unwrap_or_default()
     }
-}
 
-impl PlainPool {
     /// What `BlockPool::map` tells, found by looking for each cell's blocks among all.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> BlockMap {
-        let state = &self.state;
-        let num_blocks = state.num_blocks - 1;
+        let num_blocks = self.num_blocks - 1;
         let cells = cells.min(num_blocks);
         let mut map = BlockMap::default();
         for cell in 0..cells {
             let in_cell = |id: &BlockId| (id.index() - 1) * cells / num_blocks == cell;
-            let blocks: Vec<BlockId> = state.ids().filter(in_cell).collect();
+            let blocks: Vec<BlockId> = self.ids().filter(in_cell).collect();
             let count = |what| {
                 blocks
                     .iter()
-                    .filter(|&&id| state.what_is(id) == what)
+                    .filter(|&&id| self.what_is(id) == what)
                     .count()
             };
             let states = [
@@ -235,7 +217,7 @@ impl PlainPool {
                 let is_between = |age: Duration| {
                     lower.is_none_or(|lower| lower < age) && upper.is_none_or(|upper| age <= upper)
                 };
-                let ages = blocks.iter().filter_map(|&id| state.age(id));
+                let ages = blocks.iter().filter_map(|&id| self.age(id));
                 map.ages
                     .push(ages.filter(|&age| is_between(age)).count() as u32);
                 lower = upper;
@@ -249,20 +231,20 @@ impl Sealed for PlainPool {}
 
 impl Lookup for PlainPool {
     fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-        self.state.lookup(key)
+        self.walk_bucket(self.bucket(key))
+            .find(|&id| self.blocks[id.index()].content == Some((*key, self.epoch)))
     }
 
     fn reuse_queue(&self) -> Option<&ReuseQueue> {
-        self.reuse.as_deref()
+        self.reuse.as_ref()
     }
 
     fn epoch(&self) -> Epoch {
-        self.state.epoch
+        self.epoch
     }
 
     fn band(&self, key: &BlockKey) -> Option<Band> {
-        let state = &self.state;
-        state.lookup(key).map(|id| state.blocks[id.index()].band)
+        self.lookup(key).map(|id| self.blocks[id.index()].band)
     }
 
     fn clock(&self) -> &Clock {
@@ -270,50 +252,69 @@ impl Lookup for PlainPool {
     }
 
     fn key_of(&self, block: BlockId) -> BlockKey {
-        let content = self.state.blocks[block.index()].content;
+        let content = self.blocks[block.index()].content;
         content.expect("the block has content").0
     }
 
     fn held_band(&self, block: BlockId) -> Band {
-        self.state.blocks[block.index()].band
+        self.blocks[block.index()].band
     }
 
     fn marks(&self, block: BlockId) -> Marks {
-        self.state.blocks[block.index()].marks
+        self.blocks[block.index()].marks
     }
 
     fn num_blocks(&self) -> usize {
-        self.state.num_blocks
+        self.num_blocks
     }
 
     fn num_free(&self) -> usize {
-        self.state.num_free()
+        self.blank.len + self.num_in_tiers() - self.leaving_in_line
     }
 
     fn free_order(&self) -> Vec<BlockId> {
-        let state = &self.state;
-        let ended = state.ended();
-        let line = ended.iter().copied().chain(state.walk(state.blank));
-        let tiers = Band::all().flat_map(|band| state.tiers_of(band));
-        let rest = tiers.flat_map(|tier| state.walk(*state.line(tier)));
+        let ended = self.ended();
+        let line = ended.iter().copied().chain(self.walk(self.blank));
+        let tiers = Band::all().flat_map(|band| self.tiers_of(band));
+        let rest = tiers.flat_map(|tier| self.walk(*self.line(tier)));
         line.chain(rest.filter(|id| !ended.contains(id))).collect()
     }
 
     fn cached_blocks(&self) -> Vec<BlockId> {
-        let state = &self.state;
-        state.ids().filter(|&id| state.is_cached(id)).collect()
+        self.ids().filter(|&id| self.is_cached(id)).collect()
     }
 
     fn stats(&self) -> StoreStats {
-        self.state.stats()
+        StoreStats {
+            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
+            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
+            held_above: self.num_held_above(),
+            free: self.num_free(),
+            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
+            pinned_free: self.pinned.len,
+            ..self.stats
+        }
     }
 
     fn num_holders(&self, block: BlockId) -> usize {
-        self.state.blocks[block.index()].holders as usize
+        self.blocks[block.index()].holders as usize
     }
 
     fn validate(&self) -> Result<(), Broken> {
-        self.state.validate()
+        self.validate_line(Tier::Blank)?;
+        let mut tiers = Band::all().flat_map(|band| self.tiers_of(band));
+        tiers.try_for_each(|tier| self.validate_line(tier))?;
+        self.validate_index()?;
+        self.ids().try_for_each(|id| self.validate_block(id))?;
+        let in_tiers = self
+            .blocks
+            .iter()
+            .filter(|block| block.tier.is_some())
+            .count();
+        let in_line = self.num_free() + self.leaving_in_line;
+        ensure(in_tiers == in_line, || {
+            format!("{in_tiers} blocks say that they are free, {in_line} stand in line")
+        })
     }
 }
 
@@ -324,61 +325,134 @@ impl BlockStore for PlainPool {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        self.state.commit(keys, num_new, out)
+        let first = out.len();
+        out.extend(keys.map_while(|key| self.lookup(&key)));
+        let hits = out.len() - first;
+        let is_counted = |id: &&BlockId| self.is_free(**id) && !self.is_above(**id);
+        let free_hits = out[first..].iter().filter(is_counted).count();
+        let needed = num_new.saturating_add(free_hits);
+        let free = self.num_free();
+        if needed > free {
+            out.truncate(first);
+            return Err(Exhausted { needed, free });
+        }
+        for &hit in &out[first..] {
+            self.touch(hit);
+        }
+        out.extend((0..num_new).map(|_| self.hand_out_next(Cause::Evicted)));
+        self.stats.allocations += num_new as u64;
+        Ok(hits)
     }
 
     fn register(
         &mut self,
-        block: BlockId,
+        id: BlockId,
         key: BlockKey,
         epoch: Epoch,
     ) -> Result<Registration, Misuse> {
-        self.state.register(block, key, epoch)
+        self.check_held(id)?;
+        if epoch != self.epoch || self.is_retired(id) {
+            return Ok(Registration::Stale);
+        }
+        match self.blocks[id.index()].content {
+            Some((held, then)) if then == epoch && held == key => return Ok(Registration::Already),
+            Some((_, then)) if then == epoch => return Err(Misuse::OtherHash(id)),
+            _ => self.forget(id),
+        }
+        let hitting = self.lookup(&key);
+        self.take_out_surplus(key);
+        self.enter(id, key);
+        Ok(hitting.map_or(Registration::New, Registration::Duplicate))
     }
 
     fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.release(blocks)
+        let (freed, outcome) = self.let_go_needed(blocks);
+        self.join_line(&freed);
+        outcome
     }
 
     fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        self.state.release_to(blocks, queue)
+        let (freed, outcome) = self.let_go_needed(blocks);
+        for &id in &freed {
+            let is_regular = matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_));
+            if self.reuse.is_some() && self.is_cached(id) && is_regular {
+                self.blocks[id.index()].queue = queue;
+            }
+        }
+        self.join_line(&freed);
+        outcome
     }
 
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.state.release_unneeded(blocks)
+        let (freed, outcome) = self.let_go(blocks);
+        for &id in &freed {
+            let has_priority = !matches!(
+                self.blocks[id.index()].own_tier(),
+                Tier::Regular(_) | Tier::Unneeded
+            );
+            self.blocks[id.index()].unneeded = self.is_cached(id) && !has_priority;
+        }
+        self.join_line(&freed);
+        outcome
     }
 
     fn mark(&mut self, block: BlockId, marks: Marks) {
-        let block = &mut self.state.blocks[block.index()];
+        let block = &mut self.blocks[block.index()];
         block.marks = block.marks.and(marks);
     }
 
     fn clear_index(&mut self) {
-        let state = &mut self.state;
-        state.epoch = state.epoch.next();
-        if let Some(evictions) = &mut state.evictions {
+        self.epoch = self.epoch.next();
+        if let Some(evictions) = &mut self.evictions {
             evictions.push(Eviction::Everything);
         }
     }
 
     fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.set_pins(blocks, true)
+        self.set_pins(blocks, true)
     }
 
     fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        self.state.set_pins(blocks, false)
+        self.set_pins(blocks, false)
     }
 
     fn demote(&mut self, count: usize) -> usize {
-        self.state.demote(count)
+        let possible = if self.num_free() > 0 { count } else { 0 };
+        let moved = possible.min(self.pinned.len);
+        self.stats.demotions += moved as u64;
+        for _ in 0..moved {
+            let id = self.pinned.front;
+            self.unlink(id);
+            self.blocks[id.index()].pinned = false;
+            if !self.is_cached(id) {
+                self.forget(id);
+            }
+            if self.is_cached(id) || !self.is_above(id) {
+                self.push_back_all(&[id]);
+            }
+        }
+        moved
     }
 
     fn set_band(&mut self, key: &BlockKey, _held: BlockId, band: Band) -> bool {
-        self.state.set_band(key, band)
+        let Some(id) = self.lookup(key) else {
+            return false;
+        };
+        let block = &mut self.blocks[id.index()];
+        if block.band != band {
+            block.band = band;
+            block.lose_queue();
+        }
+        self.go_to_own_tier(id);
+        true
     }
 
     fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.state.resize(num_blocks)
+        self.config.check_num_blocks(num_blocks)?;
+        self.num_blocks = self.num_blocks.max(num_blocks);
+        self.move_end(num_blocks);
+        self.retire_from(num_blocks);
+        Ok(self.num_held_above())
     }
 
     fn begin_moves(
@@ -387,29 +461,61 @@ impl BlockStore for PlainPool {
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
-        self.state.begin_moves(num_blocks, most, moves)
+        self.config.check_num_blocks(num_blocks)?;
+        if !moves.in_flight.is_empty() {
+            return Err(ResizeError::Moving);
+        }
+        if num_blocks > self.num_blocks {
+            let reason = format!(
+                "must be at most {}, the blocks that there are, not {num_blocks}",
+                self.num_blocks
+            );
+            return Err(InvalidArgument::new("num_blocks", reason).into());
+        }
+        self.move_end(num_blocks);
+        let before = self.stats.evictions;
+        while moves.in_flight.len() < most
+            && let Some(one) = self.next_move(&moves.in_flight)
+        {
+            moves.in_flight.push(one);
+        }
+        self.stats.lost_to_resize += self.stats.evictions - before;
+        Ok(())
     }
 
     fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        Ok(self.state.finish_moves(moves))
+        let can_finish = |pool: &Self, one: &Move| {
+            let block = &pool.blocks[one.from.index()];
+            let same = block.content == Some((one.key, one.epoch)) && pool.is_cached(one.from);
+            same && block.tier.is_some() && pool.is_above(one.from) && !pool.is_above(one.to)
+        };
+        let mut failed = vec![];
+        let mut moved = 0;
+        for one in moves.in_flight.drain(..) {
+            if can_finish(self, &one) {
+                self.carry(one.from, one.to);
+                moved += 1;
+            } else {
+                failed.push(one.to);
+            }
+        }
+        self.stats.moved += moved as u64;
+        let outcome = self.release(&failed);
+        assert_eq!(outcome, Ok(()), "moves hold their blocks");
+        Ok(moved)
     }
 
     fn release_cached(&mut self, count: usize) -> usize {
-        self.state.give_up(count, Cause::Evicted)
+        self.give_up(count, Cause::Evicted)
     }
 
     fn set_max_cached(&mut self, blocks: Option<usize>) {
-        let state = &mut self.state;
-        state.max_cached = blocks.unwrap_or(usize::MAX);
-        state.keep_bound();
+        self.max_cached = blocks.unwrap_or(usize::MAX);
+        self.keep_bound();
     }
 }
 
-impl State {
-    fn num_free(&self) -> usize {
-        self.blank.len + self.num_in_tiers() - self.leaving_in_line
-    }
-
+impl PlainPool {
     /// How many blocks stand in the tiers of those with content.
     fn num_in_tiers(&self) -> usize {
         let lines = self.regular.iter().chain(&self.banded);
@@ -454,44 +560,7 @@ impl State {
         id.index() >= self.end
     }
 
-    fn stats(&self) -> StoreStats {
-        StoreStats {
-            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
-            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
-            held_above: self.num_held_above(),
-            free: self.num_free(),
-            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
-            pinned_free: self.pinned.len,
-            ..self.stats
-        }
-    }
-
     // Handing out and giving back.
-
-    fn commit(
-        &mut self,
-        keys: impl Iterator<Item = BlockKey>,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        let first = out.len();
-        out.extend(keys.map_while(|key| self.lookup(&key)));
-        let hits = out.len() - first;
-        let is_counted = |id: &&BlockId| self.is_free(**id) && !self.is_above(**id);
-        let free_hits = out[first..].iter().filter(is_counted).count();
-        let needed = num_new.saturating_add(free_hits);
-        let free = self.num_free();
-        if needed > free {
-            out.truncate(first);
-            return Err(Exhausted { needed, free });
-        }
-        for &hit in &out[first..] {
-            self.touch(hit);
-        }
-        out.extend((0..num_new).map(|_| self.hand_out_next(Cause::Evicted)));
-        self.stats.allocations += num_new as u64;
-        Ok(hits)
-    }
 
     fn is_free(&self, id: BlockId) -> bool {
         self.blocks[id.index()].holders == 0
@@ -613,37 +682,6 @@ impl State {
         self.give_up(excess, Cause::Bounded);
     }
 
-    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        let (freed, outcome) = self.let_go(blocks);
-        for &id in &freed {
-            let has_priority = !matches!(
-                self.blocks[id.index()].own_tier(),
-                Tier::Regular(_) | Tier::Unneeded
-            );
-            self.blocks[id.index()].unneeded = self.is_cached(id) && !has_priority;
-        }
-        self.join_line(&freed);
-        outcome
-    }
-
-    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        let (freed, outcome) = self.let_go_needed(blocks);
-        self.join_line(&freed);
-        outcome
-    }
-
-    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        let (freed, outcome) = self.let_go_needed(blocks);
-        for &id in &freed {
-            let is_regular = matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_));
-            if self.reuse.is_some() && self.is_cached(id) && is_regular {
-                self.blocks[id.index()].queue = queue;
-            }
-        }
-        self.join_line(&freed);
-        outcome
-    }
-
     fn let_go_needed(&mut self, blocks: &[BlockId]) -> (Vec<BlockId>, Result<(), Misuse>) {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
@@ -752,49 +790,9 @@ impl State {
         }
     }
 
-    fn demote(&mut self, count: usize) -> usize {
-        let possible = if self.num_free() > 0 { count } else { 0 };
-        let moved = possible.min(self.pinned.len);
-        self.stats.demotions += moved as u64;
-        for _ in 0..moved {
-            let id = self.pinned.front;
-            self.unlink(id);
-            self.blocks[id.index()].pinned = false;
-            if !self.is_cached(id) {
-                self.forget(id);
-            }
-            if self.is_cached(id) || !self.is_above(id) {
-                self.push_back_all(&[id]);
-            }
-        }
-        moved
-    }
-
     // Bands.
 
-    /// Gives the copy that hits the band.
-    fn set_band(&mut self, key: &BlockKey, band: Band) -> bool {
-        let Some(id) = self.lookup(key) else {
-            return false;
-        };
-        let block = &mut self.blocks[id.index()];
-        if block.band != band {
-            block.band = band;
-            block.lose_queue();
-        }
-        self.go_to_own_tier(id);
-        true
-    }
-
     // Size.
-
-    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        self.num_blocks = self.num_blocks.max(num_blocks);
-        self.move_end(num_blocks);
-        self.retire_from(num_blocks);
-        Ok(self.num_held_above())
-    }
 
     fn num_held_above(&self) -> usize {
         let above = self.blocks[self.end..].iter();
@@ -863,34 +861,6 @@ impl State {
         order
     }
 
-    fn begin_moves(
-        &mut self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.config.check_num_blocks(num_blocks)?;
-        if !moves.in_flight.is_empty() {
-            return Err(ResizeError::Moving);
-        }
-        if num_blocks > self.num_blocks {
-            let reason = format!(
-                "must be at most {}, the blocks that there are, not {num_blocks}",
-                self.num_blocks
-            );
-            return Err(InvalidArgument::new("num_blocks", reason).into());
-        }
-        self.move_end(num_blocks);
-        let before = self.stats.evictions;
-        while moves.in_flight.len() < most
-            && let Some(one) = self.next_move(&moves.in_flight)
-        {
-            moves.in_flight.push(one);
-        }
-        self.stats.lost_to_resize += self.stats.evictions - before;
-        Ok(())
-    }
-
     /// Of the leaving blocks with content the last in the order, and the first block below, if that goes
     /// first of the two.
     fn next_move(&mut self, in_flight: &[Move]) -> Option<Move> {
@@ -918,28 +888,6 @@ impl State {
             key,
             epoch,
         })
-    }
-
-    fn finish_moves(&mut self, moves: &mut Moves) -> usize {
-        let can_finish = |state: &Self, one: &Move| {
-            let block = &state.blocks[one.from.index()];
-            let same = block.content == Some((one.key, one.epoch)) && state.is_cached(one.from);
-            same && block.tier.is_some() && state.is_above(one.from) && !state.is_above(one.to)
-        };
-        let mut failed = vec![];
-        let mut moved = 0;
-        for one in moves.in_flight.drain(..) {
-            if can_finish(self, &one) {
-                self.carry(one.from, one.to);
-                moved += 1;
-            } else {
-                failed.push(one.to);
-            }
-        }
-        self.stats.moved += moved as u64;
-        let outcome = self.release(&failed);
-        assert_eq!(outcome, Ok(()), "moves hold their blocks");
-        moved
     }
 
     /// Puts a block in the place of another: in line, in its bucket, and with its content.
@@ -981,32 +929,6 @@ impl State {
             next = self.blocks[id.index()].next_in_bucket;
             (!id.is_null()).then_some(id)
         })
-    }
-
-    fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-        self.walk_bucket(self.bucket(key))
-            .find(|&id| self.blocks[id.index()].content == Some((*key, self.epoch)))
-    }
-
-    fn register(
-        &mut self,
-        id: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.check_held(id)?;
-        if epoch != self.epoch || self.is_retired(id) {
-            return Ok(Registration::Stale);
-        }
-        match self.blocks[id.index()].content {
-            Some((held, then)) if then == epoch && held == key => return Ok(Registration::Already),
-            Some((_, then)) if then == epoch => return Err(Misuse::OtherHash(id)),
-            _ => self.forget(id),
-        }
-        let hitting = self.lookup(&key);
-        self.take_out_surplus(key);
-        self.enter(id, key);
-        Ok(hitting.map_or(Registration::New, Registration::Duplicate))
     }
 
     /// Where many blocks hold the key, takes the last free one of the regular tier out of the index.
@@ -1195,23 +1117,6 @@ impl State {
     }
 
     // Validation.
-
-    fn validate(&self) -> Result<(), Broken> {
-        self.validate_line(Tier::Blank)?;
-        let mut tiers = Band::all().flat_map(|band| self.tiers_of(band));
-        tiers.try_for_each(|tier| self.validate_line(tier))?;
-        self.validate_index()?;
-        self.ids().try_for_each(|id| self.validate_block(id))?;
-        let in_tiers = self
-            .blocks
-            .iter()
-            .filter(|block| block.tier.is_some())
-            .count();
-        let in_line = self.num_free() + self.leaving_in_line;
-        ensure(in_tiers == in_line, || {
-            format!("{in_tiers} blocks say that they are free, {in_line} stand in line")
-        })
-    }
 
     fn validate_line(&self, tier: Tier) -> Result<(), Broken> {
         let line = *self.line(tier);

@@ -19,42 +19,26 @@ impl IntoPyErr for InvalidArgument {
     }
 }
 
-impl IntoPyErr for CacheError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Invalid(error) => error.into_py_err(),
-            misuse => PyRuntimeError::new_err(misuse.to_string()),
-        }
-    }
+/// For errors that may be an invalid argument, or of the kind that is named, and else are misuse.
+macro_rules! into_py_err {
+    ($($error:ident $(, $kind:ident => $exception:ident)?;)+) => {
+        $(impl IntoPyErr for $error {
+            fn into_py_err(self) -> PyErr {
+                match self {
+                    Self::Invalid(error) => error.into_py_err(),
+                    $(Self::$kind { .. } => $exception::new_err(self.to_string()),)?
+                    other => PyRuntimeError::new_err(other.to_string()),
+                }
+            }
+        })+
+    };
 }
 
-impl IntoPyErr for PoolError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Invalid(error) => error.into_py_err(),
-            Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
-            other => PyRuntimeError::new_err(other.to_string()),
-        }
-    }
-}
-
-impl IntoPyErr for ListenError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Invalid(error) => error.into_py_err(),
-            Self::OutOfMemory { .. } => PyMemoryError::new_err(self.to_string()),
-            other => PyRuntimeError::new_err(other.to_string()),
-        }
-    }
-}
-
-impl IntoPyErr for ResizeError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Invalid(error) => error.into_py_err(),
-            other => PyRuntimeError::new_err(other.to_string()),
-        }
-    }
+into_py_err! {
+    CacheError;
+    ResizeError;
+    PoolError, OutOfMemory => PyMemoryError;
+    ListenError, OutOfMemory => PyMemoryError;
 }
 
 impl IntoPyErr for Broken {

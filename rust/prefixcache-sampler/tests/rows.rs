@@ -322,19 +322,10 @@ fn what_is_not_finite_fails_alone() {
         for vocab in [5, 1024, 1500] {
             for row in &rows {
                 let mut logits = logits(3 * vocab, 4.0, 1000, 7);
-                let good = sample(
-                    Form::detect(),
-                    1,
-                    &logits,
-                    &[row.clone(), row.clone(), row.clone()],
-                );
+                let rows = vec![row.clone(); 3];
+                let good = sample(Form::detect(), 1, &logits, &rows);
                 logits[vocab + vocab / 2] = bad;
-                let found = sample(
-                    Form::detect(),
-                    1,
-                    &logits,
-                    &[row.clone(), row.clone(), row.clone()],
-                );
+                let found = sample(Form::detect(), 1, &logits, &rows);
                 assert_eq!(found[1].token, None);
                 assert_eq!((&found[0], &found[2]), (&good[0], &good[2]));
             }
@@ -431,93 +422,59 @@ fn logprobs_of_what_is_not_finite_are_nan() {
 
 #[test]
 fn rows_that_do_not_fit_are_refused() {
-    let team = Team::new(1).expect("a thread");
-    let refused = |width: usize, row: Row| {
-        let logits = vec![0.0; width];
-        let logits = Rows::new(&logits, width);
-        Sampler::default().sample(Form::detect(), &team, logits, &[&row])
+    let token = |field, token| RowError::Token {
+        row: 0,
+        field,
+        token,
+        vocab_size: 40,
     };
-    let token = |field, token| {
-        Err(RowError::Token {
-            row: 0,
-            field,
-            token,
-            vocab_size: 40,
-        })
-    };
-    assert_eq!(refused(0, Row::default()), Err(RowError::Vocabulary(0)));
-    let wide = (1 << 19) + 1;
-    assert_eq!(
-        refused(wide, Row::default()),
-        Err(RowError::Vocabulary(wide))
-    );
-    assert_eq!(refused(40, banning(vec![0, 40])), token("banned", 40));
-    let bad_words = vec![41];
-    assert_eq!(
-        refused(
-            40,
-            Row {
-                bad_words,
-                ..Row::default()
-            }
-        ),
-        token("bad_words", 41)
-    );
-    let allowed = Some(vec![7, 99]);
-    assert_eq!(
-        refused(
-            40,
-            Row {
-                allowed,
-                ..Row::default()
-            }
-        ),
-        token("allowed", 99)
-    );
-    let bias = vec![(77, 1.0)];
-    assert_eq!(
-        refused(
-            40,
-            Row {
-                bias,
-                ..Row::default()
-            }
-        ),
-        token("bias", 77)
-    );
-    let mask = Some(vec![-1]);
-    let row = Row {
-        mask,
-        ..Row::default()
-    };
-    assert_eq!(
-        refused(40, row),
-        Err(RowError::Mask {
-            row: 0,
-            vocab_size: 40
-        })
-    );
-    for (prompt, answer, field, wrong) in [
-        (vec![39, -1], vec![0], "prompt", -1),
-        (vec![39], vec![40, 1], "answer", 40),
-    ] {
-        let penalties = Some(Penalties {
+    fn penalized(row: &mut Row, prompt: Vec<i32>, answer: Vec<i32>) {
+        row.penalties = Some(Penalties {
             repetition: 1.5,
             presence: 0.0,
             frequency: 0.0,
             prompt,
             answer,
         });
-        assert_eq!(
-            refused(
-                40,
-                Row {
-                    penalties,
-                    ..Row::default()
-                }
-            ),
-            token(field, wrong)
-        );
+    }
+    type Change = fn(&mut Row);
+    let wide = (1 << 19) + 1;
+    let (row, vocab_size) = (0, 40);
+    let cases: [(usize, Change, RowError); 9] = [
+        (0, |_| {}, RowError::Vocabulary(0)),
+        (wide, |_| {}, RowError::Vocabulary(wide)),
+        (40, |row| row.banned = vec![0, 40], token("banned", 40)),
+        (40, |row| row.bad_words = vec![41], token("bad_words", 41)),
+        (
+            40,
+            |row| row.allowed = Some(vec![7, 99]),
+            token("allowed", 99),
+        ),
+        (40, |row| row.bias = vec![(77, 1.0)], token("bias", 77)),
+        (
+            40,
+            |row| row.mask = Some(vec![-1]),
+            RowError::Mask { row, vocab_size },
+        ),
+        (
+            40,
+            |row| penalized(row, vec![39, -1], vec![0]),
+            token("prompt", -1),
+        ),
+        (
+            40,
+            |row| penalized(row, vec![39], vec![40, 1]),
+            token("answer", 40),
+        ),
+    ];
+    let team = Team::new(1).expect("a thread");
+    for (width, change, error) in cases {
+        let mut row = Row::default();
+        change(&mut row);
+        let logits = vec![0.0; width];
+        let logits = Rows::new(&logits, width);
+        let refused = Sampler::default().sample(Form::detect(), &team, logits, &[&row]);
+        assert_eq!(refused, Err(error));
     }
 }
 

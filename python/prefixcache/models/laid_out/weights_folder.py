@@ -37,7 +37,7 @@ _SUFFIX, _UNFINISHED = ".weights", ".weights.new"
 _ENTRY_BYTES = 1024
 """The most that the table takes for a part."""
 _LEAST_FREE = 1 << 30
-"""Bytes of the disk that no file takes."""
+"""Bytes of the disk that no file takes; half of what is free is left besides."""
 
 Parts: TypeAlias = Mapping[str, tuple[PackedLinear, int]]
 """Parts of a model's linear layers by the names of their tensors: layer, and first output."""
@@ -119,7 +119,7 @@ class WeightsFolder(PrivateFolder):
         if self.make_room(self.files(), most_bytes - num_bytes) < 0:
             raise NotUsableError(f"--weights-cache-size has no room for {num_bytes} bytes")
         disk = os.statvfs(self.descriptor)
-        if disk.f_bavail * disk.f_frsize < num_bytes + _LEAST_FREE:
+        if disk.f_bavail * disk.f_frsize < 2 * num_bytes + _LEAST_FREE:
             raise NotUsableError(f"its disk has too little room for {num_bytes} bytes")
 
     @contextmanager

@@ -25,6 +25,7 @@ impl<S: BlockStore> PrefixCache<S> {
             debug_assert!(
                 !store.is_at_rest()
                     || !store.evicts_in_order()
+                    || sequence.epoch() != Some(store.epoch())
                     || falls_in_priority(store, sequence),
                 "a block's priority is above that of one before it in its prompt"
             );

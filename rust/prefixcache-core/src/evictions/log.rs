@@ -137,7 +137,7 @@ mod models {
     use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, check, faults};
+    use crate::sync::{Shared, model};
 
     /// Two threads write a record each into a log of `capacity`, which has been round once, and one reads in
     /// parallel: each record is read once and whole, or counted as missed.
@@ -170,25 +170,15 @@ mod models {
         assert!(read.iter().all(whole), "a record was torn: {read:?}");
     }
 
-    #[test]
-    fn writers_vs_reader() {
-        check(|| writers_and_a_reader(2));
+    fn log_with_room() {
+        writers_and_a_reader(2);
     }
 
-    #[test]
-    fn writers_vs_reader_of_a_log_that_fills_up() {
-        check(|| writers_and_a_reader(1));
+    model!(log_with_room, fails with PublishEarly(""));
+
+    fn log_that_fills_up() {
+        writers_and_a_reader(1);
     }
 
-    #[test]
-    #[should_panic]
-    fn writers_vs_reader_fails_when_a_turn_ends_early() {
-        faults::check_with(Fault::PublishEarly, || writers_and_a_reader(2));
-    }
-
-    #[test]
-    #[should_panic]
-    fn writers_vs_reader_fails_when_unread_records_are_overwritten() {
-        faults::check_with(Fault::OverwriteRecord, || writers_and_a_reader(1));
-    }
+    model!(log_that_fills_up, fails with OverwriteRecord(""));
 }

@@ -192,7 +192,7 @@ mod models {
     use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, check, faults};
+    use crate::sync::{Shared, model};
 
     fn chain(blocks: &[Block], ids: &[u32]) -> Chain {
         let mut chain = Chain::EMPTY;
@@ -230,16 +230,7 @@ mod models {
         );
     }
 
-    #[test]
-    fn chain_pop_vs_push() {
-        check(pop_with_pop_and_push);
-    }
-
-    #[test]
-    #[should_panic(expected = "lost or doubled")]
-    fn chain_pop_vs_push_fails_without_the_tag() {
-        faults::check_with(Fault::KeepTag, pop_with_pop_and_push);
-    }
+    model!(pop_with_pop_and_push, fails with KeepTag("lost or doubled"));
 
     /// Two threads take fresh blocks.
     fn take_with_take() {
@@ -264,14 +255,5 @@ mod models {
         );
     }
 
-    #[test]
-    fn fresh_run_take_vs_take() {
-        check(take_with_take);
-    }
-
-    #[test]
-    #[should_panic(expected = "lost or doubled")]
-    fn fresh_run_take_vs_take_fails_with_blind_stores() {
-        faults::check_with(Fault::BlindRunStore, take_with_take);
-    }
+    model!(take_with_take, fails with BlindRunStore("lost or doubled"));
 }

@@ -480,7 +480,7 @@ mod models {
     use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, check, faults};
+    use crate::sync::{Shared, model};
 
     const OLD: Epoch = Epoch::new(0);
     const NOW: Epoch = Epoch::new(1);
@@ -581,16 +581,7 @@ mod models {
         table.check_rest(&[0, 1, 3]);
     }
 
-    #[test]
-    fn insert_vs_remove_vs_lookup() {
-        check(insert_with_remove_and_lookup);
-    }
-
-    #[test]
-    #[should_panic(expected = "overlooked")]
-    fn insert_vs_remove_vs_lookup_fails_with_late_counts() {
-        faults::check_with(Fault::CountLate, insert_with_remove_and_lookup);
-    }
+    model!(insert_with_remove_and_lookup, fails with CountLate("overlooked"));
 
     /// The second and third entries are of an epoch that has ended; the third stands behind the home
     /// bucket. One thread enters a fourth key, which takes the second's place and clears the third's,
@@ -608,22 +599,10 @@ mod models {
         table.check_rest(&[0, 3]);
     }
 
-    #[test]
-    fn replace_vs_remove_vs_lookup() {
-        check(replace_with_remove_and_lookup);
-    }
-
-    #[test]
-    #[should_panic(expected = "the table is whole")]
-    fn replace_vs_remove_vs_lookup_fails_with_blind_removals() {
-        faults::check_with(Fault::BlindRemoval, replace_with_remove_and_lookup);
-    }
-
-    #[test]
-    #[should_panic(expected = "overflows that are not there")]
-    fn replace_vs_remove_vs_lookup_fails_when_counts_stay() {
-        faults::check_with(Fault::KeepCounts, replace_with_remove_and_lookup);
-    }
+    model!(
+        replace_with_remove_and_lookup,
+        fails with BlindRemoval("the table is whole"), KeepCounts("overflows that are not there")
+    );
 
     /// Two keys are entered at once where one place has an ended entry.
     fn two_replacements() {
@@ -636,8 +615,5 @@ mod models {
         table.check_rest(&[0, 2, 3]);
     }
 
-    #[test]
-    fn replace_vs_replace() {
-        check(two_replacements);
-    }
+    model!(two_replacements);
 }

@@ -19,7 +19,7 @@ mod schedules;
 use std::time::Duration;
 
 use super::index::Spot;
-use super::writer::{changes_through, lookup_through};
+use super::writer::{changes_through, forward, lookup_through};
 use super::{BlockMap, BlockPool, Mode, Reader, Shared, Writer};
 use crate::block::{Block, Content};
 use crate::clock::Clock;

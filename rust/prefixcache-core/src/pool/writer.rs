@@ -105,188 +105,80 @@ impl<M: Mode> Deref for Reader<M> {
     }
 }
 
-/// The methods of [`Lookup`], each of which `$through` makes of that of the pool behind.
+/// Methods that `$through` makes of those of the pool behind.
+macro_rules! forward {
+    ($through:ident, &self: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+            $through!(self, |pool| pool.$name($($arg),*))
+        }
+    )*};
+    ($through:ident, &mut self: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        fn $name(&mut self $(, $arg: $type)*) $(-> $result)? {
+            $through!(self, |pool| pool.$name($($arg),*))
+        }
+    )*};
+}
+pub(super) use forward;
+
+/// The methods of [`Lookup`].
 macro_rules! lookup_through {
     ($through:ident) => {
-        fn lookup(&self, key: &BlockKey) -> Option<BlockId> {
-            $through!(self, |pool| pool.lookup(key))
-        }
-
-        fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
-            $through!(self, |pool| pool.count_leading(keys))
-        }
-
-        fn evicts_in_order(&self) -> bool {
-            $through!(self, |pool| pool.evicts_in_order())
-        }
-
-        fn lookup_held(&self, key: &BlockKey, held: BlockId) -> Option<BlockId> {
-            $through!(self, |pool| pool.lookup_held(key, held))
-        }
-
-        fn key_of(&self, block: BlockId) -> BlockKey {
-            $through!(self, |pool| pool.key_of(block))
-        }
-
-        fn clock(&self) -> &Clock {
-            $through!(self, |pool| pool.clock())
-        }
-
-        fn epoch(&self) -> Epoch {
-            $through!(self, |pool| pool.epoch())
-        }
-
-        fn num_blocks(&self) -> usize {
-            $through!(self, |pool| pool.num_blocks())
-        }
-
-        fn num_free(&self) -> usize {
-            $through!(self, |pool| pool.num_free())
-        }
-
-        fn band(&self, key: &BlockKey) -> Option<Band> {
-            $through!(self, |pool| pool.band(key))
-        }
-
-        fn held_band(&self, block: BlockId) -> Band {
-            $through!(self, |pool| pool.held_band(block))
-        }
-
-        fn marks(&self, block: BlockId) -> Marks {
-            $through!(self, |pool| pool.marks(block))
-        }
-
-        fn reuse_queue(&self) -> Option<&ReuseQueue> {
-            $through!(self, |pool| pool.reuse_queue())
-        }
-
-        fn event_log(&self) -> Option<&EventLog> {
-            $through!(self, |pool| pool.event_log())
-        }
-
-        fn free_order(&self) -> Vec<BlockId> {
-            $through!(self, |pool| pool.free_order())
-        }
-
-        fn cached_blocks(&self) -> Vec<BlockId> {
-            $through!(self, |pool| pool.cached_blocks())
-        }
-
-        fn stats(&self) -> StoreStats {
-            $through!(self, |pool| pool.stats())
-        }
-
-        fn num_holders(&self, block: BlockId) -> usize {
-            $through!(self, |pool| pool.num_holders(block))
-        }
-
-        fn validate(&self) -> Result<(), Broken> {
-            $through!(self, |pool| pool.validate())
+        forward! {
+            $through, &self:
+            fn lookup(key: &BlockKey) -> Option<BlockId>;
+            fn count_leading(keys: impl Iterator<Item = BlockKey> + Clone) -> usize;
+            fn evicts_in_order() -> bool;
+            fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
+            fn key_of(block: BlockId) -> BlockKey;
+            fn clock() -> &Clock;
+            fn epoch() -> Epoch;
+            fn num_blocks() -> usize;
+            fn num_free() -> usize;
+            fn band(key: &BlockKey) -> Option<Band>;
+            fn held_band(block: BlockId) -> Band;
+            fn marks(block: BlockId) -> Marks;
+            fn reuse_queue() -> Option<&ReuseQueue>;
+            fn event_log() -> Option<&EventLog>;
+            fn free_order() -> Vec<BlockId>;
+            fn cached_blocks() -> Vec<BlockId>;
+            fn stats() -> StoreStats;
+            fn num_holders(block: BlockId) -> usize;
+            fn validate() -> Result<(), Broken>;
         }
     };
 }
 pub(super) use lookup_through;
 
-/// The methods of [`BlockStore`], likewise.
+/// The methods of [`BlockStore`].
 macro_rules! changes_through {
     ($through:ident) => {
-        fn commit(
-            &mut self,
-            keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-            num_new: usize,
-            out: &mut Vec<BlockId>,
-        ) -> Result<usize, Exhausted> {
-            $through!(self, |pool| pool.commit(keys, num_new, out))
-        }
-
-        fn begin_registrations(&mut self) {
-            $through!(self, |pool| pool.begin_registrations());
-        }
-
-        fn take_hinted_change(&mut self) -> Option<HintedChange> {
-            $through!(self, |pool| pool.take_hinted_change())
-        }
-
-        fn prefetch(&mut self, key: &BlockKey) {
-            $through!(self, |pool| pool.prefetch(key));
-        }
-
-        fn register(
-            &mut self,
-            block: BlockId,
-            key: BlockKey,
-            epoch: Epoch,
-        ) -> Result<Registration, Misuse> {
-            $through!(self, |pool| pool.register(block, key, epoch))
-        }
-
-        fn keep_tokens(&mut self, block: BlockId, tokens: crate::backing::BlockTokens<'_>) {
-            $through!(self, |pool| pool.keep_tokens(block, tokens));
-        }
-
-        fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-            $through!(self, |pool| pool.release(blocks))
-        }
-
-        fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-            $through!(self, |pool| pool.release_to(blocks, queue))
-        }
-
-        fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-            $through!(self, |pool| pool.release_unneeded(blocks))
-        }
-
-        fn set_durable(&mut self, durable: bool) {
-            $through!(self, |pool| pool.set_durable(durable));
-        }
-
-        fn mark(&mut self, block: BlockId, marks: Marks) {
-            $through!(self, |pool| pool.mark(block, marks));
-        }
-
-        fn clear_index(&mut self) {
-            $through!(self, |pool| pool.clear_index());
-        }
-
-        fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-            $through!(self, |pool| pool.pin(blocks))
-        }
-
-        fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-            $through!(self, |pool| pool.unpin(blocks))
-        }
-
-        fn demote(&mut self, count: usize) -> usize {
-            $through!(self, |pool| pool.demote(count))
-        }
-
-        fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-            $through!(self, |pool| pool.set_band(key, held, band))
-        }
-
-        fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
-            $through!(self, |pool| pool.resize(num_blocks))
-        }
-
-        fn begin_moves(
-            &mut self,
-            num_blocks: usize,
-            most: usize,
-            moves: &mut Moves,
-        ) -> Result<(), ResizeError> {
-            $through!(self, |pool| pool.begin_moves(num_blocks, most, moves))
-        }
-
-        fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
-            $through!(self, |pool| pool.finish_moves(moves))
-        }
-
-        fn release_cached(&mut self, count: usize) -> usize {
-            $through!(self, |pool| pool.release_cached(count))
-        }
-
-        fn set_max_cached(&mut self, blocks: Option<usize>) {
-            $through!(self, |pool| pool.set_max_cached(blocks));
+        forward! {
+            $through, &mut self:
+            fn commit(
+                keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+                num_new: usize,
+                out: &mut Vec<BlockId>
+            ) -> Result<usize, Exhausted>;
+            fn begin_registrations();
+            fn take_hinted_change() -> Option<HintedChange>;
+            fn prefetch(key: &BlockKey);
+            fn register(block: BlockId, key: BlockKey, epoch: Epoch) -> Result<Registration, Misuse>;
+            fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
+            fn release(blocks: &[BlockId]) -> Result<(), Misuse>;
+            fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
+            fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;
+            fn set_durable(durable: bool);
+            fn mark(block: BlockId, marks: Marks);
+            fn clear_index();
+            fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+            fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+            fn demote(count: usize) -> usize;
+            fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
+            fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
+            fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
+            fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
+            fn release_cached(count: usize) -> usize;
+            fn set_max_cached(blocks: Option<usize>);
         }
     };
 }

@@ -36,90 +36,44 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     const DOT_OF_FOUR: bool = VNNI;
     const DOTS_LESS_128: bool = !VNNI;
 
-    #[inline(always)]
-    unsafe fn load(self, from: *const u8) -> __m256i {
-        // SAFETY: the caller vouches for 32 readable bytes.
-        unsafe { _mm256_loadu_si256(from.cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_u8(self, from: *const u8) -> __m256i {
-        // SAFETY: the caller vouches for 8 readable bytes.
-        unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i8(self, from: *const u8) -> __m256i {
-        // SAFETY: the caller vouches for 8 readable bytes.
-        unsafe { _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(self, from: *const u8) -> __m256 {
-        // SAFETY: the caller vouches for 16 readable bytes.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_e8m0(self, from: *const u8) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable bytes.
-        unsafe {
+    operations! {
+        unsafe fn load(self, from: *const u8) -> __m256i { _mm256_loadu_si256(from.cast()) }
+        unsafe fn load_u8(self, from: *const u8) -> __m256i {
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))
+        }
+        unsafe fn load_i8(self, from: *const u8) -> __m256i {
+            _mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))
+        }
+        unsafe fn load_f16(self, from: *const u8) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+        unsafe fn load_e8m0(self, from: *const u8) -> __m256 {
             let exponents = _mm256_slli_epi32::<23>(self.load_u8(from));
             let twice = _mm256_max_epi32(exponents, _mm256_set1_epi32(0x0040_0000));
             _mm256_mul_ps(_mm256_castsi256_ps(twice), _mm256_set1_ps(0.5))
         }
+        unsafe fn load_f32(self, from: *const f32) -> __m256 { _mm256_loadu_ps(from) }
+        unsafe fn store(self, to: *mut f32, v: __m256) { _mm256_storeu_ps(to, v) }
     }
 
-    #[inline(always)]
-    unsafe fn load_f32(self, from: *const f32) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable numbers.
-        unsafe { _mm256_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32, v: __m256) {
-        // SAFETY: the caller vouches for 8 writable numbers.
-        unsafe { _mm256_storeu_ps(to, v) }
-    }
-
-    #[inline(always)]
-    fn lookup(self, table: &[u8; 16], bytes: __m256i) -> __m256i {
-        // SAFETY: `self` proves that the processor has the instructions; the table has 16 bytes.
-        unsafe {
+    operations! {
+        fn lookup(self, table: &[u8; 16], bytes: __m256i) -> __m256i {
             let table = _mm_loadu_si128(table.as_ptr().cast());
             _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes)
         }
-    }
-
-    #[inline(always)]
-    fn shift_up<const N: u32>(self, a: __m256i) -> __m256i {
-        // SAFETY: `self` proves that the processor has AVX2.
-        unsafe { _mm256_sll_epi32(a, _mm_cvtsi32_si128(N as i32)) }
-    }
-
-    #[inline(always)]
-    fn shift_down<const N: u32>(self, a: __m256i) -> __m256i {
-        // SAFETY: `self` proves that the processor has AVX2.
-        unsafe { _mm256_srl_epi32(a, _mm_cvtsi32_si128(N as i32)) }
-    }
-
-    #[inline(always)]
-    fn dot_codes(self, acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
-        if VNNI {
-            return self.dot_bytes(acc, codes, x);
+        fn shift_up<const N: u32>(self, a: __m256i) -> __m256i {
+            _mm256_sll_epi32(a, _mm_cvtsi32_si128(N as i32))
         }
-        // SAFETY: `self` proves that the processor has AVX2.
-        unsafe {
+        fn shift_down<const N: u32>(self, a: __m256i) -> __m256i {
+            _mm256_srl_epi32(a, _mm_cvtsi32_si128(N as i32))
+        }
+        fn dot_codes(self, acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
+            if VNNI {
+                return self.dot_bytes(acc, codes, x);
+            }
             // Two products of a code up to 63 and a signed byte are within 16 bits: nothing saturates.
             let pairs = _mm256_maddubs_epi16(codes, x);
             _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
         }
-    }
-
-    #[inline(always)]
-    fn dot_bytes(self, acc: __m256i, bytes: __m256i, x: __m256i) -> __m256i {
-        // SAFETY: `self` proves that the processor has AVX2, and AVX-VNNI where `VNNI` says so.
-        unsafe {
+        fn dot_bytes(self, acc: __m256i, bytes: __m256i, x: __m256i) -> __m256i {
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, bytes, x);
             }
@@ -178,15 +132,15 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     }
 
     operations! {
-        fn splat(x: i32) -> __m256i { _mm256_set1_epi32(x) }
-        fn splat_f32(x: f32) -> __m256 { _mm256_set1_ps(x) }
-        fn add(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
-        fn sub(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
-        fn mul(a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
-        fn and(a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
-        fn or(a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
-        fn to_f32(a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
-        fn mul_f32(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
-        fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+        fn splat(self, x: i32) -> __m256i { _mm256_set1_epi32(x) }
+        fn splat_f32(self, x: f32) -> __m256 { _mm256_set1_ps(x) }
+        fn add(self, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+        fn sub(self, a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi32(a, b) }
+        fn mul(self, a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
+        fn and(self, a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
+        fn or(self, a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
+        fn to_f32(self, a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
+        fn mul_f32(self, a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+        fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
     }
 }

@@ -4,18 +4,6 @@
 //! kernel over [`ByteLanes`] gives the same bits in every form, as long as it fixes the order of its
 //! additions in `f32`.
 
-/// Methods whose body needs nothing but the instructions themselves.
-#[cfg(target_arch = "x86_64")]
-macro_rules! operations {
-    ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {$(
-        #[inline(always)]
-        fn $name(self, $($arg: $type),*) -> $result {
-            // SAFETY: `self` proves that the processor has the instructions.
-            unsafe { $body }
-        }
-    )*};
-}
-
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -55,37 +55,75 @@ impl Lanes for Avx2 {
     const WIDTH: usize = 2;
     const LANE_IS_COLUMN: bool = true;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m256 {
-        // SAFETY: `self` proves that the processor has AVX.
-        unsafe { _mm256_set1_ps(x) }
-    }
-
-    #[inline(always)]
-    unsafe fn load(self, from: *const f32) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable numbers.
-        unsafe { _mm256_loadu_ps(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32, v: __m256) {
-        // SAFETY: the caller vouches for 8 writable numbers.
-        unsafe { _mm256_storeu_ps(to, v) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16(self, from: *const Bf16) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable numbers.
-        unsafe {
-            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+    operations! {
+        fn splat(self, x: f32) -> __m256 { _mm256_set1_ps(x) }
+        fn in_register(self, v: __m256) -> __m256 { in_register(v) }
+        fn field<const BITS: u32, const SIGNED: bool>(self, words: __m256, at: u32) -> __m256 {
+            let left = _mm256_set1_epi32((32 - at - BITS) as i32);
+            let top = _mm256_sllv_epi32(_mm256_castps_si256(words), left);
+            let right = _mm256_set1_epi32(32 - BITS as i32);
+            _mm256_cvtepi32_ps(match SIGNED {
+                true => _mm256_srav_epi32(top, right),
+                false => _mm256_srlv_epi32(top, right),
+            })
+        }
+        fn lookup(self, table: &CodeTable, words: __m256, at: u32) -> __m256 {
+            // Four codes of a word at once: those that follow are in the same register.
+            let moved = _mm256_set1_epi32((at % 8) as i32);
+            let words = _mm256_srlv_epi32(_mm256_castps_si256(words), moved);
+            let nibbles = _mm256_and_si256(words, _mm256_set1_epi8(15));
+            let codes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.codes.as_ptr().cast()));
+            let codes = _mm256_shuffle_epi8(codes, nibbles);
+            let left = _mm256_set1_epi32((24 - at / 8 * 8) as i32);
+            let top = _mm256_sllv_epi32(codes, left);
+            _mm256_cvtepi32_ps(_mm256_srav_epi32(top, _mm256_set1_epi32(24)))
+        }
+        fn join(self, low: __m256, high: __m256, at: u32) -> __m256 {
+            let (low, high) = (_mm256_castps_si256(low), _mm256_castps_si256(high));
+            let low = _mm256_srlv_epi32(low, _mm256_set1_epi32(at as i32));
+            let high = _mm256_sllv_epi32(high, _mm256_set1_epi32(32 - at as i32));
+            _mm256_castsi256_ps(_mm256_or_si256(low, high))
+        }
+        fn twice(self, v: __m256) -> (__m256, __m256) {
+            let (low, high) = (
+                _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
+                _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7),
+            );
+            (
+                _mm256_permutevar8x32_ps(v, low),
+                _mm256_permutevar8x32_ps(v, high),
+            )
+        }
+        fn round_pairs(self, a: __m256, b: __m256) -> __m256 {
+            let rounded = |v| _mm256_srli_epi32::<16>(rounded_up(v));
+            // It packs each half of `a` next to that of `b`.
+            let packed = _mm256_packus_epi32(rounded(a), rounded(b));
+            _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
+        }
+        fn zip_rounded(self, even: __m256, odd: __m256) -> __m256 {
+            let low = _mm256_srli_epi32::<16>(rounded_up(even));
+            _mm256_castsi256_ps(_mm256_blend_epi16::<0b1010_1010>(low, rounded_up(odd)))
+        }
+        fn unzip(self, a: __m256, b: __m256) -> (__m256, __m256) {
+            // It shuffles each half of `a` next to that of `b`.
+            let in_order = |v| {
+                let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
+                _mm256_castpd_ps(v)
+            };
+            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
+            (in_order(even), in_order(odd))
         }
     }
 
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut Bf16, v: __m256) {
-        // SAFETY: the caller vouches for 8 writable numbers; `self` proves AVX2.
-        unsafe {
+    operations! {
+        unsafe fn load(self, from: *const f32) -> __m256 { _mm256_loadu_ps(from) }
+        unsafe fn store(self, to: *mut f32, v: __m256) { _mm256_storeu_ps(to, v) }
+        unsafe fn load_bf16(self, from: *const Bf16) -> __m256 {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+        unsafe fn store_bf16(self, to: *mut Bf16, v: __m256) {
             let bits = _mm256_castps_si256(v);
             let upper = _mm256_srli_epi32::<16>(bits);
             let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
@@ -98,120 +136,12 @@ impl Lanes for Avx2 {
             let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
             _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
         }
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(self, from: *const u16) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable numbers; `self` proves F16C.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_u8(self, from: *const u8) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable bytes.
-        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i8(self, from: *const i8) -> __m256 {
-        // SAFETY: the caller vouches for 8 readable bytes.
-        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
-    }
-
-    #[inline(always)]
-    fn in_register(self, v: __m256) -> __m256 {
-        // SAFETY: `self` proves AVX2.
-        unsafe { in_register(v) }
-    }
-
-    #[inline(always)]
-    fn field<const BITS: u32, const SIGNED: bool>(self, words: __m256, at: u32) -> __m256 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let left = _mm256_set1_epi32((32 - at - BITS) as i32);
-            let top = _mm256_sllv_epi32(_mm256_castps_si256(words), left);
-            let right = _mm256_set1_epi32(32 - BITS as i32);
-            _mm256_cvtepi32_ps(match SIGNED {
-                true => _mm256_srav_epi32(top, right),
-                false => _mm256_srlv_epi32(top, right),
-            })
+        unsafe fn load_f16(self, from: *const u16) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+        unsafe fn load_u8(self, from: *const u8) -> __m256 {
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())))
         }
-    }
-
-    #[inline(always)]
-    fn lookup(self, table: &CodeTable, words: __m256, at: u32) -> __m256 {
-        // SAFETY: `self` proves AVX2; the table has 16 codes.
-        unsafe {
-            // Four codes of a word at once: those that follow are in the same register.
-            let moved = _mm256_set1_epi32((at % 8) as i32);
-            let words = _mm256_srlv_epi32(_mm256_castps_si256(words), moved);
-            let nibbles = _mm256_and_si256(words, _mm256_set1_epi8(15));
-            let codes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.codes.as_ptr().cast()));
-            let codes = _mm256_shuffle_epi8(codes, nibbles);
-            let left = _mm256_set1_epi32((24 - at / 8 * 8) as i32);
-            let top = _mm256_sllv_epi32(codes, left);
-            _mm256_cvtepi32_ps(_mm256_srav_epi32(top, _mm256_set1_epi32(24)))
-        }
-    }
-
-    #[inline(always)]
-    fn join(self, low: __m256, high: __m256, at: u32) -> __m256 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let (low, high) = (_mm256_castps_si256(low), _mm256_castps_si256(high));
-            let low = _mm256_srlv_epi32(low, _mm256_set1_epi32(at as i32));
-            let high = _mm256_sllv_epi32(high, _mm256_set1_epi32(32 - at as i32));
-            _mm256_castsi256_ps(_mm256_or_si256(low, high))
-        }
-    }
-
-    #[inline(always)]
-    fn twice(self, v: __m256) -> (__m256, __m256) {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let (low, high) = (
-                _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
-                _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7),
-            );
-            (
-                _mm256_permutevar8x32_ps(v, low),
-                _mm256_permutevar8x32_ps(v, high),
-            )
-        }
-    }
-
-    #[inline(always)]
-    fn round_pairs(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let rounded = |v| _mm256_srli_epi32::<16>(rounded_up(v));
-            // It packs each half of `a` next to that of `b`.
-            let packed = _mm256_packus_epi32(rounded(a), rounded(b));
-            _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
-        }
-    }
-
-    #[inline(always)]
-    fn zip_rounded(self, even: __m256, odd: __m256) -> __m256 {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            let low = _mm256_srli_epi32::<16>(rounded_up(even));
-            _mm256_castsi256_ps(_mm256_blend_epi16::<0b1010_1010>(low, rounded_up(odd)))
-        }
-    }
-
-    #[inline(always)]
-    fn unzip(self, a: __m256, b: __m256) -> (__m256, __m256) {
-        // SAFETY: `self` proves AVX2.
-        unsafe {
-            // It shuffles each half of `a` next to that of `b`.
-            let in_order = |v| {
-                let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
-                _mm256_castpd_ps(v)
-            };
-            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
-            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
-            (in_order(even), in_order(odd))
+        unsafe fn load_i8(self, from: *const i8) -> __m256 {
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())))
         }
     }
 

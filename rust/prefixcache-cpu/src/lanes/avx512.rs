@@ -45,75 +45,56 @@ macro_rules! common {
         const LANES: usize = 16;
         const WIDTH: usize = 4;
 
-        #[inline(always)]
-        fn splat(self, x: f32) -> __m512 {
-            // SAFETY: `self` proves that the processor has AVX-512.
-            unsafe { _mm512_set1_ps(x) }
-        }
-
-        #[inline(always)]
-        unsafe fn load(self, from: *const f32) -> __m512 {
-            // SAFETY: the caller vouches for 16 readable numbers.
-            unsafe { _mm512_loadu_ps(from) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(self, to: *mut f32, v: __m512) {
-            // SAFETY: the caller vouches for 16 writable numbers.
-            unsafe { _mm512_storeu_ps(to, v) }
-        }
-
-        #[inline(always)]
-        unsafe fn load_bf16(self, from: *const Bf16) -> __m512 {
-            // SAFETY: the caller vouches for 16 readable numbers.
-            unsafe {
-                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        operations! {
+            fn splat(self, x: f32) -> __m512 { _mm512_set1_ps(x) }
+            fn field<const BITS: u32, const SIGNED: bool>(self, words: __m512, at: u32) -> __m512 {
+                field::<BITS, SIGNED>(_mm512_castps_si512(words), at)
             }
-        }
-
-        #[inline(always)]
-        unsafe fn load_f16(self, from: *const u16) -> __m512 {
-            // SAFETY: the caller vouches for 16 readable numbers.
-            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
-        }
-
-        #[inline(always)]
-        unsafe fn load_u8(self, from: *const u8) -> __m512 {
-            // SAFETY: the caller vouches for 16 readable bytes.
-            unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
-        }
-
-        #[inline(always)]
-        unsafe fn load_i8(self, from: *const i8) -> __m512 {
-            // SAFETY: the caller vouches for 16 readable bytes.
-            unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
-        }
-
-        #[inline(always)]
-        fn field<const BITS: u32, const SIGNED: bool>(self, words: __m512, at: u32) -> __m512 {
-            // SAFETY: `self` proves that the processor has AVX-512.
-            unsafe { field::<BITS, SIGNED>(_mm512_castps_si512(words), at) }
-        }
-
-        #[inline(always)]
-        fn lookup(self, table: &CodeTable, words: __m512, at: u32) -> __m512 {
-            // SAFETY: `self` proves that the processor has AVX-512; the table has 16 numbers.
-            unsafe {
+            fn lookup(self, table: &CodeTable, words: __m512, at: u32) -> __m512 {
                 let at = _mm512_set1_epi32(at as i32);
                 let codes = _mm512_srlv_epi32(_mm512_castps_si512(words), at);
                 _mm512_permutexvar_ps(codes, _mm512_load_ps(table.numbers.as_ptr()))
             }
-        }
-
-        #[inline(always)]
-        fn join(self, low: __m512, high: __m512, at: u32) -> __m512 {
-            // SAFETY: `self` proves that the processor has AVX-512.
-            unsafe {
+            fn join(self, low: __m512, high: __m512, at: u32) -> __m512 {
                 let (low, high) = (_mm512_castps_si512(low), _mm512_castps_si512(high));
                 let low = _mm512_srlv_epi32(low, _mm512_set1_epi32(at as i32));
                 let high = _mm512_sllv_epi32(high, _mm512_set1_epi32(32 - at as i32));
                 _mm512_castsi512_ps(_mm512_or_si512(low, high))
+            }
+            fn twice(self, v: __m512) -> (__m512, __m512) {
+                let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+                let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+                (
+                    _mm512_permutexvar_ps(low, v),
+                    _mm512_permutexvar_ps(high, v),
+                )
+            }
+            fn unzip(self, a: __m512, b: __m512) -> (__m512, __m512) {
+                let even =
+                    _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                let odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+                (
+                    _mm512_permutex2var_ps(a, even, b),
+                    _mm512_permutex2var_ps(a, odd, b),
+                )
+            }
+        }
+
+        operations! {
+            unsafe fn load(self, from: *const f32) -> __m512 { _mm512_loadu_ps(from) }
+            unsafe fn store(self, to: *mut f32, v: __m512) { _mm512_storeu_ps(to, v) }
+            unsafe fn load_bf16(self, from: *const Bf16) -> __m512 {
+                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+            }
+            unsafe fn load_f16(self, from: *const u16) -> __m512 {
+                _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
+            }
+            unsafe fn load_u8(self, from: *const u8) -> __m512 {
+                _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())))
+            }
+            unsafe fn load_i8(self, from: *const i8) -> __m512 {
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
             }
         }
 
@@ -129,33 +110,6 @@ macro_rules! common {
                 let count = (words - start).min(16);
                 // SAFETY: as the caller vouches; masks keep to `count` words of a row.
                 unsafe { transpose_16(from, start, count, to.add(start * stride), stride) }
-            }
-        }
-
-        #[inline(always)]
-        fn twice(self, v: __m512) -> (__m512, __m512) {
-            // SAFETY: `self` proves that the processor has AVX-512.
-            unsafe {
-                let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-                let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
-                (
-                    _mm512_permutexvar_ps(low, v),
-                    _mm512_permutexvar_ps(high, v),
-                )
-            }
-        }
-
-        #[inline(always)]
-        fn unzip(self, a: __m512, b: __m512) -> (__m512, __m512) {
-            // SAFETY: `self` proves that the processor has AVX-512.
-            unsafe {
-                let even =
-                    _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-                let odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-                (
-                    _mm512_permutex2var_ps(a, even, b),
-                    _mm512_permutex2var_ps(a, odd, b),
-                )
             }
         }
 
@@ -194,10 +148,8 @@ macro_rules! common {
 impl Lanes for Avx512 {
     common!();
 
-    #[inline(always)]
-    fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves that the processor has AVX-512.
-        unsafe {
+    operations! {
+        fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
             let rounded = |v| {
                 let bits = _mm512_castps_si512(v);
                 let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -219,10 +171,8 @@ impl Lanes for Avx512 {
         };
     }
 
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
-        // SAFETY: the caller vouches for 16 writable numbers; `self` proves AVX-512.
-        unsafe {
+    operations! {
+        unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
             let bits = _mm512_castps_si512(v);
             let upper = _mm512_srli_epi32::<16>(bits);
             let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
@@ -240,10 +190,17 @@ impl Lanes for Avx512Bf16 {
     common!();
     const DOT_IN_REGISTERS: bool = true;
 
-    #[inline(always)]
-    fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves the instructions; both types are 64 bytes of bits.
-        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(b, a)) }
+    operations! {
+        fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
+            std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(b, a))
+        }
+    }
+
+    operations! {
+        unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
+            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+            _mm256_storeu_si256(to.cast(), rounded);
+        }
     }
 
     arithmetic! {
@@ -253,15 +210,6 @@ impl Lanes for Avx512Bf16 {
             let pairs = |v| std::mem::transmute::<__m512, __m512bh>(v);
             _mm512_dpbf16_ps(acc, pairs(a), pairs(b))
         };
-    }
-
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
-        // SAFETY: the caller vouches for 16 writable numbers; both types are 32 bytes of bits.
-        unsafe {
-            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
-            _mm256_storeu_si256(to.cast(), rounded);
-        }
     }
 }
 

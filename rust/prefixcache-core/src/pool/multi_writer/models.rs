@@ -10,7 +10,7 @@ use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::policy::{EvictionPolicy, Queue};
 use crate::pool::{BlockPool, Shared};
 use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig, Registration};
-use crate::sync::{AtomicU64, Fault, Ordering, check, faults};
+use crate::sync::{AtomicU64, Ordering, model};
 
 type Pool = Arc<BlockPool<Shared>>;
 
@@ -89,16 +89,7 @@ fn release_with_evict_and_touch() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn release_vs_evict_vs_touch() {
-    check(release_with_evict_and_touch);
-}
-
-#[test]
-#[should_panic]
-fn release_vs_evict_vs_touch_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, release_with_evict_and_touch);
-}
+model!(release_with_evict_and_touch, fails with EvictHashed(""));
 
 /// A block's two holders let go at once.
 fn two_releases() {
@@ -112,16 +103,7 @@ fn two_releases() {
     assert_eq!(touch(&pool, 1), Some(block), "content was lost");
 }
 
-#[test]
-fn two_last_releasers() {
-    check(two_releases);
-}
-
-#[test]
-#[should_panic]
-fn two_last_releasers_fails_when_both_only_count_down() {
-    faults::check_with(Fault::ForgetLastHolder, two_releases);
-}
+model!(two_releases, fails with ForgetLastHolder(""));
 
 /// A block is recycled for other content while one thread wants the old content and another looks.
 fn recycle_with_touch_and_lookup() {
@@ -154,22 +136,7 @@ fn recycle_with_touch_and_lookup() {
     check_rest(&pool, &Vec::from_iter(touched));
 }
 
-#[test]
-fn evict_vs_lookup_vs_register() {
-    check(recycle_with_touch_and_lookup);
-}
-
-#[test]
-#[should_panic(expected = "a hit had other content")]
-fn evict_vs_lookup_vs_register_fails_without_the_recheck() {
-    faults::check_with(Fault::SkipRecheck, recycle_with_touch_and_lookup);
-}
-
-#[test]
-#[should_panic]
-fn evict_vs_lookup_vs_register_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, recycle_with_touch_and_lookup);
-}
+model!(recycle_with_touch_and_lookup, fails with SkipRecheck("a hit had other content"), EvictHashed(""));
 
 /// The index is cleared while a block of the epoch before is being registered.
 fn clear_with_register() {
@@ -183,16 +150,7 @@ fn clear_with_register() {
     check_rest(&pool, &[block]);
 }
 
-#[test]
-fn clear_vs_register() {
-    check(clear_with_register);
-}
-
-#[test]
-#[should_panic(expected = "content outlived the clearing")]
-fn clear_vs_register_fails_with_the_epoch_of_now() {
-    faults::check_with(Fault::EpochOfNow, clear_with_register);
-}
+model!(clear_with_register, fails with EpochOfNow("content outlived the clearing"));
 
 /// A commit of one hit, misses and a new block needs two blocks, a concurrent allocation the third.
 fn commit_with_allocate() {
@@ -207,16 +165,7 @@ fn commit_with_allocate() {
     check_rest(&pool, &out);
 }
 
-#[test]
-fn commit_vs_allocate() {
-    check(commit_with_allocate);
-}
-
-#[test]
-#[should_panic(expected = "what fits was not served")]
-fn commit_vs_allocate_fails_with_credits_for_misses() {
-    faults::check_with(Fault::CreditsForMisses, commit_with_allocate);
-}
+model!(commit_with_allocate, fails with CreditsForMisses("what fits was not served"));
 
 /// A hit is held when the commit counts what it needs, and free when it takes it: it gets all or
 /// nothing. Another hit comes first, which a commit that fails has to give back.
@@ -233,16 +182,7 @@ fn commit_with_release() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn commit_vs_release() {
-    check(commit_with_release);
-}
-
-#[test]
-#[should_panic(expected = "blocks were lost or doubled")]
-fn commit_vs_release_fails_when_a_failed_commit_keeps_its_hits() {
-    faults::check_with(Fault::KeepHitsOfFailure, commit_with_release);
-}
+model!(commit_with_release, fails with KeepHitsOfFailure("blocks were lost or doubled"));
 
 /// The index is full, one of its entries is of an ended epoch, and the block of that one is recycled
 /// while another block is registered, which may take the place of the entry.
@@ -265,16 +205,7 @@ fn recycle_with_register_after_a_clear() {
     check_rest(&pool, &[one, two, recycled.unwrap()]);
 }
 
-#[test]
-fn recycle_vs_register_after_a_clear() {
-    check(recycle_with_register_after_a_clear);
-}
-
-#[test]
-#[should_panic(expected = "content was lost")]
-fn recycle_vs_register_after_a_clear_fails_with_blind_removals() {
-    faults::check_with(Fault::BlindRemoval, recycle_with_register_after_a_clear);
-}
+model!(recycle_with_register_after_a_clear, fails with BlindRemoval("content was lost"));
 
 /// Two threads register the same content: exactly one is the first, and its block hits.
 fn two_registrations() {
@@ -294,22 +225,10 @@ fn two_registrations() {
     check_rest(&pool, &[one, two]);
 }
 
-#[test]
-fn register_vs_register() {
-    check(two_registrations);
-}
-
-#[test]
-#[should_panic(expected = "exactly one is the first")]
-fn register_vs_register_fails_when_both_look_first() {
-    faults::check_with(Fault::LookEarly, two_registrations);
-}
-
-#[test]
-#[should_panic(expected = "exactly one is the first")]
-fn register_vs_register_fails_when_numbers_are_drawn_before_entries_stand() {
-    faults::check_with(Fault::NumberEarly, two_registrations);
-}
+model!(
+    two_registrations,
+    fails with LookEarly("exactly one is the first"), NumberEarly("exactly one is the first")
+);
 
 /// There are copies enough. A further one takes the entry of a free one, which is recycled meanwhile.
 fn register_copy_with_recycle() {
@@ -334,16 +253,7 @@ fn register_copy_with_recycle() {
     assert_eq!(pool.lookup(&key(1)), Some(last), "a copy was lost");
 }
 
-#[test]
-fn register_copy_vs_recycle() {
-    check(register_copy_with_recycle);
-}
-
-#[test]
-#[should_panic]
-fn register_copy_vs_recycle_fails_with_blind_removals() {
-    faults::check_with(Fault::BlindRemoval, register_copy_with_recycle);
-}
+model!(register_copy_with_recycle, fails with BlindRemoval(""));
 
 /// The pool shrinks below a block that is being released, and grows again; each time, unless the
 /// release is in flight.
@@ -361,16 +271,7 @@ fn resize_with_release() {
     check_rest(&pool, &[kept]);
 }
 
-#[test]
-fn resize_vs_release() {
-    check(resize_with_release);
-}
-
-#[test]
-#[should_panic]
-fn resize_vs_release_fails_when_releases_do_not_wait() {
-    faults::check_with(Fault::EnterResize, resize_with_release);
-}
+model!(resize_with_release, fails with EnterResize(""));
 
 /// The pool shrinks below one of two free blocks while both are wanted.
 fn resize_with_allocate() {
@@ -391,16 +292,7 @@ fn resize_with_allocate() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn resize_vs_allocate() {
-    check(resize_with_allocate);
-}
-
-#[test]
-#[should_panic]
-fn resize_vs_allocate_fails_when_allocations_do_not_wait() {
-    faults::check_with(Fault::EnterResize, resize_with_allocate);
-}
+model!(resize_with_allocate, fails with EnterResize(""));
 
 /// The pool shrinks below a held block that is being registered.
 fn resize_with_register() {
@@ -418,16 +310,7 @@ fn resize_with_register() {
     check_rest(&pool, &[kept]);
 }
 
-#[test]
-fn resize_vs_register() {
-    check(resize_with_register);
-}
-
-#[test]
-#[should_panic(expected = "retired and holds content")]
-fn resize_vs_register_fails_when_registrations_do_not_look_again() {
-    faults::check_with(Fault::RegisterRetired, resize_with_register);
-}
+model!(resize_with_register, fails with RegisterRetired("retired and holds content"));
 
 /// A free block with content leaves the pool and comes back for other content, while a reader looks.
 fn resize_with_lookup() {
@@ -448,16 +331,7 @@ fn resize_with_lookup() {
     check_rest(&pool, &[kept, again]);
 }
 
-#[test]
-fn resize_vs_lookup() {
-    check(resize_with_lookup);
-}
-
-#[test]
-#[should_panic(expected = "content outlived its block")]
-fn resize_vs_lookup_fails_when_retired_blocks_keep_their_content() {
-    faults::check_with(Fault::KeepRetired, resize_with_lookup);
-}
+model!(resize_with_lookup, fails with KeepRetired("content outlived its block"));
 
 /// Of three free blocks one is being demoted: a concurrent allocation may count on the other two.
 fn demote_with_allocate() {
@@ -473,16 +347,7 @@ fn demote_with_allocate() {
     check_rest(&pool, &out);
 }
 
-#[test]
-fn demote_vs_allocate() {
-    check(demote_with_allocate);
-}
-
-#[test]
-#[should_panic(expected = "what fits was not served")]
-fn demote_vs_allocate_fails_with_credits_for_more_than_it_moves() {
-    faults::check_with(Fault::GreedyDemotion, demote_with_allocate);
-}
+model!(demote_with_allocate, fails with GreedyDemotion("what fits was not served"));
 
 /// The last block of the pinned tier is demoted, touched and evicted at once. Meanwhile a blank one is
 /// free, whose credit lets two of the three begin.
@@ -502,16 +367,7 @@ fn demote_with_touch_and_evict() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn demote_vs_touch_vs_evict() {
-    check(demote_with_touch_and_evict);
-}
-
-#[test]
-#[should_panic]
-fn demote_vs_touch_vs_evict_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindDemotion, demote_with_touch_and_evict);
-}
+model!(demote_with_touch_and_evict, fails with BlindDemotion(""));
 
 /// One holder pins a block and lets it go while the other lets it go and takes what is free.
 fn pin_with_release_and_evict() {
@@ -529,16 +385,7 @@ fn pin_with_release_and_evict() {
     check_rest(&pool, &Vec::from_iter(evicted));
 }
 
-#[test]
-fn pin_vs_release_vs_evict() {
-    check(pin_with_release_and_evict);
-}
-
-#[test]
-#[should_panic]
-fn pin_vs_release_vs_evict_fails_with_blind_stores_of_the_class() {
-    faults::check_with(Fault::BlindClass, pin_with_release_and_evict);
-}
+model!(pin_with_release_and_evict, fails with BlindClass(""));
 
 /// A pin of a duplicate moves the free copy that hits to the pinned line while another thread evicts it, and
 /// gives it other content.
@@ -565,16 +412,7 @@ fn pin_copy_with_evict() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn pin_copy_vs_evict() {
-    check(pin_copy_with_evict);
-}
-
-#[test]
-#[should_panic(expected = "other content was pinned")]
-fn pin_copy_vs_evict_fails_without_the_recheck() {
-    faults::check_with(Fault::SkipRecheck, pin_copy_with_evict);
-}
+model!(pin_copy_with_evict, fails with SkipRecheck("other content was pinned"));
 
 /// The band of a pinned block changes where the block stands in line, while another thread evicts it and gives it
 /// other content, which has neither band nor pin.
@@ -600,22 +438,7 @@ fn band_in_place_with_evict() {
     );
 }
 
-#[test]
-fn band_in_place_vs_evict() {
-    check(band_in_place_with_evict);
-}
-
-#[test]
-#[should_panic]
-fn band_in_place_vs_evict_fails_when_the_eviction_tries_once() {
-    faults::check_with(Fault::LeaveOnce, band_in_place_with_evict);
-}
-
-#[test]
-#[should_panic]
-fn band_in_place_vs_evict_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindClass, band_in_place_with_evict);
-}
+model!(band_in_place_with_evict, fails with LeaveOnce(""), BlindClass(""));
 
 /// The same of a block whose new content is pinned too, before its band is changed.
 fn band_in_place_with_evict_and_pin() {
@@ -639,16 +462,7 @@ fn band_in_place_with_evict_and_pin() {
     );
 }
 
-#[test]
-fn band_in_place_vs_evict_and_pin() {
-    check(band_in_place_with_evict_and_pin);
-}
-
-#[test]
-#[should_panic(expected = "other content got the band")]
-fn band_in_place_vs_evict_and_pin_fails_without_the_look_at_the_content() {
-    faults::check_with(Fault::SkipContentCheck, band_in_place_with_evict_and_pin);
-}
+model!(band_in_place_with_evict_and_pin, fails with SkipContentCheck("other content got the band"));
 
 /// Everything is forgotten, and a block given up that another thread may have hit before.
 fn stale_release_with_touch() {
@@ -661,16 +475,7 @@ fn stale_release_with_touch() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn stale_release_vs_touch() {
-    check(stale_release_with_touch);
-}
-
-#[test]
-#[should_panic]
-fn stale_release_vs_touch_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindBlank, stale_release_with_touch);
-}
+model!(stale_release_with_touch, fails with BlindBlank(""));
 
 /// What is behind a window is hit by one thread while another takes a block, which is to be another one: the
 /// hit block joins the others at its release.
@@ -690,16 +495,7 @@ fn unneeded_with_touch_and_evict() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn unneeded_vs_touch_vs_evict() {
-    check(unneeded_with_touch_and_evict);
-}
-
-#[test]
-#[should_panic]
-fn unneeded_vs_touch_vs_evict_fails_when_evicted_blocks_stay_hashed() {
-    faults::check_with(Fault::EvictHashed, unneeded_with_touch_and_evict);
-}
+model!(unneeded_with_touch_and_evict, fails with EvictHashed(""));
 
 /// The oldest block is touched and released to another queue while a thread asks for a block. Another one is
 /// free, so that both may have what they want.
@@ -717,16 +513,7 @@ fn evict_with_move_between_queues() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn evict_vs_move_between_queues() {
-    check(evict_with_move_between_queues);
-}
-
-#[test]
-#[should_panic(expected = "the pool is whole")]
-fn evict_vs_move_between_queues_fails_when_the_line_is_not_looked_at() {
-    faults::check_with(Fault::IgnoreClass, evict_with_move_between_queues);
-}
+model!(evict_with_move_between_queues, fails with IgnoreClass("the pool is whole"));
 
 /// Two copies of one content are evicted at the same time: whoever listens learns from at least one of them that
 /// the content is gone, or it would believe for ever that it is there.
@@ -759,16 +546,7 @@ fn two_evictions_of_duplicates() {
     check_rest(&pool, &held);
 }
 
-#[test]
-fn evict_vs_evict_of_duplicates() {
-    check(two_evictions_of_duplicates);
-}
-
-#[test]
-#[should_panic(expected = "nobody tells of the end")]
-fn evict_vs_evict_of_duplicates_fails_without_a_fence() {
-    faults::check_with(Fault::LookBeforeErased, two_evictions_of_duplicates);
-}
+model!(two_evictions_of_duplicates, fails with LookBeforeErased("nobody tells of the end"));
 
 /// A pool of two blocks that shrinks to one: the first holds content 2, the second content 1, which goes later.
 /// Next to it, what their KV says.
@@ -828,22 +606,10 @@ fn move_with_lookup() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn move_vs_lookup() {
-    check(move_with_lookup);
-}
-
-#[test]
-#[should_panic(expected = "a lookup found a block with other content")]
-fn move_vs_lookup_fails_when_content_is_found_before_its_copy() {
-    faults::check_with(Fault::MoveEarly, move_with_lookup);
-}
-
-#[test]
-#[should_panic(expected = "content is found all the time")]
-fn move_vs_lookup_fails_when_entries_are_looked_at_once() {
-    faults::check_with(Fault::LookOnce, move_with_lookup);
-}
+model!(
+    move_with_lookup,
+    fails with MoveEarly("a lookup found a block with other content"), LookOnce("content is found all the time")
+);
 
 /// Content moves while another thread hits it and looks at its KV.
 fn move_with_touch() {
@@ -870,16 +636,7 @@ fn move_with_touch() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn move_vs_touch() {
-    check(move_with_touch);
-}
-
-#[test]
-#[should_panic]
-fn move_vs_touch_fails_when_the_holder_is_not_looked_for() {
-    faults::check_with(Fault::BlindMove, move_with_touch);
-}
+model!(move_with_touch, fails with BlindMove(""));
 
 /// Content moves while another thread takes a block and lets it go.
 fn move_with_allocate() {
@@ -902,10 +659,7 @@ fn move_with_allocate() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn move_vs_allocate() {
-    check(move_with_allocate);
-}
+model!(move_with_allocate);
 
 /// Content moves while another thread registers a copy of it.
 fn move_with_register() {
@@ -928,13 +682,4 @@ fn move_with_register() {
     check_rest(&pool, &[]);
 }
 
-#[test]
-fn move_vs_register() {
-    check(move_with_register);
-}
-
-#[test]
-#[should_panic(expected = "though there is a copy")]
-fn move_vs_register_fails_when_entries_are_looked_at_once() {
-    faults::check_with(Fault::LookOnce, move_with_register);
-}
+model!(move_with_register, fails with LookOnce("though there is a copy"));

@@ -7,7 +7,7 @@ use super::*;
 use crate::block::{Content, GiveUp, Hold, State};
 use crate::id::Epoch;
 use crate::pool::credits::Credits;
-use crate::sync::{Shared, check, faults};
+use crate::sync::{Shared, faults, model};
 
 const CAPACITY: usize = 4;
 
@@ -123,22 +123,7 @@ fn release_with_evict() {
     line.check(&held);
 }
 
-#[test]
-fn release_vs_evict() {
-    check(release_with_evict);
-}
-
-#[test]
-#[should_panic(expected = "lost or doubled")]
-fn release_vs_evict_fails_when_the_head_passes_pending_slots() {
-    faults::check_with(Fault::PassPending, release_with_evict);
-}
-
-#[test]
-#[should_panic(expected = "lost or doubled")]
-fn release_vs_evict_fails_when_the_slot_comes_before_the_state() {
-    faults::check_with(Fault::SlotBeforeState, release_with_evict);
-}
+model!(release_with_evict, fails with PassPending("lost or doubled"), SlotBeforeState("lost or doubled"));
 
 /// A block leaves while its slot is pending; the head passes by the count of vacated slots, and it is
 /// handed out again in the next lap.
@@ -165,16 +150,7 @@ fn release_with_touch_and_wrap() {
     line.check(&held);
 }
 
-#[test]
-fn release_vs_touch_vs_wrap() {
-    check(release_with_touch_and_wrap);
-}
-
-#[test]
-#[should_panic(expected = "lost or doubled")]
-fn release_vs_touch_vs_wrap_fails_with_blind_stores() {
-    faults::check_with(Fault::BlindSlotStore, release_with_touch_and_wrap);
-}
+model!(release_with_touch_and_wrap, fails with BlindSlotStore("lost or doubled"));
 
 /// A cold block holds the head, with vacant slots behind it: the compactor moves it while one thread
 /// takes what it finds and another releases into what gets free.
@@ -201,16 +177,7 @@ fn compact_with_evict_and_release() {
     line.check(&held);
 }
 
-#[test]
-fn compact_vs_evict_vs_wrap() {
-    check(compact_with_evict_and_release);
-}
-
-#[test]
-#[should_panic(expected = "lost or doubled")]
-fn compact_vs_evict_vs_wrap_fails_when_blocks_move_to_slots_that_are_not_reopened() {
-    faults::check_with(Fault::MoveUnopened, compact_with_evict_and_release);
-}
+model!(compact_with_evict_and_release, fails with MoveUnopened("lost or doubled"));
 
 /// The compactor reopens a slot in a segment that was all vacant, while another thread skips by the
 /// counts and takes what it finds.
@@ -231,13 +198,4 @@ fn compact_with_skip() {
     line.check(&held);
 }
 
-#[test]
-fn skip_counter_vs_compact() {
-    check(compact_with_skip);
-}
-
-#[test]
-#[should_panic(expected = "lost or doubled")]
-fn skip_counter_vs_compact_fails_when_revivals_are_not_counted() {
-    faults::check_with(Fault::SkipReopened, compact_with_skip);
-}
+model!(compact_with_skip, fails with SkipReopened("lost or doubled"));

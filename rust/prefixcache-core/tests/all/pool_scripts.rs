@@ -1,0 +1,46 @@
+//! One thread: the lock-free pool in both modes against the plain one, step by step.
+
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use crate::{Order, cases, orders};
+
+const MAX_BLOCKS: usize = 40;
+
+/// Short enough to be wrapped many times in a script, and four slots a block.
+const RING: usize = 256;
+
+fn pool<M: Mode>(order: Order, ring: usize) -> Writer<M> {
+    Writer::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
+}
+
+fn compare<M: Mode>(order: Order, steps: &[[u8; 3]]) {
+    let config = config(MAX_BLOCKS, order.0, order.1);
+    assert_same_as_plain(config, &mut pool::<M>(order, RING), steps);
+}
+
+fn script() -> impl Strategy<Value = Vec<[u8; 3]>> {
+    vec(any::<[u8; 3]>(), 1..400)
+}
+
+proptest! {
+    #![proptest_config(cases(96))]
+
+    #[test]
+    fn shared_pool_does_what_the_plain_one_does(order in orders(), steps in script()) {
+        compare::<Shared>(order, &steps);
+    }
+
+    #[test]
+    fn single_writer_pool_does_what_the_plain_one_does(order in orders(), steps in script()) {
+        compare::<SingleWriter>(order, &steps);
+    }
+
+    #[test]
+    fn pool_with_short_rings_drops_content_and_no_block(order in orders(), steps in script()) {
+        assert_conserves(&mut pool::<Shared>(order, 8), &steps);
+        assert_conserves(&mut pool::<SingleWriter>(order, 8), &steps);
+    }
+}

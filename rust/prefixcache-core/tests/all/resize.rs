@@ -1,0 +1,75 @@
+//! What a resize promises next to holders, registrations and other writers.
+
+use std::cell::Cell;
+
+use prefixcache_core::error::ResizeError;
+use prefixcache_core::id::BlockId;
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, Registration};
+use prefixcache_oracle::random::key;
+
+use crate::allocate;
+
+/// A pool of two blocks, the second of which holds content 1.
+fn pool<M: Mode>() -> (Writer<M>, BlockId) {
+    let mut pool = Writer::with_ring_capacity(PoolConfig::new(3), 16).unwrap();
+    let blocks = allocate(&mut pool, 2);
+    let outcome = pool.register(blocks[1], key(1), pool.epoch());
+    assert_eq!(outcome, Ok(Registration::New));
+    (pool, blocks[1])
+}
+
+/// Takes holds on the block by hits until it can count no more; how many.
+fn hold_fully<M: Mode>(pool: &mut Writer<M>) -> usize {
+    let mut held = Vec::new();
+    let mut holders = 0;
+    while pool.commit([key(1)].into_iter(), 0, &mut held) == Ok(1) {
+        held.clear();
+        holders += 1;
+    }
+    holders
+}
+
+#[test]
+fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
+    let (mut pool, block) = pool::<Shared>();
+    let holders = hold_fully(&mut pool);
+    assert_eq!(pool.resize(2), Ok(1));
+    assert_eq!(pool.lookup(&key(1)), None);
+    pool.release(&vec![block; holders]).unwrap();
+    assert_eq!(pool.stats().in_use, 2);
+    pool.release(&[block]).unwrap();
+    assert_eq!(pool.stats().in_use, 1);
+    pool.validate().unwrap();
+}
+
+#[test]
+fn a_block_that_can_count_no_more_holders_is_registered_again() {
+    let (mut pool, block) = pool::<SingleWriter>();
+    hold_fully(&mut pool);
+    pool.clear_index();
+    let outcome = pool.register(block, key(2), pool.epoch());
+    assert_eq!(outcome, Ok(Registration::New));
+    assert_eq!(pool.lookup(&key(2)), Some(block));
+    pool.validate().unwrap();
+}
+
+/// The keys of a commit resize the pool, as another thread might while the commit takes its blocks.
+#[test]
+fn a_resize_with_a_writer_is_refused() {
+    let (mut pool, block) = pool::<Shared>();
+    let other = pool.clone();
+    let refusals = Cell::new(0);
+    let keys = [1].into_iter().map(|content| {
+        if let Err(refusal) = other.clone().resize(3) {
+            assert_eq!(refusal, ResizeError::Busy);
+            refusals.set(refusals.get() + 1);
+        }
+        key(content)
+    });
+    let mut held = Vec::new();
+    assert_eq!(pool.commit(keys, 0, &mut held), Ok(1));
+    assert!(refusals.get() > 0 && held == [block]);
+    assert_eq!(pool.resize(2), Ok(1));
+    pool.validate().unwrap();
+}

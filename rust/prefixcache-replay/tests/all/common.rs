@@ -1,0 +1,110 @@
+//! Small traces, and runs of them.
+
+use prefixcache_core::EvictionPolicy;
+use prefixcache_replay::cache::{CacheConfig, Outcome};
+use prefixcache_replay::history::History;
+use prefixcache_replay::replay::Simulation;
+use prefixcache_replay::trace::{Reader, Request};
+use proptest::prelude::*;
+
+/// Tokens in a block of the small traces.
+pub const BLOCK_SIZE: usize = 512;
+
+/// Prompts as lists of symbols: two that begin alike share the blocks of what they have in common.
+pub fn trace_of(prompts: &[Vec<u8>]) -> Vec<Request> {
+    let lines = prompts.iter().enumerate().map(|(time, prompt)| {
+        let ids: Vec<String> = prompt.iter().map(u8::to_string).collect();
+        // One token more than the blocks hold: it is computed in any case, so that every block can hit.
+        let (length, ids) = (prompt.len() * BLOCK_SIZE + 1, ids.join(","));
+        let comma = if prompt.is_empty() { "" } else { "," };
+        format!(
+            r#"{{"timestamp": {time}, "input_length": {length}, "output_length": 1, "hash_ids": [{ids}{comma}999]}}"#
+        )
+    });
+    let text: Vec<String> = lines.collect();
+    let reader = Reader::from_lines("prompts", std::io::Cursor::new(text.join("\n"))).unwrap();
+    reader.collect::<Result<_, _>>().unwrap()
+}
+
+/// Up to `requests` prompts of up to `length` blocks, which share much.
+pub fn prompts(requests: usize, length: usize) -> impl Strategy<Value = Vec<Vec<u8>>> {
+    prop::collection::vec(prop::collection::vec(0..2_u8, 0..=length), 1..=requests)
+}
+
+/// A cache of `num_blocks` blocks of prompts.
+pub fn config(num_blocks: usize, eviction_policy: EvictionPolicy) -> CacheConfig {
+    CacheConfig {
+        num_blocks,
+        eviction_policy,
+        hints: Vec::new(),
+        caches_answers: false,
+        snapshots: None,
+    }
+}
+
+/// What requests find in the real cache.
+pub fn replay(requests: &[Request], config: &CacheConfig, block_size: usize) -> Outcome {
+    let mut simulation = Simulation::new(config, None, block_size).unwrap();
+    for request in requests {
+        simulation.push(request).unwrap();
+    }
+    simulation.finish().unwrap();
+    simulation.outcome()
+}
+
+/// The history of requests.
+pub fn history(requests: &[Request], block_size: usize) -> History {
+    let mut history = History::new(block_size, false);
+    requests.iter().for_each(|request| history.push(request));
+    history
+}
+
+/// A trace of the benches' folder: its requests and its block size.
+pub fn public_trace(name: &str) -> (Vec<Request>, usize) {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces/");
+    let reader = Reader::open(format!("{folder}{name}").as_ref()).unwrap();
+    let block_size = reader.block_size();
+    (reader.collect::<Result<_, _>>().unwrap(), block_size)
+}
+
+/// A block by all symbols up to it.
+pub type Block = Vec<u8>;
+
+/// The blocks of a prompt that a cache of `capacity` can hold.
+pub fn blocks(prompt: &[u8], capacity: usize) -> Vec<Block> {
+    let lengths = 1..=prompt.len().min(capacity);
+    lengths.map(|length| prompt[..length].to_vec()).collect()
+}
+
+/// A list that is kept in the order of last use, the tail of a prompt before its head.
+pub struct PlainLru {
+    line: Vec<Block>,
+    capacity: usize,
+}
+
+impl PlainLru {
+    /// A cache without content.
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            line: Vec::new(),
+            capacity,
+        }
+    }
+
+    /// How many leading blocks of a prompt it holds.
+    pub fn hits(&self, prompt: &[u8]) -> usize {
+        let wanted = blocks(prompt, self.capacity);
+        let hits = wanted.iter().take_while(|block| self.line.contains(block));
+        hits.count()
+    }
+
+    /// Uses a prompt's blocks; how many leading ones hit.
+    pub fn take(&mut self, prompt: &[u8]) -> usize {
+        let (hits, wanted) = (self.hits(prompt), blocks(prompt, self.capacity));
+        self.line.retain(|block| !wanted.contains(block));
+        let surplus = (self.line.len() + wanted.len()).saturating_sub(self.capacity);
+        self.line.drain(..surplus);
+        self.line.extend(wanted.into_iter().rev());
+        hits
+    }
+}

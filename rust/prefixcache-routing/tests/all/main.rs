@@ -1,0 +1,4 @@
+//! The tests of what the crate offers, as one program, which is linked once.
+
+mod choice;
+mod index;

@@ -277,7 +277,7 @@ fn the_end_that_requests_do_not_go_on_from_goes_before_other_content() {
     for (keeps_answers, hits) in [(true, [0, 28]), (false, [16, 16])] {
         let mut cache = cache(&[FULL, STATE], SIZE, 800);
         let turn = |seed| match keeps_answers {
-            true => [prompt(seed, 17), answer.clone(), prompt(80, 8)].concat(),
+            true => [prompt(seed, 17), answer.clone(), prompt(80, 16)].concat(),
             false => [prompt(seed, 17), prompt(80, 20)].concat(),
         };
         for seed in 1..12 {

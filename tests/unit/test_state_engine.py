@@ -161,9 +161,10 @@ def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> 
     engine = built(folder, num_blocks=600, kv_cache_max_memory="64MiB")
     prompt = tokens(150)
     said, _ = answer(engine, prompt)
-    for size in (400, 1200, 300):
+    # The first that hits keeps the state too up to which keys and values were there.
+    for size, hits in ((400, 128), (1200, 144), (300, 144)):
         assert engine.engine.control.resize(num_blocks=size).is_done
-        assert answer(engine, prompt) == (said, 128), size
+        assert answer(engine, prompt) == (said, hits), size
     engine.engine.control.sleep()
     engine.engine.control.wake_up()
     assert answer(engine, prompt) == (said, 0)

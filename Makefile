@@ -39,7 +39,7 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-long test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -74,8 +74,9 @@ model: setup                       ## the default model, fetched once
 
 environments: .venv/.dev .venv-clients/.built .venv-docs/.built .venv-release/.built
 
+# Features of dependencies are those of the packages that are named: with others `pip` and `clippy` compile all again.
 rust-builds:                       ## what the set-up and Rust's tests compile, for .ci/run to do while packages come
-	cargo build --release --workspace --exclude prefixcache-py --exclude prefixcache-oracle --quiet
+	cargo build --release --package prefixcache-py --features pyo3/extension-module --quiet
 	$(RUST_TESTS) --no-run
 
 test: checks test-python           ## what a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
@@ -87,12 +88,23 @@ test-long: setup-dev model         ## the same tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
-nightly: test-long shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
+nightly: test-long test-lowest shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
 	$(MAKE) --no-print-directory test-python COVERAGE=1
 	$(MAKE) --no-print-directory stress sanitize STRESS_SECONDS=600
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
 	$(MAKE) --no-print-directory equality kills
 	$(MAKE) --no-print-directory soak MINUTES=60
+
+# Transformers is what tests compare with; it and what else they import are as pinned.
+LOWEST := target/lowest
+test-lowest: setup-dev model       ## an answer and the unit tests with the lowest versions that are allowed
+	rm -rf $(LOWEST) && $(PYTHON) -m venv --without-pip $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml
+	PYTHONPATH=python $(LOWEST)/bin/python -W error -m prefixcache generate --chat "What is the capital of France?"
+	grep ^transformers== requirements/dev.txt >$(LOWEST)/pin.txt
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml -r $(LOWEST)/pin.txt
+	printf '%s\n' $(CURDIR)/python $(CURDIR)/.venv/lib/python*/site-packages >$$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth
+	$(LOWEST)/bin/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup tests/unit
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
 	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --timeout=900 --durations=5
@@ -106,11 +118,10 @@ test-clients: setup model .venv-clients/.built ## clients that people use, again
 	$(call install,.venv-clients,--no-deps -r requirements/clients-no-deps.txt)
 	touch $@
 
-RUST_TESTS := cargo test --workspace --exclude prefixcache-py --exclude prefixcache-oracle --tests --quiet
+RUST_TESTS := cargo test --workspace --tests --quiet
 
 test-rust:
 	$(RUST_TESTS)
-	cargo run --package prefixcache-core --example rust_cache --quiet
 
 test-python: setup-dev model
 	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95)

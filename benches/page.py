@@ -106,10 +106,11 @@ def number(x: float) -> str:
     return f"{x:,.{0 if x >= 100 or x == int(x) else 1 if x >= 10 else 2}f}"
 
 
-def settings() -> tuple[list[Row], dict[str, Any]]:
-    """The rows, and everything else in `rows.toml`."""
+def settings(*, recorded: bool = True) -> tuple[list[Row], dict[str, Any]]:
+    """The rows, those that were never run only if asked for, and everything else in `rows.toml`."""
     asked = tomllib.loads((HERE / "rows.toml").read_text())
-    return [Row(**one) for one in asked.pop("row")], asked
+    rows = [Row(**one) for one in asked.pop("row")]
+    return [one for one in rows if not recorded or (RECORDS / one.record).exists()], asked
 
 
 def read(name: str) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def run(row: Row, *, write: bool) -> int:
     print(f"about {row.minutes:g} minutes: {command}", flush=True)
     if subprocess.run(command, shell=True, cwd=ROOT, check=False).returncode:
         return 2
-    old, again = read(row.record), json.loads(new.read_text())
+    again = json.loads(new.read_text())
+    old = read(row.record) if (RECORDS / row.record).exists() else again
     for when, record in (("recorded", old), ("now", again)):
         print(f"{when}: {row.said(record)} ({machine(record)})")
     pairs = zip(row.results(old), row.results(again), strict=True)
@@ -223,7 +225,7 @@ def main() -> int:
     if asked.do == "write":
         write_all()
         return 0
-    rows = {row.id: row for row in settings()[0]}
+    rows = {row.id: row for row in settings(recorded=False)[0]}
     if asked.id not in rows:
         parser.error(f"rows are {', '.join(rows)}")
     return run(rows[asked.id], write=asked.write)

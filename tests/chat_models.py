@@ -138,11 +138,28 @@ _CALLS = {
 {{- '<|/tool_call|>' }}
 {%- endmacro %}""",
 }
+_CALLS["mistral-ids"] = """\
+{%- macro calls(m) %}
+{%- for c in m.tool_calls %}
+{{- '[TOOL_CALLS]' + c.function.name + '[CALL_ID]' + c.id + '[ARGS]' }}
+{{- c.function.arguments | tojson }}
+{%- endfor %}
+{%- endmacro %}"""
+_CALLS["llama3-own"] = """\
+{%- macro calls(m) %}
+{%- if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}
+{%- set call = m.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+{%- endmacro %}{# <|python_tag|> #}"""
+_CALLS["nemotron"] = """\
+{%- macro calls(m) %}
+{{- '<TOOLCALL>' + m.tool_calls | map(attribute='function') | list | tojson + '</TOOLCALL>' }}
+{%- endmacro %}"""
 _CALLS["seed-oss"] = (
     (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
     .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
     .replace("'\n</parameter>", "'</parameter>")
-)
+) + "{% for t in tools or [] %}{{ t.function.parameters.properties.items() | list }}{% endfor %}"
 _WITH_CALLS = _LISTED.replace(
     "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}"
 )
@@ -155,10 +172,34 @@ TEMPLATES = {
     "llama3": _LISTED + "{# <|python_tag|> #}",
     "mistral": _LISTED + "{# [TOOL_CALLS] #}",
     "mistral-named": _LISTED + "{# [TOOL_CALLS] [ARGS] #}",
-    "ministral3": _LISTED + "{# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
+    # Reasoning is a part of the content.
+    "ministral3": (
+        _LISTED.replace(
+            "{{ m.content }}",
+            "{% for p in ([{'text': m.content}] if m.content is string else m.content) %}"
+            "{{ '[THINK]' + p['thinking'] + '[/THINK]' if p['thinking'] else p.text }}"
+            "{% endfor %}",
+        )
+        + "{# [TOOL_CALLS] [ARGS] #}"
+    ),
     "granite3": _LISTED + "{# <|tool_call|> #}",
     # As the first of LFM2, which shows no calls of earlier answers.
     "lfm2-own": "<|tool_list_start|>" + _LISTED,
+    "lfm2.5-own": "List of tools: [" + _LISTED,
+    # SmolLM3's own shows no calls either, and tools under another name.
+    "smollm3-own": "{% if xml_tools %}{{ xml_tools }}<tool_call>{% endif %}" + _PLAIN,
+    # The first of Gemma 4: results are fields of the message that made the calls.
+    "gemma4-own": _CALLS["gemma4"]
+    + """\
+{%- for m in messages %}
+{{- '<|turn>' + m.role + '\n' }}{% if m.tool_calls %}{{ calls(m) }}{% endif %}
+{%- for r in m.tool_responses %}
+{{- '<|tool_response>response:' + r.name + value({'value': r.response}) + '<tool_response|>' }}
+{%- endfor %}
+{{- m.content }}{% if m.content or not m.tool_responses %}{{ '<turn|>\n' }}{% endif %}
+{%- endfor %}
+{%- if not messages[-1].tool_responses %}{{ '<|turn>model\n' }}{% endif %}
+{%- if tools %}{% endif %}""",
     "gpt-oss": _HARMONY,
     # As Microsoft's own, which has no variable for tools.
     "phi4-mini-own": """\
@@ -169,8 +210,9 @@ TEMPLATES = {
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}""",
     **{family: calls + _WITH_CALLS for family, calls in _CALLS.items()},
+    "seed-oss-budget": _LISTED + "<seed:think><seed:cot_budget_reflect>\n{# </seed:think> #}",
     "gemma4-thinking": _CALLS["gemma4"] + _WITH_CALLS + "{# <|channel>thought <channel|> #}",
-    "unknown": _LISTED,
+    "unknown": _LISTED + "{# <tool_call> <arg_key> #}",
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
 }
@@ -219,6 +261,7 @@ _MISTRAL = ("[TOOL_CALLS]", "[ARGS]")
 _SPECIAL = {
     "mistral": _MISTRAL,
     "mistral-named": _MISTRAL,
+    "mistral-ids": (*_MISTRAL, "[CALL_ID]"),
     "ministral3": (*_MISTRAL, "[THINK]", "[/THINK]"),
     "gpt-oss": (
         *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(
-    r"^(?:<!-- fragment: (?P<why>.+) -->\n\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    r"^(?:<!-- fragment: (?P<why>[^\n]+) -->\n\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 

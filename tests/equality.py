@@ -345,10 +345,9 @@ class Witness:
     def see(self, engine: Engine, plan: StepPlan, step: InFlightStep) -> None:
         """Looks at the blocks that a step has filled with tokens that count."""
         size = engine._cache.block_size
-        computed: Any = step  # A CPU's, where there are guesses.
+        outputs = engine._runner.results(step).outputs if plan.drafts else ()
         refused = {
-            row: len(guesses) - len(computed.result.outputs[row].after_drafts)
-            for row, guesses in plan.drafts
+            row: len(guesses) - len(outputs[row].after_drafts) for row, guesses in plan.drafts
         }
         for row, (sequence, found) in enumerate(tokens_of_plan(plan)):
             tokens = self._tokens[sequence.request_id]

@@ -31,7 +31,7 @@ class LateRunner(FakeRunner):
         self._sampled: list[int] = []
 
     def submit(self, plan: StepPlan) -> LateStep:
-        check_supported(plan)
+        check_supported(plan, ("drafts",))
         assert len(self._queue) < 2, "at most two steps are in flight"
         self.num_ahead += len(self._queue)
         step = LateStep(plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))

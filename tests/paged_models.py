@@ -76,6 +76,7 @@ class PagedServer:
             max_tokens=max_tokens,
             max_seqs=max_seqs,
             max_pages=layout.most_pages(max_model_len, max_tokens, block_size),
+            block_size=block_size,
             device=model.device,
             graphs=graphs,
         )
@@ -114,8 +115,9 @@ class PagedServer:
         self.scheduler.complete(plan, outputs)
         for scheduled, output in zip(plan.sequences, outputs, strict=True):
             if output.token_id is not None:
-                self.answers[scheduled.request_id].append(output.token_id)
-                if output.logprobs is not None:
-                    self.logprobs[scheduled.request_id].append(output.logprobs.logprob)
+                self.answers[scheduled.request_id] += output.token_ids
+                for one in (output, *output.after_drafts):
+                    if one.logprobs is not None:
+                        self.logprobs[scheduled.request_id].append(one.logprobs.logprob)
         ended = [name for name, tokens in self.answers.items() if len(tokens) == self._limits[name]]
         self.scheduler.finish(ended)

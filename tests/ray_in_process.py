@@ -13,17 +13,19 @@ from unittest import mock
 import pytest
 from ray import serve
 
+from prefixcache._core import Cpu
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
-from prefixcache.engine.stats import PrefixHashInfo
 from prefixcache.ray_serve.job import Chunk, RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
-from prefixcache.ray_serve.replicas.replica_state import ReplicaState
+from prefixcache.ray_serve.replicas.replica_state import ReplicaState, Served
+from prefixcache.runner.cpu.cpu_runner import KERNEL_REVISION
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 
 BLOCK = 16
+ARITHMETIC = f"float32/{Cpu.available_instructions()[-1]}/r{KERNEL_REVISION}"
 FLAGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 140}
 
 
@@ -82,11 +84,11 @@ class FakeCommands:
         self.current = state
         self.num_asked = 0
 
-    async def state(self, hashes: PrefixHashInfo | None = None) -> ReplicaState:
+    async def state(self, served: Served | None = None) -> ReplicaState:
         self.num_asked += 1
         if self.current is None:
-            assert hashes is not None
-            return ReplicaState(root_hash=hashes.root_hash, weights_name=hashes.weights_name)
+            assert served is not None
+            return ReplicaState().served_by([served])
         return self.current
 
 
@@ -132,14 +134,20 @@ def request_of(prompt: Sequence[int], name: str = "r", **options: Any) -> Reques
     )
 
 
-def job_of(*requests: Request, root: str, block_size: int = BLOCK, **fields: Any) -> RoutedJob:
-    """The job of an ingress, with the hashes of the prompts."""
-    hashes = [
-        BlockHashes.compute(
-            one.prompt_token_ids, bytes.fromhex(root), block_size, cache_salt=one.cache.salt
-        ).state()
-        for one in requests
-    ]
+def job_of(
+    *requests: Request, root: str | dict[str, str], block_size: int = BLOCK, **fields: Any
+) -> RoutedJob:
+    """The job of an ingress, with the hashes of the prompts under a root, or one an arithmetic."""
+    roots = {ARITHMETIC: root} if isinstance(root, str) else root
+    hashes = {
+        arithmetic: [
+            BlockHashes.compute(
+                one.prompt_token_ids, bytes.fromhex(root), block_size, cache_salt=one.cache.salt
+            ).state()
+            for one in requests
+        ]
+        for arithmetic, root in roots.items()
+    }
     requests = tuple(dataclasses.replace(one, job_id="job") for one in requests)
     return RoutedJob(requests=requests, hashes=hashes, **fields)
 

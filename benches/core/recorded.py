@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from datetime import datetime, timezone
 from pathlib import Path
 
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 
 COMMANDS = {
     "policies": "cargo bench --package prefixcache-replay --bench eviction -- --as-json",
@@ -31,12 +30,8 @@ def main() -> None:
     asked = parser.parse_args()
     command = COMMANDS[asked.name]
     bench = subprocess.run(command.split(), check=True, stdout=subprocess.PIPE, text=True)
-    made = {
-        "command": command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
-        "rows": [json.loads(line) for line in bench.stdout.splitlines() if line.startswith("{")],
-    }
+    lines = [line for line in bench.stdout.splitlines() if line.startswith("{")]
+    made = run_facts(command) | {"rows": [json.loads(line) for line in lines]}
     record = asked.record or Path("benches/record") / f"{asked.name}.json"
     record.write_text(json.dumps(made, indent=1) + "\n")
     print(f"wrote {record}")

@@ -114,6 +114,7 @@ class System:
             max_tokens=setup.max_tokens,
             max_seqs=setup.max_seqs,
             max_pages=layout.most_pages(setup.max_model_len, setup.max_tokens, BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
             device=model.device,
         )
         memory = ModelMemory(

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
@@ -47,7 +46,7 @@ from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.parameters import EMBEDDING, OWN_EMBEDDING
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.tools.bench.machine import machine_facts, usable_cores
+from prefixcache.tools.bench.machine import run_facts, usable_cores
 from prefixcache.tools.bench.prompts import SOURCE_TEXT
 
 HERE = Path(__file__).parent
@@ -380,10 +379,7 @@ def _agreement(results: Results, labels: Sequence[str]) -> list[str]:
 
 
 def _to_json(results: Results, rounds: int, threads: int) -> dict[str, Any]:
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
+    return run_facts() | {
         "rounds": rounds,
         "threads": threads,
         "values": {

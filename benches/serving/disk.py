@@ -1,15 +1,17 @@
 """Time to the first token of a prompt that was evicted to a disk, next to computed and in memory.
 
-    python benches/serving/disk.py [--tokens 256 1024 4000 8000] [--folder ON_A_DISK]
+    python benches/serving/disk.py [--tokens 256 1024 4000] [--dir ON_A_DISK /dev/shm]
 
 The default model, in a pool that holds one such prompt. Each round: a new prompt, the same again
 with other last tokens, then others that push it out, then the same from the disk. The system's own
-cache of the file is dropped before (`posix_fadvise`), so that the disk itself is read.
+cache of the file is dropped before (`posix_fadvise`), so that the disk itself is read. A folder on
+a tmpfs shows what the tier costs without a disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -20,9 +22,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import httpx
-from restart import write_record
+import psutil
 
 from prefixcache.kv.tiers.disk_store import FILE_NAME
+from prefixcache.tools.bench.machine import run_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -92,31 +95,45 @@ def forget_pages(path: Path) -> None:
     os.close(descriptor)
 
 
+def kind_of(folder: Path) -> str:
+    """Whether the folder's files are on a disk."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one[1])]
+    return "tmpfs" if max(mounts, key=lambda one: len(one[1]))[2] == "tmpfs" else "disk"
+
+
+def rounds_of(tokens: int, count: int, parent: Path) -> dict[str, list[float]]:
+    """Of a server whose pool holds one prompt of that many tokens: each round's times."""
+    rounds: dict[str, list[float]] = defaultdict(list)
+    num_blocks = 2 + -(-(tokens + LAST + 1) // BLOCK) * 5 // 4
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
+        folder = Path(scratch) / "disk"
+        command = [*PREFIXCACHE, "serve", "--port", "0", "--num-blocks", str(num_blocks)]
+        command += ["--disk-cache-memory", "4GiB", "--disk-cache-dir", str(folder)]
+        command += ["--disk-cache-min-uses", "1"]
+        with server_process(command, Path(scratch) / "log") as server:
+            timed = Timed(server)
+            for number in range(count):
+                for name, value in measure(timed, tokens, 10 * number, folder).items():
+                    rounds[name].append(value)
+    return rounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4000])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4000, 8000])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure")
+    parser.add_argument("--dir", type=Path, nargs="+", default=[Path(tempfile.gettempdir())])
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    values: dict[str, dict[str, list[float]]] = {}
-    for tokens in given.tokens:
-        rounds: dict[str, list[float]] = defaultdict(list)
-        num_blocks = 2 + -(-(tokens + LAST + 1) // BLOCK) * 5 // 4
-        with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
-            folder = Path(scratch) / "disk"
-            command = [*PREFIXCACHE, "serve", "--port", "0", "--num-blocks", str(num_blocks)]
-            command += ["--disk-cache-memory", "4GiB", "--disk-cache-dir", str(folder)]
-            command += ["--disk-cache-min-uses", "1"]
-            with server_process(command, Path(scratch) / "log") as server:
-                timed = Timed(server)
-                for number in range(given.rounds):
-                    for name, value in measure(timed, tokens, 10 * number, folder).items():
-                        rounds[name].append(value)
-        medians = {name: statistics.median(times) for name, times in rounds.items()}
-        print(f"{tokens} tokens (ms): {medians}", flush=True)
-        values[str(tokens)] = rounds
-    write_record(given.output, values)
+    values: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(dict)
+    for parent in given.dir:
+        for tokens in given.tokens:
+            rounds = rounds_of(tokens, given.rounds, parent)
+            medians = {name: statistics.median(times) for name, times in rounds.items()}
+            print(f"{kind_of(parent)}, {tokens} tokens (ms): {medians}", flush=True)
+            values[kind_of(parent)][str(tokens)] = rounds
+    if given.output is not None:
+        given.output.write_text(json.dumps(run_facts() | {"values": values}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,19 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import sys
 import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -147,10 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run(asked.seconds, asked.phases, Path(folder))
     most = max(sum(sample["mapped_mib"]) for sample in found["samples"])
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
+    about = run_facts() | {
         "budget_mib": BUDGET // MIB,
         "most_mib": most,
         "under_budget": most <= BUDGET / MIB,

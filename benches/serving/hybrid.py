@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +41,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.specs import GroupKind
 from prefixcache.scheduler.scheduler import Scheduler
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SequenceOutput, StepPlan
@@ -313,9 +312,7 @@ def read_record(path: Path | None, *, simulate: bool) -> dict[str, Any]:
     """The record so far; one of other settings is not gone on with."""
     ours = settings(simulate=simulate)
     if path is None or not path.exists():
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        about = {"command": "make bench-hybrid", "date": date, "machine": machine_facts()}
-        return about | {"settings": ours, "cells": []}
+        return run_facts("make bench-hybrid") | {"settings": ours, "cells": []}
     record = json.loads(path.read_text())
     if record["settings"] != json.loads(json.dumps(ours)):
         raise typer.BadParameter(f"{path} was measured with other settings: name another record.")

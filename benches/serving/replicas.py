@@ -23,7 +23,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
@@ -33,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 
 from prefixcache.config.engine_config import EngineConfig  # noqa: E402
 from prefixcache.ray_serve.environment import prepare_environment  # noqa: E402
-from prefixcache.tools.bench.machine import machine_facts  # noqa: E402
+from prefixcache.tools.bench.machine import run_facts  # noqa: E402
 from tiny_models import make_checkpoint  # noqa: E402
 
 BLOCK_SIZE = 16
@@ -195,9 +194,8 @@ def recorded(rows: list[Row]) -> dict[str, object]:
     shown = [
         asdict(row) | {"hit_percent": 100 * row.hit_rate, "spread": row.spread} for row in rows
     ]
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = "make bench-replicas ARGS=" + shlex.quote(shlex.join(sys.argv[1:]))
-    return {"command": command, "date": date, "machine": machine_facts(), "rows": shown}
+    return run_facts(command) | {"rows": shown}
 
 
 def main() -> None:

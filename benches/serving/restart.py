@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import signal
 import statistics
 import sys
@@ -23,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from prefixcache._core import PrefixCache
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.kv.kv_folder import FileLayout, open_kept_file
 from prefixcache.models.hub import resolve_model
-from prefixcache.tools.bench.machine import machine_facts, usable_cores
+from prefixcache.tools.bench.machine import run_facts, usable_cores
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -196,20 +194,6 @@ def restore_ms(folder: Path) -> Times:
     return times
 
 
-def write_record(output: Path | None, values: dict[str, Any]) -> None:
-    """Of this run of a script in this folder, where it is asked for."""
-    if output is None:
-        return
-    script = f"benches/serving/{Path(sys.argv[0]).name}"
-    record = {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "machine": machine_facts(),
-        "values": values,
-    }
-    output.write_text(json.dumps(record, indent=2) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8000])
@@ -241,7 +225,8 @@ def main() -> None:
             print(f"a request with the folder, over one without, {name}: {interval(ratios)}")
         values["100,000 blocks"] = restore_ms(Path(scratch) / "many")
         print(f"100,000 blocks (ms): {values['100,000 blocks']}", flush=True)
-    write_record(given.output, values)
+    if given.output is not None:
+        given.output.write_text(json.dumps(run_facts() | {"values": values}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

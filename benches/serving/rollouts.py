@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import convert_model
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 SHOT = "After the digit {} a good answer is {}, and one with an even digit is wrong. "
@@ -62,12 +60,7 @@ def main() -> None:
                 for what, value in (row | {"prompt tokens computed": 1 - cached}).items():
                     values[what].setdefault(name, []).append(round(value, 4))
     if options.output is not None:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine_facts(),
-        }
-        options.output.write_text(json.dumps(about | {"values": values}) + "\n")
+        options.output.write_text(json.dumps(run_facts() | {"values": values}) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ import copy
 import gzip
 import json
 import os
-import shlex
-import sys
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +26,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 from prefixcache.types.request import CacheOptions
 
 CHATS = Path(__file__).parents[2] / "tests" / "data" / "taubench_airline.jsonl.gz"
@@ -159,12 +156,7 @@ def main() -> None:
         answers[name] = [asdict(pair) for pair in pairs]
         print(row(name, values[name], pairs), flush=True)
     if options.output is not None:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine_facts(),
-        }
-        record = about | {"values": values, "answers": answers}
+        record = run_facts() | {"values": values, "answers": answers}
         options.output.write_text(json.dumps(record) + "\n")
 
 

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +42,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.server.app import create_app
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import run_facts
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SequenceOutput, StepPlan, StepResult
@@ -277,9 +276,7 @@ def main(
     """Prints one JSON record."""
     measure, count = (measure_requests, requests) if requests else (measure_streams, streams)
     found = measure(count, tokens, step_ms / 1e3, rounds)
-    record = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
+    record = run_facts() | {
         "device_ms": step_ms,
         **{name: round(value, 4) for name, value in found.items()},
     }

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +41,7 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
 from prefixcache.scheduler.drafts import Drafter, DraftStream
 from prefixcache.scheduler.step_time import RowTimes
-from prefixcache.tools.bench.machine import machine_facts, usable_cores
+from prefixcache.tools.bench.machine import run_facts, usable_cores
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
@@ -432,11 +429,7 @@ def write(path: Path, rows: Sequence[Row], threads: int) -> None:
     names = ("text", "model", "activations", "streams", "force", "which_pass")
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in old if tuple(str(row[name]) for name in names) not in keys]
-    to = sys.argv.index("--output")
-    record = {
-        "command": shlex.join(["python", *sys.argv[:to], *sys.argv[to + 2 :]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_facts(),
+    record = run_facts() | {
         "threads": threads,
         "rows": kept + [asdict(row) for row in rows],
     }

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -101,14 +102,31 @@ def metrics() -> str:
     from prometheus_client import generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
+    from prefixcache import metrics as of
     from prefixcache.engine.residency import BlockResidency
-    from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
+    from prefixcache.events.publisher import EventPublisher
+    from prefixcache.kv.trace_writer import TraceWriter
 
-    pool = PoolGauges(**dict.fromkeys(PoolGauges.__dataclass_fields__, 0))
-    made = Metrics(lambda: Gauges(num_below_threshold={"request": 1}, pool=pool))
+    parts: dict[str, Any] = {
+        name: kind(**dict.fromkeys(kind.__dataclass_fields__, 0))
+        for name, kind in (
+            ("pool", of.PoolGauges),
+            ("file", of.FileCounts),
+            ("disk", of.DiskCounts),
+            ("loads", of.LoadCounts),
+        )
+    }
+    count = {"x": 0}
+    parts["drafts"] = of.DraftCounts(drafts=0, drafted=count, accepted=count)
+    gauges = of.Gauges(weights_bytes=0, num_below_threshold=count, num_stale_tokens={1: 0}, **parts)
+    made = of.Metrics(lambda: gauges)
+    made.miss_counts = count
+    made.finished["stop"] = 0
     cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
     made.of_blocks = BlockResidency(cache, MagicMock()).families
-    text = generate_latest(LabelledMetrics(made, model_name="x")).decode()
+    made.of_events = partial(EventPublisher.families, MagicMock())
+    made.of_recording = partial(TraceWriter.families, MagicMock())
+    text = generate_latest(of.LabelledMetrics(made, model_name="x")).decode()
     families = text_string_to_metric_families(text)
     rows = [[f"`{one.name}`", one.type, one.documentation] for one in families]
     return "# Metrics\n\n" + table(["name", "type", ""], sorted(rows))

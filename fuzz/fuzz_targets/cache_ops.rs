@@ -12,11 +12,10 @@ use prefixcache_core::hash::{HashConfig, Extras, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
 use prefixcache_core::retention::RetentionTable;
-use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, FreeOrder, Moves, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
 

@@ -835,6 +835,16 @@ class BlockStaging:
         """The tier holds nothing."""
     def count_stored(self, keys: _Sequence[bytes]) -> int:
         """How many leading ones of these the tier holds."""
+    def take_events(self, max_blocks: int) -> list[_Event]:
+        """Take what KV events are to report of blocks that the tier got or lost, without tokens.
+
+        Blocks under a salt are never reported; those that an earlier process wrote are once this
+        one has used them.
+        """
+    def report_again(self) -> None:
+        """Report all that the tier holds again, to who has forgotten it."""
+    def reported(self, group: int) -> npt.NDArray[np.uint64]:
+        """The hashes of a group's blocks that the tier holds and that are reported."""
     def fill(self, blocks: _Sequence[int], keys: _Sequence[bytes], values: _Sequence[bytes]) -> int:
         """Write values to blocks, up to the first that is not what `take` gave; how many.
 
@@ -1423,6 +1433,8 @@ class TraceReplay:
         max_delay_ms: float | None = None,
         snapshots: Literal["anchors", "ends", "every", "marconi"] = "anchors",
         snapshot_blocks: int | None = None,
+        disk_blocks: int | None = None,
+        min_uses: int | None = None,
     ) -> int:
         """Add a cache of `num_blocks` blocks, the null block not counted; returns its index.
 
@@ -1433,14 +1445,17 @@ class TraceReplay:
         first, unless the oldest has waited so long. Of a model with states a snapshot takes
         `snapshot_blocks` blocks, and `snapshots` says where they are kept: as the server does,
         where prompts and answers end, at each block, or as Marconi does (arXiv 2411.19379), for
-        which nothing else but the size counts. RuntimeError after the first batch.
+        which nothing else but the size counts. Behind the pool is a disk of `disk_blocks`, for
+        evicted blocks that were used `min_uses` times; a model with states has none. RuntimeError
+        after the first batch.
         """
     def advance(self) -> bool:
         """Run the next batch of requests; False after the last one. ValueError as `TraceReader`."""
     def outcome(self, index: int) -> dict[str, Any]:
         """What a cache's requests found so far.
 
-        Counts: requests, hit_requests, input_tokens, hit_tokens, evictions (blocks), and
+        Counts: requests, hit_requests, input_tokens, hit_tokens, evictions (blocks),
+        disk_tokens and disk_writes (blocks), and
         computed_p50, _p90 and _p99 (tokens of a request, up to a thousandth below). With
         `ms_per_token` also ttft_ms_p50, _p90 and _p99, good_requests (TTFT within `objective_ms`),
         start_ms of the first arrival, end_ms of the last prefill, and most_waiting.

@@ -244,10 +244,6 @@ class Metrics(Collector):
         """All metric families, for prometheus-client."""
         gauges = self.gauges()
         yield from _gauge_families(gauges)
-        if gauges.weights_bytes is not None:
-            yield GaugeMetricFamily(
-                PREFIX + "weights_bytes", "Memory of the weights.", value=gauges.weights_bytes
-            )
         if gauges.pool is not None:
             yield from _pool_families(gauges.pool)
         if gauges.file is not None:
@@ -267,7 +263,8 @@ class Metrics(Collector):
         return self._histograms[-1]
 
     def _counter_families(self, gauges: Gauges) -> Iterator[Metric]:
-        counters = (
+        yield from _families(
+            CounterMetricFamily,
             ("num_preemptions", "Preemptions so far.", gauges.num_preemptions),
             ("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
@@ -289,8 +286,6 @@ class Metrics(Collector):
             ("hints_demoted", "Blocks demoted over a budget.", gauges.num_hints_demoted),
             ("hints_expired", "Blocks whose TTL ended.", gauges.num_hints_expired),
         )
-        for name, documentation, value in counters:
-            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
         yield _labelled_counter(
             "request_success", "Requests that ended.", "finished_reason", self.finished
         )
@@ -356,42 +351,45 @@ def _labelled_counter(
     return family
 
 
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], *rows: tuple[str, str, float]
+) -> Iterator[Metric]:
+    """One family for each name, text and value."""
+    for name, documentation, value in rows:
+        yield kind(PREFIX + name, documentation, value=value)
+
+
 def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        PREFIX + "num_requests_running", "Requests that hold blocks.", value=gauges.num_running
+    yield from _families(
+        GaugeMetricFamily,
+        ("num_requests_running", "Requests that hold blocks.", gauges.num_running),
+        ("num_requests_waiting", "Requests not started.", gauges.num_waiting),
+        ("kv_cache_usage_perc", "Share of blocks held, 0 to 1.", gauges.cache_usage),
+        ("cached_blocks", "Blocks that can be hit, held or free.", gauges.num_cached_blocks),
+        (
+            "free_blocks",
+            "Blocks that no request holds, cached ones included.",
+            gauges.num_free_blocks,
+        ),
+        ("pinned_blocks", "Blocks that are evicted last.", gauges.num_pinned_blocks),
+        ("hinted_blocks", "Blocks that a hint ranks.", gauges.num_hinted_blocks),
     )
-    yield GaugeMetricFamily(
-        PREFIX + "num_requests_waiting", "Requests not started.", value=gauges.num_waiting
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "kv_cache_usage_perc", "Share of blocks held, 0 to 1.", value=gauges.cache_usage
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "cached_blocks",
-        "Blocks that can be hit, held or free.",
-        value=gauges.num_cached_blocks,
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "free_blocks",
-        "Blocks that no request holds, cached ones included.",
-        value=gauges.num_free_blocks,
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "pinned_blocks", "Blocks that are evicted last.", value=gauges.num_pinned_blocks
-    )
-    yield GaugeMetricFamily(
-        PREFIX + "hinted_blocks", "Blocks that a hint ranks.", value=gauges.num_hinted_blocks
-    )
+    if gauges.weights_bytes is not None:
+        yield from _families(
+            GaugeMetricFamily, ("weights_bytes", "Memory of the weights.", gauges.weights_bytes)
+        )
 
 
 def _pool_families(pool: PoolGauges) -> Iterator[Metric]:
-    gauges = (
+    yield from _families(
+        GaugeMetricFamily,
         ("kv_cache_blocks", "Blocks of the cache now.", pool.num_blocks),
         ("kv_cache_reserved_bytes", "Address space of the KV cache.", pool.reserved_bytes),
         ("kv_cache_mapped_bytes", "Memory that the system has given for it.", pool.mapped_bytes),
         ("kv_cache_held_bytes", "Memory of blocks that requests hold.", pool.held_bytes),
     )
-    counters = (
+    yield from _families(
+        CounterMetricFamily,
         ("kv_cache_resizes", "Changes of the cache's size.", pool.resizes),
         ("kv_cache_blocks_moved", "Cached blocks moved by a shrink.", pool.blocks_moved),
         ("kv_cache_blocks_lost", "Cached blocks lost to a shrink.", pool.blocks_lost),
@@ -399,27 +397,23 @@ def _pool_families(pool: PoolGauges) -> Iterator[Metric]:
         ("kv_cache_released_bytes", "Memory given back to the system.", pool.bytes_given_back),
         ("kv_cache_resize_seconds", "Time that steps waited for resizes.", pool.seconds),
     )
-    for name, documentation, value in gauges:
-        yield GaugeMetricFamily(PREFIX + name, documentation, value=value)
-    for name, documentation, value in counters:
-        yield CounterMetricFamily(PREFIX + name, documentation, value=value)
 
 
 def _file_families(file: FileCounts) -> Iterator[Metric]:
-    counters = (
+    yield from _families(
+        CounterMetricFamily,
         ("kv_file_restored_blocks", "Blocks found in the file at the start.", file.restored),
         ("kv_file_dropped_blocks", "Blocks of the file that could not be used.", file.dropped),
         ("kv_file_kept_blocks", "Blocks that the next process can find.", file.kept),
         ("kv_file_checked_blocks", "Restored blocks that are sound.", file.checked),
         ("kv_file_failed_checks", "Restored blocks that were damaged.", file.failed),
     )
-    for name, documentation, value in counters:
-        yield CounterMetricFamily(PREFIX + name, documentation, value=value)
 
 
 def _disk_families(disk: DiskCounts, loads: LoadCounts) -> Iterator[Metric]:
-    yield GaugeMetricFamily(PREFIX + "disk_blocks", "Blocks on the disk.", value=disk.stored)
-    counters = (
+    yield from _families(GaugeMetricFamily, ("disk_blocks", "Blocks on the disk.", disk.stored))
+    yield from _families(
+        CounterMetricFamily,
         ("disk_written_blocks", "Evicted blocks that went to the disk.", disk.written),
         ("disk_dropped_blocks", "Evicted blocks that the queue had no room for.", disk.dropped),
         ("disk_skipped_blocks", "Evicted blocks that were used too seldom.", disk.skipped),
@@ -430,13 +424,12 @@ def _disk_families(disk: DiskCounts, loads: LoadCounts) -> Iterator[Metric]:
         ("disk_late_loads", "Loads that took longer than computing.", loads.late),
         ("disk_hits", "Tokens loaded from the disk.", loads.tokens),
     )
-    for name, documentation, value in counters:
-        yield CounterMetricFamily(PREFIX + name, documentation, value=value)
 
 
 def _draft_families(counts: DraftCounts) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        PREFIX + "spec_decode_num_drafts", "Times that tokens were guessed.", value=counts.drafts
+    yield from _families(
+        CounterMetricFamily,
+        ("spec_decode_num_drafts", "Times that tokens were guessed.", counts.drafts),
     )
     yield _labelled_counter(
         "spec_decode_num_draft_tokens", "Tokens that were guessed.", "source", counts.drafted

@@ -70,7 +70,7 @@ def test_a_page_shows_what_the_cache_does(address: str) -> None:
     assert first["requests"] == []
     assert 0 < then["point"]["hit_ratio"] < 1
     assert then["point"]["ttft_p50"] > 0
-    assert then["point"]["saved_tokens"] > then["point"]["computed_tokens"] > 0
+    assert then["point"]["memory_tokens"] > then["point"]["computed_tokens"] > 0
 
 
 def _next_snapshot(events: Iterator[dict[str, Any]]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_the_page_stays_as_small_as_it_was_however_long_it_is_open(page: Page) -
     """Events of many days with requests, prefixes and misses that come and go."""
     script = """MODULE.then((page) => {
         const points = (time) => ({time, running: 2, waiting: 1, hit_ratio: 0.5, ttft_p50: 0.1,
-            ttft_p90: 0.2, saved_tokens: time % 7, computed_tokens: 3, generated_tokens: 2,
+            ttft_p90: 0.2, memory_tokens: time % 7, computed_tokens: 3, generated_tokens: 2,
             evictions: 1, demotions: 0});
         const cache = {enabled: true, is_sleeping: false, is_paused: false, block_size: 16,
             num_blocks: 4, recent_hit_ratio: 0.5, recent_queries: 2, hit_tokens: 1,
@@ -226,6 +226,7 @@ def test_colours_differ_enough_to_be_read(page: Page, dark: bool) -> None:
         ("dim", "panel"): 4.5,
         ("first", "panel"): 4.5,
         ("second", "panel"): 4.5,
+        ("third", "panel"): 4.5,
         ("bad", "back"): 4.5,
         ("held", "panel"): 3,
         ("cached", "panel"): 3,

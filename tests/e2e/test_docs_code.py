@@ -28,7 +28,6 @@ from serving import serve_folder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks(page) if block.why is None]
-LIBRARY = "docs/tutorials/library.md"  # tests/unit/test_library_page.py runs it
 needs_model = pytest.mark.skipif(
     not is_downloaded(DEFAULT_MODEL), reason="prefixcache download was not run"
 )
@@ -68,7 +67,7 @@ def test_every_page_with_python_is_run_below() -> None:
         "docs/reference/hashing.md",
         "docs/reference/structured-output.md",
         "docs/tutorials/rl.md",
-        LIBRARY,
+        "docs/tutorials/library.md",
     }
     assert {here(block) for block in BLOCKS if block.language == "python"} == tested
 
@@ -87,6 +86,13 @@ def test_the_readmes_example_shows_a_hit(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_clients_second_answer_hits(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     run("docs/index.md", {}, address)
     assert "32 prompt tokens came from the cache" in capsys.readouterr().out
+
+
+def test_the_code_of_the_librarys_page_runs() -> None:
+    found = run("docs/tutorials/library.md", {})
+    for name in ("cache", "pool"):
+        found[name].validate()
+        assert found[name].stats()["blocks_in_use"] == 0
 
 
 @pytest.mark.model
@@ -142,25 +148,35 @@ def bash(code: str, **options: Any) -> str:
     return done.stdout
 
 
-def test_replays_print_what_the_page_shows(tmp_path: Path) -> None:
-    """Of the small trace; the page's first command reads all three, which takes minutes."""
-    (tmp_path / "benches").symlink_to(ROOT / "benches")
-    scripts = tmp_path / "bin"
-    scripts.mkdir()
-    command = scripts / "prefixcache"
+@pytest.fixture
+def place(tmp_path: Path) -> dict[str, Any]:
+    """A folder in which `prefixcache` is a command."""
+    command = tmp_path / "prefixcache"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m prefixcache "$@"\n')
     command.chmod(0o755)
-    path = f"{scripts}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "COLUMNS": "80", "PYTHONPATH": str(ROOT / "python")}
-    page = [*blocks(ROOT / "docs/guides/sizing.md")]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "COLUMNS": "80", "PYTHONPATH": str(ROOT / "python")}
+    return {"cwd": tmp_path, "env": os.environ | environment}
+
+
+def test_replays_print_what_the_page_shows(place: dict[str, Any]) -> None:
+    (place["cwd"] / "benches").symlink_to(ROOT / "benches")
     compared = 0
-    for block, after in itertools.pairwise(page):
-        if (
-            block.language == "sh"
-            and "prefixcache replay" in block.code
-            and "weka64" not in block.code
-        ):
-            printed = " ".join(bash(block.code, cwd=tmp_path, env=environment).split())
-            assert " ".join(after.code.split()) in printed
-            compared += 1
+    for block, after in itertools.pairwise(blocks(ROOT / "docs/guides/sizing.md")):
+        if "prefixcache replay" in block.code and block.why is None:
+            printed = " ".join(bash(block.code, **place).split())
+            if after.language == "text":
+                assert " ".join(after.code.split()) in printed
+                compared += 1
     assert compared == 2
+
+
+@pytest.mark.model
+@needs_model
+def test_a_prompt_is_answered_and_explained(address: str, place: dict[str, Any]) -> None:
+    (place["cwd"] / "body.json").write_text('{"prompt": "Paris is the capital of"}')
+    place["env"]["PREFIXCACHE_URL"] = address
+    for page, shown in (("docs/index.md", "Paris"), ("docs/guides/diagnostics.md", "are cached")):
+        commands = ("prefixcache generate", "prefixcache explain")
+        (code,) = [b.code for b in BLOCKS if here(b) == page and b.code.startswith(commands)]
+        assert shown in bash(code, **place)

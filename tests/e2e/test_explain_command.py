@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prefixcache.cli.main import app as command
+from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.options.header_lines import HeaderLines
 from repeatable import bounded
@@ -27,14 +28,19 @@ Messages = list[dict[str, Any]]
 
 @contextmanager
 def server(
-    folder: Path, *, memory: int = 2**24, keys: tuple[str, ...] = (), lines: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    memory: int = 2**24,
+    keys: tuple[str, ...] = (),
+    lines: tuple[str, ...] = (),
+    **flags: Any,
 ) -> Generator[httpx.Client, None, None]:
     application, engine = serve_folder(
         folder,
         served={"header_lines": HeaderLines(lines)},
         access={"rules": AccessRules(api_keys=keys, admin_api_keys=("root",) if keys else ())},
         diagnostics_memory=memory,
-        num_blocks=4000,
+        **{"num_blocks": 4000, **flags},
     )
     try:
         with running(application) as address, httpx.Client(base_url=address, timeout=60) as client:
@@ -84,7 +90,7 @@ def test_an_agent_whose_header_varies_is_explained_in_one_line(long_checkpoint: 
     assert f"by {turns - 1} requests: message 0, system, differs at character 1" in lines[0]
     last, before = (f"14:{turn // 60:02}:{turn % 60:02}" for turn in (turns - 1, turns - 2))
     assert f"`{last}` was `{before}`" in lines[0]
-    assert "a date or time in the first 200 tokens; move it behind the stable part" in lines[0]
+    assert "a date or time in the first 200 tokens; move it after the stable part" in lines[0]
     computed = int(lines[0].split()[1])
     assert computed > 0.8 * int(total.split()[3]) * (turns - 2) / turns
 
@@ -124,7 +130,7 @@ def test_a_billing_header_is_named_and_may_be_left_out(long_checkpoint: Path) ->
             for one in (completed, bare)
         ]
         assert sizes[0] == sizes[1]
-        assert "Nothing that an earlier prompt had" in explained(client).output
+        assert "No avoidable recomputation found." in explained(client).output
 
 
 def test_one_prompt_is_explained_and_not_computed(long_checkpoint: Path, tmp_path: Path) -> None:
@@ -191,3 +197,34 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         result = CliRunner().invoke(command, ["explain", "--url", url])
         assert result.exit_code == 1
         assert len(result.stderr.splitlines()) == 1
+
+
+def test_clients_see_what_lies_on_a_disk(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)  # Loads are never late.
+    body = {"model": "tiny", "max_tokens": 1, "ignore_eos": True}
+    prompt, other = list(range(10, 160)), list(range(140, 370))
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps(body | {"prompt": prompt}))
+    disk = {"disk_cache_memory": "64MiB", "disk_cache_dir": tmp_path / "disk"}
+    flags = {"num_blocks": 16, "max_model_len": 240, "disk_cache_min_uses": 1}
+    with server(tiny_checkpoint("qwen3"), **disk, **flags) as client:
+
+        def asked(**fields: Any) -> dict[str, Any]:
+            answer = client.post("/v1/completions", json=body | fields).raise_for_status().json()
+            return answer | answer.pop("choices")[0]
+
+        asked(prompt=prompt)
+        asked(prompt=other)
+        on_disk = "0 of 150 tokens are cached, the next 144 on the disk: "
+        while on_disk not in (said := explained(client, str(file)).output):
+            assert "are cached" in said, said
+        refused = asked(prompt=prompt, cache_hit_threshold=0.9)
+        assert refused["finish_reason"] == "cache_threshold"
+        taken = asked(
+            prompt=prompt, cache_hit_threshold=0.9, cache_hit_threshold_tiers="memory,disk"
+        )
+        assert taken["finish_reason"] == "length"
+        assert taken["usage"]["prompt_tokens_details"]["disk_cached_tokens"] == 144
+        assert client.get("/prefix_cache/stats").json()["disk_cached_tokens"] == 144
+        said = explained(client).output
+    assert "530 tokens: 27.2 % from the cache (27.2 % from its disk)" in said

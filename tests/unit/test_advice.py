@@ -87,7 +87,7 @@ def test_a_time_at_the_top_is_one_finding_over_all_turns() -> None:
     assert (found.num_requests, found.offender, found.reason) == (29, "date", "different_text")
     assert str(found).endswith(
         "computed again by 29 requests: message 0, system, differs at character 10: `14:09:23.` "
-        "was `14:08:16.`: a date or time in the first 200 tokens; move it behind the stable part, "
+        "was `14:08:16.`: a date or time in the first 200 tokens; move it after the stable part, "
         "as to the last user message, or leave the time out"
     )
 
@@ -105,7 +105,7 @@ def test_a_time_at_the_top_is_one_finding_over_all_turns() -> None:
             "--strip-header-pattern",
         ),
         ("You are Ann.", "x-anthropic-billing-header: cch=1;", None, "move it"),
-        ("You are Ann.", "You are Bob.", None, "move it behind the stable part"),
+        ("You are Ann.", "You are Bob.", None, "move it after the stable part"),
     ],
 )
 def test_offenders_in_a_system_message(old: str, new: str, offender: str, reported: str) -> None:

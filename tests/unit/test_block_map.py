@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.core import PrefixCache
-from prefixcache.server.dashboard.rates import quantile
+from prefixcache.metrics import Histogram
+from prefixcache.server.dashboard.rates import Counters, quantile, rates
 from prefixcache.server.dashboard.view import block_map
 
 BLOCK = 4
@@ -71,3 +73,13 @@ def test_a_quantile_lies_between_the_bounds_around_it(values: list[float], share
     assert found is not None
     assert [0.0, *bounds][place] <= found <= [*bounds, 10.0][place]
     assert quantile(bounds, [0] * 5, share) is None
+
+
+def test_what_came_from_a_disk_was_not_computed() -> None:
+    none = Counters(0.0, 0, 0, 0, 0, 0, 0, [0, 0])
+    ttft = Histogram("ttft", "", (1.0,))
+    now = Counters(2.0, 100, 40, 20, 0, 0, 0, [0, 0])
+    found = rates(none, now, ttft)
+    assert (found.memory_tokens, found.disk_tokens, found.computed_tokens) == (20, 10, 20)
+    assert found.hit_ratio == 0.6
+    assert rates(none, dataclasses.replace(now, disk_cached_tokens=0), ttft).disk_tokens is None

@@ -168,6 +168,27 @@ def test_reasoning_is_separated_from_content(family, options, text, expected):
         assert read(plan.new_parser(), pieces) == (*expected, [])
 
 
+def test_a_budget_of_no_thought_is_within_reasoning():
+    plan = chat_format("seed-oss-budget").plan(QUESTION)
+    text = "I answer at once.</seed:cot_budget_reflect>\n</seed:think>yes"
+    said, reasoned, _ = read(plan.new_parser(), [text])
+    assert said == "yes"
+    assert reasoned.startswith("I answer at once.")
+
+
+def test_calls_keep_the_ids_that_answers_name():
+    """A template shows them again; one that comes twice names one call alone."""
+    one = "[TOOL_CALLS]get_time[CALL_ID]aBcDeF123[ARGS]{}"
+    text = f"{one}{one}[TOOL_CALLS]get_time[CALL_ID]short[ARGS]{{}}[TOOL_CALLS]get_time[ARGS]{{}}"
+    message = Message()
+    message.add(parser("mistral-ids").push(text, finished=True))
+    assert [call.name for call in message.tool_calls] == ["get_time"] * 4
+    ids = [call.id for call in message.tool_calls]
+    assert ids[0] == "aBcDeF123"
+    assert len({*ids}) == 4
+    assert {len(one) for one in ids} == {9}
+
+
 def test_an_answer_without_thinking_begins_with_content():
     plan = chat_format("qwen3").plan(QUESTION, variables={"enable_thinking": False})
     assert plan.prompt.endswith("</think>\n\n")

@@ -14,7 +14,8 @@ from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.structured_output import StructuredOutput
 
 NAMED = {"type": "function", "function": {"name": "get_time"}}
-CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "unit": "C"}}'
+ARGUMENTS = '{"city": "Rome", "unit": "C"}'
+CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 OTHER = '{"name": "get_time", "arguments": {}}'
 HERMES, HERMES_OTHER = (f"<tool_call>\n{one}\n</tool_call>" for one in (CALL, OTHER))
 LLAMA = CALL.replace("arguments", "parameters")
@@ -72,6 +73,7 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("qwen3", "required", True, HERMES, True),
         ("qwen3", "required", True, f"<think>\n{WRONG}\n</think>\n\n{HERMES}", True),
         ("qwen3", "required", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
+        ("qwen3", "required", True, f"<think>\nhm\n</think>\n{HERMES}", True),
         ("qwen3", "auto", True, f"<think>\n{WRONG}\n</think>\n\nNo.", True),
         ("qwen3", "auto", True, f"<think>\nhm\n</think>\n\n{WRONG}", False),
         ("qwen3-thinking", "required", True, f"hm\n</think>\n\n{HERMES}", True),
@@ -91,6 +93,7 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("llama3", "auto", True, CALL, False),
         ("llama3", "auto", True, f"<|python_tag|>{CALL}", False),
         ("mistral", "required", True, f"[TOOL_CALLS][{CALL}, {OTHER}]", True),
+        ("mistral", "required", True, f'[TOOL_CALLS][{CALL[:-1]}, "id": "aBcDeF123"}}]', True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{OTHER}]", True),
         ("mistral", "auto", True, f"Well[TOOL_CALLS][{CALL}", False),
         ("mistral-named", "required", True, "[TOOL_CALLS]get_time[ARGS]{}", True),
@@ -180,6 +183,14 @@ def test_a_template_shows_tools_calls_and_results():
     assert "<|im_start|>tool\nmild<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>" in prompt
 
 
+def test_a_template_of_one_call_a_message_shows_each_with_its_result():
+    prompt = chat_format("llama3-own").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    turns = ("assistant", LLAMA), ("tool", "mild")
+    turns += ("assistant", OTHER.replace("arguments", "parameters")), ("tool", "noon")
+    shown = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    assert f"{shown}<|im_start|>assistant" in prompt
+
+
 def test_a_template_that_shows_no_calls_shows_them_as_text():
     prompt = chat_format("phi4-mini-own").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
     functions = json.dumps([tool["function"] for tool in TOOLS])
@@ -211,6 +222,10 @@ def test_a_template_without_tools_is_given_them_as_text():
         ("phi4-mini", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("phi4-mini-own", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("granite3", f"<|tool_call|>[{CALL}]"),
+        ("nemotron", f"<TOOLCALL>[{CALL}]</TOOLCALL>"),
+        ("mistral-ids", f"[TOOL_CALLS]get_weather[CALL_ID]aBcDeF123[ARGS]{ARGUMENTS}"),
+        ("smollm3-own", HERMES),
+        ("lfm2.5-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("lfm2-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
         ("olmo3", "<function_calls>\nget_weather(city='Rome', unit='C')\n</function_calls>"),
@@ -240,8 +255,8 @@ def test_the_next_prompt_goes_on_with_the_calls_of_the_answer(family, answer):
     use = read_tool_use(TOOLS)
     first = chat_format(family).plan(QUESTION, tool_use=use).prompt
     assert holds(family, grammar(family, "required"), answer)
-    message = assistant(("c1", "get_weather", {"city": "Rome", "unit": "C"}))
-    result = {"role": "tool", "tool_call_id": "c1", "content": "mild"}
+    message = assistant(("aBcDeF123", "get_weather", {"city": "Rome", "unit": "C"}))
+    result = {"role": "tool", "tool_call_id": "aBcDeF123", "content": "mild"}
     later = chat_format(family).plan([*QUESTION, message, result], tool_use=use).prompt
     assert later.startswith(first + answer)
 
@@ -257,8 +272,27 @@ def test_developers_speak_in_a_role_that_the_template_knows(family, role):
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_given_back_to_the_template(name):
     said = {"role": "assistant", "content": "Mild.", name: "Rome is in Italy."}
-    prompt = chat_format("qwen3").plan([*QUESTION, said]).prompt
-    assert "<think>\nRome is in Italy.\n</think>\n\nMild." in prompt
+    shown = [
+        chat_format(f).plan([*QUESTION, said, *QUESTION]).prompt for f in ("qwen3", "ministral3")
+    ]
+    assert "<think>\nRome is in Italy.\n</think>\n\nMild.<|im_end|>" in shown[0]
+    assert "[THINK]Rome is in Italy.[/THINK]Mild.<|im_end|>" in shown[1]
+
+
+def test_a_turn_goes_on_behind_results_where_they_are_fields_of_its_message():
+    use, said = read_tool_use(TOOLS), {"role": "assistant", "content": "Mild."}
+    prompts = [
+        chat_format("gemma4-own").plan([*QUESTION, *more], tool_use=use).prompt
+        for more in (HISTORY[1:2], HISTORY[1:], [*HISTORY[1:], said])
+    ]
+    results = "".join(
+        f'<|tool_response>response:{name}{{value:<|"|>{text}<|"|>}}<tool_response|>'
+        for name, text in (("get_weather", "mild"), ("get_time", "noon"))
+    )
+    head = prompts[0].removesuffix("<turn|>\n<|turn>model\n")
+    assert head.endswith("<|tool_call>call:get_time{}<tool_call|>")
+    assert prompts[1] == head + results
+    assert prompts[2] == head + results + "Mild.<turn|>\n"
 
 
 def _tool(**fields):

@@ -14,6 +14,7 @@ import torch
 
 from loaded import torch_model
 from paged_models import CPU, PagedServer
+from plain_drafts import HostileDrafter
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from prefixcache.runner.cuda.cuda_graph import choose_size, graph_sizes
@@ -142,6 +143,24 @@ def test_other_sampling_follows_on_the_graphs_logits(tiny_checkpoint: TinyCheckp
     assert capture.num_replays
     for name, values in plain.logprobs.items():
         assert graphs.logprobs[name] == pytest.approx(values, abs=1e-4)
+
+
+def test_guesses_are_rows_of_the_same_graphs(tiny_checkpoint: TinyCheckpoint) -> None:
+    model = load(tiny_checkpoint("gemma3"))
+    asked, options = prompts(5, 19), {"temperature": 0.8, "logprobs": 0, "frequency_penalty": 0.4}
+    plain = PagedServer(model)
+    expected = plain.generate(asked, 30, **options)
+    capture = TapeCapture()
+    graphs = server(model, capture)
+    answers = {f"request-{n}": asked[n] + expected[n] for n in range(2)}
+    graphs.scheduler.drafter = HostileDrafter(5, answers, 384, most=3)
+    assert graphs.generate(asked, 30, **options) == expected
+    for name, values in plain.logprobs.items():
+        assert graphs.logprobs[name] == pytest.approx(values, abs=1e-4)
+    pure = [p for p in graphs.plans if p.sequences and p.num_decodes == len(p.sequences)]
+    assert capture.num_replays == len(pure)
+    assert sum(bool(plan.drafts) for plan in pure) > 5
+    assert len(graphs.plans) < len(plain.plans)
 
 
 def test_added_rows_leave_all_blocks_but_the_null_block_alone(tiny_checkpoint):

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,13 +14,15 @@ import pytest
 
 from equality import WIDE, Bench, Counts, schedule_on_disk
 from prefixcache.config.engine_config import EngineConfig
+from prefixcache.diagnostics.reasons import Asked, Explanation
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
-from prefixcache.types.request import Request, RequestOutput
+from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 
 TinyCheckpoint = Callable[..., Path]
@@ -47,10 +50,13 @@ class Served:
         self.engine: Engine = build(config, folder).engine
         self.outputs: dict[str, list[RequestOutput]] = {}
 
-    def add(self, name: str, prompt: list[int]) -> None:
+    def add(self, name: str, prompt: list[int], **options: Any) -> None:
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
         self.outputs[name] = []
-        self.engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
+        cache = CacheOptions(**options)
+        self.engine.add_request(
+            Request(request_id=name, prompt_token_ids=prompt, params=params, cache=cache)
+        )
 
     def step(self) -> None:
         for output in [*self.engine.take_outputs(), *self.engine.step()]:
@@ -114,6 +120,7 @@ def test_hits_from_disk_change_no_bit(model, tmp_path):
     served.evict()
     assert served.answer("again", PROMPT) == served.said("first")
     assert (served.from_disk("again"), served.outputs["again"][0].num_cached_tokens) == (144, 144)
+    assert served.engine.control.prefix_cache_stats().disk_cached_tokens == 144
     assert served.answer("memory", PROMPT) == served.said("first")
     assert served.from_disk("memory") == 0
     served.engine.close()
@@ -130,6 +137,48 @@ def test_usage_tells_what_came_from_the_disk():
     assert usage(counts)["prompt_tokens_details"]["disk_cached_tokens"] == 4
     none = usage(counts._replace(from_disk=0))["prompt_tokens_details"]
     assert "disk_cached_tokens" not in none
+
+
+@pytest.mark.parametrize("tiers", ["memory", "memory,disk"])
+def test_a_threshold_counts_the_tiers_asked_for(model, tmp_path, tiers):
+    served = Served(model, tmp_path / "disk", cache_hit_threshold_tiers=tiers)
+    served.evict()
+    all_count = tiers != "memory"
+    asked = [
+        ("memory", 0.01, False),
+        ("memory,disk", 0.97, False),  # 144 of 150 tokens are on the disk.
+        (None, 0.97, False),
+        (None, 0.96, all_count),
+        ("memory,disk", 0.96, True),
+    ]
+    for number, (own, threshold, goes_on) in enumerate(asked):
+        served.add(f"{number}", PROMPT, hit_threshold=threshold, hit_tiers=own)
+        served.run()
+        ending = served.outputs[f"{number}"][-1].finish_reason
+        assert ending == ("length" if goes_on else "cache_threshold")
+    served.engine.close()
+
+
+def test_a_miss_says_what_lies_on_the_disk(model, tmp_path):
+    served = Served(model, tmp_path / "disk")
+    diagnostics = CacheDiagnostics(served.engine, 1 << 20)
+    served.evict()
+    diagnostics.settle()
+
+    def explained(prompt: list[int], **sent: Any) -> Explanation:
+        ids = np.array(prompt, np.int32)
+        asked = Asked(token_ids=ids, owner=None, salt=None, **sent)
+        return diagnostics.explain(asked, sees_all=True)
+
+    found = explained(PROMPT)
+    assert (found.miss.hit_tokens, found.miss.reason, found.disk_tokens) == (0, "on_disk", 144)
+    assert "tokens 0 to 15 is on the disk" in str(found)
+    assert explained(PROMPT[:48]).disk_tokens == 32  # The last token is computed.
+    assert explained(PROMPT, hit_tokens=48).disk_tokens == 96
+    # What was evicted since then was not on the disk then.
+    assert explained(PROMPT, hit_tokens=0, started_at=0.0).miss.reason == "never_seen"
+    assert explained(tokens(64, seed=9)).disk_tokens == 0
+    served.engine.close()
 
 
 def test_others_run_while_a_request_waits(model, tmp_path, slow_disk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sqlite3
 import subprocess
@@ -9,11 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from prefixcache._core import BlockStaging, PrefixCache
+from prefixcache.events import wire
+from prefixcache.events.config import KVEventsConfig
+from prefixcache.events.publisher import EventPublisher
+from prefixcache.kv.events import CacheEvents
 from prefixcache.kv.tiers.disk_store import FILE_NAME, DiskStore
 from prefixcache.kv.tiers.disk_tier import DiskTier, block_key
 
@@ -44,9 +51,12 @@ class Tiered:
         if starts:
             self.tier.start()
 
-    def compute(self, first: int, num_blocks: int = 7, **hints: int) -> list[bytes]:
+    def compute(
+        self, first: int, num_blocks: int = 7, salt: str | None = None, **hints: int
+    ) -> list[bytes]:
         """Fills the blocks of a prompt with numbers of its tokens; its hashes."""
-        sequence = self.cache.new_sequence([first + i for i in range(16 * num_blocks)])
+        tokens = [first + i for i in range(16 * num_blocks)]
+        sequence = self.cache.new_sequence(tokens, cache_salt=salt)
         if hints:
             sequence.set_hints("", [(0, None, hints["priority"], None)])
         assert self.cache.commit_prefix_plan(sequence, 0, 16 * num_blocks) == 0
@@ -194,6 +204,88 @@ def test_the_folder_is_the_users_alone_and_bounded(make, folder):
     assert counts.written > counts.stored > 4 * MIB // (2 * TENSORS * BLOCK_BYTES)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+
+
+class Reported:
+    """What readers of KV events know of a cache and its disk."""
+
+    def __init__(self, tiered: Tiered) -> None:
+        self._sockets = mock.Mock()
+        events = CacheEvents(tiered.cache, ("full",), tiered.staging)
+        self._publisher = EventPublisher(events, self._sockets, KVEventsConfig(), model="tiny")
+
+    def blocks(self) -> dict[str, set[int]]:
+        """Hashes by medium, after all events so far; a snapshot has the same."""
+        _, *stored, end = wire.decode_snapshot(iter(self._publisher.snapshot().next_part, b""))
+        batches = [wire.decode_batch(call.args[1]) for call in self._sockets.send.mock_calls]
+        known = _held([event for batch in batches for event in batch.events])
+        assert _held(stored) == known
+        assert isinstance(end, wire.SnapshotEnd)
+        assert end.num_blocks == sum(map(len, known.values()))
+        return known
+
+
+def _held(events: list[Any]) -> dict[str, set[int]]:
+    held: dict[str, set[int]] = {"GPU": set(), "DISK": set()}
+    for event in events:
+        if isinstance(event, wire.AllBlocksCleared):
+            held = {medium: set() for medium in held}
+        elif isinstance(event, wire.BlockStored):
+            held[event.medium] |= set(event.block_hashes)
+        else:
+            held[event.medium] -= set(event.block_hashes)
+    return held
+
+
+def short(*hashes: list[bytes]) -> set[int]:
+    return {int.from_bytes(one[-8:], "big") for one in itertools.chain(*hashes)}
+
+
+def test_kv_events_tell_what_the_disk_has(make):
+    tiered = make()
+    reported = Reported(tiered)
+    first, second = tiered.compute(100), tiered.compute(1100)
+    tiered.settle()
+    assert reported.blocks() == {"GPU": short(second), "DISK": short(first)}
+    tiered.compute(3000, salt="mine")
+    last = tiered.compute(5000)
+    tiered.settle()
+    assert tiered.tier.counts().stored == 21
+    on_disk = short(first, second)
+    assert reported.blocks() == {"GPU": short(last), "DISK": on_disk}
+    tiered.staging.remove_stored([block_key(first[0])])
+    assert reported.blocks()["DISK"] == on_disk - short(first[:1])
+    tiered.staging.clear_stored()  # As when the disk fails.
+    assert reported.blocks() == {"GPU": short(last), "DISK": set()}
+    tiered.staging.add_stored([block_key(one) for one in second], tiered.staging.era)
+    assert reported.blocks()["DISK"] == short(second)
+    tiered.cache.clear_cache_index()
+    assert reported.blocks() == {"GPU": set(), "DISK": set()}
+
+
+def test_a_reader_that_lost_all_hears_again_what_the_disk_has(make, monkeypatch):
+    tiered = make()
+    reported = Reported(tiered)
+    first = evicted(tiered)
+    reported.blocks()
+    late = [("cleared", 0, None, [], [])]
+    monkeypatch.setattr(CacheEvents, "take", lambda *_: [late.pop()] if late else [])
+    none = mock.Mock(num_blocks=0, take=lambda _: [])
+    monkeypatch.setattr(CacheEvents, "snapshot", lambda _: none)
+    assert reported.blocks() == {"GPU": set(), "DISK": short(first)}
+
+
+def test_blocks_of_an_earlier_process_are_reported_once_they_were_used(make):
+    first = make()
+    hashes = evicted(first)
+    first.tier.close()
+    second = make()
+    reported = Reported(second)
+    while second.tier.count(hashes) < 7:
+        pass
+    assert reported.blocks()["DISK"] == set()
+    assert evicted(second) == hashes
+    assert reported.blocks()["DISK"] == short(hashes)
 
 
 def test_a_failing_disk_makes_the_tier_idle_until_it_is_back(make, folder, caplog):

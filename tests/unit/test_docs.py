@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from types import ModuleType
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from code_blocks import Block, blocks
 from prefixcache.cli.main import app
@@ -145,7 +147,11 @@ def test_every_block_of_code_has_a_language(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"(?:\A|\n\n)```\n.*?^```$", text, re.MULTILINE | re.DOTALL)
     known = (*OUTPUT, "python", "sh", "yaml", "rust")
-    assert [block for block in blocks(page) if block.language not in known] == []
+    found = [block.language for block in blocks(page)]
+    assert set(found) <= set(known)
+    assert len(found) == len(re.findall(r"^```\w+$", text, re.MULTILINE))
+    if page.parent == ROOT or ROOT / "docs" in page.parents:
+        assert not re.search(r"^    (?:curl|make|pip|prefixcache) ", text, re.MULTILINE)
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
@@ -163,7 +169,7 @@ def test_data_can_be_read(block: Block) -> None:
 
 @of("python")
 def test_python_compiles_and_its_imports_exist(block: Block) -> None:
-    """Blocks without the mark of a fragment also run, in tests/e2e/test_docs.py."""
+    """Blocks without the mark of a fragment also run, in tests/e2e/test_docs_code.py."""
     tree = compile(
         block.code, str(block), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     )
@@ -175,22 +181,41 @@ def test_python_compiles_and_its_imports_exist(block: Block) -> None:
 
 
 @of("sh")
-def test_commands_of_the_shell_exist(block: Block) -> None:
-    """The syntax of bash, options of ours, targets of make, scripts."""
+def test_commands_of_the_shell_exist(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The syntax of bash, options of ours, targets of make, scripts; what runs nowhere says why."""
     subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    monkeypatch.setattr("prefixcache.server.serve.serve", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    (file,) = [block.code for block in BLOCKS if block.code.startswith("# server.yaml")]
+    Path("server.yaml").write_text(file)
     for line in block.lines():
         words = [word for word in shlex.split(line, comments=True) if word]
-        while words and re.match(r"\w+=", words[0]):
-            words = words[1:]
+        given = list(itertools.takewhile(re.compile(r"\w+=").match, words))
+        words = words[len(given) :]
         if not words:
             continue
-        if words[0] == "prefixcache":
+        runs = any(words[: len(one)] == one for one in RUN)
+        assert runs or block.why is not None, f"no test runs {line}"
+        if words[:2] == ["prefixcache", "serve"]:
+            env = dict(one.split("=", 1) for one in given)
+            result = CliRunner(env=env).invoke(app, words[1:])
+            assert result.exit_code == 0, result.stderr
+        elif words[0] == "prefixcache":
             check_command(words[1:])
         elif words[0] == "make":
             assert words[1] in targets
         elif words[0] == "python3" and words[1].endswith(".py"):
             assert (ROOT / words[1]).exists()
+
+
+# `serve` reads its configuration here, targets of make are what CI runs, and tests/wheel.py
+# installs; tests/e2e/test_docs_code.py runs the others.
+RUN = [["make"], ["pip"], ["curl"], ["echo"]] + [
+    ["prefixcache", name] for name in ("serve", "explain", "generate", "replay")
+]
 
 
 def check_command(words: list[str]) -> None:
@@ -217,7 +242,11 @@ def test_the_site_has_every_page_and_every_option(tmp_path: Path) -> None:
         assert f"`{option}`" in options
     assert "`PREFIXCACHE_MAX_NUM_SEQS` | `max_num_seqs`" in options
     assert "## `POST /v1/chat/completions`" in (tmp_path / "reference/http.md").read_text()
-    assert "prefixcache:prefix_cache_hits" in (tmp_path / "reference/metrics.md").read_text()
+    metrics = (tmp_path / "reference/metrics.md").read_text()
+    texts = [page.read_text() for page in PAGES]
+    said = {name for text in texts for name in re.findall(r"(`prefixcache:\w+)", text)}
+    assert len(said) >= 5
+    assert {name for name in said if name.removesuffix("_total") not in metrics} == set()
     for file in tmp_path.rglob("*.md"):
         for target in LINK.findall(without_code(file.read_text())):
             path = target.partition("#")[0]

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from equality import LFM2, WIDE, Bench, Counts, make_pair, random_schedule, with_windows
 from fake_engine import make_engine, make_request
@@ -28,6 +30,8 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cpu import sampler
 from prefixcache.runner.cpu.model import CpuModel, StepKernels
+from prefixcache.runner.cuda import batch
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.scheduler import drafts as drafts_module
 from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.scheduler import Scheduler
@@ -168,6 +172,15 @@ def test_a_restarted_answer_begins_a_new_text() -> None:
     drafter = engine._scheduler.drafter
     assert drafter is not None
     assert not drafter._texts
+
+
+def test_a_step_is_read_before_the_next_is_guessed_at() -> None:
+    engine, runner, _ = make_engine(drafter=plain_drafter(), ahead=True)
+    for name in "ab":
+        outputs, _ = serve(engine, make_request(name, PROMPT, max_tokens=LONG))
+        assert tokens_of(outputs[name]) == answer_alone(PROMPT, LONG)
+    assert runner.num_ahead == 0
+    assert counts_of(engine)[1]["cache"] > 0
 
 
 # Whose text guesses come from.
@@ -356,10 +369,12 @@ def test_no_guess_takes_the_last_blocks_or_the_place_of_a_prompt() -> None:
 # Not one bit.
 
 
-def compare(schedules: Iterable[int], shape: dict[str, Any] = WIDE) -> Iterator[Counts]:
+def compare(
+    schedules: Iterable[int], shape: dict[str, Any] = WIDE, *, on_torch: bool = False
+) -> Iterator[Counts]:
     with tempfile.TemporaryDirectory() as scratch:
         folder, _ = make_pair(Path(scratch), "float32", None, **shape)
-        bench = Bench(folder, "float32")
+        bench = Bench(folder, "float32", invariant=not on_torch)
         for seed in schedules:
             yield bench.compare(random_schedule(seed, speculates=True))
 
@@ -381,6 +396,28 @@ def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     assert counts.drafted > 200
     assert 100 < counts.accepted < counts.drafted - 100
     assert min(counts.guided, counts.late_masks, counts.hit_tokens, counts.chunks) > 0
+
+
+def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets torch compute each row as if it were alone: its own kernels are not invariant."""
+    linear = TorchLinear.__call__
+
+    def apart(self: TorchLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        residuals = [None] * len(x) if residual is None else residual.split(1)
+        return torch.cat([linear(self, *row) for row in zip(x.split(1), residuals, strict=True)])
+
+    monkeypatch.setattr(TorchLinear, "__call__", apart)
+    monkeypatch.setattr(batch, "_num_apart", lambda plan: len(plan.sequences))
+
+
+@pytest.mark.parametrize("shape", [with_windows(40), _CONVOLUTIONS])
+def test_no_schedule_with_guesses_changes_a_bit_on_torch(monkeypatch, shape) -> None:
+    _row_by_row(monkeypatch)
+    counts = Counts()
+    for one in compare([5], shape, on_torch=True):
+        counts.add(one)
+    assert counts.differences == counts.block_differences == 0
+    assert min(counts.accepted, counts.drafted - counts.accepted, counts.chunks) > 0
 
 
 class _Shown:
@@ -432,7 +469,7 @@ def _a_refused_guess_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             return first
         return replace(first, after_drafts=tuple(one for one in after if one.token_id is not None))
 
-    monkeypatch.setattr("prefixcache.runner.cpu.step.with_accepted", accept_all)
+    monkeypatch.setattr("prefixcache.runner.sampled_rows.with_accepted", accept_all)
 
 
 def _a_mask_of_the_place_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,11 +595,11 @@ def test_wrong_ways_to_say_it_are_refused(given: dict[str, Any], message: str) -
         EngineConfig.from_flags(**given)
 
 
-def test_torch_refuses_it_by_name(tiny_checkpoint: Callable[[], Path]) -> None:
+def test_torch_refuses_it_by_name_where_a_model_has_states(tiny_checkpoint) -> None:
     config = EngineConfig.from_flags(
-        model=str(tiny_checkpoint()), device="cpu", attention="torch", speculate="prompt"
+        model=str(tiny_checkpoint("qwen3.5")), device="cpu", attention="torch", speculate="prompt"
     )
-    with pytest.raises(ConfigError, match="speculate needs the CPU's own kernels"):
+    with pytest.raises(ConfigError, match="speculate needs the CPU's own kernels for a model with"):
         build(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,12 @@ from prefixcache.config.engine_config import CacheConfig, ElasticConfig
 from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import adjust_pool
-from prefixcache.exceptions import ConfigError, InvalidRequestError, RequestTooLargeError
+from prefixcache.exceptions import (
+    ConfigError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    RequestTooLargeError,
+)
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.llm import LLM
 from prefixcache.runner.sizing import MemorySize, pool_sizes
@@ -535,3 +541,10 @@ def test_sizes_out_of_order_and_beyond_the_machine_are_refused_by_name():
     ):
         with pytest.raises(ConfigError, match=message):
             sized(CacheConfig(**flags))
+
+
+def test_a_pool_that_is_too_large_is_refused_before_weights_are_read(tiny_checkpoint, tmp_path):
+    folder = tmp_path / "without weights"
+    shutil.copytree(tiny_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(OutOfMemoryError, match=r"needs 104,857,\d+ MiB, but only .* MiB are free"):
+        LLM(str(folder), kv_cache_memory="100TiB")

@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss that hold all experts of a layer as one tensor, of numbers or of MXFP4."""
+"""Checkpoints that hold all experts of a layer as one tensor, of numbers or of MXFP4."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ from prefixcache.models.loader import check_weights
 from tiny_models import edit_config, make_checkpoint, make_model, save_tokenizer
 
 TOKENS = list(range(3, 90))
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "qwen3-next", "olmoe", "lfm2-moe"])
+def test_experts_in_one_tensor_are_those_of_a_tensor_each(tmp_path: Path, family: str) -> None:
+    model = make_model(family)
+    folders = [tmp_path / "each", tmp_path / "one"]
+    logits = []
+    for folder in folders:
+        model.save_pretrained(folder, save_original_format=folder.name == "each")
+        logits.append(CpuDriver(cpu_model(folder)).forward([(0, 0, TOKENS)]))
+    names = [load_file(folder / "model.safetensors").keys() for folder in folders]
+    assert any(name.endswith("experts.gate_up_proj") for name in names[1] - names[0])
+    assert torch.equal(*logits)
 
 
 def in_blocks(folder: Path) -> torch.Tensor:

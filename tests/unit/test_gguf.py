@@ -9,6 +9,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,19 @@ def test_a_file_that_was_only_touched_or_moved_is_the_same_model(file: Path) -> 
 
 def test_a_digest_is_remembered_until_the_file_changes(file, monkeypatch):
     computed: list[Path] = []
-    compute = digests.compute_sha256
+    compute = digests.compute_blake3
 
     def count(path: Path) -> str:
         computed.append(path)
         return compute(path)
 
-    monkeypatch.setattr(digests, "compute_sha256", count)
-    found = [digests.file_sha256(file) for _ in range(2)]
+    monkeypatch.setattr(digests, "compute_blake3", count)
+    found = [digests.file_digest(file) for _ in range(2)]
     assert found == [compute(file)] * 2
     assert len(computed) == 1
     for change in range(20):  # as fast as one can
         edited(file, 100, "<I", change)
-        assert digests.file_sha256(file) == compute(file)
+        assert digests.file_digest(file) == compute(file)
     (note,) = (hub.cache_home() / "digests").iterdir()
     for broken in (
         b"",
@@ -178,13 +179,13 @@ def test_a_digest_is_remembered_until_the_file_changes(file, monkeypatch):
         note.read_bytes().replace(b"tiny", b"ynit"),
     ):
         note.write_bytes(broken)
-        assert digests.file_sha256(file) == compute(file)
+        assert digests.file_digest(file) == compute(file)
     assert len(computed) == 1 + 20 + 5
 
 
 def test_without_a_place_to_remember_a_digest_is_still_right(file, tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file, where a folder is wanted")
-    assert digests.file_sha256(file) == digests.compute_sha256(file)
+    assert digests.file_digest(file) == digests.compute_blake3(file)
 
 
 BREAKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -227,6 +228,19 @@ def test_an_index_that_does_not_fit_is_refused(converted, tmp_path, name):
     (tmp_path / "model.gguf").symlink_to(folder / "model.gguf")
     with pytest.raises(ModelLoadError, match=message):
         check_folder(shapes_of(model.slots), tmp_path, model.names)
+
+
+def test_an_index_of_an_earlier_version_names_a_sha256(converted, tmp_path):
+    folder, model = converted
+    index = json.loads((folder / INDEX_FILE).read_text())
+    del index["digest"]
+    (tmp_path / "model.gguf").symlink_to(folder / "model.gguf")
+    right = hub.compute_sha256(folder / "model.gguf")
+    for index["sha256"] in (right, "0"):
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+        fails = pytest.raises(ModelLoadError, match="is not the one")
+        with nullcontext() if index["sha256"] == right else fails:
+            check_folder(shapes_of(model.slots), tmp_path, model.names)
 
 
 def test_tensors_leave_memory_as_they_are_written(converted, monkeypatch):
@@ -276,11 +290,8 @@ def test_a_disk_that_fills_up_under_the_tokenizer_leaves_nothing(file, monkeypat
     assert list((hub.cache_home() / "models").iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_an_older_folder_reported(file, caplog):
+def test_what_a_killed_process_left_is_removed(file: Path) -> None:
     models = hub.cache_home() / "models"
     (models / ".partial-killed" / "model").mkdir(parents=True)
-    older = models / f"tiny-{digests.compute_sha256(file)[:16]}"
-    older.mkdir()
     folder = resolve_model(str(file))
-    assert set(models.iterdir()) == {folder, older}
-    assert f"{older} is of an earlier version" in caplog.text
+    assert list(models.iterdir()) == [folder]

@@ -332,10 +332,10 @@ def test_a_half_made_folder_of_a_killed_process_is_not_taken(alias, gguf_file, h
 def test_of_two_at_once_one_converts_and_both_get_the_folder(gguf_file, home, monkeypatch):
     convert, converted, second = hub._convert, list[Path](), Event()
 
-    def convert_while_the_other_waits(file: Path, folder: Path, sha256: str) -> None:
+    def convert_while_the_other_waits(file: Path, folder: Path, digests: list[str]) -> None:
         converted.append(folder)
         second.wait(120)
-        convert(file, folder, sha256)
+        convert(file, folder, digests)
 
     monkeypatch.setattr(hub, "_convert", convert_while_the_other_waits)
     monkeypatch.setattr(hub.logger, "info", lambda *_: second.set())

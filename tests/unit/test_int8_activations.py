@@ -19,6 +19,7 @@ from prefixcache.engine.build import BuiltEngine, build
 from prefixcache.exceptions import ConfigError
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.runner.cpu.cpu_runner import KERNEL_REVISION
 from prefixcache.runner.cpu.linear import KernelDType
 from repeatable import bounded
 from tiny_gguf import write_gguf
@@ -82,16 +83,21 @@ def engine(folder: Path, **flags: Any) -> BuiltEngine:
 
 
 def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
-    roots = {
-        (dtype, activations): engine(folder, dtype=dtype, cpu_activations=activations)
-        .engine.control.prefix_hash_info()
-        .root_hash
+    """Of the processor's own instructions too, which a flag names or not."""
+    best = Cpu.available_instructions()[-1]
+    given = [
+        {"dtype": dtype, "cpu_activations": activations, "cpu_instructions": form}
         for dtype in ("bfloat16", "float32")
         for activations in get_args(Activations)
-    }
-    lower = engine(folder, dtype="float32", cpu_instructions="portable")
-    roots["float32", "portable"] = lower.engine.control.prefix_hash_info().root_hash
-    assert len(set(roots.values())) == 5
+        for form in (None, best)
+    ]
+    given.append({"dtype": "float32", "cpu_instructions": "portable"})
+    infos = [engine(folder, **flags).engine.control.prefix_hash_info() for flags in given]
+    kernels = f"{best}/r{KERNEL_REVISION}"
+    arithmetic = [f"bfloat16/{kernels}"] * 2 + [f"bfloat16/{kernels}, int8"] * 2
+    arithmetic += [f"float32/{kernels}"] * 2 + [f"float32/{kernels}, int8"] * 2
+    assert [one.arithmetic for one in infos[:-1]] == arithmetic
+    assert len({one.root_hash for one in infos}) == len({one.arithmetic for one in infos}) == 5
 
 
 @pytest.mark.parametrize(

@@ -383,7 +383,7 @@ def test_the_command_shows_checks_and_removes(folder, prompt):
     assert run("rm", str(folder), "no.kv")[0] == 1
     assert "removed" in run("rm", str(folder))[1]
     assert list(folder.iterdir()) == []
-    assert run("ls", str(folder / "none"))[0] == 1
+    assert run("ls", str(folder / "none"))[0] == 2
 
 
 def test_a_killed_process_leaves_nothing_wrong(folder):

@@ -20,7 +20,6 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import BlockHashes
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
-from prefixcache.engine.stats import PrefixHashInfo
 from prefixcache.events.wire import BlockStored, SnapshotEnd, SnapshotHeader, decode_snapshot
 from prefixcache.exceptions import (
     ConfigError,
@@ -38,7 +37,9 @@ from prefixcache.ray_serve.replicas.replica_state import (
     Done,
     Refused,
     ReplicaState,
+    Served,
 )
+from prefixcache.runner.cpu.cpu_runner import KERNEL_REVISION
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import Request
 from serving import client_of, metric, served_folder
@@ -53,9 +54,9 @@ from prefixcache.ray_serve import ray_run
 from prefixcache.ray_serve.application import build_application
 from prefixcache.ray_serve.ingress import Ingress
 from prefixcache.ray_serve.job import Accepted, Chunk, Failed, Outputs, Stale
-from prefixcache.ray_serve.replica import EngineReplica, _events_config
+from prefixcache.ray_serve.replica import EngineReplica, _events_config, _received
 from prefixcache.ray_serve.replicas import replica_set
-from prefixcache.ray_serve.replicas.commands import COMMANDS, REPLICAS, Commands
+from prefixcache.ray_serve.replicas.commands import COMMANDS, REPLICAS, CommandClient, Commands
 from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from ray_in_process import (
@@ -347,11 +348,11 @@ async def test_a_command_that_is_obeyed_is_remembered(replica: EngineReplica) ->
     before = await replica.replica_state()
     pause = Command("pause", options={"mode": "keep"})
     done = await replica.obey(pause, before.after(pause))
-    about = (await replica.about())["prefix_hash"]
-    assert done == Done(None, about["root_hash"], about["weights_name"])
+    assert isinstance(done, Done)
+    assert (done.result, done.served.root_hash) == (None, await root_of(replica))
     assert (await replica.status())["is_paused"] is True
     after = await replica.replica_state()
-    assert after == before.after(pause).named_by(done)
+    assert after == before.after(pause).served_by([done.served])
     assert after.number == 1
     wrong = Command("resize", {"num_blocks": 1})
     refused = await replica.obey(wrong, after.after(wrong))
@@ -367,8 +368,8 @@ async def test_other_weights_give_other_answers(replica, folder, other_weights):
     root = await root_of(replica)
     done = await replica.obey(update, ReplicaState(number=1, weights=update))
     assert isinstance(done, Done)
-    assert done.root_hash == await root_of(replica) != root
-    assert (await replica.replica_state()).root_hash == done.root_hash
+    assert done.served.root_hash == await root_of(replica) != root
+    assert [*(await replica.replica_state()).roots.values()] == [done.served.root_hash]
     [old] = await lone_answers(folder, PROMPT)
     [new] = await lone_answers(other_weights, PROMPT)
     assert tokens_of(await parts_of(replica, request_of(PROMPT))) == new != old
@@ -381,7 +382,7 @@ async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_wei
         state = await first.replica_state()
     async with replica_of(monkeypatch, folder, "b", commands=FakeCommands(state)) as second:
         assert await second.replica_state() == state
-        assert await root_of(second) == state.root_hash
+        assert [*state.roots.values()] == [await root_of(second)]
         assert (await second.status())["is_paused"] is True
 
 
@@ -400,8 +401,30 @@ async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, ot
         assert names[0] != names[1]
 
 
+async def test_a_replica_of_another_processor_has_hashes_of_its_own(monkeypatch, folder):
+    """Its answers are found by them, and an ingress learns them from its first answer."""
+    commands = FakeCommands()
+    async with replica_of(monkeypatch, folder, commands=commands) as first:
+        commands.current = await first.replica_state()
+    flags = {"cpu_instructions": "portable"}
+    async with replica_of(monkeypatch, folder, "b", commands=commands, flags=flags) as second:
+        nobody: Any = None
+        client = CommandClient(nobody, commands.current)
+        [accepted, *_] = await parts_of(second, request_of(PROMPT))
+        assert isinstance(accepted, Accepted)
+        client.learn(accepted.state)
+        portable = f"float32/portable/r{KERNEL_REVISION}"
+        assert (await second.record_replica_metadata())["arithmetic"] == portable
+        roots = {**commands.current.roots, portable: await root_of(second)}
+        assert client.state == dataclasses.replace(commands.current, roots=roots)
+        assert len(set(roots.values())) == 2
+        [received] = _received(job_of(request_of(PROMPT), root=roots), portable)
+        assert received.hashes is not None
+        assert second._engine.probe(received) == 64
+
+
 async def test_a_replica_that_cannot_do_the_commands_does_not_start(monkeypatch, folder):
-    state = ReplicaState(number=1, root_hash="00", size=Command("resize", {"num_blocks": 1}))
+    state = ReplicaState(number=1, common="00", size=Command("resize", {"num_blocks": 1}))
     with pytest.raises(PrefixCacheError, match="blocks"):
         async with replica_of(monkeypatch, folder, commands=FakeCommands(state)):
             pass
@@ -428,7 +451,7 @@ async def test_a_replica_that_cannot_catch_up_is_replaced(monkeypatch, folder):
     commands = FakeCommands()
     async with replica_of(monkeypatch, folder, commands=commands) as replica:
         state = await replica.replica_state()
-        commands.current = dataclasses.replace(state, number=1, root_hash="another")
+        commands.current = dataclasses.replace(state, number=1, common="another")
         for _ in range(2):
             [failed] = await parts_of(replica, request_of(PROMPT), command_number=1)
             assert isinstance(failed, Failed)
@@ -466,7 +489,8 @@ async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, oth
         try:
             state, done = await commands.run(update_to(other_weights))
             assert isinstance(done, Done)
-            assert done.root_hash == state.root_hash == await root_of(first) != old
+            assert [done.served.root_hash] == [*state.roots.values()] == [await root_of(first)]
+            assert done.served.root_hash != old
             assert (await first.status())["is_paused"] is False
             with pytest.raises(EngineDeadError, match=r"replica b .* pause .*--command-timeout"):
                 await second.check_health()
@@ -483,7 +507,7 @@ async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, oth
 
 async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
     state = await replica.replica_state()
-    await replica.agree(dataclasses.replace(state, root_hash="00"))
+    await replica.agree(dataclasses.replace(state, common="00"))
     with pytest.raises(EngineDeadError):
         await replica.check_health()
 
@@ -560,7 +584,8 @@ async def test_commands_of_the_ingress_reach_all_replicas(deployed, other_weight
         assert (await client.get("/ready")).status_code == 200
     engine: Any = deployed.ingress._engine
     await engine._commands.give(UPDATE_WEIGHTS, **update_to(other_weights).options)
-    assert await root_of(first) == await root_of(second) == engine._commands.state.root_hash
+    roots = {await root_of(one) for one in (first, second)}
+    assert roots == {*engine._commands.state.roots.values()}
     assert (await first.status())["is_paused"] is False
     for one in (first, second):
         parts = await parts_of(one, request_of(PROMPT), command_number=3)
@@ -628,13 +653,13 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
 
     class Here:
         async def replica_state(self) -> ReplicaState:
-            return ReplicaState(number=2, root_hash="aa")
+            return ReplicaState(number=2, common="aa")
 
         async def agree(self, state: ReplicaState) -> None:
             assert state.number == 2
 
         async def do(self, command: Command) -> Done:
-            return Done(None, "aa", "tag:a")
+            return Done(None, Served("aa", "float32", "00"))
 
     enter_replica(monkeypatch, "c")
     handle = Handle(Gone(), Here())
@@ -643,9 +668,9 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
     late = mock.Mock(side_effect=TimeoutError)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     # Nobody runs yet: the first replica to start says what all are to be.
-    hashes = PrefixHashInfo(format="3", block_size=4, root_hash="bb", weights_name="tag:b")
-    expected = ReplicaState(root_hash="bb", weights_name="tag:b")
-    assert await Commands(timeout=60).state(hashes) == expected
+    served = Served("weights tag:b", "float32/avx2/r1", "bb")
+    expected = ReplicaState(common="weights tag:b", roots={"float32/avx2/r1": "bb"})
+    assert await Commands(timeout=60).state(served) == expected
 
 
 # The application.

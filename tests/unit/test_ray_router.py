@@ -44,7 +44,7 @@ from prefixcache.ray_serve.job import RoutedJob
 from prefixcache.ray_serve.replica import EngineReplica
 from prefixcache.ray_serve.router import PrefixRequestRouter
 from prefixcache.types.request import Request
-from ray_in_process import job_of, replica_of, request_of, until
+from ray_in_process import ARITHMETIC, job_of, replica_of, request_of, until
 
 DEPLOYMENT = DeploymentID("replicas", "app")
 ROOT = PrefixCache(4, 4).root_hash().hex()
@@ -65,9 +65,10 @@ class FakeReplica:
         *,
         events: dict[str, Any] | None = None,
         node: str = "here",
+        arithmetic: str = ARITHMETIC,
     ) -> None:
         self.replica_id = ReplicaID(name, DEPLOYMENT)
-        self.replica_metadata = {"kv_events": events}
+        self.replica_metadata = {"kv_events": events, "arithmetic": arithmetic}
         self.node_id = node
         self.asked: list[str] = []
         self.queue_len = 0
@@ -143,8 +144,9 @@ async def router(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[PrefixReques
 
 
 def job(prompt: Sequence[int] = PROMPT, **options: Any) -> RoutedJob:
-    fields = {name: options.pop(name) for name in ("actual_hits",) if name in options}
-    return job_of(request_of(prompt, **options), root=ROOT, block_size=4, **fields)
+    fields = {"root": ROOT}
+    fields |= {name: options.pop(name) for name in ("actual_hits", "root") if name in options}
+    return job_of(request_of(prompt, **options), block_size=4, **fields)
 
 
 def pending(*args: Any, name: str = "1") -> PendingRequest:
@@ -172,8 +174,9 @@ def update(router: PrefixRequestRouter, *replicas: FakeReplica) -> list[FakeRepl
     return [*replicas]
 
 
-def stored(of: RoutedJob, count: int) -> BlockStored:
-    return BlockStored(of.short_hashes()[:count].tolist(), None, [], 4, None, None, None)
+def stored(of: RoutedJob, count: int, arithmetic: str = ARITHMETIC) -> BlockStored:
+    hashes = of.short_hashes()[arithmetic][:count].tolist()
+    return BlockStored(hashes, None, [], 4, None, None, None)
 
 
 async def tell(
@@ -189,9 +192,10 @@ async def tell(
     assert router._caches.knows(name)
 
 
-def with_events(name: str, probe: Probe | int = 0) -> FakeReplica:
+def with_events(name: str, probe: Probe | int = 0, **about: Any) -> FakeReplica:
     """A replica whose events are read."""
-    return FakeReplica(name, probe, events=LOCAL | {"endpoint": f"tcp://127.0.0.1:{name}"})
+    events = LOCAL | {"endpoint": f"tcp://127.0.0.1:{name}"}
+    return FakeReplica(name, probe, events=events, **about)
 
 
 async def test_the_longest_prefix_comes_first(router: PrefixRequestRouter) -> None:
@@ -317,10 +321,29 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
     assert of.expected_hits == {"b": 20}
     assert [one.asked for one in replicas] == [[], [], ["probe_all"]]
     readers.updates["tcp://127.0.0.1:b"].put(
-        Update(1, [BlockRemoved(of.short_hashes()[1:5].tolist(), None)])
+        Update(1, [BlockRemoved(of.short_hashes()[ARITHMETIC][1:5].tolist(), None)])
     )
     await until(lambda: router._routing.num_blocks == 1)
     assert await order(router, replicas, of) == ["c", "b", "a"]
+
+
+async def test_replicas_of_unlike_processors_are_found_by_hashes_of_their_own(router, readers):
+    """Each names its blocks under its own root, and a new one may have a root of its own."""
+    replicas = update(router, *(with_events(name, 8, arithmetic=name) for name in "abc"))
+    roots = {name: PrefixCache(4, 4, arithmetic=name).root_hash().hex() for name in "abc"}
+    of = job(root={name: roots[name] for name in "ab"})
+    await tell(router, readers, "a", stored(of, 2, "a"))
+    await tell(router, readers, "b", stored(of, 5, "b"))
+    await tell(router, readers, "c", stored(job(root=roots), 9, "c"))
+    assert await order(router, replicas, of) == ["b", "a", "c"]
+    assert of.expected_hits == {"b": 20}
+    assert [one.asked for one in replicas] == [[], [], ["probe_all"]]
+    router.on_request_routed(pending(of), replicas[1].replica_id, None)
+    # What is left of the prompt, under the replica's own root alone.
+    assert router._routing.num_blocks == 2 + 5 + 9 + (len(PROMPT) // 4 - 5)
+    knows_all = job(root=roots)
+    assert (await order(router, replicas, knows_all))[0] == "c"
+    assert knows_all.expected_hits == {"c": 36}
 
 
 async def test_blocks_under_a_salt_are_asked_for(router, readers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from prefixcache.ray_serve.replicas.replica_state import (
     Done,
     Refused,
     ReplicaState,
+    Served,
 )
 from prefixcache.routing import PrefixRouting
 from prefixcache.server.admin.model_dirs import ModelDirs
@@ -55,7 +57,7 @@ from prefixcache.ray_serve.replicas.commands import CommandClient, Commands
 from prefixcache.ray_serve.replicas.replica_set import merged_metrics
 
 ROOT = PrefixCache(4, 4).root_hash()
-STATE = ReplicaState(number=3, root_hash=ROOT.hex())
+STATE = ReplicaState(number=3, common="a", roots={"float32": ROOT.hex()})
 
 Play = Callable[[RoutedJob], AsyncIterator[Chunk]]
 
@@ -141,7 +143,7 @@ def _requests(count: int = 1) -> list[Request]:
 
 def _client() -> CommandClient:
     nobody: Any = None
-    return CommandClient(nobody, ReplicaState(root_hash=ROOT.hex()))
+    return CommandClient(nobody, dataclasses.replace(STATE, number=0))
 
 
 def _answer(handle: Any, requests: Sequence[Request] | None = None, **options: Any) -> Answer:
@@ -167,7 +169,7 @@ async def test_a_job_carries_the_hashes_of_its_prompts() -> None:
     handle = Handle(_answers)
     await _all(_answer(handle))
     expected = PrefixCache(4, 4).compute_block_hashes(range(9))
-    assert handle.jobs[0].short_hashes().tolist() == expected.short().tolist()
+    assert handle.jobs[0].short_hashes()["float32"].tolist() == expected.short().tolist()
     last = [int.from_bytes(expected.to_bytes(index)[-8:], "big") for index in range(2)]
     assert expected.short().tolist() == last
 
@@ -241,7 +243,7 @@ class Replica:
     """Does commands as `EngineReplica` does, and remembers what was asked of it."""
 
     def __init__(self, root: str = "a") -> None:
-        self.state = ReplicaState(root_hash=root)
+        self.state = ReplicaState(common=root)
         self.root = root
         self.asked: list[str] = []
         self.refuses: tuple[str, ...] = ()
@@ -259,16 +261,16 @@ class Replica:
             return Refused(InvalidRequestError("no"))
         if command.name == UPDATE_WEIGHTS:
             self.root = command.options["path"]
-        return Done(len(self.asked), self.root, "tag:w")
+        return Done(len(self.asked), Served(self.root, "float32", self.root))
 
     async def obey(self, command: Command, after: ReplicaState) -> Done | Refused:
         answer = await self.do(command)
         if isinstance(answer, Done):
-            self.state = after.named_by(answer)
+            self.state = after.served_by([answer.served])
         return answer
 
     async def agree(self, state: ReplicaState) -> None:
-        self.is_outdated = self.state.number != state.number or self.root != state.root_hash
+        self.is_outdated = self.state.number != state.number or self.root != state.common
 
 
 def _update(path: str) -> Command:
@@ -288,16 +290,16 @@ def _commands(*replicas: Replica) -> Commands:
 async def test_commands_reach_all_replicas_and_those_that_start_later() -> None:
     replicas = [Replica(), Replica()]
     commands = _commands(*replicas)
-    assert (await commands.state()).root_hash == "a"
+    assert (await commands.state()).common == "a"
     state, _ = await commands.run(Command("sleep", options={"level": 1}))
     assert [one.name for one in state.commands()] == ["sleep"]
     state, _ = await commands.run(Command("wake_up"))
     update = _update("b")
     state, done = await commands.run(update)
-    assert done == Done(5, "b", "tag:w")
+    assert done == Done(5, Served("b", "float32", "b"))
     assert replicas[0].asked[1:] == ["sleep", "wake_up", "pause", update.name, "resume"]
     assert state.number == 3
-    assert state.root_hash == "b"
+    assert (state.common, state.roots) == ("b", {"float32": "b"})
     assert state.commands() == [update]
     state, _ = await commands.run(Command("pause"))
     assert [one.name for one in state.commands()] == [update.name, "pause"]
@@ -334,7 +336,7 @@ async def test_who_gives_commands_may_start_again() -> None:
     # Cut off before the second one did it, and before anybody computes again.
     await replicas[0].obey(_update("c"), ReplicaState(number=2))
     commands = _commands(*replicas)
-    assert (await commands.state()).root_hash == "c"
+    assert (await commands.state()).common == "c"
     assert [one.is_outdated for one in replicas] == [False, True]
     assert replicas[0].asked[-1] == "resume"
 
@@ -350,14 +352,15 @@ async def test_commands_are_those_of_a_control() -> None:
         async def remote(self, command: Command) -> tuple[ReplicaState, Done | Refused]:
             given.append(command)
             refused = command.name == "resize"
-            answer = Refused(InvalidRequestError("no")) if refused else Done(7, "b", "tag:w")
-            return ReplicaState(number=1, root_hash="b"), answer
+            done = Done(7, Served("b", "float32", "b"))
+            answer = Refused(InvalidRequestError("no")) if refused else done
+            return ReplicaState(number=1, common="b"), answer
 
     deployment: Any = Deployment()
     commands = CommandClient(deployment, ReplicaState())
     assert await commands.give("sleep", level=1, mode="abort") == 7
     assert given == [Command("sleep", {"level": 1, "mode": "abort"})]
-    assert commands.state.root_hash == "b"
+    assert commands.state.common == "b"
     with pytest.raises(InvalidRequestError):
         await commands.give("resize", num_blocks=3)
 
@@ -435,9 +438,9 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
         choices = routing.choose(hashes, 35, {"a": 0, "b": 0})
         return next(one.hit_tokens for one in choices if one.replica == "a")
 
-    def stored(count: int, group: int | None = None) -> BlockStored:
+    def stored(count: int, group: int | None = None, medium: str | None = None) -> BlockStored:
         given = hashes[:count].tolist()
-        return BlockStored(given, None, [], 4, None, None, None, group_idx=group)
+        return BlockStored(given, None, [], 4, None, medium, None, group_idx=group)
 
     def follows(update: Update, expected: int, *, known: bool = True) -> None:
         updates.put(update)
@@ -446,7 +449,8 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
     follows(Update(4, [stored(1)]), 4, known=False)
     follows(Update(5, restarted=True, snapshot=header), 0)
     follows(Update(5, [stored(3), stored(8, group=1)]), 12)
-    follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None)]), 8)
+    on_disk = [stored(8, medium="DISK"), BlockRemoved(hashes[:1].tolist(), "DISK")]
+    follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None), *on_disk]), 8)
     follows(Update(7, [AllBlocksCleared()]), 0)
     follows(Update(-1, [stored(2)], restarted=True), 8, known=False)
     caches.forget("a")

@@ -102,6 +102,30 @@ def test_hints_keep_what_they_raise(tmp_path: Path) -> None:
     assert rates == [0, BLOCK]
 
 
+def test_what_memory_evicts_hits_on_a_disk(tmp_path: Path) -> None:
+    """The pool keeps the last prompt alone; a disk of three blocks not all of the other."""
+    trace = write_trace(tmp_path / "trace.jsonl", ["ab", "cd", "ab", "cd", "cd", "ab"])
+
+    def row(*flags: str) -> dict[str, Any]:
+        return results(tmp_path, trace, "--sizes", "2", *flags)["traces"][0]["rows"][0]
+
+    found = {
+        (disk, uses): row("--disk-memory", disk, "--disk-cache-min-uses", uses)
+        for disk in ("4", "75%", "100%")
+        for uses in ("1", "2")
+    }
+    tokens = {key: one["disk_tokens"] // BLOCK for key, one in found.items()}
+    assert {one["hit_tokens"] for one in found.values()} == {2 * BLOCK}
+    # From the second use on: "ab" is written when it goes for the second time.
+    assert (tokens["4", "1"], tokens["4", "2"]) == (6, 2)
+    assert (found["4", "1"]["disk_writes"], found["4", "2"]["disk_writes"]) == (4, 4)
+    assert tokens["100%", "1"] == tokens["4", "1"]
+    assert 0 < tokens["75%", "1"] < 6
+    assert row()["disk_tokens"] == 0
+    shown = replay(trace, "--sizes", "2", "--compare", "--disk-memory 4")
+    assert "switch to disk of 4 from use 2 on" in shown
+
+
 def test_each_rule_of_snapshots_hits_where_it_keeps_them(tmp_path: Path) -> None:
     """Three prompts of 20 blocks that part after 12; steps have 8, and a snapshot takes 10."""
     trace = tmp_path / "parting.ptt"
@@ -175,6 +199,9 @@ def test_sizes() -> None:
         (("--sizes", "20%..10%"), "--sizes must rise"),
         (("--sizes", "5%", "--no-bounds"), "--sizes must be blocks with --no-bounds"),
         (("--hint", "0-9=80"), "--hint must be START:END=PRIORITY"),
+        (("--disk-memory", "x"), "--disk-memory must be blocks or percent"),
+        (("--disk-memory", "5%", "--sizes", "9", "--no-bounds"), "--disk-memory must be blocks"),
+        (("--disk-memory", "5", "--ttft-model", "m"), "--disk-memory excludes --ttft-model"),
         (("--snapshots", "ends"), "--snapshots needs --snapshot-bytes and --token-bytes"),
         (("--snapshot-bytes", "9MB"), "--snapshot-bytes and --token-bytes are given together"),
         (("--goodput", "ttft:500"), "--goodput is a prediction, which needs --ttft-model"),

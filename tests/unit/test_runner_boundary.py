@@ -83,7 +83,6 @@ def test_an_engine_is_built_around_any_runner(tiny_checkpoint: Callable[[], Path
 @pytest.mark.parametrize(
     "used",
     [
-        {"drafts": [(0, ())]},
         {"pooled": [(0, "score")]},
         {"state_copies": [StateCopy(row=0, position=0, slot=1, restores=True)]},
         {"loads": [("a", np.array([1], np.int32))]},
@@ -94,8 +93,8 @@ def test_a_runner_refuses_by_name_what_it_does_not_support(
 ) -> None:
     plan = dataclasses.replace(StepPlan((), np.zeros(0, np.int32), 0), **used)
     sizes = {"max_tokens": 4, "max_seqs": 4, "max_pages": 4}
-    runners = [LateRunner(2, 4, **sizes), PagedServer(_model(tiny_checkpoint())).runner]
-    for runner in runners if "drafts" in used else (PlainRunner(2, 4, **sizes), *runners):
+    paged = PagedServer(_model(tiny_checkpoint())).runner
+    for runner in (PlainRunner(2, 4, **sizes), LateRunner(2, 4, **sizes), paged):
         with pytest.raises(NotImplementedError, match=next(iter(used))):
             runner.submit(plan)
 

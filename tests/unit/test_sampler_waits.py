@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plans import context, plan_of
+from plans import context
+from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.batch import StepBuffers
 from prefixcache.runner.cuda.results import StepResults
 from prefixcache.runner.cuda.sampling import race
@@ -103,7 +104,7 @@ def sampled_step(
         sent.clear()
         with Copies() as copies:
             result = sampler.sample(logits, rows_of(options, 1))
-            results = StepResults(plan_of([]), result, {})
+            results = StepResults([], result, {})
     assert results.numbers.device.type == "cuda"
     assert result.token_ids_R.shape == (len(options),)
     return len(sent), copies.between
@@ -135,7 +136,15 @@ def test_a_steps_tables_go_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyP
         np.array([5, -1, 7, 8], dtype=np.int32),
         2,
     )
-    buffers = StepBuffers(max_tokens=8, max_seqs=3, max_pages=[4, 2], device=CUDA)
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
+    buffers = StepBuffers(
+        groups=[AttentionGroup(spec, (0,)), AttentionGroup(spec, (1,))],
+        block_size=16,
+        max_tokens=8,
+        max_seqs=3,
+        max_pages=[4, 2],
+        device=CUDA,
+    )
     full, window = buffers.block_tables
     full.indptr[:] = [0, 2, 3, 5]
     window.indptr[:] = [0, 1, 2, 4]

@@ -1,4 +1,4 @@
-"""An engine on a tiny Qwen3.5: what its states keep, where requests resume, and the bits."""
+"""Engines on a tiny Qwen3.5 and LFM2: what states and convolutions keep, where requests resume."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from equality import GRAMMARS, WIDE
+from equality import GRAMMARS, LFM2, WIDE
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import BuiltEngine, build
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.specs import GroupKind, KVGroup
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import InFlightStep, StepPlan
 
 BLOCK = 16
 TinyCheckpoint = Callable[..., Path]
@@ -29,9 +32,19 @@ def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint("qwen3.5", max_position_embeddings=4096, **WIDE)
 
 
+@pytest.fixture
+def conv_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("lfm2", max_position_embeddings=4096, **LFM2)
+
+
+@pytest.fixture(params=["folder", "conv_folder"])
+def any_folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
 def built(folder: Path, num_blocks: int = 2000, **flags: object) -> BuiltEngine:
-    options = {"state_block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 4} | flags
-    options |= {"num_blocks": num_blocks}
+    options = {"block_size": BLOCK, "state_block_size": BLOCK, "max_num_seqs": 4}
+    options |= {"max_num_batched_tokens": 64, "num_blocks": num_blocks} | flags
     return build(EngineConfig.from_flags(model=str(folder), device="cpu", **options), folder)
 
 
@@ -76,8 +89,8 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 384, count).tolist()
 
 
-def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(folder: Path) -> None:
-    engine, cold = built(folder), built(folder, enable_prefix_caching=False)
+def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(any_folder: Path) -> None:
+    engine, cold = built(any_folder), built(any_folder, enable_prefix_caching=False)
     message = history = tokens(100)
     for turn in range(8):
         said, cached = answer(engine, history, num_tokens=25)
@@ -93,7 +106,7 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
 ) -> None:
     """1,500 of 2,200 tokens: all but the first two hit, whatever is kept at multiples of more."""
     prefix = tokens(1500)
-    prompts = [prefix + tokens(700, seed=1 + number) for number in range(16)]
+    prompts = [prefix + tokens(700, seed=1 + number) for number in range(8)]
     engine = built(folder, num_blocks=12_000, max_num_batched_tokens=512)
     cached = [answer(engine, prompt, num_tokens=1)[1] for prompt in prompts]
     assert sum(hit >= 1500 - BLOCK for hit in cached) >= len(prompts) - 2
@@ -101,7 +114,53 @@ def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     requests = [requested(str(i), prompt, 1) for i, prompt in enumerate(prompts)]
     computed = sum(len(r.prompt_token_ids) for r in requests)
     computed -= sum(cached for _, cached in serve(engine, requests).values())
-    assert computed <= 2 * 1500 + 16 * (700 + BLOCK)
+    assert computed <= 2 * 1500 + 8 * (700 + BLOCK)
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(400, [96, 96, 96]), (34, [48, 96, 96])])
+def test_requests_resume_where_prompts_part(
+    conv_folder: Path, num_blocks: int, expected: list[int]
+) -> None:
+    """From the second on while there is room for all, from the third on where there is little."""
+    engine, cold = built(conv_folder, num_blocks), built(conv_folder, enable_prefix_caching=False)
+    prefix, hits = tokens(100), list[int]()
+    answer(engine, prefix + tokens(40))
+    for number in range(3):
+        answer(engine, tokens(200, seed=90 + number), write=False)
+        prompt = prefix + tokens(40, seed=1 + number)
+        said, cached = answer(engine, prompt)
+        assert said == answer(cold, prompt)[0]
+        hits.append(cached)
+    assert hits == expected
+    missed = engine.engine.metrics.gauges().num_window_missed_tokens
+    assert missed == sum(96 - hit for hit in hits)
+
+
+def test_a_long_prompt_holds_a_chunk_of_convolutions_and_leaves_its_anchors(
+    conv_folder: Path,
+) -> None:
+    """4,000 tokens: 251 blocks of attention with the answer, and few of the convolutions."""
+    most = 251 + 64 // BLOCK + 3
+    engine = built(conv_folder, num_blocks=1 + most, max_model_len=4008)
+    prompt, held = tokens(4000), list[int]()
+    submit = engine.engine._runner.submit
+
+    def watched(plan: StepPlan) -> InFlightStep:
+        cache = engine.engine._cache
+        held.append(cache.num_usable_blocks - cache.num_free_blocks)
+        return submit(plan)
+
+    engine.engine._runner.submit = watched  # type: ignore[method-assign]
+    said, _ = answer(engine, prompt, num_tokens=8)
+    assert max(held) <= most
+    # Another request takes what no anchor needs.
+    answer(engine, tokens(10, seed=9), num_tokens=2)
+    assert answer(engine, prompt, num_tokens=8) == (said, 3984)
+
+
+def test_blocks_that_are_too_small_are_refused_by_name(conv_folder: Path) -> None:
+    with pytest.raises(FieldError, match="block_size must be at least 5 for this model's conv"):
+        built(conv_folder, block_size=4)
 
 
 def test_a_prompt_leaves_snapshots_at_anchors_and_where_steps_end(folder: Path) -> None:
@@ -157,8 +216,8 @@ def test_a_turn_that_differs_in_the_last_tokens_of_the_prompt_before_hits(folder
     assert answer(engine, [*prompt[:95], *tokens(30, seed=1)])[1] == 80
 
 
-def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> None:
-    engine = built(folder, num_blocks=600, kv_cache_max_memory="64MiB")
+def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(any_folder: Path) -> None:
+    engine = built(any_folder, num_blocks=600, kv_cache_max_memory="64MiB")
     prompt = tokens(150)
     said, _ = answer(engine, prompt)
     # The first that hits keeps the state too up to which keys and values were there.
@@ -171,28 +230,32 @@ def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(folder: Path) -> 
     assert answer(engine, prompt) == (said, 128)
 
 
-def test_another_process_resumes_from_kept_blocks(folder: Path, tmp_path: Path) -> None:
-    engine = built(folder, kv_cache_dir=str(tmp_path / "kept"))
-    prompt = tokens(150)
-    said, _ = answer(engine, prompt)
-    file = engine.engine._runner.kv_specs().file
-    assert file is not None
-    while file.core.counts()["kept"] < engine.engine.control.stats()["cached_blocks"]:
-        pass
-    engine.engine.close()
-    file.close()
-    again = built(folder, kv_cache_dir=str(tmp_path / "kept"))
-    assert answer(again, prompt) == (said, 128)
-    again.engine.close()
+def test_another_process_resumes_from_kept_blocks(any_folder: Path, tmp_path: Path) -> None:
+    """Not where it computes with other instructions, whose blocks have other hashes."""
+    prompt, said = tokens(150), []
+    for form, cached in (None, 0), ("portable", 0), (None, 128):
+        engine = built(any_folder, kv_cache_dir=str(tmp_path / "kept"), cpu_instructions=form)
+        said.append(answer(engine, prompt))
+        assert said[-1][1] == cached
+        file = engine.engine._runner.kv_specs().file
+        assert file is not None
+        new = engine.engine.control.stats()["cached_blocks"] - file.num_restored
+        while file.core.counts()["kept"] < new:
+            pass
+        engine.engine.close()
+        file.close()
+    assert said[0][0] == said[2][0]
 
 
-def test_the_start_line_names_states(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_line_names_what_layers_keep(
+    folder: Path, conv_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "prefixcache")
-    engine = built(folder)
-    groups = engine.engine._runner.kv.layout.groups
-    assert f"{len(groups)} groups of layers (full 1, window 0, state {len(groups) - 1};" in (
-        caplog.text
-    )
+    groups = built(folder).engine._runner.kv.layout.groups
+    built(conv_folder)
+    states = f"(full 1, window 0, state {len(groups) - 1};"
+    assert f"for {len(groups)} groups of layers {states}" in caplog.text
+    assert "for 2 groups of layers (full 1, window 0, convolution 1; size 2," in caplog.text
 
 
 def test_an_answer_waits_until_its_mask_is_known(
@@ -227,14 +290,27 @@ def test_a_token_that_is_computed_twice_is_found(
     assert serve(built(folder), [request])["a"][0] != said
 
 
-@pytest.mark.parametrize("fault", ["late", "convolution", "exchanged"])
-def test_a_planted_fault_changes_hits_alone(folder: Path, fault: str) -> None:
-    """States one block late, inputs of convolutions that were not kept, another layer's states."""
-    engine = built(folder, max_num_batched_tokens=1024)
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        *(("folder", fault) for fault in ("late", "convolution", "exchanged")),
+        *(("conv_folder", fault) for fault in ("late", "exchanged")),
+    ],
+)
+def test_a_planted_fault_changes_hits_alone(
+    request: pytest.FixtureRequest, model: str, fault: str
+) -> None:
+    """Another layer's, those one block or token late, inputs of convolutions that were not kept."""
+    engine = built(request.getfixturevalue(model), max_num_batched_tokens=1024)
     prompt = tokens(150)
     said, _ = answer(engine, prompt, num_tokens=1)
     assert answer(engine, prompt, num_tokens=1) == (said, 128)
-    _plant(engine, fault)
+    if fault == "exchanged":
+        _exchange(engine)
+    elif model == "conv_folder":
+        _shift(engine)
+    else:
+        _plant(engine, fault)
     assert answer(engine, prompt, num_tokens=1)[0] != said
 
 
@@ -253,12 +329,27 @@ def test_a_block_that_is_given_back_too_early_is_found(
     assert "first_pages leaves out 1 pages of sequence 0" in caplog.text
 
 
-def _plant(engine: BuiltEngine, fault: str) -> None:
-    kernels = engine.engine._runner._steps._kernels
-    if fault == "exchanged":
-        other = {0: 1, 1: 0}
+def _exchange(engine: BuiltEngine) -> None:
+    """The first two layers read what the other one keeps."""
+    kernels, other = engine.engine._runner._steps._kernels, {0: 1, 1: 0}
+    if kernels.states:
         kernels.states[:] = [(other.get(layer, layer), *rest) for layer, *rest in kernels.states]
-        return
+    else:
+        kernels.caches[:2] = kernels.caches[1::-1]
+
+
+def _shift(engine: BuiltEngine) -> None:
+    """Every block has the inputs of each convolution one token late."""
+    kv = engine.engine._runner.kv
+    group = kv.layout.groups[1]
+    for number in range(len(group.layers)):
+        tensor, part = group.part(number)
+        rows: npt.NDArray[np.float32] = kv.rows()[tensor].view(np.float32)
+        inputs = rows[:, part].reshape(len(rows), group.kept_tokens, -1)
+        rows[:, part] = np.roll(inputs, 1, axis=1).reshape(len(rows), -1)
+
+
+def _plant(engine: BuiltEngine, fault: str) -> None:
     kv = engine.engine._runner.kv
     delta = engine.model.delta
     assert isinstance(kv, KVMemory)

@@ -22,7 +22,7 @@ from prefixcache.tools.verify.verify_run import verify_with
 from serving import running
 
 SMALL = {"num_questions": 3, "prompt_words": 16, "max_tokens": 5}
-ALL = ["cold", "warm", "cold again", "in company", "in company, cold", "chunked", "next turn"]
+ALL = ["cold", "warm", "cold again", "concurrent", "concurrent, cold", "chunked", "next turn"]
 
 
 async def report_on(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Report:
@@ -55,7 +55,7 @@ async def test_a_server_that_is_fine_passes(monkeypatch, api, top_logprobs):
 async def test_a_change_with_a_hit_is_found_out(monkeypatch, change, kind, reports):
     report = await report_on(FakeOpenAI(change=change, reports=reports), monkeypatch)
     assert report.status == 1
-    assert changed(report) == {"warm", "in company", "chunked", "next turn"}
+    assert changed(report) == {"warm", "concurrent", "chunked", "next turn"}
     assert {one.change for _, one in report.comparisons()} == {"nothing", kind}
     assert {one.position for _, one in report.comparisons() if one.change == kind} == {4}
     assert "Without a hit nothing changed: it is the cache." in verdict(report)
@@ -85,7 +85,7 @@ async def test_a_server_with_room_for_one_prompt_is_asked_another_between(monkey
     report = await report_on(server, monkeypatch)
     assert report.status == 0
     assert report.cooling == "another question before it"
-    assert [one.name for one in report.rounds] == [n for n in ALL if n != "in company, cold"]
+    assert [one.name for one in report.rounds] == [n for n in ALL if n != "concurrent, cold"]
     assert [one.num_hits for one in report.rounds] == [0, 3, 0, None, 3, 3]
     assert "The server reports no cached_tokens: hits are inferred from TTFT." in verdict(report)
 
@@ -96,7 +96,7 @@ async def test_without_a_way_to_ask_cold_twice_there_is_no_control(monkeypatch, 
     report = await report_on(server, monkeypatch)
     assert report.status == status
     assert report.cooling is None
-    assert [one.name for one in report.rounds] == ["cold", "warm", "in company", "chunked"]
+    assert [one.name for one in report.rounds] == ["cold", "warm", "concurrent", "chunked"]
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -198,7 +198,7 @@ def test_the_exit_status_says_what_was_found(change, status, tmp_path: Path):
     with running(FakeOpenAI(change=change, key="secret-key").app()) as address:
         result = run(f"{address}/v1", "--api-key", "secret-key", "--output", str(output))
     assert result.exit_code == status, result.output
-    assert "in company, cold" in result.stdout
+    assert "concurrent, cold" in result.stdout
     assert ("differs in" in result.stdout) == bool(status)
     assert json.loads(output.read_text())["status"] == status
     assert "secret-key" not in output.read_text().partition('"url"')[2]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_conv_engine import Said, answer, tokens
+from test_state_engine import Said, answer, built, tokens
 
 from prefixcache._core import Cpu, PackedLinear
 from prefixcache.cli.main import app
@@ -250,6 +250,29 @@ def test_the_next_start_says_the_same_and_reads_no_matrix(folder, flags, tmp_pat
     forms = [started(folder, **flags, cpu_instructions="portable") for _ in range(2)]
     assert forms[0][0] == forms[1][0]
     assert [one[1] for one in forms] == [read, small]
+
+
+@pytest.mark.parametrize("form", Cpu.available_instructions())
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("lfm2-moe", "qwen3.5", "qwen3-next", "granite4-h", "granite4-h-moe", "nemotron-h"),
+        *("gemma4", "gpt-oss"),
+    ],
+)
+def test_every_form_says_the_same_from_known_blocks_and_laid_out_weights(
+    tiny_checkpoint, tmp_path, monkeypatch, caplog, family, form
+):
+    """Of the families whose layers keep states, see windows, or have experts."""
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "home"))
+    caplog.set_level(logging.INFO, "prefixcache")
+    flags = {"cpu_instructions": form, "weights_cache_dir": str(tmp_path / "kept")}
+    prompt, folder = tokens(70), tiny_checkpoint(family)
+    engine = built(folder, **flags)
+    said, _ = answer(engine, prompt, num_tokens=8)
+    assert answer(engine, prompt, num_tokens=8) == (said, 64)
+    assert answer(built(folder, **flags), prompt, num_tokens=8) == (said, 0)
+    assert "weights mapped from" in caplog.text
 
 
 def test_small_models_are_kept_where_a_folder_is_named(folder, tmp_path, monkeypatch):

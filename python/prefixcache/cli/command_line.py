@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,12 +57,18 @@ class Given:
         try:
             return build(kind, {**others, **self.values})
         except FieldError as error:
-            raise self.placed(error) from None
+            raise self.placed(error, leaves(kind)) from None
 
-    def placed(self, error: FieldError) -> FieldError:
-        """The error with the place where its flag was said."""
-        place = self.places.get(error.field, _dashed(error.field))
-        return FieldError(place, error.problem)
+    def placed(self, error: FieldError, flags: Collection[str]) -> FieldError:
+        """The error, which names those `flags` that are in it as they were said."""
+
+        def said(match: re.Match[str]) -> str:
+            return self._place(match[0]) if match[0] in flags else match[0]
+
+        return FieldError(self._place(error.field), re.sub(r"[a-z]+_\w+", said, error.problem))
+
+    def _place(self, name: str) -> str:
+        return self.places.get(name, _dashed(name))
 
     def of(self, kind: type[Any]) -> dict[str, Any]:
         """Those values that belong to the dataclass or its parts."""
@@ -148,7 +155,9 @@ class FlagCommand(click.Command):
         try:
             self._run(given)
         except FieldError as error:
-            raise given.placed(error) if error.field in self._flags else error from None
+            if error.field in self._flags:
+                error = given.placed(error, self._flags)
+            raise error from None
 
     def _given(self, ctx: click.Context) -> Given:
         path = ctx.params["config"] or _variable("config")

@@ -113,12 +113,15 @@ def _unknown(options: ExplainOptions) -> PrefixCacheError:
 def _advice(answer: Mapping[str, Any], options: ExplainOptions) -> list[str]:
     asked, cached = answer["prompt_tokens"], answer["cached_tokens"]
     share = f"{100 * cached / asked:.1f} %" if asked else "none"
+    from_cache = f"{share} from the cache"
+    if disk := answer.get("disk_cached_tokens", 0):
+        from_cache += f" ({100 * disk / asked:.1f} % from its disk)"
     findings = answer["findings"]
-    total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {share} from the cache"
+    total = f"{answer['num_requests']} prompts remembered, {asked} tokens: {from_cache}"
     lines = [f"{total}, {answer['tokens_recomputed']} tokens computed again."]
     lines += [f"{place}. {one['description']}" for place, one in enumerate(findings, 1)]
     if not findings:
-        lines.append("Nothing that an earlier prompt had was computed again.")
+        lines.append("No avoidable recomputation found.")
     elif answer["num_findings"] > len(findings):
         lines.append(f"and {answer['num_findings'] - len(findings)} more (--limit {options.limit})")
     return lines
@@ -129,4 +132,6 @@ def _line(prompt: Mapping[str, Any]) -> str:
     difference = (prompt["earlier"] or {}).get("difference")
     differs = f" Compared with an earlier one, {difference['description']}." if difference else ""
     cached = f"{prompt['cached_tokens']} of {prompt['prompt_tokens']} tokens are cached"
-    return f"{cached}: {prompt['description']}{differs}"
+    on_disk = prompt.get("disk_tokens", 0)
+    disk = f", the next {on_disk} on the disk" if on_disk else ""
+    return f"{cached}{disk}: {prompt['description']}{differs}"

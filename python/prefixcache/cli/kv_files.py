@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prefixcache.cli.command_line import FlagCommand, FlagGroup, Given
-from prefixcache.exceptions import PrefixCacheError
+from prefixcache.exceptions import FieldError, PrefixCacheError
 
 if TYPE_CHECKING:
     from prefixcache.config.private_folder import FileInfo, FileState, PrivateFolder
@@ -77,7 +77,8 @@ def _opened(path: Path | None) -> Iterator[PrivateFolder]:
             with closing(kind(path, create=False)) as folder:
                 yield folder
     except (NotUsableError, OSError) as error:
-        raise PrefixCacheError(f"{path} cannot be used: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FieldError("FOLDER", f"{path} cannot be used: {reason}.") from error
 
 
 def _line(info: FileInfo, state: FileState) -> str:

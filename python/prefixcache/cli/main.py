@@ -30,7 +30,7 @@ from prefixcache.config.checked import Checked, shown
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import flag, leaves
 from prefixcache.config.logs import LogLevel, set_up_logging
-from prefixcache.exceptions import ConfigError, FieldError, PrefixCacheError
+from prefixcache.exceptions import ConfigError, FieldError, InvalidRequestError, PrefixCacheError
 from prefixcache.ray_serve.environment import prepare_environment
 from prefixcache.ray_serve.ray_options import NOT_SERVED, RayOptions
 from prefixcache.server.options.serve_options import LOG_LEVEL_HELP, ServeOptions
@@ -198,7 +198,11 @@ def _sampling_params(options: GenerateOptions, defaults: dict[str, Any]) -> Samp
     names = {one.name for one in fields(SamplingParams)}
     given = {name: value for name, value in asdict(options).items() if name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{**defaults, **chosen})
+    try:
+        return SamplingParams(**{**defaults, **chosen})
+    except InvalidRequestError as error:
+        field = error.param or ""
+        raise FieldError(field, str(error).removeprefix(f"{field} ")) from None
 
 
 def _stream(built: BuiltEngine, prompt: TokenIds, params: SamplingParams) -> None:

@@ -96,6 +96,8 @@ def _cells(options: ReplayOptions, model: TtftModel | None) -> list[tuple[Settin
             max_queue_delay=options.max_queue_delay,
             snapshots=None if options.snapshot_tokens is None else snapshots,
             snapshot_tokens=options.snapshot_tokens or 0.0,
+            disk=options.disk_size,
+            disk_min_uses=options.disk_cache_min_uses,
         )
         for policy in dict.fromkeys(options.eviction_policy)
         for snapshots in dict.fromkeys(options.snapshots)

@@ -25,7 +25,7 @@ from prefixcache.config.checked import (
     ReadBy,
 )
 from prefixcache.config.flags import build, flag, named
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 
 if TYPE_CHECKING:
     from prefixcache.config.model_config import ModelConfig
@@ -38,6 +38,7 @@ Activations = Literal["exact", "int8"]
 ActivationChoice = Literal["exact", "int8", "auto"]
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
+HitTiers = Literal["memory", "memory,disk"]
 Speculation = Literal["off", "prompt", "cache"]
 Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
 
@@ -443,8 +444,9 @@ class SchedulerConfig(Checked):
     for `max_queue_delay` seconds.
 
     A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once unless
-    it brings a threshold of its own. With `share_in_flight` a request waits, at most
-    `max_wait_steps` steps, for blocks that another one is computing.
+    it brings a threshold of its own; tokens in `cache_hit_threshold_tiers` count as cached. With
+    `share_in_flight` a request waits, at most `max_wait_steps` steps, for blocks that another one
+    is computing.
 
     While answers are in flight, chunks of prompts are so short that a step takes `max_step_ms` at
     most, as far as earlier steps tell. The limits of a step that are None go by the device.
@@ -498,6 +500,9 @@ class SchedulerConfig(Checked):
     global_cache_hit_threshold: Fraction = flag(
         0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
     )
+    cache_hit_threshold_tiers: HitTiers = flag(
+        "memory", "Tiers whose tokens count as cached for a hit threshold.", "Cache"
+    )
     share_in_flight: bool = flag(
         True, "Wait for blocks that another request is computing.", "Cache"
     )
@@ -528,14 +533,15 @@ class SchedulerConfig(Checked):
         return replace(self, **asdict(self.limits(device)))
 
     def context_length(self, model: ModelConfig) -> int:
-        """Most tokens of a sequence. Raises `ConfigError` when more is asked than the model has."""
+        """Most tokens of a sequence. Raises `FieldError` when more is asked than the model has."""
         longest = model.max_context_length
         if self.max_model_len is None:
             return longest
         if self.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len must be at most the model's context length of {longest} tokens, "
-                f"got {self.max_model_len}."
+            raise FieldError(
+                "max_model_len",
+                f"must be at most the model's context length of {longest} tokens, "
+                f"got {self.max_model_len}.",
             )
         return self.max_model_len
 

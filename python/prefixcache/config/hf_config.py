@@ -218,8 +218,8 @@ class Family:
     "router", "experts", "selection_bias", "shared", and "qkv" and "gate_up" where these are one
     tensor; of the model "norm". `prefixes` are other beginnings of tensors' names, and ours.
     `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a head may be turned
-    in part. With `fused_experts` checkpoints hold all experts of a layer as one tensor, in which
-    gates and what they let pass take turns or are halves; its blocks may be those of the
+    in part. `fused_experts` says of checkpoints with all experts of a layer in one tensor whether
+    gates and what they let pass take turns or are halves there; its blocks may be those of the
     `quantization` that the file names.
     """
 
@@ -242,7 +242,7 @@ class Family:
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
-    fused_experts: Literal["turns", "halves"] | None = None
+    fused_experts: Literal["turns", "halves"] = "halves"
     quantization: str | None = None
     rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)[:-1]
     rotates_partly: bool = False
@@ -551,7 +551,6 @@ _QWEN3_5_MOE = replace(
         "shared_expert_intermediate_size": 512,
     },
     flags=_qwen3_5_moe_flags,
-    fused_experts="halves",
 )
 _QWEN3_NEXT = replace(
     _QWEN3_5,
@@ -633,7 +632,6 @@ _GEMMA4 = Family(
     spellings={"top_k_experts": "num_experts_per_tok"},
     flags=_gemma4_flags,
     names={"router": "router.proj", "experts": "experts"},
-    fused_experts="halves",
     rope_kinds=("default", "linear", "proportional"),
 )
 _MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
@@ -672,7 +670,6 @@ _GRANITE_MOE = Family(
         "experts": "block_sparse_moe",
         "shared": "shared_mlp",
     },
-    fused_experts="halves",
 )
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _LFM2_DEFAULTS = {

@@ -54,7 +54,7 @@ _NAMED: dict[Offender, str] = {
     "billing_header": "a provider's billing header",
     "chat_template": "text that the chat template writes",
 }
-_MOVE = "move it behind the stable part, as to the last user message"
+_MOVE = "move it after the stable part, as to the last user message"
 _OF_TEXT = (None, "different_text", "tail")
 _TO_DO: dict[Offender, str] = {
     "date": f"{_MOVE}, or leave the time out",
@@ -68,6 +68,7 @@ _TO_DO: dict[Offender, str] = {
 _LOST: dict[MissReason, str] = {
     "never_seen": "warm it with POST /prefix_cache/warm before it is needed",
     "evicted": "give the cache more memory, or keep the prefix with `retention`; or warm it again",
+    "on_disk": "give the cache more memory or a faster disk: computing it was predicted sooner",
     "cleared": "the cache was reset: warm the prefix after a reset",
     "weights_changed": "the weights were replaced: warm the prefix after an update",
     "another_salt": "send the same cache_salt for what may be shared",
@@ -139,6 +140,7 @@ class Summary:
     num_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    disk_cached_tokens: int = 0
     since: float | None = None
     findings: list[Finding] = field(default_factory=list[Finding])
 
@@ -164,6 +166,7 @@ def summarize(prompts: Sequence[RememberedPrompt], *, block_size: int) -> Summar
         num_requests=len(prompts),
         prompt_tokens=sum(prompt.prompt_tokens for prompt in prompts),
         cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
+        disk_cached_tokens=sum(prompt.disk_cached_tokens for prompt in prompts),
         since=prompts[0].time if prompts else None,
         findings=sorted(found.values(), key=lambda one: -one.tokens_recomputed),
     )

@@ -20,6 +20,7 @@ MissReason = Literal[
     "never_seen",
     "different_text",
     "evicted",
+    "on_disk",
     "another_salt",
     "weights_changed",
     "cleared",
@@ -82,8 +83,8 @@ class RememberedPrompt:
     `owner` is the namespace of the API key (`Caller.namespace`), None without keys; `salt` is as
     the cache knows it. `token_ids` is the array that the request shares. `source` is None where no
     text is kept. `api` is "completions", "chat", "responses" or "messages".
-    Full blocks of the first `write_upto` tokens were published; `cached_tokens` were hits. `miss`
-    is None until the reason has been looked up.
+    Full blocks of the first `write_upto` tokens were published; `cached_tokens` were hits, those of
+    `disk_cached_tokens` on a disk. `miss` is None until the reason has been looked up.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class RememberedPrompt:
     miss: Miss | None
     arrival: float = 0.0
     write_upto: int = 0
+    disk_cached_tokens: int = 0
 
     @property
     def text(self) -> str | None:

@@ -48,6 +48,10 @@ class KnownPrefix(Protocol):
         """Whether layers have a state."""
         ...
 
+    def disk_blocks(self, index: int) -> int:
+        """Full blocks that lie on a disk: leading ones from this one on."""
+        ...
+
     def names(self, index: int) -> list[tuple[bytes, int]]:
         """Hash and group of a full block in each group; empty past the last."""
         ...
@@ -79,7 +83,7 @@ class Explanation:
     """A miss, and the earlier prompt that shares the most with the one asked about, if any.
 
     `first_block` are the tokens of the first full block that did not hit, None where it is not
-    full. `shared_tokens` lead both prompts.
+    full. `disk_tokens` from there on lie on a disk. `shared_tokens` lead both prompts.
     """
 
     prompt_tokens: int
@@ -87,6 +91,7 @@ class Explanation:
     first_block: range | None
     nearest: RememberedPrompt | None
     shared_tokens: int
+    disk_tokens: int = 0
 
     def __str__(self) -> str:
         """One sentence."""
@@ -142,7 +147,12 @@ class Reasons:
             first_block=range(hit, end) if end <= len(asked.token_ids) else None,
             nearest=best and best[0],
             shared_tokens=best[1] if best else 0,
+            disk_tokens=self._disk_tokens(asked, known, hit) if reason == "on_disk" else 0,
         )
+
+    def _disk_tokens(self, asked: Asked, known: KnownPrefix, hit: int) -> int:
+        on_disk = known.disk_blocks(hit // self._block_size) * self._block_size
+        return min(on_disk, self._full_blocks(_most_hits(asked)) - hit)
 
     def _hit_tokens(self, asked: Asked, known: KnownPrefix) -> int:
         if asked.hit_tokens is not None:
@@ -190,6 +200,9 @@ class Reasons:
         evictions = self._evictions_of(known, hit // self._block_size)
         in_time = [one for one in evictions if _went_by(one, asked.started_at)]
         evicted = max(in_time, key=lambda one: one.time, default=None)
+        # A block that was evicted only since then went to the disk later too.
+        if len(in_time) == len(evictions) and known.disk_blocks(hit // self._block_size):
+            return "on_disk", None
         if seen is not None and seen.salt == asked.salt:
             forgotten = self._forgotten(seen, evicted)
             if forgotten is not None:
@@ -227,9 +240,11 @@ class Reasons:
 
 
 _SENTENCES: Mapping[MissReason, str] = {
-    "never_seen": "No earlier prompt had the block of {tokens} behind the same beginning.",
+    "never_seen": "The block of {tokens} has not been seen after this prefix.",
     "different_text": "An earlier prompt has other text within or before the block of {tokens}.",
     "evicted": "The block of {tokens} was cached and is gone: {evicted}.",
+    "on_disk": "The block of {tokens} is on the disk, which is read only where computing is "
+    "predicted to take longer.",
     "another_salt": "The block of {tokens} was sent under another cache salt alone.",
     "weights_changed": "The block of {tokens} was computed with other weights.",
     "cleared": "The block of {tokens} was cached before the cache was cleared.",

@@ -48,11 +48,12 @@ class Diagnosed(Protocol):
 class Admitted:
     """What became of a prompt when its request was started, `started_at` in `time.monotonic`.
 
-    The others are as in `Asked`.
+    `disk_tokens` of the hits came from a disk. The others are as in `Asked`.
     """
 
     hit_tokens: int
     started_at: float
+    disk_tokens: int = 0
     window_missed_tokens: int = 0
     reads: bool = True
     num_unscored: int | None = None
@@ -112,7 +113,12 @@ class CacheDiagnostics:
     def _remember(self, prompt: RememberedPrompt, admitted: Admitted) -> None:
         miss = self.explain(asked_of(prompt, admitted), sees_all=True).miss
         self.miss_counts[miss.reason] += 1
-        kept = dataclasses.replace(prompt, cached_tokens=admitted.hit_tokens, miss=miss)
+        kept = dataclasses.replace(
+            prompt,
+            cached_tokens=admitted.hit_tokens,
+            disk_cached_tokens=admitted.disk_tokens,
+            miss=miss,
+        )
         self.history.remember(kept)
 
 

@@ -177,7 +177,7 @@ def _make_cache(
         model=model_digest(model),
         weights=content_name(spec.weights_digest),
         kv_dtype=spec.dtype,
-        arithmetic=_arithmetic(config, spec.dtype),
+        arithmetic=_hashed_arithmetic(config, spec),
         groups=kv.layout.kinds,
         eviction_policy=config.cache.eviction_policy,
         retention=retention,
@@ -262,11 +262,10 @@ def _all_arithmetic(config: EngineConfig, model: ModelConfig, spec: ModelSpec) -
     }
 
 
-def _arithmetic(config: EngineConfig, dtype: str) -> str:
+def _hashed_arithmetic(config: EngineConfig, spec: ModelSpec) -> str:
     """The arithmetic's name in the root of the cache's hashes: none hits what another computed."""
-    if config.cpu_instructions is not None:
-        dtype = f"{dtype}/{config.cpu_instructions}"
-    return dtype if config.activations == "exact" else f"{dtype}, {config.activations}"
+    exact = config.activations == "exact"
+    return spec.arithmetic if exact else f"{spec.arithmetic}, {config.activations}"
 
 
 def _log_choices(config: EngineConfig, parts: EngineParts, spec: ModelSpec, kv: KVSpecs) -> None:

@@ -209,6 +209,7 @@ class Control:
             hits=counter.hits,
             queried_tokens=counter.queried_tokens,
             hit_tokens=counter.hit_tokens,
+            disk_cached_tokens=0 if scheduler.loads is None else scheduler.loads.counts().tokens,
             recent_queries=counter.num_recent,
             recent_hit_ratio=counter.recent_ratio,
             evictions=core["evictions"],
@@ -273,6 +274,7 @@ class Control:
             block_size=self._cache.block_size,
             root_hash=self._cache.root_hash.hex(),
             weights_name=self.weights_name,
+            arithmetic=self._cache.arithmetic,
         )
 
     def keep_events(self) -> CacheEvents:

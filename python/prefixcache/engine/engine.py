@@ -377,8 +377,12 @@ class Engine:
             self._pool.note_release()
 
     def _is_ahead(self) -> bool:
-        """Whether the step in flight may stay so until the next one is submitted."""
-        if len(self._steps) != 1 or not self._scheduler.has_unfinished():
+        """Whether the step in flight may stay so until the next one is submitted.
+
+        Guesses follow known tokens: with a drafter none may.
+        """
+        is_one = len(self._steps) == 1 and self._scheduler.has_unfinished()
+        if not is_one or self._scheduler.drafter is not None:
             return False
         step = self._steps[0].in_flight
         return step is not None and not step.is_known

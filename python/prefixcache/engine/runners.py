@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache.config.engine_config import EngineConfig
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import FieldError
 from prefixcache.runner.base import Runner
 from prefixcache.runner.cpu.cpu_runner import CpuRunner
 
@@ -21,15 +21,16 @@ _CPU_FLAGS = Path("/proc/cpuinfo")
 def choose_runner(config: EngineConfig) -> Runner[Any]:
     """The runner for the device and the attention that are asked for.
 
-    Torch is imported where it computes alone. Raises `ConfigError` where that lacks it.
+    Torch is imported where it computes alone. Raises `FieldError` where that lacks it.
     """
     if not needs_torch(config):
         return CpuRunner(config)
     if find_spec("torch") is None:
         extra = "torch" if config.device == "cpu" else "cuda"
-        raise ConfigError(
-            f"device {config.device} with attention {config.attention} needs torch: "
-            f"pip install 'prefixcache[{extra}]'."
+        raise FieldError(
+            "device",
+            f"{config.device} with attention {config.attention} needs torch: "
+            f"pip install 'prefixcache[{extra}]'.",
         )
     from prefixcache.runner.cuda.torch_runner import TorchRunner
 

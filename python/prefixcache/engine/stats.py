@@ -12,13 +12,14 @@ class PrefixHashInfo:
     """What others need to compute hashes of the cache's blocks (docs/reference/hashing.md).
 
     `root_hash` is `h_0` of requests without a salt, in hexadecimal; it changes with
-    `weights_name`, what it calls the weights.
+    `weights_name`, what it calls the weights. `arithmetic` is what the model computes with.
     """
 
     format: str
     block_size: int
     root_hash: str
     weights_name: str
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +28,11 @@ class PrefixCacheStats:
 
     Counted over the engine's lifetime, whatever becomes of weights and cache: `queries` and `hits`
     are requests looked up and those with a hit, `queried_tokens` and `hit_tokens` their tokens,
-    `evictions` blocks whose content was overwritten. `recent_hit_ratio` is the cached share, 0 to
-    1, of the tokens of the last `recent_queries` requests, at most 1000. Blocks are `blocks_in_use`
-    by requests or `free_blocks`; `cached_blocks` of both can be hit, and `pinned_blocks` of both
-    are evicted last. `num_blocks` counts them all and the null block, which pads tables and is
-    neither.
+    `disk_cached_tokens` those that were read from a disk, `evictions` blocks whose content was
+    overwritten. `recent_hit_ratio` is the cached share, 0 to 1, of the tokens of the last
+    `recent_queries` requests, at most 1000. Blocks are `blocks_in_use` by requests or
+    `free_blocks`; `cached_blocks` of both can be hit, and `pinned_blocks` of both are evicted last.
+    `num_blocks` counts them all and the null block, which pads tables and is neither.
 
     `memory` is what the blocks take of it, and what resizes did; None where the cache keeps its
     size.
@@ -49,6 +50,7 @@ class PrefixCacheStats:
     hits: int
     queried_tokens: int
     hit_tokens: int
+    disk_cached_tokens: int
     recent_queries: int
     recent_hit_ratio: float
     evictions: int

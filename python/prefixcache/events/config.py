@@ -110,8 +110,8 @@ def parse_kv_events(value: object) -> KVEventsConfig | None:
     for name in given:
         if name not in known:
             hint = closest(str(name), known) or f": its keys are {', '.join(known)}"
-            raise ValueError(f"has no key {name!r}{hint}")
+            raise ValueError(f"it has no key {name!r}{hint}")
     try:
         return KVEventsConfig(**given)
     except FieldError as error:
-        raise ValueError(f"has a wrong key: {error}") from None
+        raise ValueError(f"its {str(error).rstrip('.')}") from None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixcache.events.wire import (
+    DISK_MEDIUM,
     MEDIUM,
     SNAPSHOT_VERSION,
     AllBlocksCleared,
@@ -31,14 +35,14 @@ class WireForm:
         self.groups = [_group(kind) for kind in groups]
         self._is_hybrid = len(groups) > 1
 
-    def event(self, event: CoreEvent) -> Event:
+    def event(self, event: CoreEvent, medium: str = MEDIUM) -> Event:
         """The event of the wire."""
         kind, group, parent, hashes, tokens = event
         if kind == "cleared":
             return AllBlocksCleared()
         if kind == "removed":
-            return BlockRemoved(hashes, MEDIUM, group if self._is_hybrid else None)
-        stored = BlockStored(hashes, parent, tokens, self.block_size, None, MEDIUM, None)
+            return BlockRemoved(hashes, medium, group if self._is_hybrid else None)
+        stored = BlockStored(hashes, parent, tokens, self.block_size, None, medium, None)
         if self._is_hybrid:
             spec = self.groups[group]
             stored.group_idx = group
@@ -54,13 +58,28 @@ def _group(kind: GroupKind) -> Group:
     return Group(*kind)
 
 
+def _runs(on_disk: Iterable[tuple[int, npt.NDArray[np.uint64]]]) -> Iterator[CoreEvent]:
+    for group, hashes in on_disk:
+        for first in range(0, len(hashes), _BLOCKS_AT_ONCE):
+            yield "stored", group, None, hashes[first : first + _BLOCKS_AT_ONCE].tolist(), []
+
+
 class CacheSnapshot:
     """The bytes of a snapshot, part by part; it holds a copy of what was cached until it ends."""
 
     def __init__(
-        self, blocks: StoredBlocks, form: WireForm, *, sequence: int, root_hash: str, model: str
+        self,
+        blocks: StoredBlocks,
+        on_disk: Sequence[tuple[int, npt.NDArray[np.uint64]]],
+        form: WireForm,
+        *,
+        sequence: int,
+        root_hash: str,
+        model: str,
     ) -> None:
         self._blocks = blocks
+        self._num_blocks = blocks.num_blocks + sum(len(hashes) for _, hashes in on_disk)
+        self._on_disk = _runs(on_disk)
         self._form = form
         self._header: SnapshotHeader | None = SnapshotHeader(
             SNAPSHOT_VERSION, sequence, root_hash, model, form.block_size, form.groups
@@ -75,7 +94,9 @@ class CacheSnapshot:
         events = self._blocks.take(_BLOCKS_AT_ONCE)
         if events:
             return b"".join(encode_snapshot_part(self._form.event(event)) for event in events)
+        if (run := next(self._on_disk, None)) is not None:
+            return encode_snapshot_part(self._form.event(run, DISK_MEDIUM))
         if self._is_over:
             return b""
         self._is_over = True
-        return encode_snapshot_part(SnapshotEnd(self._blocks.num_blocks))
+        return encode_snapshot_part(SnapshotEnd(self._num_blocks))

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
-from prefixcache.events.wire import EventBatch, encode_batch
+from prefixcache.events.wire import DISK_MEDIUM, EventBatch, encode_batch
 from prefixcache.kv.events import CacheEvents
 from prefixcache.metrics import PREFIX
 
@@ -76,6 +76,7 @@ class EventPublisher:
                 self._publish_all()
             return CacheSnapshot(
                 copy,
+                self._events.on_disk(),
                 self._form,
                 sequence=self._next - 1,
                 root_hash=self._events.root_hash,
@@ -131,13 +132,17 @@ class EventPublisher:
 
     def _publish(self) -> bool:
         """Sends the oldest events as a batch; whether there were any."""
+        on_disk = self._events.take_of_disk(_BLOCKS_AT_ONCE)
         events = self._events.take(_BLOCKS_AT_ONCE)
-        if not events:
+        if not on_disk and not events:
             return False
-        batch = EventBatch(time.time(), [self._form.event(event) for event in events], 0)
-        payload = encode_batch(batch)
-        for kind, _, _, hashes, _ in events:
+        sent = [self._form.event(event, DISK_MEDIUM) for event in on_disk]
+        sent += [self._form.event(event) for event in events]
+        payload = encode_batch(EventBatch(time.time(), sent, 0))
+        for kind, _, _, hashes, _ in [*on_disk, *events]:
             self._num_blocks[kind] += len(hashes)
+            if kind == "cleared":
+                self._events.report_disk_again()
         self._sockets.send(self._next, payload)
         self._buffer.append(payload)
         self._next += 1

@@ -22,7 +22,9 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
 MEDIUM = "GPU"
-"""The tier of every block: readers take it as the fastest one, whatever the server computes on."""
+"""The tier of blocks in memory: readers take it as the fastest one, whatever computes there."""
+DISK_MEDIUM = "DISK"
+"""The tier of blocks on a disk, as Dynamo calls it; vLLM leaves the name to the tier."""
 
 SNAPSHOT_VERSION = 1
 
@@ -34,7 +36,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks that hit from now on, each the one after the block before it in a prompt.
 
     `token_ids` are those of all the blocks, `block_size` of each. `parent_block_hash` is that of
-    the block before the first; None at a prompt's beginning. Where the model has several KV cache
+    the block before the first; None at a prompt's beginning. On a disk blocks are in no order, and
+    have neither. Where the model has several KV cache
     groups, the last three fields say which one this is; they are absent where it has one.
     """
 

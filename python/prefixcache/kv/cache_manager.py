@@ -65,6 +65,11 @@ class PrefixLookup:
     has_states: bool
     _sequence: CoreSequence
     _num_groups: int
+    _disk: DiskTier | None
+
+    def disk_blocks(self, index: int) -> int:
+        """Full blocks of the prompt that lie on a disk: leading ones from this one on."""
+        return 0 if self._disk is None else self._disk.count(self._sequence.block_hashes(index))
 
     def names(self, index: int) -> list[tuple[bytes, int]]:
         """Hash and group of a full block of the prompt in each group; empty past the last."""
@@ -142,6 +147,7 @@ class CacheManager:
             max_cached_blocks=max_cached_blocks,
         )
         self.block_size = block_size
+        self.arithmetic = arithmetic
         self.max_blocks = num_blocks if max_blocks is None else max_blocks
         self.attainable_blocks = num_blocks
         self.make_room: Callable[[int], bool] = lambda _: False
@@ -272,7 +278,8 @@ class CacheManager:
 
     def keep_events(self) -> CacheEvents:
         """What is stored and removed from now on, for any thread: before anything is cached."""
-        return CacheEvents(self._cache, self.groups)
+        disk = None if self.disk is None else self.disk.staging
+        return CacheEvents(self._cache, self.groups, disk)
 
     @property
     def num_missed_evictions(self) -> int:
@@ -331,6 +338,13 @@ class CacheManager:
         on_disk = 0 if self.disk is None else self.disk.count(after)
         return PrefixLocation(memory, on_disk * self.block_size)
 
+    def count_on_disk(self, request_id: str, start: int, stop: int) -> int:
+        """Tokens of the request's full blocks that lie on a disk: leading ones from `start` on."""
+        if self.disk is None or start >= stop:
+            return 0
+        size = self.block_size
+        return self.disk.count(self.block_hashes(request_id, start // size, stop // size)) * size
+
     def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
         """What is cached of a prompt now. From any thread; reads as `probe` does."""
         sequence = self.new_sequence(token_ids, salt)
@@ -341,6 +355,7 @@ class CacheManager:
             has_states=self.has_states,
             _sequence=sequence,
             _num_groups=self._num_groups,
+            _disk=self.disk,
         )
 
     def start(self, request: Request, *, hashed: bool = True) -> None:

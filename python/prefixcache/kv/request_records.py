@@ -171,5 +171,5 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     about, *records = map(json.loads, lines or ["null"])
     if not isinstance(about, dict) or about.get("prefixcache_requests") != VERSION:
-        raise ValueError(f"is no record of requests, version {VERSION}")
+        raise ValueError(f"it is no record of requests, version {VERSION}")
     return about, records

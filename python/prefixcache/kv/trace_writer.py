@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from prefixcache._core import BlockPseudonyms
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.trace_lines import VERSION, Event, TraceLines, line
 from prefixcache.metrics import PREFIX
 
@@ -39,7 +39,7 @@ class TraceWriter:
     """One recording and its thread: `begin` starts it, `close` ends it.
 
     The file is made at once, under the next free name where there is one already: `path` says
-    which. Raises `ConfigError` where it cannot be made.
+    which. Raises `FieldError` where it cannot be made.
     """
 
     def __init__(self, path: Path, max_size: int) -> None:
@@ -148,19 +148,19 @@ class TraceWriter:
 
 
 def check_folder(path: Path, flag: str) -> None:
-    """Raises `ConfigError` where no file can be made at the path: before a model is loaded."""
+    """Raises `FieldError` where no file can be made at the path: before a model is loaded."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{flag} must be in a folder that exists, not {path.parent}.")
+        raise FieldError(flag, f"must be in a folder that exists, not {path.parent}.")
     if path.is_dir():
-        raise ConfigError(f"{flag} must be a file, and {path} is a folder.")
+        raise FieldError(flag, f"must be a file, and {path} is a folder.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} cannot be made: {path.parent} may not be written.")
+        raise FieldError(flag, f"cannot be made: {path.parent} may not be written.")
 
 
 class RecordFile:
     """The files of a recording, one after the other, each with the header first.
 
-    Only their user may read them, and no file that is there is touched. Raises `ConfigError`, which
+    Only their user may read them, and no file that is there is touched. Raises `FieldError`, which
     names the `flag`, where the first one cannot be made.
     """
 
@@ -173,7 +173,7 @@ class RecordFile:
         try:
             self.path, self._file = _create_free(path)
         except OSError as error:
-            raise ConfigError(f"{flag} cannot be made: {path}: {error.strerror}.") from error
+            raise FieldError(flag, f"cannot be made: {path}: {error.strerror}.") from error
 
     def begin(self) -> None:
         """Writes the header of a new file."""

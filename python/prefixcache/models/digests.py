@@ -11,14 +11,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from prefixcache._core import hash_file_ranges
+from prefixcache._core import derive_digest, hash_file_ranges
 from prefixcache.config.home import cache_home
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
+_PART = 16 << 20
 # File systems tell times this exactly at least; two writes within it may have the same one.
 _CLOCK_TICK_NS = 20_000_000
 
@@ -26,26 +27,27 @@ FileState = list[Any]
 """What changes when a file does: its path, size, inode, and times of its content and its inode."""
 
 
-def file_sha256(file: Path) -> str:
+def file_digest(file: Path, kind: Literal["blake3", "sha256"] = "blake3") -> str:
     """The digest of the file's content, read only if it changed since it was last asked for.
 
-    What is remembered is a small file for each path under `cache_home()`; a broken one counts as
-    none, and where it cannot be written nothing is remembered. Raises `OSError` when the file
-    cannot be read.
+    `kind` is sha256, which one thread computes, or blake3: of the BLAKE3 of each 16 MiB, by all
+    processors. What is remembered is a small file for each path under `cache_home()`; a broken one
+    counts as none, and where it cannot be written nothing is remembered. Raises `OSError` when the
+    file cannot be read.
     """
     state = file_state(file)
-    note = _note(file, "sha256")
+    note = _note(file, kind)
     known = _known(note, state)
     if isinstance(known, str):
         return known
     _wait_for_the_clock(file)
-    digest = compute_sha256(file)
+    digest = compute_sha256(file) if kind == "sha256" else compute_blake3(file)
     _remember(note, file, state, digest)
     return digest
 
 
 def range_digests(file: Path, ranges: Sequence[tuple[int, int]], threads: int = 1) -> list[str]:
-    """BLAKE3 of each range of bytes, (start, end), in hexadecimal; remembered as `file_sha256` is.
+    """BLAKE3 of each range of bytes, (start, end), in hexadecimal; remembered as `file_digest` is.
 
     Raises `OSError` when the file cannot be read, or ends within a range.
     """
@@ -119,6 +121,14 @@ def _wait_for_the_clock(file: Path) -> None:
     age = time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns)
     if 0 <= age < _CLOCK_TICK_NS:
         time.sleep((_CLOCK_TICK_NS - age) / 1e9)
+
+
+def compute_blake3(file: Path) -> str:
+    """`file_digest` of the file, all of which it reads. Raises `OSError`."""
+    size = file.stat().st_size
+    parts = [(start, min(start + _PART, size)) for start in range(0, size, _PART)]
+    digests = hash_file_ranges(file, parts, len(os.sched_getaffinity(0)))
+    return derive_digest("prefixcache file v1", b"".join(digests)).hex()
 
 
 def compute_sha256(file: Path) -> str:

@@ -31,7 +31,7 @@ _HALVED_NAME = re.compile(
 _DIMENSIONS = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _PART = re.compile(
     r"(.*\.(?:experts|block_sparse_moe|shared_mlp))(?:\.\d+)?"
-    r"\.(gate|up|down)_proj\.(weight|bias)"
+    r"\.(gate_proj|up_proj|down_proj|w[123])\.(weight|bias)"
 )
 _NUMBERS, _BYTES = quant_block_size("MXFP4")
 
@@ -63,15 +63,17 @@ class HalvedTensor:
     def dense(self, numbers: Array) -> Iterator[tuple[str, Array]]:
         """The numbers of each expert, by name."""
         half = numbers.shape[-2] // 2
-        parts = {"down": slice(None)}
+        is_lfm2 = self.base.endswith(".feed_forward.experts")
+        gate, up, down = ("w1", "w3", "w2") if is_lfm2 else ("gate_proj", "up_proj", "down_proj")
+        parts = {down: slice(None)}
         if self.has_gates:
-            parts = {"gate": slice(half), "up": slice(half, None)}
+            parts = {gate: slice(half), up: slice(half, None)}
         named = [("", numbers)]
         if numbers.ndim == _DIMENSIONS[None]:
             named = [(f".{number}", one) for number, one in enumerate(numbers)]
         for number, one in named:
             for part, rows in parts.items():
-                yield f"{self.base}{number}.{part}_proj.weight", one[rows]
+                yield f"{self.base}{number}.{part}.weight", one[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,8 @@ class FusedTensor:
                 yield f"{self.base}.{expert}.{part}_proj.{kind}", expert, rows
 
 
-def fused_tensor(
-    name: str, dimensions: int, order: RowOrder | None
-) -> FusedTensor | HalvedTensor | None:
+def fused_tensor(name: str, dimensions: int, order: RowOrder) -> FusedTensor | HalvedTensor | None:
     """What the name says in checkpoints of this order; None for a tensor of one expert or none."""
-    if order is None:
-        return None
     return (HalvedTensor if order == "halves" else FusedTensor).of(name, dimensions)
 
 
@@ -147,7 +145,7 @@ def fused_names(own: str) -> tuple[str, ...]:
     if match is None:
         return ()
     names = ("gate_up_proj", "input_linear.weight")
-    if match[2] == "down":
+    if match[2] in ("down_proj", "w2"):
         names = ("down_proj", "output_linear.weight")
     if match[3] == "bias":
         names = (f"{names[0]}_bias",)
@@ -157,8 +155,8 @@ def fused_names(own: str) -> tuple[str, ...]:
 class FusedReader:
     """Takes tensors apart as they come: codes wait for their exponents."""
 
-    def __init__(self, order: RowOrder | None) -> None:
-        self._order: RowOrder | None = order
+    def __init__(self, order: RowOrder) -> None:
+        self._order: RowOrder = order
         self._waiting: dict[str, tuple[str, Array]] = {}
 
     def split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:

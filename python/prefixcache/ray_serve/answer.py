@@ -114,7 +114,10 @@ class Answer:
         requests = [self._requests[index] for index in self._sent]
         return RoutedJob(
             requests=requests,
-            hashes=_hashes(requests, self._commands.state.root_hash or "", self._block_size),
+            hashes={
+                arithmetic: _hashes(requests, root, self._block_size)
+                for arithmetic, root in self._commands.state.roots.items()
+            },
             seconds_left=self._seconds_left(),
             command_number=self._commands.state.number,
             actual_hits=dict(self._actual_hits),

@@ -20,16 +20,17 @@ class RoutedJob:
 
     They must be answered within `seconds_left`: clocks of machines differ. `command_number` is
     that of the last command that the ingress knows of. `hashes` are those of each prompt, as
-    `BlockHashes.state` gives them, so that the replica need not hash again. `actual_hits` are
-    tokens of the prompt that replicas were found to have cached, by their ids. The router fills
-    `expected_hits` in: what it believes of the one that it chose, which says no where it has far
-    less, unless the job `takes_stale` ones. It wants to know when the prompts are `computed`.
+    `BlockHashes.state` gives them, for each arithmetic that replicas have, so that they need not
+    hash again. `actual_hits` are tokens of the prompt that replicas were found to have cached, by
+    their ids. The router fills `expected_hits` in: what it believes of the one that it chose, which
+    says no where it has far less, unless the job `takes_stale` ones. It wants to know when the
+    prompts are `computed`.
     """
 
     requests: Sequence[Request]
     seconds_left: float | None = None
     command_number: int = 0
-    hashes: Sequence[bytes] = ()
+    hashes: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
     actual_hits: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_hits: Mapping[str, int] = field(default_factory=dict[str, int])
     takes_stale: bool = False
@@ -40,9 +41,12 @@ class RoutedJob:
         """Tokens of the first prompt, by which the job is routed."""
         return len(self.requests[0].prompt_token_ids)
 
-    def short_hashes(self) -> npt.NDArray[np.uint64]:
-        """The hashes of the first prompt's full blocks, as KV events name them."""
-        return BlockHashes.from_state(self.hashes[0]).short()
+    def short_hashes(self) -> dict[str, npt.NDArray[np.uint64]]:
+        """The hashes of the first prompt's full blocks, as KV events name them, by arithmetic."""
+        return {
+            arithmetic: BlockHashes.from_state(first).short()
+            for arithmetic, (first, *_) in self.hashes.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache.events.reader import EventReader, Update
-from prefixcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from prefixcache.events.wire import DISK_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prefixcache.routing import PrefixRouting
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,13 @@ class _CacheReader:
             self._note(event)
 
     def _note(self, event: Event) -> None:
-        """One group of layers stands for all: of a model with windows the first one."""
+        """One group of layers stands for all: of a model with windows the first one.
+
+        Blocks on a disk are left out: those that are hit are in memory soon.
+        """
         if isinstance(event, AllBlocksCleared):
             self._routing.clear(self._replica)
-        elif event.group_idx:
+        elif event.group_idx or event.medium == DISK_MEDIUM:
             return
         elif isinstance(event, BlockStored):
             self._routing.stored(self._replica, _hashes(event))

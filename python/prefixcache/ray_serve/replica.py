@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray.util
@@ -32,6 +33,7 @@ from prefixcache.ray_serve.replicas.replica_state import (
     Done,
     Refused,
     ReplicaState,
+    Served,
 )
 from prefixcache.server.admin.admin import update_weights
 from prefixcache.server.admin.health import halted_state
@@ -42,7 +44,6 @@ from prefixcache.types.request import Request
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
     from prefixcache.engine.control import Control
-    from prefixcache.engine.stats import PrefixHashInfo
     from prefixcache.server.options.serve_options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class EngineReplica:
             model_name=options.served_model_name[0] if options.served_model_name else config.model,
             replica=self._id,
         )
-        await self._follow(await commands.state.remote(self._hashes))
+        self._arithmetic = self._served.arithmetic
+        await self._follow(await commands.state.remote(self._served))
 
     def _build(self, config: EngineConfig, options: ServeOptions) -> BuiltEngine:
         """The engine, which publishes what its cache stores and loses."""
@@ -104,7 +106,7 @@ class EngineReplica:
         """
         try:
             await self._check_current(job.command_number)
-            requests = _received(job)
+            requests = _received(job, self._arithmetic)
             stale = self._stale(job, requests[0])
             if stale is not None:
                 yield stale
@@ -140,8 +142,9 @@ class EngineReplica:
     # The router.
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Where the router reads events; Ray Serve asks once."""
-        return {"kv_events": None if self._events is None else self._events.endpoints}
+        """Where the router reads events, and how it hashes prompts; Ray Serve asks once."""
+        events = None if self._events is None else self._events.endpoints
+        return {"kv_events": events, "arithmetic": self._arithmetic}
 
     async def kv_snapshot(self) -> list[bytes]:
         """What is cached, as `GET /prefix_cache/snapshot` of one server tells it."""
@@ -170,17 +173,17 @@ class EngineReplica:
         """Does a command; the replica is then as `after` says."""
         answer = await self.do(command)
         if isinstance(answer, Done):
-            self._state = after.named_by(answer)
+            self._state = after.served_by([answer.served])
         return answer
 
     async def agree(self, state: ReplicaState) -> None:
         """Ends the replica where it is not what all are to be: Ray Serve makes a new one."""
         if self._outdated is not None:
             return
-        if self._state.number != state.number or self._hashes.root_hash != state.root_hash:
+        if self._state.number != state.number or self._served.common != state.common:
             self._outdated = EngineDeadError("This replica missed a command, and is replaced.")
         else:
-            self._state = state
+            self._state = self._with_own_root(state)
 
     async def do(self, command: Command) -> Done | Refused:
         """Does a command of `engine.control.Control`."""
@@ -188,8 +191,7 @@ class EngineReplica:
             result = await self._in_time(command.name, partial(_done, command))
         except PrefixCacheError as error:
             return Refused(error)
-        hashes = self._hashes
-        return Done(result, hashes.root_hash, hashes.weights_name)
+        return Done(result, self._served)
 
     async def _in_time(self, name: str, operation: Callable[[Control], T]) -> T:
         """What an operation of the engine returns. An engine that hangs is replaced.
@@ -234,19 +236,29 @@ class EngineReplica:
             answer = await self.do(command)
             if isinstance(answer, Refused):
                 raise answer.error
-        mine = self._hashes
-        if mine.root_hash != state.root_hash:
+        mine = self._served
+        if mine.common != state.common:
             raise ConfigError(
-                f"The replica {self._id} would serve something else than the others: its weights "
-                f"are {mine.weights_name} (root hash {mine.root_hash}), theirs "
-                f"{state.weights_name} ({state.root_hash}). Every node needs the same model and "
-                "weights, and finds the same --dtype and --block-size."
+                f"The replica {self._id} would serve something else than the others: "
+                f"{mine.common}; they serve {state.common}. Every node needs the same model and "
+                "weights; give --dtype where processors differ."
             )
-        self._state = state
+        self._state = self._with_own_root(state)
+
+    def _with_own_root(self, state: ReplicaState) -> ReplicaState:
+        """The state, which need not know of a replica that started after the last command."""
+        return state.with_roots({self._arithmetic: self._served.root_hash})
 
     @property
-    def _hashes(self) -> PrefixHashInfo:
-        return self._engine.control.prefix_hash_info()
+    def _served(self) -> Served:
+        hashes, about = self._engine.control.prefix_hash_info(), self._built.arithmetic
+        names = ("architecture", "dtype", "activations")
+        common = ", ".join(f"{name} {about[name]}" for name in names)
+        return Served(
+            f"weights {hashes.weights_name}, {common}, blocks of {hashes.block_size} tokens",
+            hashes.arithmetic,
+            hashes.root_hash,
+        )
 
     # What is known of it.
 
@@ -322,10 +334,11 @@ def _deadline(job: RoutedJob) -> float | None:
     return None if job.seconds_left is None else time.monotonic() + job.seconds_left
 
 
-def _received(job: RoutedJob) -> list[Request]:
+def _received(job: RoutedJob, arithmetic: str) -> list[Request]:
     """The requests with their hashes, as if they came now: the ingress may be another machine."""
-    now, known = time.monotonic(), {one: BlockHashes.from_state(one) for one in set(job.hashes)}
+    states = job.hashes.get(arithmetic, ())
+    now, known = time.monotonic(), {one: BlockHashes.from_state(one) for one in set(states)}
     return [
-        dataclasses.replace(request, arrival_time=now, hashes=known[state])
-        for request, state in zip(job.requests, job.hashes, strict=True)
+        dataclasses.replace(request, arrival_time=now, hashes=state and known[state])
+        for request, state in zip_longest(job.requests, states)
     ]

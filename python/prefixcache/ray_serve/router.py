@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.utils import generate_request_id
@@ -28,6 +29,7 @@ _PROBE_SECONDS = 1.0
 _REQUEST_TOKENS = 64.0
 _SNAPSHOT_SECONDS = 30.0
 _EVENT_SECONDS = 0.05
+_NO_HASHES = np.zeros(0, np.uint64)
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -41,6 +43,8 @@ class PrefixRequestRouter(RequestRouter):
         self._routing = PrefixRouting(block_size=block_size)
         self._caches = KnownCaches(self._routing)
         self._routed: dict[str, Routed] = {}
+        # What each replica computes with: hashes of its blocks begin at a root of their own.
+        self._arithmetic: dict[str, str] = {}
         # Calls in flight that are no jobs; Ray counts them as requests of a replica.
         self._asked = Counter[str]()
 
@@ -51,8 +55,10 @@ class PrefixRequestRouter(RequestRouter):
         for name in set(self._routing.replicas) - names:
             self._caches.forget(name)
             self._routing.remove(name)
+            self._arithmetic.pop(name, None)
         for replica in replicas:
             self._routing.add(_name(replica))
+            self._arithmetic[_name(replica)] = replica.replica_metadata.get("arithmetic", "")
             self._read_events(replica)
 
     def _read_events(self, replica: RunningReplica) -> None:
@@ -94,7 +100,8 @@ class PrefixRequestRouter(RequestRouter):
         if job is None or name not in self._routing.replicas:
             return
         choice = Choice(name, job.expected_hits.get(name, 0))
-        routed = self._routing.route(choice, job.short_hashes(), job.num_prompt_tokens)
+        hashes = job.short_hashes().get(self._arithmetic.get(name, ""), _NO_HASHES)
+        routed = self._routing.route(choice, hashes, job.num_prompt_tokens)
         self._routed[pending_request.metadata.internal_request_id] = routed
         loop = self._event_loop
 
@@ -117,7 +124,7 @@ class PrefixRequestRouter(RequestRouter):
         hits = await self._hits(replicas, job)
         by_name = {_name(replica): replica for replica in replicas}
         choices = self._routing.choose(
-            job.short_hashes(),
+            [*job.short_hashes().values()] or _NO_HASHES,
             job.num_prompt_tokens,
             self._loads(replicas),
             hit_tokens=hits,
@@ -140,7 +147,8 @@ class PrefixRequestRouter(RequestRouter):
     async def _hits(self, replicas: Sequence[RunningReplica], job: RoutedJob) -> dict[str, int]:
         """Tokens of the prompt that are cached by replicas whose events do not tell.
 
-        Blocks under a salt are in no event.
+        Blocks under a salt are in no event, and a replica that started now may have hashes of an
+        arithmetic that the job does not know.
         """
         request = job.requests[0]
         if not request.cache.read:
@@ -149,10 +157,13 @@ class PrefixRequestRouter(RequestRouter):
         asked = [
             one
             for one in replicas
-            if _name(one) not in job.actual_hits and not (tells and self._caches.knows(_name(one)))
+            if _name(one) not in job.actual_hits and not (tells and self._knows(_name(one), job))
         ]
         found = await asyncio.gather(*(self._probe(one, request) for one in asked))
         return dict(zip(map(_name, asked), found, strict=True)) | dict(job.actual_hits)
+
+    def _knows(self, name: str, job: RoutedJob) -> bool:
+        return self._arithmetic.get(name) in job.hashes and self._caches.knows(name)
 
     async def _probe(self, replica: RunningReplica, request: Request) -> int:
         try:

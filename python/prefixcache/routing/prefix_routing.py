@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -136,7 +136,7 @@ class PrefixRouting:
 
     def choose(
         self,
-        hashes: Hashes,
+        hashes: Hashes | Sequence[Hashes],
         prompt_tokens: int,
         loads: Mapping[str, float],
         *,
@@ -146,7 +146,8 @@ class PrefixRouting:
     ) -> list[Choice]:
         """The best of the replicas that `loads` names, up to `most`, the best first.
 
-        `hashes` are those of the prompt's full blocks. `loads` are tokens that a replica has to
+        `hashes` are those of the prompt's full blocks, or several such arrays where replicas have
+        unlike root hashes: what matches counts. `loads` are tokens that a replica has to
         compute before it, besides those of requests that this object has routed and not settled; a
         name that was not seen before is added. `hit_tokens` replaces what is known of a replica
         that said itself what the prompt would hit there. `key` is the client's `prompt_cache_key`.
@@ -169,8 +170,12 @@ class PrefixRouting:
             self._asked, self._asked_numbers = replicas, np.array(numbers, np.intp)
         return self._asked_numbers
 
-    def _hits(self, hashes: Hashes, known: Mapping[str, int]) -> npt.NDArray[np.uint32]:
-        hits = self._index.hits(hashes) * np.uint32(self._block_size)
+    def _hits(
+        self, hashes: Hashes | Sequence[Hashes], known: Mapping[str, int]
+    ) -> npt.NDArray[np.uint32]:
+        arrays = [hashes] if isinstance(hashes, np.ndarray) else hashes
+        hits = np.maximum.reduce([self._index.hits(one) for one in arrays])
+        hits = hits * np.uint32(self._block_size)
         for replica, tokens in known.items():
             if replica in self._numbers:
                 hits[self._numbers[replica]] = tokens

@@ -32,7 +32,8 @@ class ModelSpec:
     """What is known of a model once it is loaded.
 
     `hardware` describes in words what computes, and `instructions` names those of the CPU's own
-    kernels. Where `shares_answers` is false, blocks that decodes wrote may not be hit.
+    kernels, of which `kernel_revision` counts the changes that round otherwise. Where
+    `shares_answers` is false, blocks that decodes wrote may not be hit.
     """
 
     dtype: str
@@ -43,6 +44,14 @@ class ModelSpec:
     max_model_len: int
     weights_digest: str
     instructions: str | None = None
+    kernel_revision: int = 0
+
+    @property
+    def arithmetic(self) -> str:
+        """What the bits of keys and values depend on besides model, weights and activations."""
+        if self.instructions is None:
+            return self.dtype
+        return f"{self.dtype}/{self.instructions}/r{self.kernel_revision}"
 
 
 @dataclass(frozen=True, slots=True)

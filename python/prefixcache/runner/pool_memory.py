@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.kv.specs import KVLayout
 from prefixcache.runner.reserved_memory import ReservedBlocks
+from prefixcache.runner.sizing import check_free
 
 _MIB = 1 << 20
 
@@ -64,14 +65,8 @@ class PoolMemory:
         return self.reserved
 
     def _check_free(self, num_blocks: int, num_new: int) -> None:
-        """Raises `OutOfMemoryError` with the numbers when new blocks exceed the free memory."""
-        needed, free = num_new * self.bytes_per_block, self.free_memory()
-        if needed > free:
-            raise OutOfMemoryError(
-                f"The KV cache of {num_blocks} blocks of {self.block_size} tokens needs "
-                f"{needed / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
-                "Lower --kv-cache-memory or --num-blocks."
-            )
+        num_bytes = num_new * self.bytes_per_block
+        check_free(num_blocks, self.block_size, num_bytes, self.free_memory())
 
     def _cannot_allocate(self, num_blocks: int, error: Exception) -> OutOfMemoryError:
         needed = num_blocks * self.bytes_per_block

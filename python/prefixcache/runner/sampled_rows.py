@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from prefixcache.exceptions import GrammarError
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import SamplingInput, SequenceOutput, TokenMask
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan, TokenMask
 
 UNUSABLE = "The model's logits are not finite numbers."
 
@@ -22,6 +23,7 @@ ANY = -2
 # Masks are most often known before the logits are. What is not known soon after is not waited for,
 # so that the other rows of the step go on.
 _LONGEST_WAIT = 5e-3
+_NOTHING = SequenceOutput()
 
 
 def is_plain_greedy(row: SamplingInput) -> bool:
@@ -65,6 +67,30 @@ def last_tokens(row: SamplingInput, unread: int = 0) -> list[tuple[int, int]]:
         elif len(known) <= len(answer) and tuple(answer[len(answer) - len(known) :]) == known:
             found.append((word[-1], word[-2] if unread else ANY))
     return found
+
+
+def inputs_of(plan: StepPlan) -> list[Sequence[SamplingInput]]:
+    """What is sampled of each sequence, in order: its next token, and one after each guess."""
+    drafts = dict(plan.drafts)
+    return [
+        () if sequence.sampling is None else (sequence.sampling, *drafts.get(s, ()))
+        for s, sequence in enumerate(plan.sequences)
+    ]
+
+
+def outputs_of(
+    inputs: Iterable[Sequence[SamplingInput]], sampled: Iterable[SequenceOutput]
+) -> list[SequenceOutput]:
+    """One output for each sequence, an empty one where nothing was due, of those of all `inputs`.
+
+    These are as `inputs_of` gives them.
+    """
+    found = iter(sampled)
+    outputs: list[SequenceOutput] = []
+    for of_sequence in inputs:
+        first, *after = itertools.islice(found, len(of_sequence)) if of_sequence else (_NOTHING,)
+        outputs.append(with_accepted(first, of_sequence[1:], after))
+    return outputs
 
 
 def with_accepted(

@@ -46,10 +46,13 @@ def layout_of(config: EngineConfig, model: ModelConfig, itemsize: int) -> KVLayo
 
     Raises `FieldError` for blocks too small for it.
     """
-    guesses = config.speculation
     # The last token is computed again where a grammar's mask is late, with its guesses or without.
-    most_refused = 1 + (guesses.most if guesses.source != "off" else 0)
-    return kv_layout(model, config.cache.block_size, most_refused, itemsize)
+    return kv_layout(model, config.cache.block_size, 1 + most_guesses(config), itemsize)
+
+
+def most_guesses(config: EngineConfig) -> int:
+    """The most tokens that are guessed of a sequence in a step."""
+    return 0 if config.speculation.source == "off" else config.speculation.most
 
 
 def choose_num_blocks(
@@ -90,8 +93,10 @@ def _budget(asked: int | float | None, memory: MemorySize) -> int:
 def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, memory: MemorySize) -> PoolSizes:
     """The range of a pool that starts with `start` blocks.
 
-    Raises `FieldError` for a ceiling beyond the machine, and for sizes that are out of order.
+    Raises `OutOfMemoryError` for more than is free, and `FieldError` for a ceiling beyond the
+    machine and for sizes that are out of order.
     """
+    check_free(start, cache.block_size, start * block_bytes, memory.free)
     unbounded = PoolSizes(
         start=start,
         ceiling=start,
@@ -110,6 +115,16 @@ def pool_sizes(cache: CacheConfig, start: int, block_bytes: int, memory: MemoryS
             f"asks for {floor}.",
         )
     return replace(unbounded, ceiling=ceiling, floor=floor)
+
+
+def check_free(num_blocks: int, block_size: int, num_bytes: int, free: int) -> None:
+    """Raises `OutOfMemoryError` where a pool takes `num_bytes` more and fewer are free."""
+    if num_bytes > free:
+        raise OutOfMemoryError(
+            f"The KV cache of {num_blocks} blocks of {block_size} tokens needs "
+            f"{num_bytes / _MIB:,.0f} MiB, but only {free / _MIB:,.0f} MiB are free. "
+            "Lower --kv-cache-memory or --num-blocks."
+        )
 
 
 def _check_ceiling(start: int, ceiling: int, block_bytes: int, machine: int) -> None:

@@ -50,6 +50,7 @@ class Admission:
         self._max_chunk = config.limits().max_num_batched_tokens
         self._in_flight = in_flight
         self._global_threshold = config.global_cache_hit_threshold
+        self._hit_tiers = config.cache_hit_threshold_tiers
         self.enabled = enable_prefix_caching
         self.counter = HitCounter()
         self.num_window_missed_tokens = 0
@@ -134,6 +135,9 @@ class Admission:
         if not threshold:
             return False
         total = self._tokens_to_match(state)
+        if "disk" in (state.request.cache.hit_tiers or self._hit_tiers):
+            most = self.most_loaded(state)
+            usable += self._cache.count_on_disk(state.request_id, usable, most)
         ratio = usable / total if total else 0.0
         if ratio >= threshold:
             return False

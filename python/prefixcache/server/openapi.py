@@ -76,7 +76,13 @@ _CACHED = _object(prompt_tokens=_COUNT, cached_tokens=_COUNT)
 _EXPLANATION = _object(
     prompt_tokens=_COUNT, cached_tokens=_COUNT, reason=_STRING, description=_STRING
 )
-_PREFIX_HASH = _object(format=_STRING, block_size=_COUNT, root_hash=_STRING, weights_name=_STRING)
+_PREFIX_HASH = _object(
+    format=_STRING,
+    block_size=_COUNT,
+    root_hash=_STRING,
+    weights_name=_STRING,
+    arithmetic=_STRING,
+)
 _RESPONSE = _object(
     id=_STRING,
     object=_word("response"),

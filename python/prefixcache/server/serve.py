@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from prefixcache.config.flags import shown_values
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.events.start import event_sockets, publishing
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.allocator import bound_arenas
 from prefixcache.server.http.access import AccessRules, is_host_name, is_loopback
@@ -186,9 +186,10 @@ def _allow_open_files(connections: int) -> None:
     if soft == _INFINITE or soft >= needed:
         return
     if hard != _INFINITE and hard < needed:
-        raise ConfigError(
-            f"--limit-concurrency {connections} needs {needed} open files, but `ulimit -Hn` is "
-            f"{hard}. Raise that, or take --limit-concurrency {max(hard - _OWN_FILES, 1)}."
+        raise FieldError(
+            "limit_concurrency",
+            f"{connections} needs {needed} open files, but `ulimit -Hn` is {hard}. Raise that, or "
+            f"take --limit-concurrency {max(hard - _OWN_FILES, 1)}.",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from prefixcache.config.checked import shown
+from prefixcache.config.engine_config import HitTiers
 from prefixcache.exceptions import wrong
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
@@ -85,7 +86,8 @@ class CacheOptions:
 
     Requests share blocks only under the same `salt`. `read` False skips hits, `write` False
     publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
-    with `finish_reason` "cache_threshold"; None takes the engine's own threshold.
+    with `finish_reason` "cache_threshold"; None takes the engine's own threshold. `hit_tiers` says
+    where cached tokens have to lie for that; None takes the engine's own choice.
 
     `retention` says which tokens are worth keeping (`retention_range.py`), within the budget of
     `owner`: without one that of the salt, or of all who have none. Only full blocks of the first
@@ -105,13 +107,14 @@ class CacheOptions:
     Raises `InvalidRequestError` for a salt that is not text, for a threshold that is not a number
     from 0 to 1, for ranges that `check_ranges` refuses, for a negative `write_upto`, for a
     group without a name or with a size that is no count, for a staleness below -1, and for a mode
-    that is none.
+    or tiers that are none.
     """
 
     salt: str | None = None
     read: bool = True
     write: bool = True
     hit_threshold: float | None = None
+    hit_tiers: HitTiers | None = None
     retention: tuple[RetentionRange, ...] = ()
     owner: str | None = None
     write_upto: int | None = None
@@ -142,6 +145,8 @@ class CacheOptions:
             _check_salt(self.salt)
         if self.hit_threshold is not None:
             _check_hit_threshold(self.hit_threshold)
+        if self.hit_tiers not in (None, *get_args(HitTiers)):
+            raise wrong("cache_hit_threshold_tiers", f"are no tiers: {shown(self.hit_tiers)}")
 
 
 class Group(NamedTuple):

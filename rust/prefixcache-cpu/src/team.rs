@@ -123,6 +123,12 @@ impl Team {
         self.members.len() + 1
     }
 
+    /// Rounds so far: computations that the threads shared. At the end of each they wait for each other.
+    pub fn rounds(&self) -> u64 {
+        // Relaxed: a count, which orders nothing.
+        round_of(self.shared.gate.load(Ordering::Relaxed))
+    }
+
     /// Calls `task` with each of `0..tasks`, once, on any thread and in any order; returns when all
     /// have returned. Callers from several threads take turns.
     ///
@@ -330,6 +336,15 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_round_is_what_two_threads_share() {
+        let team = Team::new(2).expect("threads");
+        for tasks in [0, 1, 2, 9] {
+            team.run(tasks, |_| ());
+        }
+        assert_eq!(team.rounds(), 2);
     }
 
     #[test]

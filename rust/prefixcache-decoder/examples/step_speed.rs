@@ -3,7 +3,10 @@
 //!
 //! Layers are Q4_1 and the head is Q8_0, as in the file. Each line is a step, like 8x1@128: 8
 //! sequences, one token of each, after 128 tokens. "GB/s" counts the weights, which are read once. One thread is
-//! measured by its own time, so that other processes change little; more by the clock.
+//! measured by its own time, so that other processes change little; more by the clock. "rounds" are the times
+//! in a layer that the threads wait for each other; what one of two threads takes is said first.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_attention::{Attention, BlockTables, Plan};
 use prefixcache_cpu::{Form, Rows, RowsMut, Team, WeightMemory};
@@ -101,6 +104,27 @@ fn seconds(threads: usize) -> f64 {
     now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
 }
 
+/// Microseconds of a round in which two threads wait for each other and do nothing else: the best of a few.
+fn round(team: &Team) -> f64 {
+    const ROUNDS: usize = 10;
+    let arrived = AtomicUsize::new(0);
+    let times = (1..=300).map(|batch| {
+        let begun = seconds(2);
+        for round in 0..ROUNDS {
+            let goal = 2 * ((batch - 1) * ROUNDS + round + 1);
+            team.run(2, |_| {
+                // Relaxed: the number alone counts.
+                arrived.fetch_add(1, Ordering::Relaxed);
+                while arrived.load(Ordering::Relaxed) < goal {
+                    std::thread::yield_now();
+                }
+            });
+        }
+        (seconds(2) - begun) * 1e6 / ROUNDS as f64
+    });
+    times.fold(f64::MAX, f64::min)
+}
+
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let number = |i: usize, usual| {
@@ -121,6 +145,9 @@ fn main() {
             memory: WeightMemory::default(),
             activations,
         };
+        if threads == 2 {
+            println!("a round of both threads: {:.2} us", round(&model.team));
+        }
         let layers: Vec<Linears> = (0..LAYERS).map(|_| model.layer()).collect();
         let head = model.linear(Format::Q8_0, HIDDEN, &[VOCABULARY]);
         for step in arguments.get(3).map_or(STEPS, |steps| steps).split(',') {
@@ -195,18 +222,20 @@ fn measure(
     let mut scratch = Scratch::new(rows, HIDDEN, &decoder).expect("memory");
     let mut logits = vec![0.0_f32; sequences * VOCABULARY];
     let mut times = Vec::new();
-    let mut finite = true;
+    let (mut finite, mut rounds) = (true, 0);
     for _ in 0..turns {
         let mut x: Vec<f32> = (0..rows * HIDDEN)
             .map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0)
             .collect();
         let begun = seconds(model.team.threads());
+        let counted = model.team.rounds();
         let mut x = RowsMut::new(&mut x, HIDDEN);
         for (layer, cache) in decoder.iter().zip(&mut caches) {
             let mut cache = RowsMut::new(cache, 2 * KV_HEADS * BLOCK * DIMS);
             step.forward(layer, &mut cache, None, &mut x, &mut scratch)
                 .expect("memory");
         }
+        rounds = model.team.rounds() - counted;
         let last = x.read().row(rows - 1).repeat(sequences);
         let to = RowsMut::new(&mut logits, VOCABULARY);
         head.forward(model.form, &model.team, Rows::new(&last, HIDDEN), None, &to)
@@ -219,13 +248,14 @@ fn measure(
     let bytes: usize = layers.iter().flat_map(linears).sum::<usize>() + head.num_bytes();
     let middle = times[turns / 2];
     println!(
-        "{:?} {:?} {sequences} x {tokens} after {before}: median {:.2} ms, best {:.2}, {:.1} tokens/s, {:.1} GB/s{}",
+        "{:?} {:?} {sequences} x {tokens} after {before}: median {:.2} ms, best {:.2}, {:.1} tokens/s, {:.1} GB/s, {} rounds{}",
         model.form,
         model.activations,
         middle * 1e3,
         times[0] * 1e3,
         rows as f64 / middle,
         bytes as f64 / middle / 1e9,
+        rounds as usize / LAYERS,
         if finite { "" } else { ", not finite" },
     );
 }

@@ -68,8 +68,8 @@ pub struct Dense<'a, E> {
 
 /// Room for what passes between its kernels.
 pub struct Scratch<E> {
-    gate_up: Buffer<E>,
-    opened: Buffer<E>,
+    /// Of an MLP: its gates with what they let pass, and what passed.
+    dense: [Buffer<E>; 2],
     experts: experts::Scratch<E>,
     /// Of an MLP and experts: what each reads, and what it makes.
     inputs: [Buffer<E>; 2],
@@ -89,8 +89,10 @@ impl<E: KvElement> Scratch<E> {
         });
         let buffer = || Buffer::new(rows, hidden.clone());
         Ok(Self {
-            gate_up: Buffer::new(rows, dense.clone().map(|dense| dense.gate_up.outputs()))?,
-            opened: Buffer::new(rows, dense.map(|dense| dense.down.inputs()))?,
+            dense: [
+                Buffer::new(rows, dense.clone().map(|dense| dense.gate_up.outputs()))?,
+                Buffer::new(rows, dense.map(|dense| dense.down.inputs()))?,
+            ],
             experts: experts::Scratch::new(rows, experts)?,
             inputs: [buffer()?, buffer()?],
             made: [buffer()?, buffer()?],
@@ -99,57 +101,43 @@ impl<E: KvElement> Scratch<E> {
 }
 
 impl Step<'_> {
-    /// Adds the MLP of the normalised stream to the stream.
-    pub(crate) fn dense<E: KvElement>(
+    /// Adds what the feed-forward makes of the normalised stream to the stream.
+    pub(crate) fn fed<E: KvElement>(
         &self,
-        dense: &Dense<'_, E>,
+        feed_forward: &FeedForward<'_, E>,
         x: Rows<'_, E>,
         scratch: &mut Scratch<E>,
         sum: Sum<'_, E>,
     ) -> Result<(), OutOfMemory> {
-        let opened = self.opened(dense, x, &mut scratch.gate_up, &mut scratch.opened)?;
+        match feed_forward {
+            FeedForward::Dense(dense) => self.dense(dense, x, &mut scratch.dense, sum),
+            FeedForward::Experts(experts) => self.add(sum, |residual, out| {
+                let scratch = &mut scratch.experts;
+                experts.forward(self.form, self.team, x, x, residual, out, scratch)
+            }),
+            FeedForward::DenseAndExperts(both) => self.dense_and_experts(both, x, scratch, sum),
+        }
+    }
+
+    fn dense<E: KvElement>(
+        &self,
+        dense: &Dense<'_, E>,
+        x: Rows<'_, E>,
+        [gate_up, opened]: &mut [Buffer<E>; 2],
+        sum: Sum<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        let (wide, inner) = (dense.gate_up.outputs(), dense.down.inputs());
+        self.linear(dense.gate_up, x, None, &gate_up.write(wide))?;
+        let (gates, out) = (gate_up.read(wide), opened.write(inner));
+        gated(self.form, self.team, dense.gate, gates, &out);
+        let opened = opened.read(inner);
         self.add(sum, |residual, out| {
             self.linear(dense.down, opened, residual, out)
         })
     }
 
-    /// What an MLP's gates let pass.
-    fn opened<'b, E: KvElement>(
-        &self,
-        dense: &Dense<'_, E>,
-        x: Rows<'_, E>,
-        gate_up: &mut Buffer<E>,
-        opened: &'b mut Buffer<E>,
-    ) -> Result<Rows<'b, E>, OutOfMemory> {
-        let (wide, inner) = (dense.gate_up.outputs(), dense.down.inputs());
-        self.linear(dense.gate_up, x, None, &gate_up.write(wide))?;
-        let gates = gate_up.read(wide);
-        gated(
-            self.form,
-            self.team,
-            dense.gate,
-            gates,
-            &opened.write(inner),
-        );
-        Ok(opened.read(inner))
-    }
-
-    /// Adds the experts' MLPs of the normalised stream to the stream.
-    pub(crate) fn experts<E: KvElement>(
-        &self,
-        experts: &Experts<'_, E>,
-        x: Rows<'_, E>,
-        scratch: &mut Scratch<E>,
-        sum: Sum<'_, E>,
-    ) -> Result<(), OutOfMemory> {
-        self.add(sum, |residual, out| {
-            let scratch = &mut scratch.experts;
-            experts.forward(self.form, self.team, x, x, residual, out, scratch)
-        })
-    }
-
-    /// Adds an MLP and experts, each of the stream as its norm makes it, to the stream.
-    pub(crate) fn dense_and_experts<E: KvElement>(
+    /// Each reads the stream as its norm makes it.
+    fn dense_and_experts<E: KvElement>(
         &self,
         both: &DenseAndExperts<'_, E>,
         x: Rows<'_, E>,
@@ -160,15 +148,13 @@ impl Step<'_> {
         let [first, second] = &mut scratch.inputs;
         let [made, dense] = &mut scratch.made;
         self.norm(both.dense_norm, x, None, &first.write(width));
-        let (gate_up, opened) = (&mut scratch.gate_up, &mut scratch.opened);
-        let opened = self.opened(&both.dense, first.read(width), gate_up, opened)?;
-        self.linear(both.dense.down, opened, None, &made.write(width))?;
-        self.norm(
-            both.dense_out_norm,
-            made.read(width),
-            None,
-            &dense.write(width),
-        );
+        let of_dense = Sum {
+            residual: None,
+            norm: Some(both.dense_out_norm),
+            projected: made,
+            out: &dense.write(width),
+        };
+        self.dense(&both.dense, first.read(width), &mut scratch.dense, of_dense)?;
         self.norm(both.router_norm, x, None, &first.write(width));
         self.norm(both.experts_norm, x, None, &second.write(width));
         both.experts.forward(

@@ -180,8 +180,8 @@ impl<E: KvElement> Scratch<E> {
 
 /// A place in the residual stream, to which a part of a layer adds.
 struct Sum<'a, E> {
-    /// The stream before the part.
-    residual: Rows<'a, E>,
+    /// The stream before the part; none where what the part makes is all.
+    residual: Option<Rows<'a, E>>,
     /// The norm of what is added, where there is one.
     norm: Option<RmsNorm<'a, E>>,
     /// Room for what is added, where it is normalised.
@@ -261,7 +261,7 @@ impl Step<'_> {
     ) -> Result<(), OutOfMemory> {
         let normed = self.normed(layer.input_norm, x, &mut scratch.normed);
         let sum = Sum {
-            residual: x,
+            residual: Some(x),
             norm: layer.mixer_out_norm,
             projected: &mut scratch.projected,
             out: &scratch.residual.write(x.width()),
@@ -291,20 +291,12 @@ impl Step<'_> {
         };
         let normed = self.normed(layer.mlp_norm, residual, &mut scratch.normed);
         let sum = Sum {
-            residual,
+            residual: Some(residual),
             norm: layer.mlp_out_norm,
             projected: &mut scratch.projected,
             out: x,
         };
-        match feed_forward {
-            FeedForward::Dense(dense) => self.dense(dense, normed, &mut scratch.feed_forward, sum),
-            FeedForward::Experts(experts) => {
-                self.experts(experts, normed, &mut scratch.feed_forward, sum)
-            }
-            FeedForward::DenseAndExperts(both) => {
-                self.dense_and_experts(both, normed, &mut scratch.feed_forward, sum)
-            }
-        }
+        self.fed(feed_forward, normed, &mut scratch.feed_forward, sum)
     }
 
     /// The rows normalised, or as they are where there is no norm.
@@ -327,11 +319,11 @@ impl Step<'_> {
         part: impl FnOnce(Option<Rows<'_, E>>, &RowsMut<'_, E>) -> Result<(), OutOfMemory>,
     ) -> Result<(), OutOfMemory> {
         let Some(norm) = sum.norm else {
-            return part(Some(sum.residual), sum.out);
+            return part(sum.residual, sum.out);
         };
         let width = sum.out.width();
         part(None, &sum.projected.write(width))?;
-        self.norm(norm, sum.projected.read(width), Some(sum.residual), sum.out);
+        self.norm(norm, sum.projected.read(width), sum.residual, sum.out);
         Ok(())
     }
 

@@ -63,6 +63,8 @@ struct Content {
     uses: u32,
     band: Band,
     pinned: bool,
+    /// Whether KV events report it.
+    is_open: bool,
 }
 
 impl Content {
@@ -91,6 +93,10 @@ struct State {
     contents: Vec<Option<Content>>,
     queue: VecDeque<(BlockKey, Vec<u8>)>,
     stored: HashSet<BlockKey>,
+    /// Keys that KV events may report, of blocks that are in the queue or stored, or were.
+    open: HashSet<BlockKey>,
+    /// Those of which it is to be reported whether the tier holds them.
+    changed: HashSet<BlockKey>,
     /// Keys that were evicted and not copied, the younger half first.
     seen: [HashSet<u64>; 2],
     is_durable: bool,
@@ -102,6 +108,19 @@ impl State {
     fn was_seen(&self, key: &BlockKey) -> bool {
         let short = key.hash.short();
         self.seen.iter().any(|keys| keys.contains(&short))
+    }
+
+    fn add_stored(&mut self, key: BlockKey) {
+        if self.stored.insert(key) && self.open.contains(&key) {
+            self.changed.insert(key);
+        }
+    }
+
+    fn remove_stored(&mut self, key: &BlockKey) {
+        self.stored.remove(key);
+        if self.open.remove(key) {
+            self.changed.insert(*key);
+        }
     }
 
     fn remember(&mut self, key: &BlockKey, most: usize) {
@@ -196,21 +215,48 @@ impl Staging {
     pub fn add_stored(&self, keys: &[BlockKey], era: u64) {
         let mut state = self.0.state();
         if state.era == era {
-            state.stored.extend(keys);
+            keys.iter().for_each(|&key| state.add_stored(key));
         }
     }
 
     /// The tier holds these no more.
     pub fn remove_stored(&self, keys: &[BlockKey]) {
         let mut state = self.0.state();
-        for key in keys {
-            state.stored.remove(key);
-        }
+        keys.iter().for_each(|key| state.remove_stored(key));
     }
 
     /// The tier holds nothing.
     pub fn clear_stored(&self) {
-        self.0.state().stored.clear();
+        let state = &mut *self.0.state();
+        state.changed.extend(state.stored.intersection(&state.open));
+        state.stored.clear();
+    }
+
+    /// Up to `most` blocks that the tier got or lost since they were reported last, and whether it holds each now.
+    ///
+    /// Blocks of a scope are never among them; those that an earlier process wrote are once this one has used them.
+    #[must_use]
+    pub fn take_changed(&self, most: usize) -> Vec<(BlockKey, bool)> {
+        let state = &mut *self.0.state();
+        let taken: Vec<_> = state.changed.iter().take(most).copied().collect();
+        let held = |key: BlockKey| {
+            state.changed.remove(&key);
+            (key, state.stored.contains(&key))
+        };
+        taken.into_iter().map(held).collect()
+    }
+
+    /// Reports all that the tier holds again, to a reader who has forgotten it.
+    pub fn report_again(&self) {
+        let state = &mut *self.0.state();
+        state.changed = state.stored.intersection(&state.open).copied().collect();
+    }
+
+    /// All that was or will be reported and that the tier holds.
+    #[must_use]
+    pub fn reported(&self) -> Vec<BlockKey> {
+        let state = self.0.state();
+        state.stored.intersection(&state.open).copied().collect()
     }
 
     /// How many leading ones of these the tier holds.
@@ -290,11 +336,16 @@ impl BackingStore for Staging {
             uses: 1 + u32::from(state.was_seen(key)),
             band: Band::DEFAULT,
             pinned: false,
+            is_open: false,
         };
         state.contents[block.index()] = state.is_durable.then_some(content);
     }
 
-    fn keep_tokens(&self, _block: BlockId, _tokens: BlockTokens<'_>) {}
+    fn keep_tokens(&self, block: BlockId, _tokens: BlockTokens<'_>) {
+        if let Some(content) = &mut self.0.state().contents[block.index()] {
+            content.is_open = true;
+        }
+    }
 
     fn kept_tokens(&self, _block: BlockId) -> Option<BlockTokens<'static>> {
         None
@@ -305,16 +356,23 @@ impl BackingStore for Staging {
         let Some(content) = state.contents[block.index()].take() else {
             return;
         };
-        if content.era != state.era || state.stored.contains(&content.key) {
+        if content.era != state.era {
             return;
         }
-        if !content.is_worth(self.0.min_uses) {
+        if state.stored.contains(&content.key) {
+            if content.is_open && state.open.insert(content.key) {
+                state.changed.insert(content.key);
+            }
+        } else if !content.is_worth(self.0.min_uses) {
             state.counts.skipped += 1;
             state.remember(&content.key, SEEN_PER_BLOCK * self.0.memory.num_blocks);
         } else if (state.queue.len() + 1) * self.0.memory.value_bytes() > self.0.capacity {
             state.counts.dropped += 1;
         } else {
             state.counts.staged += 1;
+            if content.is_open {
+                state.open.insert(content.key);
+            }
             let bytes = self.0.copy(block);
             state.queue.push_back((content.key, bytes));
         }
@@ -354,6 +412,8 @@ impl BackingStore for Staging {
         state.era += 1;
         state.queue.clear();
         state.stored.clear();
+        state.open.clear();
+        state.changed.clear();
         state.seen.iter_mut().for_each(HashSet::clear);
     }
 

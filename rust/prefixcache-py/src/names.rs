@@ -51,7 +51,7 @@ names! {
     Accepted, Address, Addresses, Affinity, AgeBounds, Alike, Allowed, Answer, Attentions, BadWords, Balance,
     Banned, Bias, BiasTokens, Block, BlockBytes, BlockHash, BlockSize, BlockTokens, Blocks, Cache, Caches, Cap,
     Capacity, Cells, Chunk, Conv, ConvBias, Cos, Count, Counts, Decay, DenseNorm, DenseOutNorm, Descriptor,
-    Digest, Eps, Era, ExpertScales, ExpertsNorm, ExpertsOutNorm, Extras, FeedForward, FirstPages, Frequency,
+    Digest, DiskBlocks, Eps, Era, ExpertScales, ExpertsNorm, ExpertsOutNorm, Extras, FeedForward, FirstPages, Frequency,
     GapBounds, Groups, Guesses, Half, Hashes, HeadDim, Hidden, Hints, HitTokens, Ids, Index, Indices, Indptr,
     InputNorm, Inputs, Instructions, Interval, KeptTokens, KeyDim, KeyHeads, KeyStride, Keys, KvIndices,
     KvIndptr, LastPageLen, LayerGroups, Layers, Loads, Logits, Logprobs, Mask, MaxBlocks, MaxCachedBlocks,

@@ -6,6 +6,7 @@ use numpy::{Element, IntoPyArray};
 use prefixcache_core::EvictionPolicy;
 use prefixcache_core::hints::Hint;
 use prefixcache_replay::cache::{CacheConfig, ConfigError, Outcome, Snapshots};
+use prefixcache_replay::disk::DiskConfig;
 use prefixcache_replay::history::History;
 use prefixcache_replay::marconi::Marconi;
 use prefixcache_replay::optimum::Hits;
@@ -230,13 +231,15 @@ impl TraceReplay {
     /// Add a cache of `num_blocks` blocks, the null block not counted, before the first batch.
     ///
     /// With `ms_per_token` its requests wait for a server whose prefill takes that. Of a model with states a
-    /// snapshot takes `snapshot_blocks`; `snapshots` says where they are kept.
+    /// snapshot takes `snapshot_blocks`; `snapshots` says where they are kept. Behind it is a disk of
+    /// `disk_blocks` for what was used `min_uses` times.
     #[pyo3(signature = (
         num_blocks, *, eviction_policy=OneOf(EvictionPolicy::Lru), hints=None, ms_per_token=None,
         ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(SnapshotRule::Anchors),
-        snapshot_blocks=None
+        snapshot_blocks=None, disk_blocks=None, min_uses=None
     ), text_signature = "($self, num_blocks, *, eviction_policy='lru', hints=None, ms_per_token=None, \
-ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', snapshot_blocks=None)")]
+ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', snapshot_blocks=None, \
+disk_blocks=None, min_uses=None)")]
     fn add(
         &self,
         num_blocks: Number<names::NumBlocks>,
@@ -248,6 +251,8 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', 
         max_delay_ms: Option<One<names::MaxDelayMs, f64>>,
         snapshots: OneOf<SnapshotRule>,
         snapshot_blocks: Option<Number<names::SnapshotBlocks>>,
+        disk_blocks: Option<Number<names::DiskBlocks>>,
+        min_uses: Option<Number<names::MinUses, u32>>,
     ) -> PyResult<usize> {
         let snapshot_blocks = snapshot_blocks.map(|blocks| blocks.0);
         let config = CacheConfig {
@@ -256,6 +261,10 @@ ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', 
             hints: hints.map(|hints| hints.0).unwrap_or_default(),
             caches_answers: self.caches_answers,
             snapshots: snapshots.0.of_core().zip(snapshot_blocks),
+            disk: disk_blocks.zip(min_uses).map(|(blocks, uses)| DiskConfig {
+                num_blocks: blocks.0,
+                min_uses: uses.0,
+            }),
         };
         let admission = match max_delay_ms {
             Some(delay) => Admission::CacheAware {
@@ -410,6 +419,8 @@ fn set_outcome(dict: &Bound<'_, PyDict>, outcome: &Outcome) -> PyResult<()> {
     dict.set_item("hit_requests", outcome.hit_requests)?;
     dict.set_item("hit_tokens", outcome.hit_tokens)?;
     dict.set_item("evictions", outcome.evictions)?;
+    dict.set_item("disk_tokens", outcome.disk_tokens)?;
+    dict.set_item("disk_writes", outcome.disk_writes)?;
     for percentile in PERCENTILES {
         let computed = outcome.computed.at(percentile);
         dict.set_item(format!("computed_p{percentile}"), computed)?;

@@ -1,9 +1,11 @@
 //! The Python class `BlockStaging`: evicted blocks between a pool and a slower tier.
 
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 
 use numpy::{IntoPyArray, PyArray1};
 use prefixcache_core::error::Argument;
+use prefixcache_core::events::ShortHash;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::store::BlockKey;
 use prefixcache_file::staging::{Memory, Staging, key_from_bytes, key_to_bytes};
@@ -13,6 +15,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{Blocks, List, Number, Value, wrong_type};
 use crate::errors::out_of_range;
+use crate::events::Event;
 use crate::names::{self, Name};
 
 type Keys = List<names::Keys, BlockKey>;
@@ -122,6 +125,37 @@ impl BlockStaging {
     /// The tier holds nothing. Any thread.
     fn clear_stored(&self) {
         self.0.clear_stored();
+    }
+
+    /// Take what KV events are to report of up to `max_blocks` blocks that the tier got or lost. Any thread.
+    fn take_events(&self, max_blocks: Number<names::MaxBlocks>) -> Vec<Event> {
+        let mut blocks = BTreeMap::<_, Vec<u64>>::new();
+        for (key, is_stored) in self.0.take_changed(max_blocks.0) {
+            let named = blocks.entry((is_stored, key.group.get())).or_default();
+            named.push(ShortHash::from(&key.hash).0);
+        }
+        let events = blocks.into_iter().map(|((is_stored, group), hashes)| {
+            let kind = if is_stored { "stored" } else { "removed" };
+            (kind, group, None, hashes, Vec::new())
+        });
+        events.collect()
+    }
+
+    /// Report all that the tier holds again. Any thread.
+    fn report_again(&self) {
+        self.0.report_again();
+    }
+
+    /// The short hashes of all blocks of a group that KV events report as held by the tier. Any thread.
+    fn reported<'py>(
+        &self,
+        py: Python<'py>,
+        group: Number<names::GroupIndex, u16>,
+    ) -> Bound<'py, PyArray1<u64>> {
+        let keys = py.detach(|| self.0.reported()).into_iter();
+        let of_group = keys.filter(|key| key.group.get() == group.0);
+        let hashes: Vec<_> = of_group.map(|key| ShortHash::from(&key.hash).0).collect();
+        hashes.into_pyarray(py)
     }
 
     /// How many leading ones of these the tier holds. Any thread.

@@ -51,6 +51,7 @@ fn simulation(
         hints: Vec::new(),
         caches_answers: false,
         snapshots: None,
+        disk: None,
     };
     Ok(Simulation::new(&config, None, block_size)?)
 }

@@ -136,6 +136,7 @@ fn cache(num_blocks: usize) -> CacheConfig {
         hints: Vec::new(),
         caches_answers: false,
         snapshots: None,
+        disk: None,
     }
 }
 

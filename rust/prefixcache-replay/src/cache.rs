@@ -13,6 +13,7 @@ use prefixcache_core::{
 };
 use thiserror::Error;
 
+use crate::disk::{Disk, DiskConfig};
 use crate::quantiles::Quantiles;
 use crate::trace::{BlockKey, Request};
 
@@ -49,6 +50,8 @@ pub struct CacheConfig {
     pub caches_answers: bool,
     /// Of a model with states, where snapshots are kept, and how many blocks one takes.
     pub snapshots: Option<(Snapshots, usize)>,
+    /// The disk behind it; not for models with states.
+    pub disk: Option<DiskConfig>,
 }
 
 impl CacheConfig {
@@ -78,8 +81,12 @@ pub struct Outcome {
     pub hit_requests: u64,
     /// Tokens of all prompts.
     pub input_tokens: u64,
-    /// Those that hit.
+    /// Those that hit in the pool.
     pub hit_tokens: u64,
+    /// Those that hit on its disk.
+    pub disk_tokens: u64,
+    /// Blocks that were written to the disk.
+    pub disk_writes: u64,
     /// Blocks whose content was evicted for another's.
     pub evictions: u64,
     /// Of each request, the tokens of its prompt that had to be computed.
@@ -93,12 +100,14 @@ impl Outcome {
         self.hit_tokens as f64 / self.input_tokens.max(1) as f64
     }
 
-    pub(crate) fn push(&mut self, input_tokens: usize, hit_tokens: usize) {
+    pub(crate) fn push(&mut self, input_tokens: usize, hit_tokens: usize, disk_tokens: usize) {
+        let saved = hit_tokens + disk_tokens;
         self.requests += 1;
-        self.hit_requests += u64::from(hit_tokens > 0);
+        self.hit_requests += u64::from(saved > 0);
         self.input_tokens += input_tokens as u64;
         self.hit_tokens += hit_tokens as u64;
-        self.computed.push((input_tokens - hit_tokens) as u64);
+        self.disk_tokens += disk_tokens as u64;
+        self.computed.push((input_tokens - saved) as u64);
     }
 }
 
@@ -127,6 +136,7 @@ pub struct Cache {
     snapshots: Option<Snapshots>,
     block_size: usize,
     caches_answers: bool,
+    disk: Option<Disk>,
     outcome: Outcome,
 }
 
@@ -156,10 +166,11 @@ impl Cache {
     /// A cache without content, for traces of this block size.
     pub fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
         let (groups, num_blocks, of_states) = config.pool()?;
-        let pool = Writer::new(
+        let mut pool = Writer::new(
             PoolConfig::new(num_blocks.saturating_add(1).max(2))
                 .with_eviction_policy(config.eviction_policy),
         )?;
+        let disk = config.disk.map(|disk| Disk::new(disk, &mut pool));
         let hashing = HashConfig::new(BLOCK_SIZE, groups).with_model("trace", "", "");
         let has_groups = |&(rule, _): &(Snapshots, usize)| rule != Snapshots::Every;
         Ok(Self {
@@ -170,6 +181,7 @@ impl Cache {
             snapshots: config.snapshots.filter(has_groups).map(|(rule, _)| rule),
             block_size,
             caches_answers: config.caches_answers,
+            disk: disk.transpose()?,
             outcome: Outcome::default(),
         })
     }
@@ -216,13 +228,14 @@ impl Cache {
     /// All of its blocks can be reused as soon as it is answered.
     pub fn run(&mut self, mut waiting: Waiting, now: Duration) -> Result<usize, CacheError> {
         self.set_time(now);
-        let hits = match (waiting.sequence.num_tokens(), self.snapshots) {
-            (0, _) => 0,
+        let (hits, on_disk) = match (waiting.sequence.num_tokens(), self.snapshots) {
+            (0, _) => (0, 0),
             (_, None) => self.run_blocks(&mut waiting)?,
-            (_, Some(snapshots)) => self.run_steps(&mut waiting, snapshots)?,
+            (_, Some(snapshots)) => (self.run_steps(&mut waiting, snapshots)?, 0),
         };
-        let hit_tokens = hits * self.block_size;
-        self.outcome.push(waiting.input_tokens, hit_tokens);
+        let [hit_tokens, disk_tokens] = [hits, on_disk].map(|blocks| blocks * self.block_size);
+        self.outcome
+            .push(waiting.input_tokens, hit_tokens, disk_tokens);
         Ok(hit_tokens)
     }
 
@@ -231,7 +244,8 @@ impl Cache {
         self.cache.demote_expired(MAX_EXPIRED);
     }
 
-    fn run_blocks(&mut self, waiting: &mut Waiting) -> Result<usize, CacheError> {
+    /// Returns the blocks that hit in the pool, and those behind them that hit on the disk.
+    fn run_blocks(&mut self, waiting: &mut Waiting) -> Result<(usize, usize), CacheError> {
         let hits = self.count_hits(waiting)?;
         let sequence = &mut waiting.sequence;
         let length = sequence.num_tokens();
@@ -244,10 +258,16 @@ impl Cache {
             Some(hit_slots),
             "a pool that nobody else uses has room"
         );
+        let most = waiting.most_hits.min(sequence.hashes().len());
+        let beyond = sequence.hashes().get(hits..most).unwrap_or_default();
+        let on_disk = self.disk.as_mut().map_or(0, |disk| disk.load(beyond));
         let length = self.add_answer(sequence, &waiting.answer)?;
         self.cache.mark_blocks_filled(&mut [sequence], &[length])?;
         self.cache.release(&mut [sequence])?;
-        Ok(hits)
+        if let Some(disk) = &mut self.disk {
+            disk.write();
+        }
+        Ok((hits, on_disk))
     }
 
     /// Runs a request of a model with states step by step, as the server does.
@@ -362,6 +382,7 @@ impl Cache {
     pub fn outcome(&self) -> Outcome {
         Outcome {
             evictions: self.cache.store().stats().evictions,
+            disk_writes: self.disk.as_ref().map_or(0, Disk::num_written),
             ..self.outcome.clone()
         }
     }

@@ -6,6 +6,7 @@
 //! the trace alone, and says what the best order of eviction hits, and what a cache without a bound does.
 
 pub mod cache;
+pub mod disk;
 pub mod fleet;
 pub mod history;
 mod lines;

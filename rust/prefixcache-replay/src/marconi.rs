@@ -50,7 +50,7 @@ impl Marconi {
         for tree in &mut self.trees {
             let hits = tree.run(blocks, request.num_prompt_blocks, most);
             tree.outcome
-                .push(request.input_tokens, hits * self.block_size);
+                .push(request.input_tokens, hits * self.block_size, 0);
         }
     }
 

@@ -245,10 +245,10 @@ _LONE = re.compile(r"(sinks|A_log|D|dt_bias|expert_bias)\.(weight|bias)")
 _BARE = (".ssm_a", ".ssm_d")
 
 
-def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) -> None:
+def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) -> None:
     """Writes config, tokenizer, chat template and an index of the tensors of a GGUF file.
 
-    The weights stay in the file, or the parts that it is split into, whose sha256 are known:
+    The weights stay in the file, or the parts that it is split into, as `write_index` has them:
     `folder` gets them, or links to them, by the names `index.weights_file`. Raises
     `ModelLoadError` for a broken file and `UnsupportedModelError` for a model of another family;
     both name the file.
@@ -258,7 +258,7 @@ def convert_gguf(files: Sequence[Path], folder: Path, sha256s: Sequence[str]) ->
         config = _config_of(headers, dict(_factors(files, headers)))
         tensors = list(_indexed(headers, config))
         sizes = [file.stat().st_size for file in files]
-        write_index(folder, tensors, list(zip(sizes, sha256s, strict=True)))
+        write_index(folder, tensors, list(zip(sizes, digests, strict=True)))
         _write_json(folder / "config.json", config)
         metadata = headers[0].metadata
         _write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))

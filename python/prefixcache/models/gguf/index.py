@@ -19,7 +19,7 @@ import numpy as np
 from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import BFLOAT16, FLOAT32, Array, new_array
-from prefixcache.models.digests import file_sha256
+from prefixcache.models.digests import file_digest
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
 from prefixcache.models.safetensors_file import read_bytes
 
@@ -100,12 +100,13 @@ def write_index(
 ) -> None:
     """Writes the index of the files that the folder has, or will have, by `weights_file`.
 
-    `parts` are the size in bytes of each, and its sha256, which is checked when weights are read,
-    and None if the file belongs to the folder, so that nothing replaces it.
+    `parts` are the size in bytes of each, and its `file_digest`, "blake3:" or "sha256:" before it,
+    which is checked when weights are read, and None if the file belongs to the folder, so that
+    nothing replaces it.
     """
     entries = {one.name: _fields_of(one) for one in tensors}
-    (size, sha256), *more = parts
-    about = {"version": _VERSION, "size": size, "sha256": sha256, "more": more}
+    (size, digest), *more = parts
+    about = {"version": _VERSION, "size": size, "digest": digest, "more": more}
     content = {**about, "tensors": entries}
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -120,15 +121,18 @@ def read_index(folder: Path) -> TensorIndex:
     try:
         content = _content(index)
         tensors = tuple(_entry(name, entry) for name, entry in content["tensors"].items())
-        parts = [(content["size"], content["sha256"]), *content.get("more", ())]
+        # Earlier versions wrote a sha256 without its name.
+        digest = content["digest"] if "digest" in content else content["sha256"]
+        parts = [(content["size"], digest), *content.get("more", ())]
         sizes = [int(size) for size, _ in parts]
+        digests = [None if one is None else str(one) for _, one in parts]
         for one in tensors:
             _check_inside(one, sizes[one.part] if 0 <= one.part < len(sizes) else 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"Cannot read {index}: {error!r}") from error
     files = [folder / weights_file(part) for part in range(len(parts))]
-    for file, size, (_, sha256) in zip(files, sizes, parts, strict=True):
-        _check_file(file, size, sha256)
+    for file, size, digest in zip(files, sizes, digests, strict=True):
+        _check_file(file, size, digest)
     in_order = sorted(tensors, key=lambda one: (one.part, one.offset))
     return TensorIndex(tuple(file.resolve() for file in files), tuple(in_order))
 
@@ -159,10 +163,12 @@ def _check_inside(tensor: IndexedTensor, size: int) -> None:
         raise ValueError(f"{tensor.name} has no whole pairs of rows")
 
 
-def _check_file(file: Path, size: int, sha256: str | None) -> None:
+def _check_file(file: Path, size: int, digest: str | None) -> None:
+    kind = "blake3" if str(digest).startswith("blake3:") else "sha256"
     try:
-        found = file.stat().st_size
-        is_same = found == size and (sha256 is None or sha256 == file_sha256(file.resolve()))
+        is_same = file.stat().st_size == size
+        if is_same and digest is not None:
+            is_same = digest.removeprefix(f"{kind}:") == file_digest(file.resolve(), kind)
     except OSError as error:
         raise ModelLoadError(f"The weight file {file.resolve()} cannot be read: {error}") from error
     if not is_same:

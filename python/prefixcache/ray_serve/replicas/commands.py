@@ -7,9 +7,8 @@ so that it outlives the process of this deployment.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
@@ -24,10 +23,8 @@ from prefixcache.ray_serve.replicas.replica_state import (
     Done,
     Refused,
     ReplicaState,
+    Served,
 )
-
-if TYPE_CHECKING:
-    from prefixcache.engine.stats import PrefixHashInfo
 
 REPLICAS = "EngineReplica"
 COMMANDS = "Commands"
@@ -53,17 +50,15 @@ class Commands:
         self._lock = asyncio.Lock()
         self._state: ReplicaState | None = None
 
-    async def state(self, hashes: PrefixHashInfo | None = None) -> ReplicaState:
+    async def state(self, served: Served | None = None) -> ReplicaState:
         """What all replicas are like, once no command is in flight.
 
-        The first replica that starts gives its `hashes`, which are then everybody's.
+        The first replica that starts says what is `served`: the others are to serve the same.
         """
         async with self._lock:
             state = await self._known_state()
-            if state.root_hash is None and hashes is not None:
-                self._state = state = dataclasses.replace(
-                    state, root_hash=hashes.root_hash, weights_name=hashes.weights_name
-                )
+            if state.common is None and served is not None:
+                self._state = state = state.served_by([served])
             return state
 
     async def run(self, command: Command) -> Outcome:
@@ -102,7 +97,7 @@ class Commands:
         done = [one for one in answers if isinstance(one, Done)]
         if not done:
             return before, _refusal(answers) or answers[0]
-        self._state = after = after.named_by(done[0])
+        self._state = after = after.served_by(one.served for one in done)
         await self._ask("agree", after)
         return after, done[0]
 
@@ -157,6 +152,8 @@ class CommandClient:
         return answer.result
 
     def learn(self, state: ReplicaState) -> None:
-        """What replicas are like, if that is newer than what is known."""
+        """What replicas are like, if that is newer than what is known or of another processor."""
         if state.number > self.state.number:
             self.state = state
+        elif state.number == self.state.number:
+            self.state = self.state.with_roots(state.roots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,30 @@ class Command:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a replica computes.
+
+    All replicas are to have the same `common`: weights, model, dtype and activations. The root hash
+    of its blocks also depends on its `arithmetic`, which names its processor's instructions.
+    """
+
+    common: str
+    arithmetic: str
+    root_hash: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
     """What all replicas are like after `number` commands, as the commands that make one so.
 
-    `root_hash` is that of every replica: the same model, weights, types and blocks, and
-    `weights_name` what it calls the weights; None until the first one has reported its own.
+    `common` is that of every `Served`, None until the first replica has reported its own. `roots`
+    are the root hashes of those that are known, by their arithmetic.
     """
 
     number: int = 0
-    root_hash: str | None = None
-    weights_name: str | None = None
+    common: str | None = None
+    roots: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     weights: Command | None = None
     size: Command | None = None
     sleep: tuple[Command, ...] = ()
@@ -41,9 +54,15 @@ class ReplicaState:
         """The state when all have done a command."""
         return dataclasses.replace(self, number=self.number + 1, **self._changed(command))
 
-    def named_by(self, done: Done) -> ReplicaState:
-        """With the names of a replica that has done the last command."""
-        return dataclasses.replace(self, root_hash=done.root_hash, weights_name=done.weights_name)
+    def served_by(self, served: Iterable[Served]) -> ReplicaState:
+        """As replicas that have done the last command report it, the first one above all."""
+        first, *_ = served = [*served]
+        roots = {one.arithmetic: one.root_hash for one in served}
+        return dataclasses.replace(self, common=first.common, roots=roots)
+
+    def with_roots(self, roots: Mapping[str, str]) -> ReplicaState:
+        """With root hashes of replicas that started since."""
+        return dataclasses.replace(self, roots={**roots, **self.roots})
 
     def _changed(self, command: Command) -> dict[str, Any]:
         if command.name == UPDATE_WEIGHTS:
@@ -66,11 +85,10 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command returned, and the root hash and the weights' name after it."""
+    """What a command returned, and what the replica computes after it."""
 
     result: Any
-    root_hash: str
-    weights_name: str
+    served: Served
 
 
 @dataclass(frozen=True, slots=True)

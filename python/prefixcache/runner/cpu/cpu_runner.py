@@ -13,7 +13,7 @@ from typing import cast
 from prefixcache._core import Cpu
 from prefixcache.config.engine_config import CacheConfig, EngineConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file, program_digest
 from prefixcache.kv.specs import KVLayout
@@ -46,6 +46,8 @@ from prefixcache.runner.sizing import (
 from prefixcache.runner.threads import default_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
+KERNEL_REVISION = 1
+"""Of the bits that the CPU's kernels compute: a change that rounds otherwise raises it."""
 _LEAST_CACHED_BYTES = 32 << 20
 """Of a model whose weights are kept laid out if nothing is said: smaller ones load at once."""
 
@@ -59,7 +61,7 @@ class ComputedStep:
 
 
 class CpuRunner:
-    """See `Runner`. Raises `ConfigError` for instructions that the processor does not have."""
+    """See `Runner`. Raises `FieldError` for instructions that the processor does not have."""
 
     device = "cpu"
     shares_kv = True
@@ -82,7 +84,7 @@ class CpuRunner:
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
         max_model_len = fitting_model_len(config, model, layout, specs.sizes.ceiling)
-        facts = _kv_facts(config, layout, dtype, cpu)
+        facts = _kv_facts(config, layout, dtype)
         layout_on_disk = _file_layout(config.cache, specs, facts)
         check_tiered(config.cache, layout)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
@@ -106,6 +108,7 @@ class CpuRunner:
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
             instructions=cpu.instructions,
+            kernel_revision=KERNEL_REVISION,
         )
 
     def _make_tables(self, layout: KVLayout, max_model_len: int) -> list[BlockTableBuffers]:
@@ -163,12 +166,12 @@ class CpuModelMemory:
 
 
 def _make_cpu(threads: int, instructions: str | None) -> Cpu:
-    """Raises `ConfigError` where the processor has no such instructions."""
+    """Raises `FieldError` where the processor has no such instructions."""
     available = Cpu.available_instructions()
     if instructions is not None and instructions not in available:
-        raise ConfigError(
-            f"cpu_instructions must be one of {', '.join(available)} on this processor, "
-            f"not {instructions}."
+        raise FieldError(
+            "cpu_instructions",
+            f"must be one of {', '.join(available)} on this processor, not {instructions}.",
         )
     return Cpu(threads, instructions)
 
@@ -204,7 +207,13 @@ def _weights_cache(
     folder = config.weights_cache_dir
     if folder == "none":
         return None
-    facts = {"model": model_digest(model), **_kernel_facts(config, dtype, cpu)}
+    facts = {
+        "model": model_digest(model),
+        "dtype": dtype,
+        "instructions": cpu.instructions,
+        "activations": config.activations,
+        "program": program_digest(),
+    }
     return WeightsCache(
         folder or default_folder(),
         config.weights_cache_size,
@@ -212,16 +221,6 @@ def _weights_cache(
         facts,
         cpu.threads,
     )
-
-
-def _kernel_facts(config: EngineConfig, dtype: str, cpu: Cpu) -> dict[str, object]:
-    """What the bytes of keys, values and laid-out weights depend on."""
-    return {
-        "dtype": dtype,
-        "instructions": cpu.instructions,
-        "activations": config.activations,
-        "program": program_digest(),
-    }
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu) -> KernelDType:
@@ -249,13 +248,14 @@ def _kv_memory(config: EngineConfig, specs: KVSpecs, itemsize: int) -> KVMemory:
     )
 
 
-def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str, cpu: Cpu) -> Mapping[str, object]:
-    """All that the bytes of a block depend on besides its hash."""
+def _kv_facts(config: EngineConfig, layout: KVLayout, dtype: str) -> Mapping[str, object]:
+    """All that the bytes of a block depend on besides its hash, which the arithmetic enters."""
     cache = config.cache
     if not cache.enable_prefix_caching or (cache.kv_cache_dir or cache.disk_cache_memory) is None:
         return {}
     return {
-        **_kernel_facts(config, dtype, cpu),
+        "dtype": dtype,
+        "program": program_digest(),
         "block size": cache.block_size,
         "heads": layout.num_kv_heads,
         "head size": layout.head_dim,
@@ -301,10 +301,11 @@ def _kept_file(cache: CacheConfig, wanted: FileLayout | None, specs: KVSpecs) ->
 
 
 def _check_quantized(config: EngineConfig, formats: Collection[str]) -> None:
-    """Raises `ConfigError` where int8 activations are asked for and nothing is quantized."""
+    """Raises `FieldError` where int8 activations are asked for and nothing is quantized."""
     if config.activations == "exact" or set(formats) & set(QUANT_FORMATS):
         return
-    raise ConfigError(
-        "cpu_activations must be exact: no weight of this model is kept in blocks. Serve a "
-        "quantized GGUF file, or a folder that `prefixcache convert --quantize` made."
+    raise FieldError(
+        "cpu_activations",
+        "must be exact: no weight of this model is quantized. Serve a quantized GGUF file, or a "
+        "folder that `prefixcache convert --quantize` made.",
     )

@@ -20,11 +20,10 @@ from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.model import CpuModel, step_kernels
 from prefixcache.runner.cpu.sampler import Sampler
-from prefixcache.runner.sampled_rows import with_accepted
+from prefixcache.runner.sampled_rows import inputs_of, outputs_of
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
     PromptLogprobsInput,
-    SamplingInput,
     ScheduledSequence,
     SequenceOutput,
     StepPlan,
@@ -33,7 +32,6 @@ from prefixcache.types.step_plan import (
 
 # All logits of a long prompt would not fit into memory.
 _LOGPROB_ROWS = 256
-_NOTHING = SequenceOutput()
 
 
 class StepComputer:
@@ -105,24 +103,16 @@ class StepComputer:
         self, plan: StepPlan, model: CpuModel, x_TE: Array, ends: npt.NDArray[np.int32]
     ) -> list[SequenceOutput]:
         """`ends` are where the rows of each sequence in `x_TE` end."""
-        outputs = [_NOTHING] * len(plan.sequences)
-        drafts = dict(plan.drafts)
-        rows: list[int] = []
-        inputs: list[SamplingInput] = []
-        for s, sequence in enumerate(plan.sequences):
-            if sequence.sampling is not None:
-                after = drafts.get(s, ())
-                rows += range(ends[s] - 1 - len(after), ends[s])
-                inputs += [sequence.sampling, *after]
-        if not inputs:
-            return outputs
-        sampled = iter(self._sampler.sample(model.compute_logits(x_TE[rows]), inputs))
-        for s, sequence in enumerate(plan.sequences):
-            if sequence.sampling is not None:
-                of_drafts = drafts.get(s, ())
-                first, *after = itertools.islice(sampled, 1 + len(of_drafts))
-                outputs[s] = with_accepted(first, of_drafts, after)
-        return outputs
+        inputs = inputs_of(plan)
+        rows = [
+            row
+            for of_sequence, end in zip(inputs, ends, strict=True)
+            for row in range(end - len(of_sequence), end)
+        ]
+        if not rows:
+            return outputs_of(inputs, ())
+        flat = [*itertools.chain.from_iterable(inputs)]
+        return outputs_of(inputs, self._sampler.sample(model.compute_logits(x_TE[rows]), flat))
 
     def _logprobs(
         self, model: CpuModel, x_TE: Array, asked: PromptLogprobsInput

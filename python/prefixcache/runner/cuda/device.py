@@ -28,7 +28,7 @@ from prefixcache.runner.cuda.profile_run import (
     measure_peak,
     run_largest_step,
 )
-from prefixcache.runner.sizing import MemorySize, host_memory, layout_of
+from prefixcache.runner.sizing import MemorySize, host_memory, layout_of, most_guesses
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def profile_blocks(
             model,
             attention,
             max_tokens=limits.max_num_batched_tokens,
-            max_seqs=limits.max_num_seqs,
+            max_sampled=limits.max_num_seqs * (1 + most_guesses(config)),
             max_model_len=max_model_len,
             block_size=config.cache.block_size,
             device=model.device,

@@ -26,6 +26,7 @@ from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_lo
 from prefixcache.runner.cuda.sampling.row_options import SampledRow
 from prefixcache.runner.cuda.sampling.sampler import Sampled, Sampler
 from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.runner.sampled_rows import inputs_of
 from prefixcache.types.step_plan import PromptLogprobsInput, StepPlan, StepResult
 
 _LOGPROB_ROWS = 256
@@ -34,7 +35,8 @@ _LOGPROB_ROWS = 256
 class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
-    `max_pages` has for each KV cache group the most pages of a sequence in a step. With `graphs`,
+    `max_pages` has for each KV cache group the most pages, of `block_size` tokens, of a sequence in
+    a step. With `graphs`,
     pure decodes are replayed from them.
     """
 
@@ -46,6 +48,7 @@ class ModelRunner:
         max_tokens: int,
         max_seqs: int,
         max_pages: Sequence[int],
+        block_size: int,
         device: torch.device,
         graphs: DecodeGraphs | None = None,
     ) -> None:
@@ -55,7 +58,12 @@ class ModelRunner:
         self.graphs = graphs
         self.runs_ahead = device.type != "cpu"
         self._buffers = StepBuffers(
-            max_tokens=max_tokens, max_seqs=max_seqs, max_pages=max_pages, device=device
+            groups=attention.groups,
+            block_size=block_size,
+            max_tokens=max_tokens,
+            max_seqs=max_seqs,
+            max_pages=max_pages,
+            device=device,
         )
         # Events, graphs and triton go by the current device, which each thread has of its own.
         self._on_device = (
@@ -74,7 +82,7 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> LaunchedStep:
         """See `StepRunner`. What the host gets comes by an asynchronous copy."""
-        check_supported(plan)
+        check_supported(plan, ("drafts",))
         with self._on_device():
             results = self._compute(plan, self._buffers.load(plan, self._sampled_R))
             self._sampled_R = results.token_ids_R
@@ -92,29 +100,30 @@ class ModelRunner:
                 self._model,
                 self._attention,
                 max_tokens=1,
-                max_seqs=1,
+                max_sampled=1,
                 max_model_len=1,
                 block_size=1,
                 device=self._device,
             )
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResults:
+        inputs = inputs_of(plan)
         rows = [
-            SampledRow(s.request_id, s.start + s.num_tokens, s.sampling)
-            for s in plan.sequences
-            if s.sampling is not None
+            SampledRow(s.request_id, s.start + s.num_tokens + 1 + place - len(asked), one, place)
+            for s, asked in zip(plan.sequences, inputs, strict=True)
+            for place, one in enumerate(asked)
         ]
         if self.graphs is not None and self.graphs.fits(batch):
             decoded = self.graphs.run(batch)
             sampled = self._sampler.sample(decoded.logits_SV, rows, decoded.token_ids_S)
-            return StepResults(plan, sampled, {})
+            return StepResults(inputs, sampled, {})
         self._attention.plan(batch.attention)
         hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
         sampled = self._nothing_sampled
         if rows:
             logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])
             sampled = self._sampler.sample(logits_RV, rows)
-        return StepResults(plan, sampled, self._prompt_logprobs(plan, hidden_TE))
+        return StepResults(inputs, sampled, self._prompt_logprobs(plan, hidden_TE))
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden_TE: Tensor

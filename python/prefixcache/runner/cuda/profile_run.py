@@ -27,12 +27,12 @@ def run_largest_step(
     attention: GroupedAttention,
     *,
     max_tokens: int,
-    max_seqs: int,
+    max_sampled: int,
     max_model_len: int,
     block_size: int,
     device: torch.device,
 ) -> None:
-    """Computes `max_tokens` prompt tokens and samples for `max_seqs` sequences.
+    """Computes `max_tokens` prompt tokens and samples `max_sampled`.
 
     All keys and values go to the null block, so that a pool of one block is enough.
     """
@@ -41,7 +41,7 @@ def run_largest_step(
     batch = null_batch(lengths, block_size, device)
     attention.plan([batch] * attention.num_groups)
     hidden_TE = model.forward(torch.zeros_like(positions), positions, attention)
-    rows = min(max_seqs, len(hidden_TE))
+    rows = min(max_sampled, len(hidden_TE))
     logits_RV = model.compute_logits(hidden_TE[:rows])
     nothing = SamplingInput(params=_PARAMS, seed=0, tokens=TokenBuffer(as_token_ids(())))
     sample(logits_RV, [nothing] * rows)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs
 from prefixcache.runner.cuda.sampling.sampler import Sampled
-from prefixcache.types.step_plan import SequenceOutput, StepPlan
-
-_NOTHING = SequenceOutput()
+from prefixcache.runner.sampled_rows import outputs_of
+from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,17 +31,18 @@ class StepResults:
     """What the host gets of a step: its tokens, and the log probabilities that were asked for.
 
     `numbers`, one row of int64 on the device, is what `outputs` reads; it begins with the sampled
-    `token_ids_R`. `prompt_logprobs` are by the place of their sequence in the plan.
+    `token_ids_R`. `inputs` are as in `outputs_of`, `prompt_logprobs` by the place of
+    their sequence in the plan.
     """
 
     def __init__(
         self,
-        plan: StepPlan,
+        inputs: Sequence[Sequence[SamplingInput]],
         sampled: Sampled,
         prompt_logprobs: Mapping[int, Sequence[PackedLogprobs]],
     ) -> None:
         self.token_ids_R = sampled.token_ids_R
-        self._plan = plan
+        self._inputs = inputs
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
         pieces = itertools.chain.from_iterable(prompt_logprobs.values())
@@ -53,9 +53,7 @@ class StepResults:
     def outputs(self, numbers: npt.NDArray[np.int64]) -> list[SequenceOutput]:
         """One output for each sequence of the plan: an empty one where nothing was due."""
         parts = (numbers[a:b] for a, b in itertools.pairwise([0, *self._ends]))
-        sampled = iter(self._sampled.outputs(parts))
-        sequences = self._plan.sequences
-        outputs = [_NOTHING if s.sampling is None else next(sampled) for s in sequences]
+        outputs = outputs_of(self._inputs, self._sampled.outputs(parts))
         for index, pieces in self._prompt_logprobs.items():
             known = tuple(one for piece in pieces for one in piece.unpack(next(parts)))
             if outputs[index].error is None:

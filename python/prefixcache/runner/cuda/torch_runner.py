@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.exceptions import ConfigError, FieldError
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.specs import PoolSizes
 from prefixcache.models.checkpoint import read_checkpoint
@@ -44,15 +44,16 @@ from prefixcache.types.step_plan import StepPlan, StepResult
 
 
 class TorchRunner:
-    """See `Runner`. Raises `ConfigError` for a device that is not there."""
+    """See `Runner`. Raises `FieldError` for a device that is not there."""
 
     shares_kv = True
 
     def __init__(self, config: EngineConfig) -> None:
         if config.activations == "int8":
-            raise ConfigError(
-                f"cpu_activations must be exact on {config.device} with attention "
-                f"{config.attention}: int8 needs the CPU's own kernels."
+            raise FieldError(
+                "cpu_activations",
+                f"must be exact on {config.device} with attention {config.attention}: int8 needs "
+                "the CPU's own kernels.",
             )
         given: dict[str, object] = {
             name: getattr(config.cache, name) for name in ("kv_cache_dir", "disk_cache_memory")
@@ -62,8 +63,6 @@ class TorchRunner:
         for name, value in given.items():
             if value is not None:
                 raise FieldError(name, "needs the CPU's own kernels, without torch.")
-        if config.speculation.source != "off":
-            raise FieldError("speculate", "needs the CPU's own kernels, without torch.")
         self._device = choose_device(config)
         self._config = config.on(self._device.type)
 
@@ -85,6 +84,12 @@ class TorchRunner:
     def load(self, model: ModelConfig, folder: Path) -> ModelSpec:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, device = self._config, self._device
+        if model.states is not None and config.speculation.source != "off":
+            raise FieldError(
+                "speculate",
+                f"needs the CPU's own kernels for a model with states, not attention "
+                f"{config.attention} on {device}.",
+            )
         dtype = _choose_dtype(config, model, device)
         threads = config.cpu_threads or default_threads()
         if device.type == "cpu":
@@ -211,7 +216,7 @@ def _model_and_pool(
 
 
 def _attention(config: EngineConfig, model: DecoderModel) -> GroupedAttention:
-    """Raises `ConfigError` where it cannot keep what is asked for."""
+    """Raises `FieldError` where it cannot keep what is asked for."""
     options = AttentionOptions(
         device=model.device,
         dtype=model.dtype,
@@ -222,10 +227,11 @@ def _attention(config: EngineConfig, model: DecoderModel) -> GroupedAttention:
     )
     attention = make_attention(config.attention, groups, options)
     if config.batch_invariant and not attention.batch_invariant:
-        raise ConfigError(
-            f"batch_invariant cannot be kept on {model.device} by attention {attention.name}. It "
-            "is on a CPU by attention cpu, and on CUDA by flashinfer where the device is a Hopper "
-            "one (compute capability 9.0): use one of these, or leave --batch-invariant out."
+        raise FieldError(
+            "batch_invariant",
+            f"cannot be kept on {model.device} by attention {attention.name}. It is on a "
+            "CPU by attention cpu, and on CUDA by flashinfer where the device is a Hopper one "
+            "(compute capability 9.0): use one of these, or leave --batch-invariant out.",
         )
     return attention
 
@@ -247,5 +253,6 @@ def _step_runner(
         max_tokens=max_tokens,
         max_seqs=limits.max_num_seqs,
         max_pages=specs.layout.most_pages(max_model_len, max_tokens, config.cache.block_size),
+        block_size=config.cache.block_size,
         device=device,
     )

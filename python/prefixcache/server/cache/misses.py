@@ -57,7 +57,7 @@ def _explained(diagnosis: Diagnosis) -> bytes:
     """The answer's JSON: of thousands of prompts it is long, and so nothing for the event loop."""
     diagnosis.explain()
     prompts = diagnosis.explanations or []
-    counts = ("prompt_tokens", "cached_tokens")
+    counts = ("prompt_tokens", "cached_tokens", "disk_tokens")
     sums = {name: sum(one[name] for one in prompts) for name in counts}
     return object_json({**sums, "prompts": prompts})
 
@@ -70,6 +70,7 @@ def _summary(diagnostics: CacheDiagnostics, limit: int) -> dict[str, Any]:
         "num_requests": found.num_requests,
         "prompt_tokens": found.prompt_tokens,
         "cached_tokens": found.cached_tokens,
+        "disk_cached_tokens": found.disk_cached_tokens,
         "tokens_recomputed": found.tokens_recomputed,
         "num_findings": len(found.findings),
         "findings": [finding.as_json() for finding in found.findings[:limit]],

@@ -21,6 +21,7 @@ class Counters:
     time: float
     queried_tokens: int
     hit_tokens: int
+    disk_cached_tokens: int
     generated_tokens: int
     evictions: int
     demotions: int
@@ -33,6 +34,7 @@ class Counters:
             time=now,
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
+            disk_cached_tokens=stats.disk_cached_tokens,
             generated_tokens=metrics.generation_tokens,
             evictions=stats.evictions,
             demotions=stats.demotions + stats.hints_demoted,
@@ -44,14 +46,15 @@ class Counters:
 class Rates:
     """What happened in a while: tokens and blocks a second, TTFT in seconds.
 
-    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1. None where there was nothing to
-    tell of.
+    `hit_ratio` is the cached share of the prompts' tokens, 0 to 1: those of `memory_tokens` and of
+    `disk_tokens`, if any ever came from a disk. None where there was nothing to tell of.
     """
 
     hit_ratio: float | None
     ttft_p50: float | None
     ttft_p90: float | None
-    saved_tokens: float
+    memory_tokens: float
+    disk_tokens: float | None
     computed_tokens: float
     generated_tokens: float
     evictions: float
@@ -62,13 +65,17 @@ def rates(before: Counters, now: Counters, ttft: Histogram) -> Rates:
     """What happened from `before` to `now`, which is later; `ttft` says how TTFT is counted."""
     seconds = now.time - before.time
     queried = now.queried_tokens - before.queried_tokens
-    saved = now.hit_tokens - before.hit_tokens
+    on_disk = now.disk_cached_tokens - before.disk_cached_tokens
+    in_memory = now.hit_tokens - before.hit_tokens
+    # A preempted request that loads its blocks again was looked up once.
+    saved = min(queried, in_memory + on_disk)
     counts = [later - earlier for later, earlier in zip(now.ttft, before.ttft, strict=True)]
     return Rates(
         hit_ratio=saved / queried if queried > 0 else None,
         ttft_p50=quantile(ttft.bounds, counts, 0.5),
         ttft_p90=quantile(ttft.bounds, counts, 0.9),
-        saved_tokens=saved / seconds,
+        memory_tokens=in_memory / seconds,
+        disk_tokens=on_disk / seconds if now.disk_cached_tokens else None,
         computed_tokens=(queried - saved) / seconds,
         generated_tokens=(now.generated_tokens - before.generated_tokens) / seconds,
         evictions=(now.evictions - before.evictions) / seconds,

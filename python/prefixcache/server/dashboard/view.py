@@ -121,6 +121,7 @@ def _cache(stats: PrefixCacheStats) -> dict[str, Any]:
         "recent_hit_ratio": stats.recent_hit_ratio,
         "recent_queries": stats.recent_queries,
         "hit_tokens": stats.hit_tokens,
+        "disk_cached_tokens": stats.disk_cached_tokens,
         "queried_tokens": stats.queried_tokens,
         "evictions": stats.evictions,
         "demotions": stats.demotions + stats.hints_demoted,

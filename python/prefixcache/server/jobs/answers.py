@@ -490,6 +490,7 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
         return None
     return Admitted(
         hit_tokens=choice.num_cached_tokens,
+        disk_tokens=choice.num_disk_tokens,
         started_at=choice.started_at or request.arrival_time,
         window_missed_tokens=choice.num_window_missed_tokens,
         reads=request.cache.read,

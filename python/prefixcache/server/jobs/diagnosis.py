@@ -205,6 +205,7 @@ def explanation_fields(
     return {
         "prompt_tokens": found.prompt_tokens,
         "cached_tokens": found.miss.hit_tokens,
+        "disk_tokens": found.disk_tokens,
         "reason": found.miss.reason,
         "description": str(found),
         "first_missed_block": block and {"start": block.start, "end": block.stop},

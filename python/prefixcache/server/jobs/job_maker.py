@@ -228,6 +228,7 @@ def _cache_options(
         read=fields.cache_read is not False,
         write=fields.cache_write is not False,
         hit_threshold=fields.cache_hit_threshold,
+        hit_tiers=fields.cache_hit_threshold_tiers,
         retention=caching.retention or retention,
         owner=scope.owner,
         write_upto=caching.write_upto,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel
 
+from prefixcache.config.engine_config import HitTiers
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import RequestFields, check_length
 from prefixcache.server.jobs.structured_fields import (
@@ -121,6 +122,7 @@ class SamplingFields(RequestFields, GuidedFields):
     cache_read: bool | None = None
     cache_write: bool | None = None
     cache_hit_threshold: float | None = None
+    cache_hit_threshold_tiers: HitTiers | None = None
     cache_diagnostics: bool | None = None
     retention: list[RetentionFields] | None = None
     group_id: str | None = None

@@ -18,7 +18,7 @@ from prefixcache.types.structured_output import StructuredOutput
 # Tools whose calls begin with nothing but their name: with more, masks reach llguidance's limits.
 _MOST_BARE = 128
 # Models write it between reasoning and what follows.
-_GAP = "\n\n"
+_GAP = r'("\n\n" | "\n")?'
 
 
 def tool_grammar(
@@ -92,12 +92,12 @@ def _reasoned(
     if start.begin == "outside":
         return StructuredOutput("grammar", f"start: main\n{text}")
     opening, closing = start.reasoning.opening, start.reasoning.closing
-    after = f"start: {literal(_GAP)}? main"
+    after = f"start: {_GAP} main"
     if start.begin == "inside":
         return StructuredOutput("grammar", f"{after}\n{text}", closing)
     return StructuredOutput(
         "grammar",
-        f"start: {plain} | {markers.terminal(opening)} thought {literal(_GAP)}? main\n"
+        f"start: {plain} | {markers.terminal(opening)} thought {_GAP} main\n"
         f"{markers.head('thought', closing)}\n{text}",
     )
 

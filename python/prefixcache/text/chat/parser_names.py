@@ -12,6 +12,7 @@ ToolCallParserName = Literal[
     "lfm2",
     "llama3_json",
     "mistral",
+    "nemotron_json",
     "olmo3",
     "openai",
     "phi4_mini_json",

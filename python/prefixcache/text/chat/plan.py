@@ -90,7 +90,7 @@ class ChatFormat:
         self._variables = variables or {}
         self._template = template = tokenizer.chat_template
         self._markers = Markers(tokenizer)
-        self._shows_tools = template is not None and "tools" in template.variables
+        self._shows_tools = template is not None and template.shows_tools
         # Templates leave out what has a role that they do not know, or show it as they may.
         knows_developer = template is not None and "developer" in template.source
         self._developer = "developer" if knows_developer else "system"

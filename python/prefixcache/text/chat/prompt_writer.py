@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefixcache.text.chat.calls.formats import PHI4_MINI, ToolFormat
-from prefixcache.text.chat.harmony.turns import harmony_messages
+from prefixcache.text.chat.harmony.turns import harmony_messages, single_calls
 from prefixcache.text.chat.prompted_tools import phi_messages, prompted
 from prefixcache.text.chat.tools import Tool
 from prefixcache.text.tokenization.chat_template import ChatTemplate, plain_message
@@ -29,9 +29,9 @@ class PromptWriter:
     ) -> None:
         self._template = template
         self._tools = tools
-        self._shows_tools = "tools" in template.variables
-        # Some templates name the reasoning of earlier answers so.
-        self._reads_thinking = ".thinking" in template.source
+        # Some templates fail on a function without parameters.
+        self._needs_parameters = ".parameters.properties" in template.for_tools
+        self._rewrites = [change for signs, change in _REWRITES if signs(template.source)]
         self._write = self._write_harmony if is_harmony else self._write_plain
 
     def write(self, messages: Sequence[_Message], tools: Sequence[Tool], **options: Any) -> str:
@@ -45,28 +45,29 @@ class PromptWriter:
         effort = variables.get("reasoning_effort")
         if isinstance(effort, str):
             variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
-        specs = [_with_description(tool.spec) for tool in tools]
+        specs = [_whole(tool.spec) for tool in tools]
         written = harmony_messages(messages)
         return self._template.render(written, tools=specs, variables=variables, **options)
 
     def _write_plain(
         self, messages: Sequence[_Message], tools: Sequence[Tool], options: _Message
     ) -> str:
-        if self._reads_thinking:
-            messages = [_with_thinking(message) for message in messages]
-        if self._shows_tools:
+        written = [plain_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        for rewrite in self._rewrites:
+            written = rewrite(written)
+        if self._template.shows_tools:
             if self._tools is not None and "tool_calls" not in self._template.for_tools:
-                messages = [_with_calls_as_text(one, self._tools) for one in _plain(messages)]
-            return self._template.render(messages, tools=[tool.spec for tool in tools], **options)
+                written = [_with_calls_as_text(one, self._tools) for one in written]
+            if self._tools is not None and not self._tools.many:
+                written = single_calls(written)
+            needs = self._needs_parameters
+            specs = [_whole(tool.spec) if needs else tool.spec for tool in tools]
+            return self._template.render(written, tools=specs, **options)
         if self._tools is PHI4_MINI:
-            written = phi_messages(_plain(messages), tools, PHI4_MINI.text)
+            written = phi_messages(written, tools, PHI4_MINI.text)
         else:
-            written = prompted(_plain(messages), tools)
+            written = prompted(written, tools)
         return self._template.render(written, **options)
-
-
-def _plain(messages: Sequence[_Message]) -> list[_Message]:
-    return [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
 
 def _with_calls_as_text(message: _Message, tools: ToolFormat) -> _Message:
@@ -77,12 +78,58 @@ def _with_calls_as_text(message: _Message, tools: ToolFormat) -> _Message:
     return {**rest, "content": f"{message.get('content', '')}{tools.text(calls)}"}
 
 
-def _with_thinking(message: _Message) -> _Message:
-    thought = message.get("reasoning_content")
-    return {**message, "thinking": thought} if thought else message
+def _with_thinking(messages: list[_Message]) -> list[_Message]:
+    """Some templates name the reasoning of earlier answers so."""
+    thoughts = [one.get("reasoning_content") for one in messages]
+    return [
+        {**one, "thinking": thought} if thought else one
+        for one, thought in zip(messages, thoughts, strict=True)
+    ]
 
 
-def _with_description(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """gpt-oss's template fails on a function without one."""
-    function = spec["function"]
+def _with_parts(messages: list[_Message]) -> list[_Message]:
+    """Mistral's templates read reasoning as a part of the content.
+
+    The last message stays as it is: it may be continued.
+    """
+    return [*map(_in_parts, messages[:-1]), *messages[-1:]]
+
+
+def _in_parts(message: _Message) -> _Message:
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not thought or message.get("role") != "assistant":
+        return message
+    parts = [{"type": "thinking", "thinking": thought}]
+    parts += [{"type": "text", "text": content}] if content else []
+    return {**message, "content": tuple(parts)}
+
+
+def _with_responses(messages: list[_Message]) -> list[_Message]:
+    """Gemma 4's first templates read results, and what follows, in the message of the calls."""
+    written: list[_Message] = []
+    for one in messages:
+        before = written[-1] if written else {}
+        role = one.get("role")
+        if role == "tool" and before.get("tool_calls"):
+            response = {"name": one["name"], "response": one["content"]}
+            before["tool_responses"] = [*before.get("tool_responses", ()), response]
+        elif role == "assistant" and before.get("tool_responses") and not one.get("tool_calls"):
+            before["content"] = "\n".join(filter(None, (before["content"], one["content"])))
+        else:
+            written.append({**one})
+    return written
+
+
+_Rewrite = Callable[[list[_Message]], list[_Message]]
+# What a template's text tells of the fields that it reads.
+_REWRITES: tuple[tuple[Callable[[str], bool], _Rewrite], ...] = (
+    (lambda source: ".thinking" in source, _with_thinking),
+    (lambda source: "['thinking']" in source, _with_parts),
+    (lambda source: "tool_responses" in source and "tool_call_id" not in source, _with_responses),
+)
+
+
+def _whole(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the fields on whose lack gpt-oss's template fails, and others."""
+    function = {"parameters": {"type": "object", "properties": {}}, **spec["function"]}
     return {**spec, "function": {**function, "description": function.get("description") or ""}}

@@ -16,18 +16,20 @@ Begin = Literal["inside", "outside", "either"]
 class ReasoningFormat:
     """How a family reasons: between two markers.
 
-    With `assumed` an answer begins so, with or without the opening one.
+    With `assumed` an answer begins so, with or without the opening one. `behind` is what a prompt
+    may end with behind the opening one.
     """
 
     name: str
     opening: str = "<think>"
     closing: str = "</think>"
     assumed: bool = False
+    behind: str = ""
 
     def begin(self, prompt: str, *, continued: bool) -> Begin:
         """Where the answer to `prompt` begins, which may go on with a message."""
         end = prompt.rstrip()
-        if end.endswith(self.opening):
+        if end.removesuffix(self.behind).rstrip().endswith(self.opening):
             return "inside"
         if continued or end.endswith(self.closing):
             return "outside"
@@ -41,7 +43,9 @@ REASONING_FORMATS = {
         QWEN3,
         ReasoningFormat("deepseek_r1", assumed=True),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat(
+            "seed_oss", "<seed:think>", "</seed:think>", behind="<seed:cot_budget_reflect>"
+        ),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
     )
 }

@@ -30,7 +30,7 @@ class ChatTemplate:
     """A compiled chat template. `special_tokens` are variables that it may name.
 
     Chats with tools are rendered by `tool_source` where it is given. `for_tools` is the source for
-    those, and `variables` are the names of all that it reads, with functions and special tokens.
+    those, `shows_tools` says whether it reads them.
     """
 
     def __init__(
@@ -46,9 +46,12 @@ class ChatTemplate:
             environment = _environment()
             self._template = environment.from_string(source)
             self._tool_template = environment.from_string(self.for_tools)
-            self.variables = meta.find_undeclared_variables(environment.parse(self.for_tools))
+            read = meta.find_undeclared_variables(environment.parse(self.for_tools))
         except TemplateError as error:
             raise ModelLoadError(f"The model's chat template is broken: {error}") from error
+        # SmolLM3 reads functions under another name.
+        self._reads_xml_tools = "xml_tools" in read and "tools" not in read
+        self.shows_tools = "tools" in read or self._reads_xml_tools
 
     def render(
         self,
@@ -69,6 +72,8 @@ class ChatTemplate:
         """
         plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         variables = {"tools": tools or None, **(variables or {})}
+        if tools and self._reads_xml_tools:
+            variables["xml_tools"] = [tool.get("function", tool) for tool in tools]
         if not continue_final_message:
             return self._render(plain, add_generation_prompt, variables)
         if add_generation_prompt:

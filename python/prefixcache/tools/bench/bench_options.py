@@ -45,7 +45,7 @@ class BenchOptions(Checked):
     http: bool = flag(False, "Start servers on loopback and measure through HTTP.", "Benchmark")
     base_url: str | None = flag(
         None,
-        "Measure the server at this address, of any make that speaks OpenAI's API.",
+        "Measure any running OpenAI-compatible server at this address.",
         "Benchmark",
     )
     api_key: str | None = flag(None, "Key for the server at --base-url.", "Benchmark", secret=True)

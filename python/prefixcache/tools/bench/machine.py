@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 _PACKAGES = ("prefixcache", "torch", "transformers", "numpy")
+
+
+def run_facts(command: str | None = None) -> dict[str, Any]:
+    """What a record begins with: the command, by default this script's, its time and machine."""
+    return {
+        "command": command or shlex.join(["python", *sys.argv]),
+        "date": now(),
+        "machine": machine_facts(),
+    }
+
+
+def now() -> str:
+    """The time in ISO 8601, in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def machine_facts() -> dict[str, str | int]:

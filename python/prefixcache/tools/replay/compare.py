@@ -19,6 +19,8 @@ _FLAGS = click.Command(
         click.Option(["--eviction-policy"]),
         click.Option(["--hint"], multiple=True),
         click.Option(["--scheduling-policy"]),
+        click.Option(["--disk-memory"]),
+        click.Option(["--disk-cache-min-uses"], type=int),
         click.Option(["--max-queue-delay"], type=float),
     ],
     add_help_option=False,
@@ -65,7 +67,7 @@ def _gain(trace: TraceResult, one: Row, other: Row) -> float:
     if one.latency and other.latency:
         before, after = (row.latency.ttft_ms[50] for row in (one, other) if row.latency)
     else:
-        before, after = (trace.input_tokens - row.hit_tokens for row in (one, other))
+        before, after = (trace.input_tokens - row.saved_tokens for row in (one, other))
     return (before - after) / max(before, 1)
 
 
@@ -91,14 +93,16 @@ def _switched(one: Row, other: Row) -> str:
         found.append(f"a queue delay of {after.max_queue_delay:g} s")
     if before.hints != after.hints:
         found.append("these hints" if after.hints else "no hints")
+    if before.disk_name != after.disk_name:
+        found.append(after.disk_name or "no disk")
     return ", ".join(found)
 
 
 def _effect(trace: TraceResult, one: Row, other: Row) -> str:
-    before, after = (trace.input_tokens - row.hit_tokens for row in (one, other))
+    before, after = (trace.input_tokens - row.saved_tokens for row in (one, other))
     less = (before - after) / max(before, 1)
     text = (
-        f"token hits {100 * one.hit_rate:.1f} % -> {100 * other.hit_rate:.1f} %, "
+        f"token hits {100 * one.saved_rate:.1f} % -> {100 * other.saved_rate:.1f} %, "
         f"{100 * abs(less):.1f} % {'fewer' if less >= 0 else 'more'} prompt tokens to compute"
     )
     if one.latency and other.latency:

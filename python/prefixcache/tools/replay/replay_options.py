@@ -14,7 +14,7 @@ from prefixcache.config.checked import Checked, NonNegativeFloat, PositiveInt, s
 from prefixcache.config.engine_config import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.exceptions import FieldError
-from prefixcache.tools.replay.sizes import Size, parse_sizes
+from prefixcache.tools.replay.sizes import Size, parse_size, parse_sizes
 
 EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "cache-aware"]
@@ -83,6 +83,16 @@ class ReplayOptions(Checked):
         shown="anchors",
         listed=True,
     )
+    disk_memory: str | None = flag(
+        None,
+        "Size of a disk behind the pool, as --sizes says it; loads are taken to be sooner than "
+        "computing.",
+        "Replay",
+        metavar="<size>",
+    )
+    disk_cache_min_uses: PositiveInt = flag(
+        2, "Uses of a block, its computing counted, from which it is put on the disk.", "Replay"
+    )
     cache_answers: bool = flag(
         False, "Also cache the blocks that answers fill, where the trace knows them.", "Replay"
     )
@@ -120,9 +130,12 @@ class ReplayOptions(Checked):
         """Raises `FieldError`."""
         _checked("sizes", self.parsed_sizes)
         _checked("hint", self.parsed_hints)
-        if not self.bounds and any(size.is_percent for size in self.parsed_sizes()):
-            problem = "must be blocks with --no-bounds: percent are of what it leaves out."
-            raise FieldError("sizes", problem)
+        _checked("disk_memory", lambda: self.disk_size)
+        self._check_disk()
+        for name, sizes in (("sizes", self.parsed_sizes()), ("disk_memory", (self.disk_size,))):
+            if not self.bounds and any(size is not None and size.is_percent for size in sizes):
+                problem = "must be blocks with --no-bounds: percent are of what it leaves out."
+                raise FieldError(name, problem)
         if self.goodput is not None and _GOODPUT.fullmatch(self.goodput) is None:
             raise FieldError("goodput", f"must be ttft:MILLISECONDS, got {shown(self.goodput)}.")
         if self.ttft_model is None:
@@ -134,6 +147,14 @@ class ReplayOptions(Checked):
         if self.snapshot_bytes is None and self.snapshots != ("anchors",):
             raise FieldError("snapshots", "needs --snapshot-bytes and --token-bytes.")
 
+    def _check_disk(self) -> None:
+        if self.disk_memory is None:
+            return
+        if self.snapshot_bytes is not None:
+            raise FieldError("disk_memory", "is not for models with states.")
+        if self.ttft_model is not None:
+            raise FieldError("disk_memory", "excludes --ttft-model, which knows no time of a load.")
+
     def _check_without_model(self) -> None:
         if self.goodput is not None:
             raise FieldError("goodput", "is a prediction, which needs --ttft-model.")
@@ -144,6 +165,11 @@ class ReplayOptions(Checked):
     def parsed_sizes(self) -> tuple[Size, ...]:
         """Raises `ValueError`."""
         return parse_sizes(self.sizes)
+
+    @property
+    def disk_size(self) -> Size | None:
+        """That of the disk, where there is one. Raises `ValueError`."""
+        return None if self.disk_memory is None else parse_size(self.disk_memory)
 
     def parsed_hints(self) -> tuple[Hint, ...]:
         """Raises `ValueError`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 from rich.table import Table
 
+from prefixcache.tools.bench.machine import now
 from prefixcache.tools.replay.run import Row, TraceResult
 from prefixcache.tools.replay.ttft_model import TtftModel
 
@@ -65,8 +65,10 @@ def recorded_line(trace: TraceResult) -> str | None:
 
 
 def tables(trace: TraceResult, goodput: str | None) -> list[Table]:
-    """Hits by policy and size, what they could be, and what is predicted of waiting."""
+    """Hits by policy and size and what they could be; those of a disk, or predicted waits."""
     hits = _table(trace, ("blocks", "tokens %", "optimum", "requests %", "evictions"), _cells)
+    if any(row.setting.disk for row in trace.rows):
+        return [hits, _table(trace, ("disk", "from use", "tokens %", "written"), _disk_cells)]
     if not any(row.latency for row in trace.rows):
         return [hits]
     columns = ["TTFT p50 ms", "p90 ms", "p99 ms"]
@@ -115,6 +117,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _disk_cells(row: Row) -> list[str]:
+    setting = row.setting
+    if setting.disk is None:
+        return []
+    written = f"{row.disk_writes:,}"
+    return [str(setting.disk), str(setting.disk_min_uses), _percent(row.disk_hit_rate), written]
+
+
 def _latency_cells(row: Row) -> list[str]:
     latency = row.latency
     if latency is None:
@@ -134,7 +144,7 @@ def to_json(report: Report) -> dict[str, Any]:
     """What `--output` writes; rates from 0 to 1, times in milliseconds."""
     return {
         "command": report.command,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "ttft_model": report.model and asdict(report.model),
         "goodput": report.goodput,
         "remarks": remarks(report),
@@ -152,4 +162,5 @@ def _trace_json(trace: TraceResult) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     setting = asdict(row.setting)
     del setting["model"]
+    setting["disk"] = row.setting.disk and str(row.setting.disk)
     return setting | asdict(row) | {"setting": row.setting.name, "size": str(row.size)}

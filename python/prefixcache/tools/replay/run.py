@@ -39,6 +39,10 @@ class Setting:
     """Where snapshots of states are kept; None without states."""
     snapshot_tokens: float = 0.0
     """Tokens whose keys and values take as much as a snapshot."""
+    disk: Size | None = None
+    """The size of a disk behind the pool."""
+    disk_min_uses: int = 0
+    """Uses from which a block goes there."""
 
     @property
     def name(self) -> str:
@@ -48,10 +52,20 @@ class Setting:
             parts.append(self.scheduling_policy)
         if self.snapshots is not None:
             parts.append(f"snapshots: {self.snapshots}")
+        if self.disk_name:
+            parts.append("disk")
         return ", ".join([*parts, "hints"] if self.hints else parts)
 
-    def arguments(self, block_size: int) -> dict[str, Any]:
-        """What `TraceReplay.add` takes besides the size; blocks have `block_size` tokens."""
+    @property
+    def disk_name(self) -> str:
+        """What is shown of the disk; empty where there is none."""
+        return f"disk of {self.disk} from use {self.disk_min_uses} on" if self.disk else ""
+
+    def arguments(self, block_size: int, unique_blocks: int) -> dict[str, Any]:
+        """What `TraceReplay.add` takes besides the size.
+
+        Blocks have `block_size` tokens; `unique_blocks` are those of the trace.
+        """
         arguments: dict[str, Any] = {
             "eviction_policy": self.eviction_policy,
             "hints": list(self.hints),
@@ -67,6 +81,9 @@ class Setting:
         if self.snapshots is not None:
             blocks = max(1, round(self.snapshot_tokens / block_size))
             arguments |= {"snapshots": self.snapshots, "snapshot_blocks": blocks}
+        if self.disk is not None:
+            blocks = self.disk.blocks(unique_blocks)
+            arguments |= {"disk_blocks": blocks, "min_uses": self.disk_min_uses}
         return arguments
 
 
@@ -82,7 +99,10 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cache. Rates are of all prompts' tokens and of requests, from 0 to 1."""
+    """One cache. Rates are of all prompts' tokens and of requests, from 0 to 1.
+
+    Requests hit in the pool or on its disk, to which `disk_writes` blocks were written.
+    """
 
     setting: Setting
     size: Size
@@ -92,7 +112,20 @@ class Row:
     request_hit_rate: float
     evictions: int
     optimum: float | None
+    disk_tokens: int
+    disk_hit_rate: float
+    disk_writes: int
     latency: Latency | None = None
+
+    @property
+    def saved_tokens(self) -> int:
+        """Those that hit, wherever."""
+        return self.hit_tokens + self.disk_tokens
+
+    @property
+    def saved_rate(self) -> float:
+        """The share of all prompts' tokens that hit, wherever."""
+        return self.hit_rate + self.disk_hit_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +217,8 @@ def trace_bytes(path: Path) -> int:
 
 def num_passes(cells: Sequence[tuple[Setting, Size]], bounds: bool) -> int:
     """How often a trace is read."""
-    return 1 + (bounds and any(size.is_percent for _, size in cells))
+    sizes = [size for setting, size in cells for size in (size, setting.disk) if size is not None]
+    return 1 + (bounds and any(size.is_percent for size in sizes))
 
 
 def _pass(
@@ -192,7 +226,7 @@ def _pass(
 ) -> list[dict[str, Any]]:
     """What the caches of a trace with `unique` blocks found, in one pass over it."""
     numbers = [
-        replay.add(size.blocks(unique), **setting.arguments(replay.block_size))
+        replay.add(size.blocks(unique), **setting.arguments(replay.block_size, unique))
         for setting, size in cells
     ]
     before = 0
@@ -254,6 +288,9 @@ def _row(
         request_hit_rate=found["hit_requests"] / max(found["requests"], 1),
         evictions=found["evictions"],
         optimum=optimum,
+        disk_tokens=found["disk_tokens"],
+        disk_hit_rate=found["disk_tokens"] / max(found["input_tokens"], 1),
+        disk_writes=found["disk_writes"],
         latency=_latency(found, setting) if "end_ms" in found else None,
     )
 

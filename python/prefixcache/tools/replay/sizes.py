@@ -38,8 +38,8 @@ def parse_sizes(items: Sequence[str]) -> tuple[Size, ...]:
 def _parse(item: str) -> list[Size]:
     first, dots, last = item.partition("..")
     if not dots:
-        return [_size(item)]
-    start, end = _size(first), _size(last)
+        return [parse_size(item)]
+    start, end = parse_size(first), parse_size(last)
     if start.is_percent != end.is_percent or start.value > end.value:
         raise ValueError(f"must rise from one size to another of its kind, got {item!r}")
     between = (float(f"{step}e{power}") for power in range(-2, 10) for step in _STEPS)
@@ -47,7 +47,8 @@ def _parse(item: str) -> list[Size]:
     return list(dict.fromkeys([start, *inner, end]))
 
 
-def _size(text: str) -> Size:
+def parse_size(text: str) -> Size:
+    """A size of `4096` or `10%`. Raises `ValueError`."""
     number = text.strip().removesuffix("%")
     is_percent = number != text.strip()
     try:

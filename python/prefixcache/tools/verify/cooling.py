@@ -21,7 +21,7 @@ class Cooling:
 
     `fields` makes what is added to its body: those of one call share what they cache. Where
     `asks_other` says so, another question goes before it, which takes the only place that such a
-    server has; then none can be asked cold in company.
+    server has; then none can be asked cold at the same time.
     """
 
     name: str

@@ -95,13 +95,13 @@ class Plan:
         yield alone.round("warm", alone.warm, alone.cold)
         if self._cooling is not None:
             yield alone.round("cold again", await self._one_by_one(self._cool), alone.cold)
-        yield _in_company("in company", await self._together(self._ask), alone.cold)
+        yield _concurrent("concurrent", await self._together(self._ask), alone.cold)
         if self._cooling is None:
             yield alone.round("chunked", *await self._chunked_first())
             return
         if not self._cooling.asks_other:
             answers = await self._together(self._cool)
-            yield _in_company("in company, cold", answers, alone.cold)
+            yield _concurrent("concurrent, cold", answers, alone.cold)
         yield alone.round("chunked", await self._one_by_one(self._in_pieces), alone.cold)
         yield await self._next_turns(alone.warm)
 
@@ -175,6 +175,6 @@ class _Alone:
         return Round(name, tuple(map(Asked, answers, expected, hits)))
 
 
-def _in_company(name: str, answers: Sequence[Answer], expected: Sequence[Answer]) -> Round:
+def _concurrent(name: str, answers: Sequence[Answer], expected: Sequence[Answer]) -> Round:
     """TTFT holds the waiting for others and tells no hits."""
     return Round(name, tuple(map(Asked, answers, expected, map(reported_hit, answers))))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from prefixcache.tools.bench.machine import now
 from prefixcache.tools.verify.comparison import Change, Comparison
 from prefixcache.tools.verify.rounds import Round
 
 EQUAL, DIFFERS, NOT_ASKED = 0, 1, 2
 # Rounds in which nothing hits: what changes there, the cache alone did not change.
-_CONTROLS = ("cold again", "in company, cold")
+_CONTROLS = ("cold again", "concurrent, cold")
 _MOST_SHOWN = 20
 
 
@@ -32,9 +32,7 @@ class Report:
     notes: tuple[str, ...]
     rounds: tuple[Round, ...]
     command: str
-    date: str = field(
-        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
-    )
+    date: str = field(default_factory=now)
 
     @property
     def status(self) -> Literal[0, 1, 2]:

@@ -1,20 +1,22 @@
 //! Short convolutions against the obvious sum, and against themselves: the same bits for a row however
 //! the tokens around it are cut into steps.
 
-use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, ShortConv, short_conv};
+use prefixcache_attention::{Attention, KvElement, ShortConv, short_conv};
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
 
+use crate::common::{self, Chunk, Guesses, page, plan};
 use crate::noise::noise;
 
 const PAGES: usize = 128;
+
 /// Not whole vectors.
 const CHANNELS: usize = 53;
 
 /// Taps, tokens that may be computed again, tokens of a block, and whether there is a bias.
 type Shape = (usize, usize, usize, bool);
 
-/// A layer of one convolution. What was never written is NaN, so that reading it shows.
+/// A layer of one convolution.
 struct Layer<E> {
     taps: usize,
     /// Tokens of a block whose inputs are kept.
@@ -41,50 +43,37 @@ impl<E: KvElement> Layer<E> {
             stride,
         }
     }
+}
 
-    /// Pages of each sequence, scattered.
-    fn page(&self, sequence: usize, index: usize) -> i32 {
-        (1 + (sequence * 40 + index) * 37 % (PAGES - 1)) as i32
+impl<E: KvElement> common::Layer<E> for Layer<E> {
+    const OF_F32: f64 = 1e-5;
+
+    fn widths(&self) -> [usize; 2] {
+        [3 * CHANNELS, CHANNELS]
     }
 
-    /// Computes tokens `from..to` of each sequence, of which `bcx` has all rows.
     fn step(
         &mut self,
         form: Form,
         team: &Team,
         sequences: &[Vec<E>],
-        step: &[(usize, usize, usize)],
+        step: &[Chunk],
+        _: &[Guesses],
     ) -> Vec<E> {
         let (mut bcx, mut slots) = (Vec::new(), Vec::new());
-        let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
-        let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
-        let mut first_pages = Vec::new();
         let size = self.block_size;
         for &(sequence, from, to) in step {
             bcx.extend_from_slice(&sequences[sequence][from * 3 * CHANNELS..to * 3 * CHANNELS]);
             slots.extend((from..to).map(|position| {
-                let page = self.page(sequence, position / size) as usize;
+                let page = page(PAGES, 0, sequence, position / size) as usize;
                 (page * size + position % size) as i64
             }));
-            // Pages behind the convolution are left out.
-            let first = (from + 1).saturating_sub(self.taps) / size;
-            let pages = first..to.div_ceil(size);
-            kv_indices.extend(pages.map(|index| self.page(sequence, index)));
-            first_pages.push(first as i32);
-            kv_indptr.push(kv_indices.len() as i32);
-            qo_indptr.push(slots.len() as i32);
-            last_page_len.push(((to - 1) % size + 1) as i32);
         }
-        let tables = BlockTables {
-            qo_indptr: &qo_indptr,
-            kv_indptr: &kv_indptr,
-            kv_indices: &kv_indices,
-            last_page_len: &last_page_len,
-            first_pages: Some(&first_pages),
-        };
         let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
         window.window_left = Some(self.taps - 1);
-        let plan = Plan::new(tables, PAGES, size, &window).expect("a sound step");
+        let plan = plan((PAGES, size), &window, true, step, |place, index| {
+            page(PAGES, 0, step[place].0, index)
+        });
         let conv = ShortConv {
             weight: Rows::new(&self.weight, CHANNELS),
             bias: self.bias.as_deref(),
@@ -104,24 +93,30 @@ impl<E: KvElement> Layer<E> {
         out
     }
 
-    /// One number in `f64`, of inputs rounded as the kernel rounds them.
-    fn reference(&self, bcx: &[E], position: usize, channel: usize) -> f64 {
-        let at = |row: usize, part: usize| bcx[(row * 3 + part) * CHANNELS + channel].to_f32();
-        let bias = self
-            .bias
-            .as_ref()
-            .map_or(0.0, |bias| bias[channel].to_f32());
-        let sum: f64 = (0..self.taps.min(position + 1))
-            .map(|back| {
-                let input = E::from_f32(at(position - back, 0) * at(position - back, 2)).to_f32();
-                let weight = self.weight[(self.taps - 1 - back) * CHANNELS + channel].to_f32();
-                f64::from(weight) * f64::from(input)
+    /// Of inputs rounded as the kernel rounds them.
+    fn reference(&self, bcx: &[E]) -> Vec<(usize, f64)> {
+        let at = |row: usize, part: usize, channel: usize| {
+            bcx[(row * 3 + part) * CHANNELS + channel].to_f32()
+        };
+        (0..bcx.len() / 3)
+            .map(|number| {
+                let (position, channel) = (number / CHANNELS, number % CHANNELS);
+                let bias = (self.bias.as_ref()).map_or(0.0, |bias| bias[channel].to_f32());
+                let term = |back: usize| {
+                    let row = position - back;
+                    let input = E::from_f32(at(row, 0, channel) * at(row, 2, channel)).to_f32();
+                    let weight = self.weight[(self.taps - 1 - back) * CHANNELS + channel].to_f32();
+                    f64::from(weight) * f64::from(input)
+                };
+                let sum: f64 = (0..self.taps.min(position + 1)).map(term).sum();
+                let gate = f64::from(at(position, 1, channel));
+                (number, gate * (sum + f64::from(bias)))
             })
-            .sum();
-        f64::from(at(position, 1)) * (sum + f64::from(bias))
+            .collect()
     }
 }
 
+/// Every third chunk computes tokens of the one before again, up to as many as may be.
 fn check<E: KvElement + PartialEq>(
     form: Form,
     shape: Shape,
@@ -129,53 +124,21 @@ fn check<E: KvElement + PartialEq>(
     lengths: &[usize],
     chunks: &[usize],
 ) {
-    let sequences: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| noise(number as u64, lengths[number] * 3 * CHANNELS))
-        .collect();
+    let (mut chunks, mut again) = (chunks.iter().cycle(), (1..=shape.1).cycle());
+    let mut turns = 0;
     let layer = || Layer::<E>::new(shape);
-    let alone = Team::new(1).expect("threads");
-    let want: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| layer().step(form, &alone, &sequences, &[(number, 0, lengths[number])]))
-        .collect();
-    let tolerance = if size_of::<E>() == 4 { 1e-5 } else { 1e-2 };
-    for (number, rows) in want.iter().enumerate() {
-        for (index, got) in rows.iter().enumerate() {
-            let (position, channel) = (index / CHANNELS, index % CHANNELS);
-            let exact = layer().reference(&sequences[number], position, channel);
-            let error = (f64::from(got.to_f32()) - exact).abs();
-            assert!(
-                error <= tolerance * exact.abs().max(1.0),
-                "{position}: {error}"
-            );
-        }
-    }
-    let team = Team::new(threads).expect("threads");
-    let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
-    let mut chunks = chunks.iter().cycle();
-    let (mut again, mut steps) = ((1..=shape.1).cycle(), 0);
-    while done != lengths {
-        let mut step = Vec::new();
-        steps += 1;
-        for number in 0..lengths.len() {
-            // Every third step computes tokens of the one before again, up to as many as may be.
-            let back = if steps % 3 == 0 { again.next() } else { None };
-            let from = done[number].saturating_sub(back.unwrap_or(0));
-            let to = lengths[number].min(done[number] + chunks.next().expect("a cycle"));
-            if to > done[number] {
-                step.push((number, from, to));
-                done[number] = to;
-            }
-        }
-        let out = many.step(form, &team, &sequences, &step);
-        let mut rows = out.chunks_exact(CHANNELS);
-        for &(number, from, to) in &step {
-            for position in from..to {
-                let want = &want[number][position * CHANNELS..][..CHANNELS];
-                let same = rows.next().is_some_and(|row| row == want);
-                assert!(same, "{form:?}: {number} at {position} of {step:?}");
-            }
-        }
-    }
+    common::check(
+        (form, threads),
+        lengths,
+        layer,
+        &mut layer(),
+        |done, length| {
+            turns += 1;
+            let back = if turns % 3 == 0 { again.next() } else { None };
+            let to = length.min(done + chunks.next().expect("a cycle"));
+            (done.saturating_sub(back.unwrap_or(0)), to, [0, 0])
+        },
+    );
 }
 
 proptest! {

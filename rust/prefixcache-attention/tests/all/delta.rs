@@ -4,23 +4,18 @@
 use std::slice::from_ref;
 
 use prefixcache_attention::{
-    Attention, BlockTables, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
+    Attention, DeltaHeads, DeltaRule, KvElement, NO_PAGE, Plan, StatePart, delta_rule,
     replay_delta_rule,
 };
 use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
 
+use crate::common::{self, Chunk, Guesses, Layer as _, page, plan};
 use crate::noise::noise;
 
 const PAGES: usize = 128;
 
-/// Tokens of a sequence: its number, and those that are computed.
-type Chunk = (usize, usize, usize);
-
-/// How many of a chunk's tokens are guesses, and how many wrong ones follow them.
-type Guesses = [usize; 2];
-
-/// A layer. What was never written is NaN, so that reading it shows.
+/// A layer.
 struct Layer {
     heads: DeltaHeads,
     block_size: usize,
@@ -60,48 +55,35 @@ impl Layer {
         }
     }
 
-    /// Pages of each sequence in a part, scattered.
-    fn page(part: usize, sequence: usize, index: usize) -> i32 {
-        (1 + ((sequence * 40 + index) * 37 + 11 * part) % (PAGES - 1)) as i32
-    }
-
     fn plan(&self, part: usize, step: &[Chunk], guesses: &[Guesses]) -> Plan {
-        let (mut qo_indptr, mut kv_indptr) = (vec![0], vec![0]);
-        let (mut kv_indices, mut last_page_len) = (Vec::new(), Vec::new());
-        let mut first_pages = Vec::new();
         let size = self.block_size;
-        for (number, &(sequence, from, to)) in step.iter().enumerate() {
-            let [accepted, refused] = guesses.get(number).copied().unwrap_or_default();
-            let certain = (to - accepted).saturating_sub(1) / size;
-            let to = to + refused;
-            let first = from.saturating_sub(1) / size;
-            let pages = first..to.div_ceil(size);
-            // Where it reads, where its last certain token is, and all of guesses.
-            let is_read = |index| from > 0 && index == first;
-            let is_there = |index| !self.has_gaps || index >= certain || is_read(index);
-            kv_indices.extend(pages.map(|index| match is_there(index) {
-                true => Self::page(part, sequence, index),
-                false => NO_PAGE as i32,
-            }));
-            first_pages.push(first as i32);
-            kv_indptr.push(kv_indices.len() as i32);
-            qo_indptr.push(qo_indptr.last().expect("one") + (to - from) as i32);
-            last_page_len.push(((to - 1) % size + 1) as i32);
-        }
-        let tables = BlockTables {
-            qo_indptr: &qo_indptr,
-            kv_indptr: &kv_indptr,
-            kv_indices: &kv_indices,
-            last_page_len: &last_page_len,
-            first_pages: Some(&first_pages),
-        };
+        let guesses = |place: usize| guesses.get(place).copied().unwrap_or_default();
+        let with_wrong: Vec<Chunk> = (step.iter().enumerate())
+            .map(|(place, &(sequence, from, to))| (sequence, from, to + guesses(place)[1]))
+            .collect();
         let mut window = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
         window.window_left = Some(1);
-        Plan::new(tables, PAGES, size, &window).expect("a sound step")
+        plan((PAGES, size), &window, true, &with_wrong, |place, index| {
+            let (sequence, from, to) = step[place];
+            // Where it reads, where its last certain token is, and all of guesses.
+            let is_read = from > 0 && index == (from - 1) / size;
+            let certain = (to - guesses(place)[0]).saturating_sub(1) / size;
+            match !self.has_gaps || index >= certain || is_read {
+                true => page(PAGES, part, sequence, index),
+                false => NO_PAGE as i32,
+            }
+        })
+    }
+}
+
+impl<E: KvElement> common::Layer<E> for Layer {
+    const OF_F32: f64 = 1e-4;
+
+    fn widths(&self) -> [usize; 2] {
+        [self.heads.inputs(), self.heads.values()]
     }
 
-    /// Computes tokens of each sequence, of which there are all rows; without the outputs of wrong guesses.
-    fn step<E: KvElement>(
+    fn step(
         &mut self,
         form: Form,
         team: &Team,
@@ -158,8 +140,7 @@ impl Layer {
         right.flatten().copied().collect()
     }
 
-    /// All outputs of a sequence, in `f64`.
-    fn reference<E: KvElement>(&self, x: &[E]) -> Vec<f64> {
+    fn reference(&self, x: &[E]) -> Vec<(usize, f64)> {
         let DeltaHeads {
             key_heads,
             value_heads,
@@ -233,7 +214,7 @@ impl Layer {
                 for (j, read) in read.iter().enumerate() {
                     let z = silu(at(row, channels + head * value_dim + j));
                     let norm = f64::from(self.norm[j]) / (mean + 1e-5).sqrt();
-                    out.push(read * if corrects { norm } else { 1.0 } * z);
+                    out.push((out.len(), read * if corrects { norm } else { 1.0 } * z));
                 }
             }
         }
@@ -266,7 +247,6 @@ fn mamba(heads: DeltaHeads) -> DeltaHeads {
     }
 }
 
-/// Every row is that of its sequence computed alone in one step.
 fn check<E: KvElement + PartialEq>(
     form: Form,
     (heads, block_size): (DeltaHeads, usize),
@@ -275,62 +255,21 @@ fn check<E: KvElement + PartialEq>(
     chunks: &[usize],
     guesses: &[Guesses],
 ) {
-    let sequences: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| noise(number as u64, lengths[number] * heads.inputs()))
-        .collect();
-    let alone = Team::new(1).expect("threads");
+    let (mut chunks, mut guesses) = (chunks.iter().cycle(), guesses.iter().cycle());
     let layer = || Layer::new(heads, block_size);
-    let want: Vec<Vec<E>> = (0..lengths.len())
-        .map(|number| {
-            layer().step(
-                form,
-                &alone,
-                &sequences,
-                &[(number, 0, lengths[number])],
-                &[],
-            )
-        })
-        .collect();
-    let tolerance = if size_of::<E>() == 4 { 1e-4 } else { 1e-2 };
-    for (got, sequence) in want.iter().zip(&sequences) {
-        for (at, (got, exact)) in got.iter().zip(layer().reference(sequence)).enumerate() {
-            let error = (f64::from(got.to_f32()) - exact).abs();
-            assert!(
-                error <= tolerance * exact.abs().max(1.0),
-                "{at}: {error} of {exact}"
-            );
-        }
-    }
-    let team = Team::new(threads).expect("threads");
-    let (mut many, mut done) = (layer(), vec![0; lengths.len()]);
+    let mut many = layer();
     many.has_gaps = threads == 2;
-    let mut chunks = chunks.iter().cycle();
-    let mut guesses = guesses.iter().cycle();
-    let width = heads.values();
-    while done != lengths {
-        let (mut step, mut guessed) = (Vec::new(), Vec::new());
-        for number in 0..lengths.len() {
-            let from = done[number];
-            let to = lengths[number].min(from + chunks.next().expect("a cycle"));
-            if to > from {
-                step.push((number, from, to));
-                guessed.extend(guesses.next().map(|one| [one[0].min(to - from), one[1]]));
-                done[number] = to;
-            }
-        }
-        let out = many.step(form, &team, &sequences, &step, &guessed);
-        let mut rows = out.chunks_exact(width);
-        for &(number, from, to) in &step {
-            for position in from..to {
-                let want = &want[number][position * width..][..width];
-                let same = rows.next().is_some_and(|row| row == want);
-                assert!(
-                    same,
-                    "{form:?}: {number} at {position} of {step:?}, {guessed:?}"
-                );
-            }
-        }
-    }
+    common::check::<E, _>(
+        (form, threads),
+        lengths,
+        layer,
+        &mut many,
+        |done, length| {
+            let to = length.min(done + chunks.next().expect("a cycle"));
+            let [accepted, refused] = guesses.next().copied().unwrap_or_default();
+            (done, to, [accepted.min(to - done), refused])
+        },
+    );
     for (pages, width) in &many.parts {
         assert!(
             pages[..width + OTHERS].iter().all(|x| x.is_nan()),
@@ -421,7 +360,7 @@ fn a_full_block_is_never_written_again() {
             &[(0, 0, 12)],
             from_ref(&guesses),
         );
-        let page = Layer::page(0, 0, 1) as usize;
+        let page = page(PAGES, 0, 0, 1) as usize;
         let width = layer.parts[0].1 + OTHERS;
         let kept = layer.parts[0].0[page * width..][..width].to_vec();
         let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();

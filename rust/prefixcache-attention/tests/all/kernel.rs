@@ -1,12 +1,168 @@
 //! The kernel against the obvious computation, and against itself: the same bits for a row however
 //! the tokens around it are cut into steps.
 
-use prefixcache_attention::{Attention, KvElement};
-use prefixcache_cpu::{Bf16, Form, Team};
+use prefixcache_attention::{Attention, KvElement, append, attend};
+use prefixcache_cpu::{Bf16, Form, Rows, RowsMut, Team};
 use proptest::prelude::*;
 
 use crate::cases::cases;
-use crate::common::{Layer, Step, Tokens, reference};
+use crate::common::{self, Chunk, Guesses, Layer as _, first_page, page, plan};
+use crate::noise::noise;
+
+const PAGES: usize = 256;
+
+/// Numbers of another layer between the pages of this one.
+const BETWEEN: usize = 16;
+
+/// A layer that gives away the pages behind its window. A token's row has its queries, keys and values.
+struct Layer<E> {
+    attention: Attention,
+    block_size: usize,
+    /// Whether steps list the pages alone that their tokens see.
+    leaves_out: bool,
+    cache: Vec<E>,
+}
+
+impl<E: KvElement> Layer<E> {
+    fn new(attention: Attention, block_size: usize, leaves_out: bool) -> Self {
+        let page_width = 2 * block_size * attention.kv_heads() * attention.head_dim();
+        Self {
+            attention,
+            block_size,
+            leaves_out,
+            cache: vec![E::from_f32(f32::NAN); PAGES * (BETWEEN + page_width)],
+        }
+    }
+}
+
+impl<E: KvElement> common::Layer<E> for Layer<E> {
+    const OF_F32: f64 = 1e-4;
+    const OF_BF16: f64 = 2e-2;
+
+    fn widths(&self) -> [usize; 2] {
+        let (heads, kv_heads) = (self.attention.heads(), self.attention.kv_heads());
+        [heads + 2 * kv_heads, heads].map(|heads| heads * self.attention.head_dim())
+    }
+
+    fn step(
+        &mut self,
+        form: Form,
+        team: &Team,
+        sequences: &[Vec<E>],
+        step: &[Chunk],
+        _: &[Guesses],
+    ) -> Vec<E> {
+        let (attention, size) = (&self.attention, self.block_size);
+        let [inputs, width] = common::Layer::<E>::widths(self);
+        let (mut x, mut slots) = (Vec::new(), Vec::new());
+        for &(sequence, from, to) in step {
+            x.extend_from_slice(&sequences[sequence][from * inputs..to * inputs]);
+            slots.extend((from..to).map(|position| {
+                let page = page(PAGES, 0, sequence, position / size) as usize;
+                (page * size + position % size) as i64
+            }));
+        }
+        let plan = plan(
+            (PAGES, size),
+            attention,
+            self.leaves_out,
+            step,
+            |place, index| {
+                let (sequence, from, _) = step[place];
+                match index < first_page(attention, size, from) {
+                    true => 0,
+                    false => page(PAGES, 0, sequence, index),
+                }
+            },
+        );
+        let (x, keys) = (
+            Rows::new(&x, inputs),
+            attention.kv_heads() * attention.head_dim(),
+        );
+        let page_width = BETWEEN + 2 * size * keys;
+        let mut cache = RowsMut::new(&mut self.cache, page_width);
+        append(
+            &cache.columns(BETWEEN..page_width),
+            &plan,
+            &slots,
+            x.columns(width..width + keys),
+            x.columns(width + keys..inputs),
+        );
+        let mut out = vec![E::from_f32(f32::NAN); x.rows() * width];
+        attend(
+            form,
+            team,
+            &plan,
+            Rows::new(&self.cache, page_width).columns(BETWEEN..page_width),
+            x.columns(0..width),
+            sinks(attention).as_deref(),
+            &RowsMut::new(&mut out, width),
+        )
+        .expect("memory");
+        out
+    }
+
+    /// Softmax attention of three tokens over the whole sequence.
+    fn reference(&self, x: &[E]) -> Vec<(usize, f64)> {
+        let [inputs, width] = common::Layer::<E>::widths(self);
+        let tokens = x.len() / inputs;
+        let mut out = Vec::new();
+        for position in [0, tokens / 2, tokens - 1] {
+            for head in 0..self.attention.heads() {
+                let first = position * width + head * self.attention.head_dim();
+                out.extend((first..).zip(attended(&self.attention, x, position, head)));
+            }
+        }
+        out
+    }
+}
+
+/// The heads' sinks, of most numbers of heads.
+fn sinks(attention: &Attention) -> Option<Vec<f32>> {
+    let has_sinks = attention.heads() != 3;
+    has_sinks.then(|| {
+        noise::<f32>(7, attention.heads())
+            .iter()
+            .map(|sink| 4.0 * sink)
+            .collect()
+    })
+}
+
+/// What one head of a token reads.
+fn attended<E: KvElement>(
+    attention: &Attention,
+    x: &[E],
+    position: usize,
+    head: usize,
+) -> Vec<f64> {
+    let (dims, heads, kv_heads) = (
+        attention.head_dim(),
+        attention.heads(),
+        attention.kv_heads(),
+    );
+    let key_head = heads + head / (heads / kv_heads);
+    let at = |row: usize, head: usize, d: usize| {
+        f64::from(x[(row * (heads + 2 * kv_heads) + head) * dims + d].to_f32())
+    };
+    let left = attention.window_left;
+    let first = left.map_or(0, |left| position.saturating_sub(left));
+    let score = |key: usize| {
+        let products = (0..dims).map(|d| at(position, head, d) * at(key, key_head, d));
+        let scaled = products.sum::<f64>() * f64::from(attention.scale);
+        let softcap = attention.softcap.map(f64::from);
+        softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh())
+    };
+    let weights: Vec<f64> = (first..=position).map(|key| score(key).exp()).collect();
+    let sink = sinks(attention).map_or(0.0, |sinks| f64::from(sinks[head]).exp());
+    let total: f64 = weights.iter().sum::<f64>() + sink;
+    let sum = |d: usize| -> f64 {
+        let weighted = weights.iter().zip(first..);
+        weighted
+            .map(|(w, key)| w * at(key, key_head + kv_heads, d))
+            .sum()
+    };
+    (0..dims).map(|d| sum(d) / total).collect()
+}
 
 fn attentions() -> impl Strategy<Value = Attention> {
     let heads = prop_oneof![
@@ -42,107 +198,36 @@ fn schedules() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
     )
 }
 
-/// Steps in which each sequence advances by the chunks in turn, all sequences together.
-fn steps(lengths: &[usize], chunks: &[usize]) -> Vec<Step> {
-    let mut done = vec![0; lengths.len()];
-    let mut chunks = chunks.iter().cycle();
-    let mut steps = Vec::new();
-    while done != lengths {
-        let mut step = Step::new();
-        for number in 0..lengths.len() {
-            let to = lengths[number].min(done[number] + chunks.next().expect("a cycle"));
-            if to > done[number] {
-                step.push((number, done[number], to));
-                done[number] = to;
-            }
-        }
-        steps.push(step);
-    }
-    steps
-}
-
-/// Output rows of each sequence, computed alone and at once.
-fn cold<E: KvElement>(
+fn check<E: KvElement + PartialEq>(
     attention: Attention,
-    form: Form,
+    (form, threads): (Form, usize),
     block_size: usize,
-    sequences: &[Tokens<E>],
-    lengths: &[usize],
-) -> Vec<Vec<E>> {
-    let team = Team::new(1).expect("threads");
-    (0..lengths.len())
-        .map(|number| {
-            let mut layer = Layer::new(attention, form, &team, block_size);
-            layer.step(sequences, &vec![(number, 0, lengths[number])])
-        })
-        .collect()
-}
-
-fn check_against_reference<E: KvElement>(attention: Attention, form: Form, length: usize) {
-    let tokens = vec![Tokens::<E>::random(5, length, &attention)];
-    let out = &cold(attention, form, 16, &tokens, &[length])[0];
-    let tolerance = if size_of::<E>() == 4 { 1e-4 } else { 2e-2 };
-    for position in [0, length / 2, length - 1] {
-        for head in 0..attention.heads() {
-            let want = reference(&attention, &tokens[0], position, head);
-            let start = (position * attention.heads() + head) * attention.head_dim();
-            for (got, want) in out[start..].iter().zip(want) {
-                let error = (f64::from(got.to_f32()) - want).abs();
-                assert!(
-                    error < tolerance,
-                    "{form:?} {attention:?} at {position}: off by {error}"
-                );
-            }
-        }
-    }
-}
-
-fn check_schedule<E: KvElement + PartialEq>(
-    attention: Attention,
-    form: Form,
-    block_size: usize,
-    threads: usize,
     leaves_out: bool,
     (lengths, chunks): &(Vec<usize>, Vec<usize>),
 ) {
-    let sequences: Vec<_> = lengths
-        .iter()
-        .zip(0..)
-        .map(|(&length, seed)| Tokens::<E>::random(seed, length, &attention))
-        .collect();
-    let want = cold(attention, form, block_size, &sequences, lengths);
-    let team = Team::new(threads).expect("threads");
-    let mut layer = Layer::new(attention, form, &team, block_size);
-    layer.leaves_out = leaves_out;
-    let width = attention.heads() * attention.head_dim();
-    for step in steps(lengths, chunks) {
-        let out = layer.step(&sequences, &step);
-        let mut rows = out.chunks_exact(width);
-        for &(number, from, to) in &step {
-            for position in from..to {
-                let want = &want[number][position * width..(position + 1) * width];
-                let same = rows.next().is_some_and(|row| row == want);
-                assert!(
-                    same,
-                    "{form:?} {attention:?}: {number} at {position} in {step:?}"
-                );
-            }
-            layer.give_away_behind_window(number, to);
-        }
-    }
+    let mut chunks = chunks.iter().cycle();
+    let alone = || Layer::<E>::new(attention, block_size, false);
+    let mut many = Layer::new(attention, block_size, leaves_out);
+    common::check(
+        (form, threads),
+        lengths,
+        alone,
+        &mut many,
+        |done, length| {
+            (
+                done,
+                length.min(done + chunks.next().expect("a cycle")),
+                [0, 0],
+            )
+        },
+    );
 }
 
 proptest! {
     #![proptest_config(cases(48))]
 
     #[test]
-    fn near_the_reference(attention in attentions(), form in forms(), length in 1_usize..200) {
-        check_against_reference::<f32>(attention, form, length);
-        check_against_reference::<Bf16>(attention, form, length);
-    }
-
-    #[test]
-    fn the_same_bits_in_every_schedule(
+    fn near_the_reference_and_the_same_bits_in_every_schedule(
         attention in attentions(),
         form in forms(),
         block_size in prop::sample::select(vec![1, 7, 16, 64]),
@@ -151,20 +236,22 @@ proptest! {
         schedule in schedules(),
     ) {
         // A page of one token leaves room for few of them.
-        let block_size = if schedule.0.iter().sum::<usize>() > 200 { 16 } else { block_size };
-        check_schedule::<f32>(attention, form, block_size, threads, leaves_out, &schedule);
-        check_schedule::<Bf16>(attention, form, block_size, threads, leaves_out, &schedule);
+        let block_size = if schedule.0.iter().any(|&length| length > 85) { 16 } else { block_size };
+        check::<f32>(attention, (form, threads), block_size, leaves_out, &schedule);
+        check::<Bf16>(attention, (form, threads), block_size, leaves_out, &schedule);
     }
 }
 
 #[test]
 fn a_token_that_sees_only_itself_returns_its_value() {
+    let team = Team::new(1).expect("threads");
     for form in Form::available() {
         // Heads that have no sinks.
         let attention = Attention::new(3, 1, 64, 0.125).expect("a shape that fits");
-        let tokens = vec![Tokens::<f32>::random(1, 1, &attention)];
-        let out = &cold(attention, form, 16, &tokens, &[1])[0];
-        assert!(out.chunks_exact(64).all(|head| head == tokens[0].values));
+        let x = noise::<f32>(1, 5 * 64);
+        let mut layer = Layer::new(attention, 16, false);
+        let out = layer.step(form, &team, std::slice::from_ref(&x), &[(0, 0, 1)], &[]);
+        assert!(out.chunks_exact(64).all(|head| head == &x[4 * 64..]));
     }
 }
 

@@ -132,11 +132,12 @@ impl<M: Mode> BlockPool<M> {
         if let Some(log) = self.eviction_log.get() {
             log.note_clear::<M>();
         }
-        if let Some(event_log) = self.event_log.get() {
-            event_log.cleared();
-        }
+        // Before the event: who reads it looks then at what the backing store reports.
         if let Some(backing) = self.backing() {
             backing.cleared();
+        }
+        if let Some(event_log) = self.event_log.get() {
+            event_log.cleared();
         }
     }
 

@@ -1,5 +1,6 @@
 //! Which experts a row goes to, and the rows of each expert.
 
+use prefixcache_cpu::math;
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Element, Rows, RowsMut, Team};
 
@@ -41,14 +42,14 @@ impl<E> Router<'_, E> {
     /// lower number comes first; NaN is above all numbers.
     fn choose(&self, logits: &[f32], chosen: &mut [usize], weights: &mut [f32]) {
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let power = |logit: f32| (logit - highest).exp();
+        let power = |logit: f32| exp(logit - highest);
         let total: f32 = match self.scores {
             Scores::Softmax => logits.iter().copied().map(power).sum(),
             Scores::Sigmoid => 1.0,
         };
         let score = |expert: usize| match self.scores {
             Scores::Softmax => power(logits[expert]) / total,
-            Scores::Sigmoid => 1.0 / (1.0 + (-logits[expert]).exp()),
+            Scores::Sigmoid => 1.0 / (1.0 + exp(-logits[expert])),
         };
         match self.selection_bias {
             // Scores grow with their logits.
@@ -68,6 +69,11 @@ impl<E> Router<'_, E> {
             }
         }
     }
+}
+
+/// e^x, the same bits with any instructions and C library.
+fn exp(x: f32) -> f32 {
+    math::exp(f64::from(x).clamp(-700.0, 700.0)) as f32
 }
 
 /// The experts of a row, by falling keys.

@@ -24,6 +24,7 @@ struct Routing {
     top_k: usize,
     renormalise: Option<f32>,
     scale: f32,
+    has_expert_scales: bool,
     shared: Shared,
 }
 
@@ -42,22 +43,21 @@ fn routings() -> impl Strategy<Value = Routing> {
     let shared = prop::sample::select(vec![Shared::None, Shared::Plain, Shared::Weighed]);
     (
         scores,
-        any::<bool>(),
+        any::<[bool; 2]>(),
         1..=EXPERTS,
         renormalise,
         scale,
         shared,
     )
-        .prop_map(
-            |(scores, has_selection_bias, top_k, renormalise, scale, shared)| Routing {
-                scores,
-                has_selection_bias,
-                top_k,
-                renormalise,
-                scale,
-                shared,
-            },
-        )
+        .prop_map(|(scores, has, top_k, renormalise, scale, shared)| Routing {
+            scores,
+            has_selection_bias: has[0],
+            top_k,
+            renormalise,
+            scale,
+            has_expert_scales: has[1],
+            shared,
+        })
 }
 
 /// A layer whose weights are dense or blocks; the numbers that they stand for too.
@@ -66,6 +66,7 @@ struct Layer<E> {
     gate_up: PackedLinear<E>,
     down: PackedLinear<E>,
     selection_bias: Vec<f32>,
+    expert_scales: Vec<f32>,
     shared_gate_up: PackedLinear<E>,
     shared_down: PackedLinear<E>,
     shared_weight: PackedLinear<E>,
@@ -106,6 +107,7 @@ impl<E: Element> Layer<E> {
             gate_up: linear(2, HIDDEN, &[WIDE; 2 * EXPERTS], format),
             down: linear(3, WIDE, &[HIDDEN; EXPERTS], format),
             selection_bias: noise(4, EXPERTS),
+            expert_scales: noise(8, EXPERTS),
             shared_gate_up: linear(5, HIDDEN, &[SHARED; 2], None),
             shared_down: linear(6, SHARED, &[HIDDEN], None),
             shared_weight: linear(7, HIDDEN, &[1], None),
@@ -121,7 +123,7 @@ impl<E: Element> Layer<E> {
                 top_k: routing.top_k,
                 renormalise: routing.renormalise,
                 scale: routing.scale,
-                expert_scales: None,
+                expert_scales: routing.has_expert_scales.then_some(&*self.expert_scales),
             },
             gate_up: &self.gate_up,
             gate: Gate::Silu,
@@ -230,7 +232,11 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
             .for_each(|(sum, made)| *sum += weight * made);
     };
     for expert in order {
-        let weight = scores[expert] / total * f64::from(routing.scale);
+        let scale = match routing.has_expert_scales {
+            true => routing.scale * layer.expert_scales[expert],
+            false => routing.scale,
+        };
+        let weight = scores[expert] / total * f64::from(scale);
         let opened = opened(&times(&gate_up, 2 * WIDE * expert, 2 * WIDE, x));
         add(weight, times(&down, HIDDEN * expert, HIDDEN, &opened));
     }
@@ -340,6 +346,7 @@ fn one_expert_may_have_all_rows() {
         top_k: 1,
         renormalise: None,
         scale: 1.0,
+        has_expert_scales: false,
         shared: Shared::None,
     };
     for form in Form::available() {
@@ -367,6 +374,7 @@ fn ties_go_to_the_lower_number() {
         top_k,
         renormalise: Some(0.0),
         scale: 1.0,
+        has_expert_scales: false,
         shared: Shared::None,
     };
     let x = noise::<f32>(9, HIDDEN);

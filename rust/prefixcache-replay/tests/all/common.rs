@@ -1,5 +1,7 @@
 //! Small traces, and runs of them.
 
+use std::collections::{HashMap, HashSet};
+
 use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::cache::{CacheConfig, Outcome};
 use prefixcache_replay::history::History;
@@ -39,6 +41,7 @@ pub fn config(num_blocks: usize, eviction_policy: EvictionPolicy) -> CacheConfig
         hints: Vec::new(),
         caches_answers: false,
         snapshots: None,
+        disk: None,
     }
 }
 
@@ -106,5 +109,89 @@ impl PlainLru {
         self.line.drain(..surplus);
         self.line.extend(wanted.into_iter().rev());
         hits
+    }
+}
+
+/// A plain list, and another one for what goes from it after `min_uses` uses.
+pub struct PlainDisk {
+    memory: PlainLru,
+    uses: HashMap<Block, u32>,
+    /// What went before it was used often enough: the last blocks, and those before them.
+    seen: [HashSet<Block>; 2],
+    /// When it was used last, and as which one it was written.
+    disk: HashMap<Block, (u64, u64)>,
+    capacity: usize,
+    min_uses: u32,
+    time: u64,
+}
+
+impl PlainDisk {
+    /// Lists without content.
+    pub fn new(capacity: usize, on_disk: usize, min_uses: u32) -> Self {
+        Self {
+            memory: PlainLru::new(capacity),
+            uses: HashMap::new(),
+            seen: Default::default(),
+            disk: HashMap::new(),
+            capacity: on_disk,
+            min_uses,
+            time: 0,
+        }
+    }
+
+    /// Uses a prompt's blocks; how many leading ones hit in memory, and how many behind them on the disk.
+    pub fn take(&mut self, prompt: &[u8]) -> [u64; 2] {
+        let before = self.memory.line.clone();
+        let hits = self.memory.take(prompt);
+        let wanted = blocks(prompt, self.memory.capacity);
+        let beyond = wanted[hits..].iter();
+        let loaded = beyond.take_while(|block| self.disk.contains_key(*block));
+        let loaded: Vec<Block> = loaded.cloned().collect();
+        self.time += 1;
+        for block in &loaded {
+            let number = self.disk[block].1;
+            self.disk.insert(block.clone(), (self.time, number));
+        }
+        self.evict(before.into_iter());
+        for block in wanted {
+            let is_seen = self.seen.iter().any(|blocks| blocks.contains(&block));
+            *self.uses.entry(block).or_insert(u32::from(is_seen)) += 1;
+        }
+        [hits as u64, loaded.len() as u64]
+    }
+
+    fn evict(&mut self, before: impl Iterator<Item = Block>) {
+        let mut written = Vec::new();
+        let evicted: Vec<_> = before
+            .filter(|block| !self.memory.line.contains(block))
+            .collect();
+        for block in evicted {
+            let uses = self.uses.remove(&block).unwrap_or_default();
+            if self.disk.contains_key(&block) {
+                continue;
+            }
+            if uses >= self.min_uses {
+                written.push(block);
+            } else {
+                self.remember(block);
+            }
+        }
+        for block in written {
+            self.time += 1;
+            self.disk.insert(block, (self.time, self.time));
+        }
+        while self.disk.len() > self.capacity {
+            let oldest = self.disk.iter().min_by_key(|(_, used)| **used);
+            let oldest = oldest.map(|(block, _)| block.clone()).unwrap();
+            self.disk.remove(&oldest);
+        }
+    }
+
+    fn remember(&mut self, block: Block) {
+        if self.seen[0].len() >= 4 * (self.memory.capacity + 1) {
+            self.seen.swap(0, 1);
+            self.seen[0].clear();
+        }
+        self.seen[0].insert(block);
     }
 }

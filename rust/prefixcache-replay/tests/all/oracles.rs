@@ -3,11 +3,13 @@
 use std::collections::{BTreeSet, HashMap};
 
 use prefixcache_core::EvictionPolicy;
+use prefixcache_replay::disk::DiskConfig;
 use prefixcache_replay::trace::Request;
 use proptest::prelude::*;
 
 use crate::common::{
-    BLOCK_SIZE, Block, PlainLru, blocks, config, history, prompts, public_trace, replay, trace_of,
+    BLOCK_SIZE, Block, PlainDisk, PlainLru, blocks, config, history, prompts, public_trace, replay,
+    trace_of,
 };
 
 /// The most blocks that can hit from request `at` on, whichever blocks are given up at each request.
@@ -58,6 +60,20 @@ proptest! {
         let mut line = PlainLru::new(capacity);
         let hits: u64 = prompts.iter().map(|prompt| line.take(prompt) as u64).sum();
         prop_assert_eq!(outcome.hit_tokens, hits * BLOCK_SIZE as u64);
+    }
+
+    #[test]
+    fn a_pool_and_its_disk_hit_what_two_plain_lists_hit(
+        prompts in prompts(40, 6), capacity in 1..12_usize, on_disk in 1..20_usize, min_uses in 1..4_u32,
+    ) {
+        let mut config = config(capacity, EvictionPolicy::Lru);
+        config.disk = Some(DiskConfig { num_blocks: on_disk, min_uses });
+        let outcome = replay(&trace_of(&prompts), &config, BLOCK_SIZE);
+        let mut lists = PlainDisk::new(capacity, on_disk, min_uses);
+        let hits = prompts.iter().map(|prompt| lists.take(prompt));
+        let [memory, disk] = hits.fold([0, 0], |sum, one| [sum[0] + one[0], sum[1] + one[1]]);
+        let size = BLOCK_SIZE as u64;
+        prop_assert_eq!([outcome.hit_tokens, outcome.disk_tokens], [memory * size, disk * size]);
     }
 
     #[test]

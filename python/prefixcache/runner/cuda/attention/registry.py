@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import FieldError
 from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupBackend, GroupedAttention
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
@@ -98,7 +98,9 @@ def make_attention(
     options = options or AttentionOptions()
     factory = _best if name == "auto" else _FACTORIES.get(name)
     if factory is None:
-        raise ConfigError(f"attention must be one of auto, {', '.join(_FACTORIES)}, got {name!r}.")
+        raise FieldError(
+            "attention", f"must be one of auto, {', '.join(_FACTORIES)}, got {name!r}."
+        )
     made = iter(factory([group.spec for group in groups if group.attends], options))
     backends = [next(made) if group.attends else _kept(group) for group in groups]
     return GroupedAttention(groups, backends)

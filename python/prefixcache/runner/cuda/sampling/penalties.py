@@ -52,6 +52,8 @@ class TokenCounts:
         self._counts_CV[counts_P, tokens_P] += 2
 
     def _row_of(self, row: SampledRow, vocab_size: int) -> int:
+        if row.num_guesses:
+            return self._contexts[row.request_id][0]
         answered = row.position - row.sampling.tokens.num_prompt_tokens
         known = self._contexts.get(row.request_id)
         context, counted = known or (self._free_row(vocab_size), -1)
@@ -110,8 +112,11 @@ def _keep_alone(logits_RV: Tensor, allowed: Allowed) -> None:
 
 def _penalize(logits_RV: Tensor, counts: TokenCounts, penalties: Penalties) -> None:
     rows_P, options_P13 = penalties.rows_P, penalties.options_P3.unsqueeze(1)
+    counts_PV, guesses_2G = counts.of(penalties.counts_P), penalties.guesses_2G
+    twice_G = torch.full_like(guesses_2G[0], 2, dtype=counts_PV.dtype)
+    counts_PV.index_put_((guesses_2G[0], guesses_2G[1]), twice_G, accumulate=True)
     logits_RV[rows_P] = _penalized(
-        logits_RV[rows_P], counts.of(penalties.counts_P), options_P13, penalties.has_repetition
+        logits_RV[rows_P], counts_PV, options_P13, penalties.has_repetition
     )
 
 

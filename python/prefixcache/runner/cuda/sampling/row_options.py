@@ -16,6 +16,7 @@ from prefixcache.runner.cuda.sampling.noise import RowNoise, row_keys
 from prefixcache.runner.cuda.sampling.upload import Field, Upload
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
+from prefixcache.types.token_ids import TokenIds
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -23,16 +24,26 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One row of logits: whose next token it chooses, and the position of that token."""
+    """One row of logits: whose next token it chooses, and the position of that token.
+
+    `num_guesses` of the tokens before it, the last ones, are guesses.
+    """
 
     request_id: str
     position: int
     sampling: SamplingInput
+    num_guesses: int = 0
 
     @property
     def params(self) -> SamplingParams:
         """The request's options."""
         return self.sampling.params
+
+    @property
+    def guesses(self) -> TokenIds:
+        """The guesses before it."""
+        known = self.sampling.tokens.known
+        return known[len(known) - self.num_guesses :]
 
     @property
     def unread(self) -> int:
@@ -60,10 +71,15 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows with penalties; `counts_P` are their rows in `TokenCounts`."""
+    """Rows with penalties; `counts_P` are their rows in `TokenCounts`.
+
+    Guesses before a row are not counted there: `guesses` are pairs of a row of P and such a token.
+    """
 
     rows_P: Tensor
     counts_P: Tensor
+    first_F: Tensor  # those of P that no guess comes before: their tokens are counted
+    guesses_2G: Tensor
     options_P3: Tensor  # float32: repetition, presence, frequency
     has_repetition: bool  # without it a prompt's tokens stay as they are
 
@@ -134,9 +150,17 @@ def add_penalties(
     options = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     rows_at, counts_at = upload.integers(penalized), upload.integers(counts)
     options_at = upload.floats([value for of_row in options for value in of_row])
+    first_at = upload.integers([p for p, r in enumerate(penalized) if not rows[r].num_guesses])
+    guesses = [(p, token) for p, r in enumerate(penalized) for token in rows[r].guesses.tolist()]
+    guesses_at = upload.integers([number for pair in zip(*guesses, strict=True) for number in pair])
     has_repetition = any(repetition != 1.0 for repetition, _, _ in options)
     return lambda sent: Penalties(
-        rows_at(sent), counts_at(sent), options_at(sent).float().view(-1, 3), has_repetition
+        rows_at(sent),
+        counts_at(sent),
+        first_at(sent),
+        guesses_at(sent).view(2, -1),
+        options_at(sent).float().view(-1, 3),
+        has_repetition,
     )
 
 

@@ -135,7 +135,9 @@ class Sampler:
         tokens_R = _tokens(logits_RV, adjusted_RV, draws(sent))
         self._bad_words.remember(rows, tokens_R)
         if penalizing is not None:
-            self._counts.add(penalizing.counts_P, tokens_R[penalizing.rows_P])
+            first_F = penalizing.first_F
+            counted_F = penalizing.counts_P[first_F]
+            self._counts.add(counted_F, tokens_R[penalizing.rows_P[first_F]])
         logprobs = [
             (asking, _logprobs(logits_RV, tokens_R, asked_at[count](sent), count))
             for count, asking in asked.items()

@@ -7,12 +7,13 @@ const LONGEST_STEP = 15;
 const CHARTS = [
   { title: "Hit ratio of prompt tokens", form: percent, most: 1, lines: [["hit_ratio", "cached"]] },
   { title: "Time to first token", form: seconds, lines: [["ttft_p50", "median"], ["ttft_p90", "90th percentile"]] },
-  { title: "Prompt tokens a second", form: rate, lines: [["saved_tokens", "saved"], ["computed_tokens", "computed"]] },
+  { title: "Prompt tokens a second", form: rate, lines: [["memory_tokens", "from memory"], ["computed_tokens", "computed"], ["disk_tokens", "from the disk", "if any"]] },
   { title: "Evictions a second", form: rate, lines: [["evictions", "evicted"], ["demotions", "unpinned"]] },
   { title: "Generated tokens a second", form: rate, lines: [["generated_tokens", "generated"]] },
   { title: "Requests", form: (value) => (value == null ? "none" : String(Math.round(10 * value) / 10)), lines: [["running", "running"], ["waiting", "waiting"]] },
 ];
-const CLASSES = ["first", "second"];
+const CLASSES = ["first", "second", "third"];
+const DASHES = [[], [5, 3], [1, 3]];
 const back = (time) => (time < 120 ? `${Math.round(time)} s` : `${Math.round(time / 6) / 10} min`);
 const MARGIN = { left: 56, bottom: 18, top: 8 };
 
@@ -58,7 +59,7 @@ export class Charts {
     const figure = make("figure");
     const caption = make("figcaption");
     const values = chart.lines.map((line, place) => make("span", "", CLASSES[place]));
-    values.forEach((value, place) => caption.append(place ? ", " : "", value));
+    caption.append(...values);
     figure.append(canvas, caption);
     section.append(title, figure);
     byId("charts").append(section);
@@ -85,9 +86,10 @@ export class Charts {
   #draw(chart) {
     const last = this.points.at(-1);
     if (!last) return;
-    const words = (point) => chart.lines.map(([field, name]) => `${name} ${chart.form(point[field])}`);
-    words(this.at ?? last).forEach((text, place) => show(chart.values[place], text));
-    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words(last).join(", ")}`);
+    const word = (point, [field, name, ifAny]) => (ifAny && point[field] == null ? "" : `${name} ${chart.form(point[field])}`);
+    const words = (point) => chart.lines.map((line) => word(point, line));
+    words(this.at ?? last).forEach((text, place) => show(chart.values[place], place && text ? `, ${text}` : text));
+    chart.canvas.setAttribute("aria-label", `${chart.title} of the last minutes; now ${words(last).filter(Boolean).join(", ")}`);
     const { context, width, height } = fit(chart.canvas);
     if (!width) return;
     const span = this.#span();
@@ -99,7 +101,7 @@ export class Charts {
     context.lineWidth = 2;
     colours(...CLASSES).slice(0, chart.lines.length).forEach((colour, place) => {
       context.strokeStyle = colour;
-      context.setLineDash(place ? [5, 3] : []);
+      context.setLineDash(DASHES[place]);
       this.#curve(context, visible, chart.lines[place][0], x, y);
     });
     context.setLineDash([]);

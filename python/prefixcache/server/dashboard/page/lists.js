@@ -21,10 +21,11 @@ function fullness(map) {
 
 export function showTiles(cache, point, map) {
   const state = cache.is_sleeping ? "asleep" : cache.is_paused ? "paused" : cache.enabled ? "serving" : "cache off";
+  const saved = Math.min(cache.queried_tokens, cache.hit_tokens + cache.disk_cached_tokens);
   const tiles = [
     ["Engine", state, "What the engine does now"],
-    ["Hit ratio", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none", "Prompt tokens read from the cache, of the last requests"],
-    ["Tokens saved", count(cache.hit_tokens), `Since the start; ${count(cache.queried_tokens - cache.hit_tokens)} were computed`],
+    ["Hit ratio", cache.recent_queries ? percent(cache.recent_hit_ratio) : "none", "Prompt tokens found in memory, of the last requests"],
+    ["Tokens saved", count(saved), `Since the start, ${count(cache.disk_cached_tokens)} of them from a disk; ${count(cache.queried_tokens - saved)} were computed`],
     ["TTFT, median", seconds(point.ttft_p50), "Time to first token since the last update"],
     ["Running, waiting", `${count(point.running)}, ${count(point.waiting)}`, "Requests in the engine"],
     ["Cache full", percent(fullness(map)), `Of ${count(cache.num_blocks)} blocks of ${cache.block_size} tokens`],

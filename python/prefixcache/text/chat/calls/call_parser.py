@@ -42,6 +42,7 @@ class CallParser:
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._num_calls = 0
+        self._ids: set[str] = set()
         self._reading = self._read()
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
@@ -83,7 +84,9 @@ class CallParser:
         self._stream.unmark()
         if self._is_passed_on(call):
             early, call.early = call.early, ""
-            self._deltas.append(ToolCallDelta(call.index, self._new_id(), name, early))
+            call_id = self._new_id() if call.id is None or call.id in self._ids else call.id
+            self._ids.add(call_id)
+            self._deltas.append(ToolCallDelta(call.index, call_id, name, early))
 
     def _add(self, call: Call, arguments: str) -> None:
         if call.name is None:
@@ -96,9 +99,13 @@ class CallParser:
 
 
 class Call:
-    """A call while it is read. `early` are arguments that came before the name."""
+    """A call while it is read. `early` are arguments that came before the name.
 
-    def __init__(self) -> None:
+    `call_id` is what the answer names it, if it does.
+    """
+
+    def __init__(self, call_id: str | None = None) -> None:
+        self.id = call_id
         self.name: str | None = None
         self.index = 0
         self.has_arguments = False

@@ -27,6 +27,8 @@ from prefixcache.text.chat.message import MessageParser
 from prefixcache.text.chat.tools import ToolUse
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
+_ID = "/[A-Za-z0-9]{9}/"  # as `_short_id` makes them
+_ID_FIELD, _QUOTE = ', "id": "', '"'
 
 
 def call_id() -> str:
@@ -46,7 +48,8 @@ class ToolFormat:
     With `repeats` each call has its own markers, `before` and `after`, and `between` stands between
     those. Without `many` an answer holds one call. Calls are JSON with their `arguments` under that
     name, unless they have a `style` of their own; with `bare` an answer may begin with such a call,
-    with `named` the name comes first.
+    with `named` the name comes first. With `has_ids` an id may stand behind the arguments, or must
+    behind the name.
     """
 
     name: str
@@ -59,6 +62,7 @@ class ToolFormat:
     many: bool = True
     bare: bool = False
     named: bool = False
+    has_ids: bool = False
     arguments: str = "arguments"
     style: ArgumentStyle | None = None
     new_parser: Callable[..., CallParser] = JsonCallParser
@@ -93,10 +97,15 @@ class ToolFormat:
             return self.style.rules(use.callable_tools, markers)
         if self.named:
             separator = markers.terminal("[ARGS]")
+            if self.has_ids:
+                separator = f"{markers.terminal('[CALL_ID]')} {_ID} {separator}"
             return call_rules(use.callable_tools, lambda name: f"{literal(name)} {separator}")
         begin = '{{"name": "{}", "{}": '.format
+        an_id = f"({literal(_ID_FIELD)} {_ID} {literal(_QUOTE)})? " if self.has_ids else ""
         return call_rules(
-            use.callable_tools, lambda name: literal(begin(name, self.arguments)), literal("}")
+            use.callable_tools,
+            lambda name: literal(begin(name, self.arguments)),
+            an_id + literal("}"),
         )
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
@@ -138,10 +147,15 @@ MISTRAL = ToolFormat(
     before="[",
     after="]",
     between=", ",
+    has_ids=True,
     new_id=_short_id,
 )
 # Since version 11 of Mistral's tokenizer.
-MISTRAL_NAMED = replace(MISTRAL, named=True, before="", after="", between="", repeats=True)
+MISTRAL_NAMED = replace(
+    MISTRAL, named=True, has_ids=False, before="", after="", between="", repeats=True
+)
+# Since version 13.
+MISTRAL_WITH_IDS = replace(MISTRAL_NAMED, has_ids=True)
 SMOLLM2 = ToolFormat(
     name="smollm2",
     opening="<tool_call>",
@@ -149,6 +163,14 @@ SMOLLM2 = ToolFormat(
     before="[\n",
     after="\n]",
     between=",\n",
+)
+NEMOTRON = ToolFormat(
+    name="nemotron_json",
+    opening="<TOOLCALL>",
+    closing="</TOOLCALL>",
+    before="[",
+    after="]",
+    between=", ",
 )
 GRANITE = ToolFormat(name="granite", opening="<|tool_call|>", before="[", after="]", between=", ")
 PHI4_MINI = replace(GRANITE, name="phi4_mini_json", closing="<|/tool_call|>")
@@ -193,20 +215,23 @@ GEMMA4 = ToolFormat(
 
 _FORMATS = (
     *(HERMES, LLAMA3_JSON, MISTRAL, SMOLLM2, GRANITE, PHI4_MINI),
-    *(QWEN3_CODER, SEED_OSS, LFM2, OLMO3, GEMMA4),
+    *(QWEN3_CODER, SEED_OSS, LFM2, OLMO3, GEMMA4, NEMOTRON),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
 
 # What a template holds that shows calls in a format: the first row that it holds wholly counts.
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), MISTRAL_WITH_IDS),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|python_tag|>",), LLAMA3_JSON),
     (("ipython", '"parameters": '), LLAMA3_JSON),
     (("<|tool_call_start|>",), LFM2),
     (("<|tool_list_start|>",), LFM2),
+    (("List of tools: [",), LFM2),
     (("<function_calls>",), OLMO3),
     (("<|tool_call>", "call:"), GEMMA4),
+    (("<TOOLCALL>",), NEMOTRON),
     (("<|/tool_call|>",), PHI4_MINI),
     (("functools[",), FUNCTOOLS),
     (("<|tool_call|>",), GRANITE),
@@ -216,8 +241,13 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 )
 
 
+# Of forms that are not known, where the signs of known ones stand too.
+_OTHER_SIGNS = ("<function=", "<arg_key>")
+
+
 def detected_format(template: str) -> ToolFormat | None:
     """The format of a template that shows tools; None where it is another one."""
     found = (form for signs, form in _SIGNS if all(sign in template for sign in signs))
     form = next(found, None)
-    return None if form is HERMES and "<function=" in template else form
+    others = form in (HERMES, LLAMA3_JSON) and any(one in template for one in _OTHER_SIGNS)
+    return None if others else form

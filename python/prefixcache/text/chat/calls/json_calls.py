@@ -12,7 +12,9 @@ from prefixcache.text.chat.calls.schemas import ToolSchemas
 from prefixcache.text.chat.text_stream import Reading
 
 _ARGUMENTS = ("arguments", "parameters")
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
+# Templates refuse ids of other lengths.
+_CALL_ID = r"(?:\[CALL_ID\]\s*(?:([A-Za-z0-9]{9})|\w+)\s*)?"
+_NAMED = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,128}})\s*{_CALL_ID}(?:\[ARGS\]\s*)?")
 
 
 class JsonCallParser(CallParser):
@@ -125,7 +127,7 @@ class JsonCallParser(CallParser):
             return
         named = _NAMED.fullmatch("".join(head))
         if named is not None:
-            call = Call()
+            call = Call(named.group(2))
             self._begin(call, named.group(1))
             yield from self._stream.skip_space()
             yield from self._stream.value(lambda text: self._add(call, text))

@@ -21,21 +21,24 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[_Message]:
     first = next((i for i, one in enumerate(plain) if one.get("role") not in _INSTRUCT), len(plain))
     texts = [one.get("content", "") for one in plain[:first]]
     written = [{"role": "developer", "content": "\n\n".join(texts)}] if texts else []
-    index = first
-    while index < len(plain):
+    return written + single_calls([*map(_with_thinking, plain[first:])])
+
+
+def single_calls(messages: Sequence[_Message]) -> list[_Message]:
+    """One call a message, with its result behind it."""
+    written: list[_Message] = []
+    index = 0
+    while index < len(messages):
         end = index + 1
-        while end < len(plain) and plain[end].get("role") == "tool":
+        while end < len(messages) and messages[end].get("role") == "tool":
             end += 1
-        written += _turn(plain[index], plain[index + 1 : end])
+        written += _turn(messages[index], messages[index + 1 : end])
         index = end
     return written
 
 
 def _turn(message: _Message, results: Sequence[_Message]) -> list[_Message]:
     """A message and the results behind it, each behind its call."""
-    if message.get("role") != "assistant":
-        return [message, *results]
-    message = _with_thinking(message)
     calls = message.get("tool_calls", ())
     if len(calls) < 2:
         return [message, *results]

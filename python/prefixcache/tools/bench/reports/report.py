@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import machine_facts, now
 from prefixcache.tools.bench.records import RequestRecord, Run, is_good
 
 # Outputs by session and turn, with which others are compared.
@@ -123,10 +122,9 @@ def make_report(
         )
         for name, repeats in measured.items()
     )
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Report(
         command,
-        date,
+        now(),
         dict(machine_facts()),
         settings,
         variants,

@@ -225,6 +225,8 @@ class Sequence:
         """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
+    def add_prompt_end(self, position: int) -> None:
+        """Make `position` (tokens) an anchor, since the prompt ends there."""
     def set_hints(
         self, owner: str, hints: _Sequence[tuple[int, int | None, int, float | None]]
     ) -> None:

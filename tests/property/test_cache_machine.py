@@ -190,6 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
         data=st.data(),
         interval=st.sampled_from([None, 0, 0, 5, 16]),
         anchors=st.lists(st.integers(0, 45), max_size=3),
+        prompt_end=st.one_of(st.none(), st.integers(0, 45)),
         pin=st.booleans(),
         least=st.integers(0, 3),
         prefix=st.booleans(),
@@ -199,6 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
         data: st.DataObject,
         interval: int | None,
         anchors: list[int],
+        prompt_end: int | None,
         pin: bool,
         least: int,
         prefix: bool,
@@ -209,6 +211,8 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.set_retention(interval, **pins)
             for anchor in anchors:
                 sequence.add_anchor(anchor)
+            if prompt_end is not None:
+                sequence.add_prompt_end(prompt_end)
 
     @precondition(any_held)
     @rule(data=st.data())

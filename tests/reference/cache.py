@@ -23,6 +23,7 @@ class Block:
     holders: int = 0
     content: tuple[Key, int] | None = None
     pinned: bool = False
+    marks: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Sequence:
     min_pin_blocks: int = 0
     pin_prefix: bool = True
     anchors: set[int] = field(default_factory=set)
+    prompt_end: int | None = None
+    num_prompt: int = 0
 
     def set_retention(
         self,
@@ -56,6 +59,10 @@ class Sequence:
         self.min_pin_blocks, self.pin_prefix = min_pin_blocks, pin_prefix
 
     def add_anchor(self, position: int) -> None:
+        self.anchors.add(position)
+
+    def add_prompt_end(self, position: int) -> None:
+        self.prompt_end = position
         self.anchors.add(position)
 
     def anchor_blocks(self, block_size: int, upto: int) -> list[int]:
@@ -189,7 +196,7 @@ class ReferencePool:
             return None
         hitting = self.lookup(key)
         self.forget(block)
-        self.blocks[block].content = (key, epoch)
+        self.blocks[block].content, self.blocks[block].marks = (key, epoch), set()
         self.registered.setdefault(key, []).append(block)
         return hitting
 
@@ -271,6 +278,7 @@ class ReferenceCache:
     weights_name: str = "0"
     queries: int = 0
     hits: int = 0
+    ends: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "answer": 0})
     pool: ReferencePool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -298,7 +306,8 @@ class ReferenceCache:
         return 0 if isinstance(kind, str) else max(0, position + 1 - kind[1]) // self.block_size
 
     def first_kept(self, group: int, length: int) -> int:
-        return max(0, self.first_needed(group, length * self.block_size) - 1)
+        needed = self.first_needed(group, length * self.block_size)
+        return needed if self.is_state(group) else max(0, needed - 1)
 
     def new_sequence(
         self,
@@ -400,6 +409,7 @@ class ReferenceCache:
         sequence.num_hits = len(hashes)
         sequence.num_published = min([len(hashes), *(index for index, *_ in missing)])
         sequence.num_filled = sequence.num_published * self.block_size
+        sequence.num_prompt = len(sequence.block_hashes())
         self.queries += sequence.num_tokens
         self.hits += sequence.num_filled
         return missing
@@ -465,6 +475,7 @@ class ReferenceCache:
         count = 0
         for sequence, position in zip(sequences, upto, strict=True):
             assert sequence.tables is not None
+            judged = self.judge_snapshots(sequence, position)
             for group, table in enumerate(sequence.tables):
                 if sequence.interval is None:
                     end = self.first_needed(group, position)
@@ -472,6 +483,7 @@ class ReferenceCache:
                     end = self.first_kept(group, position // self.block_size)
                 dropped = [index for index in range(end) if table[index] != 0][::-1]
                 fates = {index: self.fate(sequence, group, index) for index in dropped}
+                fates |= judged if self.is_state(group) else {}
                 self.pool.set_pins([table[i] for i in dropped if fates[i] == "pinned"], True)
                 self.pool.release([table[i] for i in dropped if fates[i] != "unneeded"])
                 unneeded = [table[i] for i in dropped if fates[i] == "unneeded"]
@@ -482,7 +494,66 @@ class ReferenceCache:
                 count += len(dropped)
         return count
 
+    def state_and_whole(self) -> tuple[int, int] | None:
+        states = [group for group in range(self.num_groups) if self.is_state(group)]
+        fulls = [group for group in range(self.num_groups) if self.is_full(group)]
+        return (states[0], fulls[0]) if states and fulls else None
+
+    def judge_snapshots(self, sequence: Sequence, position: int) -> dict[int, str]:
+        """What becomes of each snapshot that is dropped before a position, by its place."""
+        groups = self.state_and_whole()
+        if groups is None or sequence.interval is None:
+            return {}
+        (state, whole), judged = groups, dict[int, str]()
+        assert sequence.tables is not None
+        for index in range(self.first_kept(state, position // self.block_size)):
+            if sequence.tables[state][index] == 0:
+                continue
+            is_hit, own = index < sequence.num_hits, self.own_fate(sequence, state, index)
+            judged[index] = own
+            if own == "unneeded" and not is_hit:
+                continue
+            marks = self.pool.blocks[sequence.tables[whole][index]].marks
+            is_passed, before = "passed" in marks, set(marks)
+            if before in ({"prompt"}, {"answer"}):
+                self.ends[min(before)] += 1
+                if self.ends[min(before)] > 256:
+                    self.ends = {kind: count // 2 for kind, count in self.ends.items()}
+            end = sequence.prompt_end
+            ends_prompt = end is not None and end // self.block_size == index + 1
+            marks.add("prompt" if ends_prompt else "passed")
+            may_go = own == "kept" and ends_prompt and not is_hit and self.are("answer", "prompt")
+            if not is_passed and (own == "unneeded" or may_go):
+                judged[index] = "unneeded"
+            elif own == "unneeded":
+                judged[index] = "kept"
+        return judged
+
+    def are(self, kind: str, other: str) -> bool:
+        return self.ends[kind] > 8 * (self.ends[other] + 1)
+
+    def note_end(self, sequence: Sequence) -> None:
+        groups, last = self.state_and_whole(), sequence.num_published - 1
+        assert sequence.tables is not None
+        if groups is None or last < sequence.num_hits:
+            return
+        state, whole = groups
+        if sequence.tables[state][last] == 0:
+            return
+        marks = self.pool.blocks[sequence.tables[whole][last]].marks
+        marks |= {"answer"} if last >= sequence.num_prompt else {"answer", "prompt"}
+        if last >= sequence.num_prompt and self.are("prompt", "answer"):
+            for table in itertools.compress(
+                sequence.tables, map(self.is_state, range(self.num_groups))
+            ):
+                self.pool.release([table[last]], unneeded=True)
+                table[last] = 0
+
     def fate(self, sequence: Sequence, group: int, index: int) -> str:
+        own = self.own_fate(sequence, group, index)
+        return "kept" if own == "unneeded" and index < sequence.num_hits else own
+
+    def own_fate(self, sequence: Sequence, group: int, index: int) -> str:
         size = self.block_size
         if sequence.interval is None:
             return "kept"
@@ -490,7 +561,7 @@ class ReferenceCache:
         own = [a for a in anchors if self.first_kept(group, a) <= index < a]
         if any(sequence.is_pinned(anchor, size) for anchor in own):
             return "pinned"
-        return "kept" if own or index < sequence.num_hits else "unneeded"
+        return "kept" if own else "unneeded"
 
     def pin_anchors(self, sequences: list[Sequence]) -> int:
         pinned = 0
@@ -514,7 +585,7 @@ class ReferenceCache:
     def most_of_group(self, group: int, num_tokens: int, chunk: int) -> int:
         size = self.block_size
         if self.is_state(group):
-            return min(-(-num_tokens // size), 4)
+            return min(-(-num_tokens // size), 3)
         full = num_tokens // size
         behind = full - self.first_kept(group, full)
         return min(-(-num_tokens // size), behind + -(-chunk // size) + 1)
@@ -552,6 +623,7 @@ class ReferenceCache:
     def release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             assert sequence.tables is not None
+            self.note_end(sequence)
             for table in sequence.tables:
                 self.pool.release([block for block in table[::-1] if block])
             sequence.tables = None

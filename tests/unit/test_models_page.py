@@ -190,7 +190,7 @@ def page() -> str:
         "Tokens of the longest sequence that fits next to the weights, up to the model's context;",
         f"{LEFT} GB are left for the system and the program, and keys and values are bfloat16.",
         "Sequences share this memory. Layers with windows and states take no more for a longer",
-        "sequence; a snapshot of states is kept for each block of 64 tokens while there is room.",
+        "sequence; a conversation that hits keeps its keys and values and one or two snapshots.",
         "",
         *table_of_machines(),
         "",

@@ -108,6 +108,7 @@ def test_debugging_shows_evictions_and_pins(caplog: pytest.LogCaptureFixture) ->
     [
         (0, [None], 25),
         (0, [9], 3),
+        (0, [2], 1),
         (0, [None, 9, 9], 25 + 2 * 3),
         (50, [None, 9], 25 + 3 * 3),
         (4, [9], 25),

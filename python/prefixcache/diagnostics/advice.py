@@ -73,6 +73,8 @@ _LOST: dict[MissReason, str] = {
     "weights_changed": "the weights were replaced: warm the prefix after an update",
     "another_salt": "send the same cache_salt for what may be shared",
     "window_lost": "keep more windows: a smaller --prefix-cache-retention-interval",
+    "no_state": "give the cache more memory, or keep more states: "
+    "--prefix-cache-retention-interval",
     "write_refused": "let the earlier request write: cache_write, or a breakpoint further behind",
     "cache_read_off": "leave out cache_read: false",
     "prompt_logprobs": "leave out prompt_logprobs: they are computed with the prompt",

@@ -25,6 +25,7 @@ MissReason = Literal[
     "weights_changed",
     "cleared",
     "window_lost",
+    "no_state",
     "write_refused",
     "tail",
     "prompt_logprobs",

@@ -43,6 +43,11 @@ class KnownPrefix(Protocol):
         """Leading tokens that full attention has, whatever windows have; 0 without it."""
         ...
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have a state."""
+        ...
+
     def disk_blocks(self, index: int) -> int:
         """Full blocks that lie on a disk: leading ones from this one on."""
         ...
@@ -185,7 +190,7 @@ class Reasons:
         if hit >= self._full_blocks(_most_hits(asked)):
             return "prompt_logprobs", None
         if asked.window_missed_tokens or (asked.hit_tokens is None and known.whole_tokens > hit):
-            return "window_lost", None
+            return _lost(known), None
         return self._why_gone(asked, known, hit, seen)
 
     def _why_gone(
@@ -203,13 +208,13 @@ class Reasons:
             if forgotten is not None:
                 return forgotten, None
         if evicted is not None:
-            return _explained(evicted)
+            return _explained(evicted, known)
         reason = self._why_not_there(asked, hit + self._block_size, seen)
         if reason != "evicted":
             return reason, None
         # The prompt's own blocks fell behind the window since, which hides that earlier ones had.
         if any(one.cause == DISCARDED for one in evictions):
-            return "window_lost", None
+            return _lost(known), None
         return reason, EvictedContent()
 
     def _why_not_there(self, asked: Asked, end: int, seen: RememberedPrompt | None) -> MissReason:
@@ -243,8 +248,10 @@ _SENTENCES: Mapping[MissReason, str] = {
     "another_salt": "The block of {tokens} was sent under another cache salt alone.",
     "weights_changed": "The block of {tokens} was computed with other weights.",
     "cleared": "The block of {tokens} was cached before the cache was cleared.",
-    "window_lost": "What a sliding window, a convolution or a state needs before the end of "
-    "{tokens} is not kept.",
+    "window_lost": "What a sliding window or a convolution needs before the end of {tokens} is not "
+    "kept.",
+    "no_state": "No state is kept there: keys and values of more tokens are cached, but the last "
+    "state is the one after {hit}.",
     "write_refused": "The block of {tokens} was sent before, and not to be written to the cache.",
     "tail": "All full blocks hit that may: what follows the first {hit} tokens fills none, or ends "
     "with the last token, which is always computed.",
@@ -283,7 +290,11 @@ def _went_by(evicted: EvictedBlock, before: float) -> bool:
     return (evicted.time if evicted.cause == DISCARDED else evicted.since) <= before
 
 
-def _explained(evicted: EvictedBlock) -> tuple[MissReason, EvictedContent]:
+def _lost(known: KnownPrefix) -> MissReason:
+    return "no_state" if known.has_states else "window_lost"
+
+
+def _explained(evicted: EvictedBlock, known: KnownPrefix) -> tuple[MissReason, EvictedContent]:
     detail = EvictedContent(
         pressure=evicted.pressure,
         ago_s=max(0.0, time.monotonic() - evicted.time),
@@ -291,7 +302,7 @@ def _explained(evicted: EvictedBlock) -> tuple[MissReason, EvictedContent]:
         idle_s=evicted.idle_s,
         hits=evicted.hits,
     )
-    return "window_lost" if evicted.cause == DISCARDED else "evicted", detail
+    return _lost(known) if evicted.cause == DISCARDED else "evicted", detail
 
 
 def _differs(token_ids: TokenIds, earlier: RememberedPrompt, shared: int) -> bool:

@@ -70,6 +70,7 @@ class PrefixLookup:
 
     hit_tokens: int
     whole_tokens: int
+    has_states: bool
     _sequence: CoreSequence
     _num_groups: int
     _disk: DiskTier | None
@@ -352,6 +353,7 @@ class CacheManager:
         return PrefixLookup(
             hit_tokens=self._cache.count_prefix_hits(sequence, most),
             whole_tokens=self._cache.count_whole_hits(sequence, most),
+            has_states=self.has_states,
             _sequence=sequence,
             _num_groups=self._num_groups,
             _disk=self.disk,

@@ -3,7 +3,8 @@
 A window's blocks are given back as it moves on. Those before an *anchor*, a position at which a
 later request is likely to begin, are evicted as others are; the rest before all others. Anchors are
 
-- the last full block before the prompt's last token: the same prompt again;
+- the last full block before the prompt's last token: the same prompt again. Of a state it ends
+  `EARLY_TOKENS` before, as a chat's next turn may differ in the last tokens of a prompt;
 - the end of the answer: the next turn of a conversation. The core adds it;
 - where the blocks of full attention matched further than the windows could follow: two requests
   share the prompt up to there, so a third one may (`CacheManager.add_junction`);
@@ -25,6 +26,7 @@ from prefixcache.core import Sequence as CoreSequence
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.request import Request
 
+EARLY_TOKENS = 8
 _PREFIX_TOKENS = 25_000
 
 
@@ -40,6 +42,7 @@ class Retention:
     pin_max_share: float = 0.2
     pin_min_drop_size: int = 16
     pin_prefix_blocks: bool = True
+    has_states: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, groups: Sequence[GroupKind]) -> Retention:
@@ -50,6 +53,7 @@ class Retention:
             pin_max_share=config.cache.pin_max_share,
             pin_min_drop_size=config.cache.pin_min_drop_size,
             pin_prefix_blocks=config.cache.pin_prefix_blocks,
+            has_states="state" in groups,
         )
 
     def apply(self, sequence: CoreSequence, request: Request) -> None:
@@ -60,7 +64,8 @@ class Retention:
             min_pin_blocks=self.pin_min_drop_size,
             pin_prefix=self.pin_prefix_blocks,
         )
-        sequence.add_anchor(len(request.prompt_token_ids) - 1)
+        last = len(request.prompt_token_ids) - 1
+        sequence.add_prompt_end(max(0, last - EARLY_TOKENS * self.has_states))
         if request.cache.write_upto:
             sequence.add_anchor(request.cache.write_upto)
 
@@ -78,8 +83,9 @@ class Retention:
             if window is None or self.interval is None:
                 kept += full
             else:
-                # With one block below the window, for prompts that differ in their last tokens.
-                kept += min(full, anchors * (-(-(window - 1) // block_size) + 1))
+                # With one block below the window, for prompts that differ in their last tokens; a
+                # state, whose window is 2, has none.
+                kept += min(full, anchors * (-(-(window - 1) // block_size) + (window > 2)))
         return kept
 
     def describe_pins(

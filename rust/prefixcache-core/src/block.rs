@@ -40,7 +40,7 @@ mod place;
 use std::num::NonZeroU64;
 
 use crate::id::{BlockHash, Epoch, GroupId};
-use crate::store::BlockKey;
+use crate::store::{BlockKey, Marks};
 use crate::sync::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
@@ -248,6 +248,8 @@ pub(crate) struct Block {
     group: AtomicU16,
     /// Whether another block with the content was ever registered; known to a single writer alone.
     copied: AtomicBool,
+    /// What the cache noted of the content: see [`Marks`].
+    marks: AtomicU16,
 }
 
 #[cfg(not(any(loom, shuttle)))]
@@ -476,6 +478,7 @@ impl Block {
         self.epoch_high.store((epoch.get() >> 32) as u16, Release);
         // Relaxed: one thread alone reads it.
         self.copied.store(false, Relaxed);
+        self.marks.store(0, Relaxed);
         self.seq.store(seq, Release);
     }
 
@@ -489,6 +492,17 @@ impl Block {
     pub(crate) fn is_copied(&self) -> bool {
         // Relaxed: as in `note_copy`.
         self.copied.load(Relaxed)
+    }
+
+    /// What was noted of the content.
+    pub(crate) fn marks(&self) -> Marks {
+        // Relaxed, also below: marks order nothing, see `Marks`.
+        Marks(self.marks.load(Relaxed))
+    }
+
+    /// Notes more of the content.
+    pub(crate) fn mark(&self, marks: Marks) {
+        self.marks.fetch_or(marks.0, Relaxed);
     }
 
     /// Ends the content for lookups. The words stay, for the removal of the index entry.

@@ -55,10 +55,10 @@ impl GroupSpec {
     }
 
     /// The first block worth keeping for a request that stands after `length` blocks, or one block
-    /// earlier as it differs in its last tokens.
+    /// earlier as it differs in its last tokens. A state is too large to be kept twice.
     pub(crate) fn first_kept(self, length: usize, block_size: usize) -> usize {
         let needed = self.first_needed(length * block_size, block_size);
-        needed.saturating_sub(1)
+        needed.saturating_sub(usize::from(!self.has_gaps()))
     }
 
     /// The longest length in blocks, up to `most`, of which every needed block hits. From the right.
@@ -83,8 +83,8 @@ impl GroupSpec {
     fn most_blocks(self, num_tokens: usize, chunk: usize, block_size: usize) -> usize {
         let all = num_tokens.div_ceil(block_size);
         if self.has_gaps() {
-            // The last full blocks that it keeps, the one that fills, and that where a chunk ends.
-            return all.min(4);
+            // The last full block, which it keeps, the one that fills, and that where a chunk ends.
+            return all.min(3);
         }
         let full = num_tokens / block_size;
         let behind = full - self.first_kept(full, block_size);
@@ -178,6 +178,13 @@ impl Groups {
     /// Whether some group's tables may have gaps.
     pub(crate) fn any_gaps(&self) -> bool {
         self.0.iter().any(|spec| spec.has_gaps())
+    }
+
+    /// The first group of a state, and the first that needs all blocks before a position, where there are both.
+    pub(crate) fn state_and_whole(&self) -> Option<(usize, usize)> {
+        let state = self.0.iter().position(|spec| spec.has_gaps())?;
+        let whole = self.0.iter().position(|spec| spec.needs_whole_prefix())?;
+        Some((state, whole))
     }
 
     /// Whether some group needs all blocks before a position.

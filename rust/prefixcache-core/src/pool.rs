@@ -81,7 +81,7 @@ use crate::evictions::{Cause, EvictionLog};
 use crate::id::{BlockId, Epoch};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::store::sealed::Sealed;
-use crate::store::{BlockKey, HintedChange, Lookup, PoolConfig, StoreStats};
+use crate::store::{BlockKey, HintedChange, Lookup, Marks, PoolConfig, StoreStats};
 use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 use credits::Credits;
@@ -350,6 +350,11 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
+    /// Notes more of the content of a block that the caller holds.
+    fn mark(&self, id: BlockId, marks: Marks) {
+        self.block(id).mark(marks);
+    }
+
     /// Forgets every hash.
     fn clear_index(&self) {
         self.contents.clear::<M>();
@@ -474,6 +479,10 @@ impl<M: Mode> Lookup for BlockPool<M> {
 
     fn held_band(&self, block: BlockId) -> Band {
         self.block(block).state().own_class().band()
+    }
+
+    fn marks(&self, block: BlockId) -> Marks {
+        self.block(block).marks()
     }
 
     fn reuse_queue(&self) -> Option<&ReuseQueue> {

@@ -1,5 +1,6 @@
 //! A request's tokens, block hashes and block tables.
 
+mod ends;
 mod home;
 pub mod retention;
 
@@ -275,6 +276,11 @@ impl Sequence {
     /// Makes `position` (tokens) an anchor: a later request can stand at the last full block before it.
     pub fn add_anchor(&mut self, position: usize) {
         self.anchors.add(position);
+    }
+
+    /// Makes `position` (tokens) an anchor, since the prompt ends there.
+    pub fn add_prompt_end(&mut self, position: usize) {
+        self.anchors.add_prompt_end(position);
     }
 
     /// Says how dear its tokens are, in the place of what was said before. It counts from the next release on.

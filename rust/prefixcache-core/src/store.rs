@@ -171,6 +171,34 @@ pub enum HintedChange {
     },
 }
 
+/// What is noted of a block's content: what ended with it, or went on behind it. A lost mark changes what is evicted
+/// first, and nothing else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Marks(pub(crate) u16);
+
+impl Marks {
+    /// None of them.
+    pub const NONE: Self = Self(0);
+    /// A prompt ended here.
+    pub const PROMPT: Self = Self(1);
+    /// An answer ended here.
+    pub const ANSWER: Self = Self(2);
+    /// A request went on from here.
+    pub const PASSED: Self = Self(4);
+
+    /// Both of these.
+    #[must_use]
+    pub const fn and(self, others: Self) -> Self {
+        Self(self.0 | others.0)
+    }
+
+    /// Whether all of `others` are among these.
+    #[must_use]
+    pub const fn has(self, others: Self) -> bool {
+        self.0 & others.0 == others.0
+    }
+}
+
 /// What became of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -282,6 +310,9 @@ pub trait Lookup: sealed::Sealed {
     /// The band of a block's content, whether it is pinned or not.
     fn held_band(&self, block: BlockId) -> Band;
 
+    /// What was noted of a block's content.
+    fn marks(&self, block: BlockId) -> Marks;
+
     /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
     fn reuse_queue(&self) -> Option<&ReuseQueue>;
 
@@ -389,6 +420,9 @@ pub trait BlockStore: Lookup {
 
     /// Says whether a [backing store](crate::backing) may let other processes find what is registered from now on.
     fn set_durable(&mut self, _durable: bool) {}
+
+    /// Notes more of the content of a block that the caller holds.
+    fn mark(&mut self, block: BlockId, marks: Marks);
 
     /// Forgets every hash, in constant time. Held blocks stay held, free blocks keep their places.
     fn clear_index(&mut self);

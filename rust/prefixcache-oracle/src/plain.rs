@@ -14,8 +14,8 @@ use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
 use prefixcache_core::store::sealed::Sealed;
 use prefixcache_core::store::{
-    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Move, Moves, PoolConfig, Registration,
-    StoreStats,
+    BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig,
+    Registration, StoreStats,
 };
 
 /// A free block's place: the end of a line of free blocks that it stands in.
@@ -37,6 +37,7 @@ struct Block {
     holders: u32,
     /// What the block holds, and the epoch in which that was registered.
     content: Option<(BlockKey, Epoch)>,
+    marks: Marks,
     pinned: bool,
     band: Band,
     /// The queue that it stood in last, and stands in again unless another is asked for.
@@ -63,6 +64,7 @@ impl Block {
     const NEW: Self = Self {
         holders: 0,
         content: None,
+        marks: Marks::NONE,
         pinned: false,
         band: Band::DEFAULT,
         queue: Queue::new(0),
@@ -258,6 +260,10 @@ impl Lookup for PlainPool {
         self.blocks[block.index()].band
     }
 
+    fn marks(&self, block: BlockId) -> Marks {
+        self.blocks[block.index()].marks
+    }
+
     fn num_blocks(&self) -> usize {
         self.num_blocks
     }
@@ -388,6 +394,11 @@ impl BlockStore for PlainPool {
         }
         self.join_line(&freed);
         outcome
+    }
+
+    fn mark(&mut self, block: BlockId, marks: Marks) {
+        let block = &mut self.blocks[block.index()];
+        block.marks = block.marks.and(marks);
     }
 
     fn clear_index(&mut self) {
@@ -955,6 +966,7 @@ impl PlainPool {
         let (born, used) = (self.clock.now(), self.clock.now());
         let block = &mut self.blocks[id.index()];
         block.content = Some((key, self.epoch));
+        block.marks = Marks::NONE;
         block.life = Life {
             born,
             used,

@@ -129,6 +129,12 @@ impl Sequence {
         Ok(())
     }
 
+    /// Make `position` (tokens) an anchor, since the prompt ends there.
+    fn add_prompt_end(&self, position: Number<names::Position>) -> PyResult<()> {
+        self.use_as("sequence")?.add_prompt_end(position.0);
+        Ok(())
+    }
+
     /// Say how dear ranges of the tokens are: (start, end or None, priority, TTL in seconds or None).
     ///
     /// They act at the release, on what was published. `owner` is whose share of the pool it counts against.

@@ -290,8 +290,10 @@ impl Cache {
             sequence.set_retention(Retention::Anchors { interval, pins });
             // The prompt's end, and the place up to which attention could have hit.
             let whole = self.cache.count_whole_hits(sequence, most)?;
-            sequence.add_anchor(most);
-            sequence.add_anchor(whole);
+            sequence.add_prompt_end(most);
+            if whole > computed {
+                sequence.add_anchor(whole);
+            }
         }
         let taken = self
             .cache
@@ -333,7 +335,10 @@ impl Cache {
         if keeps_anchors {
             self.cache.keep_snapshots(batch, &[from])?;
         }
-        self.cache.mark_blocks_filled(batch, &[upto])?;
+        for one in self.cache.mark_blocks_filled(batch, &[upto])? {
+            self.cache
+                .replace_block(batch[0], one.group, one.index, one.holder)?;
+        }
         self.cache.drop_unneeded(batch, &[upto])?;
         Ok(())
     }

@@ -5,11 +5,12 @@ use std::cmp::Reverse;
 use super::committing::{NewBlocks, Taken};
 use super::{PrefixCache, check_len};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse};
+use crate::groups::GroupSpec;
 use crate::id::{BlockHash, BlockId};
 use crate::policy::Queue;
-use crate::sequence::retention::Fate;
+use crate::sequence::retention::{Anchors, Fate};
 use crate::sequence::{Abandoned, Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore, Lookup};
+use crate::store::{BlockKey, BlockStore, Lookup, Marks};
 
 impl<S: BlockStore> PrefixCache<S> {
     /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head. What the
@@ -46,7 +47,8 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Gives each block back, to the queue that the policy has for it.
-    fn release_all(&mut self, holding: Holding, names: &[BlockHash]) -> Result<(), Misuse> {
+    fn release_all(&mut self, mut holding: Holding, names: &[BlockHash]) -> Result<(), Misuse> {
+        self.note_end(&mut holding)?;
         let Some(reuse) = self.store.reuse_queue() else {
             let mut tables = holding.tables.iter();
             return tables.try_for_each(|table| self.store.release(&table.held_from_the_end()));
@@ -65,12 +67,96 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(())
     }
 
+    /// Notes that an answer, or a prompt with an answer of a few tokens, ended here. The snapshot of an answer's end is
+    /// evicted first where requests go on from prompts.
+    fn note_end(&mut self, holding: &mut Holding) -> Result<(), Misuse> {
+        let Self { store, home, .. } = self;
+        let ends = home.config.groups.state_and_whole();
+        let (Some((state, whole)), Some(last)) = (ends, holding.num_published.checked_sub(1))
+        else {
+            return Ok(());
+        };
+        if last < holding.num_hits || holding.tables[state].blocks[last].is_null() {
+            return Ok(());
+        }
+        let is_answer = last >= holding.num_prompt;
+        let prompt = if is_answer {
+            Marks::NONE
+        } else {
+            Marks::PROMPT
+        };
+        store.mark(
+            holding.tables[whole].blocks[last],
+            Marks::ANSWER.and(prompt),
+        );
+        if is_answer && home.ends.are_prompts() {
+            let tables = holding.tables.iter_mut().zip(home.config.groups.specs());
+            for (table, _) in tables.filter(|(_, spec)| spec.has_gaps()) {
+                let block = std::mem::replace(&mut table.blocks[last], BlockId::NULL);
+                store.release_unneeded(&[block])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What becomes of each snapshot that is dropped before `upto` tokens, by its place, where anchors matter.
+    ///
+    /// The first request that goes on from a snapshot leaves it to be evicted first: its own are worth more. From the
+    /// second on it is where prompts part, and kept. So is one that a request makes where others were before.
+    fn judge_snapshots(
+        &mut self,
+        holding: &Holding,
+        anchors: &Anchors,
+        upto: usize,
+    ) -> Vec<(usize, Fate)> {
+        let size = self.block_size();
+        let Self { store, home, .. } = self;
+        let ends = home.config.groups.state_and_whole();
+        let (Some((state, whole)), true) = (ends, anchors.matter()) else {
+            return Vec::new();
+        };
+        let (snapshots, blocks) = (&holding.tables[state], &holding.tables[whole].blocks);
+        let end = anchors.first_held(GroupSpec::State, upto, size);
+        let dropped = (snapshots.first..end).filter(|&index| !snapshots.blocks[index].is_null());
+        let judge = |index: usize| {
+            let own = anchors.fate(GroupSpec::State, index, size);
+            let is_hit = index < holding.num_hits;
+            if !is_hit && own == Fate::Unneeded {
+                return (index, own);
+            }
+            let before = store.marks(blocks[index]);
+            let is_passed = before.has(Marks::PASSED);
+            let ends_prompt = anchors.end_prompt_with(index, size);
+            home.ends.note(before);
+            let mark = if ends_prompt {
+                Marks::PROMPT
+            } else {
+                Marks::PASSED
+            };
+            store.mark(blocks[index], mark);
+            let goes_first = match own {
+                Fate::Unneeded => !is_passed,
+                Fate::Kept => ends_prompt && !is_hit && !is_passed && home.ends.are_answers(),
+                Fate::Pinned => false,
+            };
+            (
+                index,
+                if goes_first {
+                    Fate::Unneeded
+                } else {
+                    own.max(Fate::Kept)
+                },
+            )
+        };
+        dropped.map(judge).collect()
+    }
+
     /// Drops the blocks that no token from `upto[i]` on needs, where the tokens before are computed and
     /// their full blocks published. The null block stands in their places. Returns how many there were.
     ///
     /// The [`Retention`](crate::sequence::retention::Retention) of a sequence says which of them are evicted
     /// first, which as others are, and which are pinned. What others hold, and what was a hit, is as others are
-    /// in any case.
+    /// in any case, but for snapshots of states that nobody else went on from.
     pub fn drop_unneeded(
         &mut self,
         sequences: &mut [&mut Sequence],
@@ -92,13 +178,18 @@ impl<S: BlockStore> PrefixCache<S> {
                 holding, anchors, ..
             } = &mut **sequence;
             let Some(holding) = holding else { continue };
+            let snapshots = self.judge_snapshots(holding, anchors, upto);
+            let judged = |index| snapshots.iter().find(|one| one.0 == index);
             let specs = self.home.config.groups.specs();
             for (table, &spec) in holding.tables.iter_mut().zip(specs) {
                 let end = anchors.first_held(spec, upto, size);
                 if table.first < end {
-                    count += dropped.sort(table, end, |index| match index < holding.num_hits {
-                        true => anchors.fate(spec, index, size).max(Fate::Kept),
-                        false => anchors.fate(spec, index, size),
+                    count += dropped.sort(table, end, |index| match judged(index) {
+                        Some(&(_, fate)) if spec.has_gaps() => fate,
+                        _ if index < holding.num_hits => {
+                            anchors.fate(spec, index, size).max(Fate::Kept)
+                        }
+                        _ => anchors.fate(spec, index, size),
                     });
                     dropped.give_up(&mut self.store)?;
                 }

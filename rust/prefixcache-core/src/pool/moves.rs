@@ -205,6 +205,7 @@ impl<M: Mode> BlockPool<M> {
         if from.is_copied() {
             to.note_copy();
         }
+        to.mark(from.marks());
         if let Some(reuse) = &self.reuse {
             reuse.take_place(one.from, one.to);
         }

@@ -33,7 +33,7 @@ use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Moves, PoolConfig, Registration, StoreStats,
+    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats,
 };
 use crate::sync::Arc;
 

@@ -11,7 +11,7 @@ use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Moves, PoolConfig, Registration, StoreStats,
+    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats,
 };
 use crate::sync::Arc;
 
@@ -136,6 +136,7 @@ macro_rules! lookup_through {
             fn num_free() -> usize;
             fn band(key: &BlockKey) -> Option<Band>;
             fn held_band(block: BlockId) -> Band;
+            fn marks(block: BlockId) -> Marks;
             fn reuse_queue() -> Option<&ReuseQueue>;
             fn event_log() -> Option<&EventLog>;
             fn free_order() -> Vec<BlockId>;
@@ -167,6 +168,7 @@ macro_rules! changes_through {
             fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
             fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;
             fn set_durable(durable: bool);
+            fn mark(block: BlockId, marks: Marks);
             fn clear_index();
             fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
             fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;

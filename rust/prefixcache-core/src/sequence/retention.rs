@@ -52,6 +52,8 @@ pub(crate) struct Anchors {
     positions: Vec<usize>,
     /// Others at which a later request can stand, which are no anchors to pin. Tokens, ascending.
     kept: Vec<usize>,
+    /// The anchor that stands where the prompt ends, in tokens.
+    prompt_end: Option<usize>,
 }
 
 /// What becomes of a block that is dropped.
@@ -67,6 +69,21 @@ impl Anchors {
         if let Err(place) = self.positions.binary_search(&position) {
             self.positions.insert(place, position);
         }
+    }
+
+    pub(crate) fn add_prompt_end(&mut self, position: usize) {
+        self.prompt_end = Some(position);
+        self.add(position);
+    }
+
+    /// Whether the prompt's anchor stands where the block at `index` ends.
+    pub(crate) fn end_prompt_with(&self, index: usize, size: usize) -> bool {
+        self.prompt_end.is_some_and(|end| end / size == index + 1)
+    }
+
+    /// Whether what is no anchor's is evicted first.
+    pub(crate) fn matter(&self) -> bool {
+        matches!(self.retention, Retention::Anchors { .. })
     }
 
     /// Keeps what a request needs that stands at one of these positions, in the place of those before.

@@ -50,7 +50,7 @@ fn serve(
     let len = tokens.len();
     let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
     sequence.set_retention(retention);
-    sequence.add_anchor(len - 1);
+    sequence.add_prompt_end(len - 1);
     let hits = cache.count_prefix_hits_within(&mut sequence, len - 1);
     let hits = hits.unwrap();
     let plan = cache.commit_in_chunks(&mut sequence, hits, len - hits, chunk);
@@ -150,18 +150,17 @@ fn a_state_has_blocks_where_chunks_end_and_where_requests_may_begin() {
         pins: None,
     };
     let (_, mut first) = serve(&mut cache, &tokens, retention, 32);
-    // Chunks end in blocks 7 and 15. Each anchor, at 44 and before the last token, needs the block before it, and
-    // one more is kept.
+    // Chunks end in blocks 7 and 15. Each anchor, at 44 and before the last token, needs the block before it.
     for group in [0, 2] {
-        assert_eq!(places(&first, group), [7, 9, 10, 13, 14, 15]);
+        assert_eq!(places(&first, group), [7, 10, 14, 15]);
     }
-    assert_eq!(cache.store().stats().in_use, 16 + 2 * 6);
+    assert_eq!(cache.store().stats().in_use, 16 + 2 * 4);
     cache
         .validate_holds(&[&first], &Default::default())
         .unwrap();
     cache.release(&mut [&mut first]).unwrap();
     let hits = [64, 63, 57, 52, 45, 43, 40, 33, 32].map(|len| probe(&mut cache, &tokens[..len]));
-    assert_eq!(hits, [60, 60, 56, 44, 44, 40, 32, 32, 0]);
+    assert_eq!(hits, [60, 60, 44, 44, 44, 32, 32, 32, 0]);
 }
 
 #[test]
@@ -218,11 +217,11 @@ fn no_request_waits_for_blocks_of_snapshots() {
     // The groups' most blocks, and what a chunk ends in next to a snapshot that takes twice its blocks.
     let (groups, tokens) = ([FULL, STATE, STATE], prompt(1, 64));
     let most = cache(&groups, SIZE, 100).most_blocks(64, 32);
-    assert_eq!(most, 16 + 2 * 4);
+    assert_eq!(most, 16 + 2 * 3);
     let (_, alone) = serve(&mut cache(&groups, SIZE, 18), &tokens, ANCHORS, 64);
     assert_eq!(places(&alone, 1), [15]);
     let (_, roomy) = serve(&mut cache(&groups, SIZE, 22), &tokens, ANCHORS, 64);
-    assert_eq!(places(&roomy, 1), [13, 15]);
+    assert_eq!(places(&roomy, 1), [14, 15]);
     for size in most..most + 12 {
         serve(
             &mut cache(&groups, SIZE, size),
@@ -286,6 +285,62 @@ fn a_hit_of_two_tiers_takes_what_is_there_and_new_blocks_for_what_it_needs_besid
     cache.release(&mut [&mut head, &mut sequence]).unwrap();
     cache.validate().unwrap();
     assert_eq!(cache.count_prefix_hits(&mut sequence), Ok(24));
+}
+
+#[test]
+fn a_snapshot_goes_first_once_one_request_went_on_from_it_and_stays_where_prompts_part() {
+    let first = prompt(1, 17);
+    let longer = |seed| [&first[..], &prompt(seed, 16)].concat();
+    // Blocks of keys and values, and snapshots: of the two prompts' ends, and where they part.
+    for (requests, kept, hit) in [(1, 8 + 1, 0), (2, 8 + 4 + 3, 16)] {
+        let mut cache = cache(&[FULL, STATE], SIZE, 100);
+        finish(&mut cache, &first, ANCHORS);
+        for seed in 0..requests {
+            assert_eq!(finish(&mut cache, &longer(2 + seed), ANCHORS), 16);
+        }
+        press(&mut cache, kept);
+        assert_eq!(probe(&mut cache, &first), hit);
+        assert_eq!(probe(&mut cache, &longer(2)), 32);
+    }
+}
+
+/// Serves a prompt and an answer of these tokens.
+fn finish_with_answer(cache: &mut Cache, tokens: &[u32], answer: &[u32]) {
+    let (_, mut sequence) = serve(cache, tokens, ANCHORS, 8);
+    sequence.extend(answer);
+    let upto = [sequence.num_tokens()];
+    let batch = &mut [&mut sequence];
+    cache.ensure_slots(batch, &upto).unwrap();
+    cache.mark_blocks_filled(batch, &upto).unwrap();
+    cache.drop_unneeded(batch, &upto).unwrap();
+    cache.release(batch).unwrap();
+}
+
+#[test]
+fn the_end_that_requests_do_not_go_on_from_goes_before_other_content() {
+    // It ends with a block, where its last step ends.
+    let answer = prompt(70, 11);
+    let other = prompt(60, 17);
+    for (keeps_answers, hits) in [(true, [0, 28]), (false, [16, 16])] {
+        let mut cache = cache(&[FULL, STATE], SIZE, 800);
+        let turn = |seed| match keeps_answers {
+            true => [prompt(seed, 17), answer.clone(), prompt(80, 16)].concat(),
+            false => [prompt(seed, 17), prompt(80, 20)].concat(),
+        };
+        for seed in 1..12 {
+            finish_with_answer(&mut cache, &prompt(seed, 17), &answer);
+            finish(&mut cache, &turn(seed), ANCHORS);
+        }
+        cache.clear_cache_index();
+        finish(&mut cache, &other, ANCHORS);
+        finish_with_answer(&mut cache, &prompt(50, 17), &answer);
+        // The keys and values of both, and a snapshot of each.
+        press(&mut cache, 4 + 7 + 2);
+        assert_eq!(probe(&mut cache, &other), 16);
+        let next = [&prompt(50, 17)[..], &answer, &[7]].concat();
+        let asked = [prompt(50, 17), next];
+        assert_eq!(asked.map(|tokens| probe(&mut cache, &tokens)), hits);
+    }
 }
 
 #[test]

@@ -8,7 +8,9 @@ use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeErro
 use prefixcache_core::hints::{Hints, Owner};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{Lookup, Moves, PoolConfig};
-use prefixcache_core::{Extras, Groups, HashConfig, PrefixCache, Scope, Sequence, Writer};
+use prefixcache_core::{
+    Extras, GroupSpec, Groups, HashConfig, PrefixCache, Scope, Sequence, Writer,
+};
 
 use super::events::{
     Added, Counters, Event, Events, Header, RecordedHint, Started, Windows, hint_of,
@@ -18,6 +20,9 @@ use crate::lines::{Fault, TraceError};
 
 /// The most tokens of a request: more is taken for an error in the file.
 const MAX_TOKENS: usize = 1 << 26;
+
+/// Tokens before a prompt's last one of which a model with states keeps no snapshot, as `kv/retention.py` has it.
+const EARLY_TOKENS: usize = 8;
 
 /// Contents whose TTL has ended that one call of the server looks at.
 const EXPIRED_AT_ONCE: usize = 256;
@@ -163,8 +168,8 @@ struct Request {
     prompt_blocks: usize,
     is_hashed: bool,
     hints: Option<Hints>,
-    /// Anchors that are known from the start.
-    anchors: Vec<usize>,
+    prompt_end: usize,
+    write_upto: Option<usize>,
     is_pinned: bool,
 }
 
@@ -175,6 +180,8 @@ struct Cache {
     block_size: usize,
     deduplicates: bool,
     windows: Option<Windows>,
+    /// How many tokens before a prompt's last one its anchor stands.
+    early: usize,
     requests: HashMap<u64, Request>,
     /// Tokens that were looked up beyond full blocks: the replayed sequences have none.
     rest_queries: u64,
@@ -207,6 +214,10 @@ impl Cache {
             block_size: header.block_size,
             deduplicates: header.merge_duplicates,
             windows: header.retention,
+            early: match header.groups.contains(&GroupSpec::State) {
+                true => EARLY_TOKENS,
+                false => 0,
+            },
             requests: HashMap::new(),
             rest_queries: 0,
         })
@@ -317,17 +328,14 @@ impl Cache {
             true => None,
             false => Some(read_hints(&added.owner, &added.hints)?),
         };
-        let last = tokens.saturating_sub(1);
         let request = Request {
             sequence: self.new_sequence(&[]),
             prompt_blocks: blocks.len(),
             blocks,
             is_hashed: hashed,
             hints,
-            anchors: [Some(last), added.write_upto.filter(|&upto| upto > 0)]
-                .into_iter()
-                .flatten()
-                .collect(),
+            prompt_end: tokens.saturating_sub(1 + self.early),
+            write_upto: added.write_upto.filter(|&upto| upto > 0),
             is_pinned: added.write,
         };
         if self.requests.insert(id, request).is_some() {
@@ -358,8 +366,9 @@ impl Cache {
         let mut sequence = self.new_sequence(&request.blocks);
         if let (Some(windows), true) = (self.windows, request.is_hashed) {
             sequence.set_retention(retention(windows, request.is_pinned));
-            for &anchor in &request.anchors {
-                sequence.add_anchor(anchor);
+            sequence.add_prompt_end(request.prompt_end);
+            if let Some(upto) = request.write_upto {
+                sequence.add_anchor(upto);
             }
         }
         if let Some(hints) = request.hints.clone().filter(|_| request.is_hashed) {

@@ -225,6 +225,7 @@ impl PlainRetention {
             let end = hint.end.map_or(full, |end| full.min(end / size));
             let needed = match spec.needs_whole_prefix() {
                 true => 0,
+                false if spec == GroupSpec::State => spec.first_needed(end * size, size),
                 false => spec.first_needed(end * size, size).saturating_sub(1),
             };
             Band::of(hint.priority) > Band::DEFAULT && needed <= index && index < end

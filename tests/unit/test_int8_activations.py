@@ -127,5 +127,5 @@ def test_auto_is_int8_where_weights_are_quantized_and_our_kernels_compute(
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
     dense, _ = make_pair(tmp_path, "float32", None, **WIDE)
-    with pytest.raises(ConfigError, match="no weight of this model is kept in blocks"):
+    with pytest.raises(ConfigError, match="no weight of this model is quantized"):
         engine(dense, cpu_activations="int8")

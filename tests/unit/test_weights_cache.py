@@ -195,7 +195,7 @@ def test_the_command_shows_checks_and_removes(cache, monkeypatch):
         result = CliRunner().invoke(app, ["cache", *arguments])
         return result.exit_code, result.output
 
-    assert run("ls")[0] == 1
+    assert run("ls")[0] == 2
     cache.keep("a", layers(1))
     (file,) = files(cache)
     assert f"{file.name}" in run("ls")[1]

@@ -60,12 +60,13 @@ async def test_a_prompt_goes_where_its_prefix_lies(cluster: Cluster) -> None:
         assert [said(one) for one in again] == [said(one) for one in first]
         return [one.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for one in again]
 
-    # The router learns what is cached where a moment after the answers. If it did not, all six
+    # The router learns what is cached where a moment after the answers, and sends a request
+    # elsewhere while a replica is too busy to say how busy it is. If it did not learn, all six
     # would go to the right one of three replicas once in 729 times, and never three times on end.
-    for _ in range(3):
-        while await num_cached() != [288] * 6:
-            await asyncio.sleep(0.1)
-    assert [await num_cached() for _ in range(3)] == [[288] * 6] * 3
+    on_end = 0
+    while on_end < 3:
+        on_end = on_end + 1 if await num_cached() == [288] * 6 else 0
+        await asyncio.sleep(0.1)
     stats = httpx.get(f"{cluster.address}/prefix_cache/stats", timeout=240).json()["replicas"]
     assert len(stats) == 3
     assert all(one["queried_tokens"] for one in stats.values())

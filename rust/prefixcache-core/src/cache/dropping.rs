@@ -179,17 +179,21 @@ impl<S: BlockStore> PrefixCache<S> {
             } = &mut **sequence;
             let Some(holding) = holding else { continue };
             let snapshots = self.judge_snapshots(holding, anchors, upto);
-            let judged = |index| snapshots.iter().find(|one| one.0 == index);
+            let judged = |index| {
+                let place = snapshots.binary_search_by_key(&index, |&(index, _)| index);
+                place.ok().map(|place| snapshots[place].1)
+            };
             let specs = self.home.config.groups.specs();
             for (table, &spec) in holding.tables.iter_mut().zip(specs) {
                 let end = anchors.first_held(spec, upto, size);
                 if table.first < end {
-                    count += dropped.sort(table, end, |index| match judged(index) {
-                        Some(&(_, fate)) if spec.has_gaps() => fate,
-                        _ if index < holding.num_hits => {
-                            anchors.fate(spec, index, size).max(Fate::Kept)
+                    count += dropped.sort(table, end, |index| {
+                        let own = || anchors.fate(spec, index, size);
+                        match spec.has_gaps().then(|| judged(index)).flatten() {
+                            Some(fate) => fate,
+                            None if index < holding.num_hits => own().max(Fate::Kept),
+                            None => own(),
                         }
-                        _ => anchors.fate(spec, index, size),
                     });
                     dropped.give_up(&mut self.store)?;
                 }

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from disk_lives import BLOCK_BYTES, MIB, TENSORS, Tiered, keys_of
+from disk_lives import BLOCK_BYTES, MIB, SCOPE, TENSORS, Tiered, keys_of
 from prefixcache.events import wire
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.publisher import EventPublisher
@@ -180,6 +180,48 @@ def test_the_folder_is_the_users_alone_and_bounded(make, folder):
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
 
 
+def test_a_smaller_size_at_the_next_start_holds_from_then_on(make, folder):
+    first = make()
+    for prompt in range(2000, 60_000, 1000):
+        first.compute(prompt)
+        first.settle()
+    first.tier.close()
+    DiskStore(folder, 4 * MIB, SCOPE).close()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * MIB
+    second = make()
+    second.until(lambda: second.tier._is_listed)
+    assert second.tier.counts().stored > 100
+    second.check(58_000)
+
+
+def test_two_processes_may_share_the_folder(folder):
+    command = [sys.executable, Path(__file__).parents[1] / "disk_lives.py", folder, "share"]
+    both = [subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE) for number in (1, 2)]
+    assert [int(one.communicate()[0]) > 300 for one in both] == [True, True]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8 * MIB
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(make, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    tiered, go, put = make(), threading.Event(), DiskStore.put
+    monkeypatch.setattr(DiskStore, "put", lambda *given: go.wait(60) and put(*given))
+    monkeypatch.setattr(disk_tier, "_QUIET_SECONDS", 0)
+    monkeypatch.setattr(disk_tier, "_CLOSE_SECONDS", 0)
+    hashes = tiered.compute(100)
+    tiered.compute(1100)
+    tiered.tier.nudge()
+    tiered.tier.close(waits=False)
+    assert caplog.text == ""
+    tiered.tier.close()
+    assert "Ctrl-C ends that at once" in caplog.text
+    assert "some blocks are lost" in caplog.text
+    go.set()
+    monkeypatch.undo()
+    tiered.tier.close()
+    second = make()
+    second.until(lambda: second.count(hashes) == 7)
+
+
 class Reported:
     """What readers of KV events know of a cache and its disk."""
 
@@ -299,6 +341,7 @@ def test_whatever_lies_in_the_folder_no_block_comes_back_wrong(make, folder, see
     num_loaded = 0
     for _ in range(bounded(30, 1000)):
         for path, content in whole.items():
+            path.touch(mode=0o600)
             path.write_bytes(damaged(content, choose))
         tiered = Tiered(folder)
         tiered.until(lambda tier=tiered.tier: tier._is_listed or tier.counts().failures)

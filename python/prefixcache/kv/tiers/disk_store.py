@@ -23,7 +23,7 @@ SCOPE_BYTES = 16
 
 _PAGE_BYTES = 1 << 14
 _EVICTED_AT_ONCE = 16
-_VERSION = 2
+_VERSION = 3
 _GENERATION_BYTES = 8
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -131,6 +131,7 @@ class DiskStore:
             db.execute("PRAGMA synchronous = OFF")
             db.execute("PRAGMA journal_mode = TRUNCATE")
             db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 db.executescript(_SCHEMA)
@@ -145,8 +146,16 @@ class DiskStore:
         (self._page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
         journal = max(self._max_bytes // 16, 64 * self._page_bytes)
         self._max_pages = max(1, (self._max_bytes - journal) // self._page_bytes)
+        self._shrink()
         self._db.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._read_generation()
+
+    def _shrink(self) -> None:
+        """Gives back what an earlier process with a larger bound has written."""
+        if self._count("page_count") > self._max_pages:
+            self._make_room(0)
+        while self._count("page_count") > self._max_pages:
+            self._db.execute(f"PRAGMA incremental_vacuum({_EVICTED_AT_ONCE})").fetchall()
 
     def _read_generation(self) -> None:
         path = _generation_file(self._folder, self._scope)
@@ -205,9 +214,10 @@ class DiskStore:
         return removed
 
     def _num_free_pages(self) -> int:
-        (used,) = self._db.execute("PRAGMA page_count").fetchone()
-        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-        return self._max_pages - used + free
+        return self._max_pages - self._count("page_count") + self._count("freelist_count")
+
+    def _count(self, pragma: str) -> int:
+        return self._db.execute(f"PRAGMA {pragma}").fetchone()[0]
 
     def _delete(self, ids: Sequence[int]) -> None:
         with self._transaction():

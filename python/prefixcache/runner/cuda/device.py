@@ -22,6 +22,7 @@ from prefixcache.runner.cuda.cuda_memory import CudaMemory, cuda_driver
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.kv_tensors import KVTensors, Reserve
 from prefixcache.runner.cuda.ops.cuda import pin_matmul
+from prefixcache.runner.cuda.piecewise_graphs import Graphs, PiecewiseGraphs, step_sizes
 from prefixcache.runner.cuda.profile_run import (
     DeviceMemory,
     fitting_blocks,
@@ -148,8 +149,8 @@ def make_graphs(
     attention: GroupedAttention,
     max_model_len: int,
     capture: Capture | None = None,
-) -> DecodeGraphs | None:
-    """Captured decodes, or None: without CUDA, with `enforce_eager`, or a backend that has none.
+) -> Graphs | None:
+    """Captured steps, or None: without CUDA, with `enforce_eager`, or a backend that has none.
 
     None too for a model with experts, since which of them compute is known on the device alone.
 
@@ -160,12 +161,13 @@ def make_graphs(
     has_experts = model.config.experts is not None
     if capture is None or config.enforce_eager or has_experts or not attention.has_graphs:
         return None
-    max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
+    limits = config.scheduler.limits(model.device.type)
+    max_seqs = limits.max_num_seqs
     sizes = graph_sizes(max_seqs)
     layout = layout_of(config, model.config, model.dtype.itemsize)
     max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)
     logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
-    return DecodeGraphs(
+    decodes = DecodeGraphs(
         model,
         attention,
         sizes=sizes,
@@ -173,3 +175,11 @@ def make_graphs(
         device=model.device,
         capture=capture,
     )
+    tokens = step_sizes(limits.max_num_batched_tokens, model.num_bytes // model.dtype.itemsize)
+    steps = None
+    if tokens:
+        logger.info("Capturing CUDA graphs of steps of %d to %d tokens.", tokens[0], tokens[-1])
+        steps = PiecewiseGraphs(
+            model, attention, sizes=tokens, device=model.device, capture=capture
+        )
+    return Graphs(decodes, steps)

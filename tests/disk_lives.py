@@ -208,10 +208,11 @@ def share(folder: Path, number: int) -> None:
     """Writes prompts of its own and of both, and loads what is still there of earlier ones."""
     tiered = Tiered(folder)
     tiered.until(lambda: tiered.tier._is_listed)
-    for step in range(60):
-        tiered.compute(1000 * step * (1 if step % 4 == 0 else number))
+    prompts = [1000 * step + (100_000 * number if step % 4 else 0) for step in range(60)]
+    for step, prompt in enumerate(prompts):
+        tiered.compute(prompt)
         tiered.settle()
-        tiered.check(1000 * (step // 2) * number)
+        tiered.check(prompts[step // 2])
     tiered.tier.close()
     counts = tiered.tier.counts()
     assert (counts.failures, counts.damaged) == (0, 0), counts

@@ -96,7 +96,8 @@ def _generation_file(folder: Path, scope: bytes) -> Path:
 class DiskStore:
     """A `BlockStore` in one file of a folder that belongs to the user alone.
 
-    The file and its journal stay below `max_bytes`. Servers may share it; `scope`, 16 bytes, stands
+    The file and its journal stay below `max_bytes`, and below what the disk had room for when it was
+    opened. Servers may share it; `scope`, 16 bytes, stands
     for all that values depend on besides their keys. Raises `NotUsableError` and `OSError`.
     """
 
@@ -144,8 +145,10 @@ class DiskStore:
 
     def _read_state(self) -> None:
         (self._page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
-        journal = max(self._max_bytes // 16, 64 * self._page_bytes)
-        self._max_pages = max(1, (self._max_bytes - journal) // self._page_bytes)
+        space, own = os.statvfs(self._folder), self._count("page_count") * self._page_bytes
+        most = min(self._max_bytes, own + space.f_bavail * space.f_frsize)
+        journal = max(most // 16, 64 * self._page_bytes)
+        self._max_pages = max(1, (most - journal) // self._page_bytes)
         self._shrink()
         self._db.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._read_generation()

@@ -18,6 +18,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 static _Atomic long seen, first, end;
@@ -104,6 +105,8 @@ CALL(int, fstatat64, -1, file, path,
 CALL(int, stat, -1, -1, path, (const char *path, struct stat *found), (path, found))
 CALL(int, stat64, -1, -1, path, (const char *path, struct stat64 *found), (path, found))
 CALL(int, lstat, -1, -1, path, (const char *path, struct stat *found), (path, found))
+CALL(int, statvfs, -1, -1, path, (const char *path, struct statvfs *found), (path, found))
+CALL(int, statvfs64, -1, -1, path, (const char *path, struct statvfs64 *found), (path, found))
 CALL(int, lstat64, -1, -1, path, (const char *path, struct stat64 *found), (path, found))
 FILE_CALL(int, ftruncate, -1, (int file, off_t size), (file, size))
 FILE_CALL(int, fallocate, -1, (int file, int mode, off_t at, off_t size), (file, mode, at, size))

@@ -210,7 +210,9 @@ class Watch:
             self._tally.blame(_LEAKED, stats=stats)
 
     async def _metrics(self, life: Life) -> dict[str, float]:
-        _, content = await ask(life.port, "GET", "/metrics", self._key)
+        head, content = await ask(life.port, "GET", "/metrics", self._key)
+        if head.status != 200:  # It stops.
+            raise BadReplyError(content)
         return {
             sample.name.partition(":")[2]: sample.value
             for family in text_string_to_metric_families(content.decode())

@@ -96,9 +96,9 @@ def _generation_file(folder: Path, scope: bytes) -> Path:
 class DiskStore:
     """A `BlockStore` in one file of a folder that belongs to the user alone.
 
-    The file and its journal stay below `max_bytes`, and below what the disk had room for when it was
-    opened. Servers may share it; `scope`, 16 bytes, stands
-    for all that values depend on besides their keys. Raises `NotUsableError` and `OSError`.
+    The file and its journal stay below `max_bytes`, and below what the disk had room for when they
+    were opened. Servers may share it; `scope`, 16 bytes, stands for all that values depend on
+    besides their keys. Raises `NotUsableError` and `OSError`.
     """
 
     def __init__(self, folder: Path, max_bytes: int, scope: bytes) -> None:
@@ -187,7 +187,9 @@ class DiskStore:
         """See `BlockStore`."""
         with self._errors():
             self._touch()
-            removed = self._make_room(sum(len(value) for _, value in values))
+            # Of each value the last part has a leaf of its own, or shares it.
+            leaf = self._page_bytes - 4
+            removed = self._make_room(sum(1 + len(value) // leaf for _, value in values))
             with self._transaction():
                 use = self._next_use()
                 for key, value in values:
@@ -203,9 +205,9 @@ class DiskStore:
             row = (inserted.lastrowid, value)
             self._db.execute("INSERT OR REPLACE INTO data (id, value) VALUES (?, ?)", row)
 
-    def _make_room(self, num_bytes: int) -> list[bytes]:
+    def _make_room(self, num_pages: int) -> list[bytes]:
         """Removes what was used longest ago, in transactions of its own: these journal little."""
-        wanted = num_bytes // self._page_bytes * 9 // 8 + 2 * _EVICTED_AT_ONCE
+        wanted = num_pages + 2 * _EVICTED_AT_ONCE
         removed: list[bytes] = []
         while self._num_free_pages() < wanted:
             oldest = "SELECT id, key FROM blocks ORDER BY used LIMIT ?"

@@ -112,7 +112,7 @@ def test_a_hub_that_fails_on_the_way_is_a_clear_error(monkeypatch, error):
         *("llama-llama3", "phi3", "phi3-window", "olmo2", "olmo3"),
         *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "lfm2-moe", "olmoe", "qwen3.5"),
         *("granite-moe", "granite-moe-shared", "qwen3.5-moe", "granite4-h", "granite4-h-moe"),
-        "nemotron-h",
+        *("nemotron-h", "exaone4", "arcee"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:

@@ -24,6 +24,8 @@ FAMILIES = {
     "phi3": "phi4-mini-own",
     "olmo2": "smollm2",
     "olmo3": "olmo3",
+    "exaone4": "exaone4",
+    "arcee": "deepseek-v31",
     "granite": "granite3",
     "granite4": "qwen2",
     "granite4-h": "qwen2",

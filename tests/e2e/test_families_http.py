@@ -95,7 +95,7 @@ async def _check_calls(client: openai.AsyncOpenAI, options: dict[str, Any]) -> N
 
 
 async def _check_completion(client: openai.AsyncOpenAI) -> None:
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     asked |= {"extra_body": {"ignore_eos": True}}
     whole = await client.completions.create(**asked)
     chunks = await client.completions.create(**asked, stream=True)

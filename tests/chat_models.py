@@ -253,6 +253,9 @@ TEMPLATES = {
     "minimax": _LISTED + "{# <tool_call> <invoke> #}",
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
+    # As Mistral's first ones.
+    "by-turns": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    + _PLAIN,
 }
 
 # A form that no parser of ours knows, described as transformers reads it.

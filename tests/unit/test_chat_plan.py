@@ -227,6 +227,12 @@ def test_a_template_without_tools_is_given_them_as_text():
     assert "<|im_start|>user\n" + "\n".join(results) + "<|im_end|>" in prompt
 
 
+def test_tools_stand_before_the_first_question_where_no_system_message_may():
+    prompt = chat_format("by-turns").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    assert prompt.startswith("<|im_start|>user\nYou can call functions.")
+    assert f"{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n<tool_call>[" in prompt
+
+
 @pytest.mark.parametrize(
     ("family", "answer"),
     [

@@ -67,7 +67,7 @@ REASONING_FORMATS = {
 
 def detected_reasoning(template: str) -> ReasoningFormat | None:
     """The format of a model whose chat template is this."""
-    # Granite's tells the model of both markers of content at once.
+    # Granite's template names both markers of content together.
     signs = (
         (one, one.content_opening and f"{one.content_opening}{one.content_closing}")
         for one in REASONING_FORMATS.values()

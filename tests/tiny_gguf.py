@@ -135,6 +135,8 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if architecture == "glm4":
+        writer.add_rope_dimension_count(config.head_dim // 2)
     _add_features(writer, architecture, config, rope)
 
 

@@ -218,9 +218,10 @@ class Family:
     "router", "experts", "selection_bias", "shared", and "qkv" and "gate_up" where these are one
     tensor; of the model "norm". `renamed` are parts of tensors' names that we spell otherwise.
     `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a head may be turned
-    in part. `fused_experts` says of checkpoints with all experts of a layer in one tensor whether
-    gates and what they let pass take turns or are halves there; its blocks may be those of the
-    `quantization` that the file names.
+    in part, `pairs_heads` that checkpoints have rotated pairs next to each other. `fused_experts`
+    says of checkpoints with all experts of a layer in one tensor whether gates and what they let
+    pass take turns or are halves there; its blocks may be those of the `quantization` that the file
+    names.
     """
 
     model_type: str
@@ -246,6 +247,7 @@ class Family:
     quantization: str | None = None
     rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)[:-1]
     rotates_partly: bool = False
+    pairs_heads: bool = False
 
 
 def _unrotated(whole: Any) -> tuple[int, ...]:
@@ -857,6 +859,51 @@ FAMILIES: dict[str, Family] = {
         heads_divide_hidden=True,
         activation=("hidden_act", "relu2"),
         flags=lambda _: {"activation": "squared_relu"},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        model_type="ernie4_5",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 500_000.0,
+            "use_bias": False,
+        },
+        flags=lambda whole: dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), whole.use_bias),
+        pairs_heads=True,
+    ),
+    "HeliumForCausalLM": Family(
+        model_type="helium",
+        defaults={
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
+        },
+        biases=("attention_bias", "mlp_bias"),
+        flags=lambda _: {"output_bias": False},
+        pairs_heads=True,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        biases=("attention_bias",),
+        flags=lambda _: {"output_bias": False, "sandwich_norms": True},
+        names={"gate_up": "mlp.gate_up_proj"},
+        renamed={
+            ".post_attention_layernorm": ".pre_feedforward_layernorm",
+            ".post_self_attn_layernorm": ".post_attention_layernorm",
+            ".post_mlp_layernorm": ".post_feedforward_layernorm",
+        },
+        rotates_partly=True,
+        pairs_heads=True,
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",

@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "nemotron_h": "NemotronHForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
@@ -174,6 +176,11 @@ _OWN_MODULES = {
         "attn_sinks": "self_attn.sinks",
     },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     **dict.fromkeys(("olmo2", "exaone4"), _NORMS_AFTER),
     "gemma3": _GEMMA_MODULES,
     "gemma4": _GEMMA_MODULES
@@ -299,6 +306,8 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     config: dict[str, Any] = _config(metadata) | _flags(names)
     if metadata.architecture == "gemma4":
         return config | _gemma4_config(metadata, config, names, factors)
+    if metadata.architecture == "ernie4_5":
+        config["use_bias"] = config["mlp_bias"]
     if metadata.architecture == "qwen3next":
         config["linear_qkvz_apart"] = any(name.endswith(".attn_gate.weight") for name in names)
     if factors:
@@ -609,6 +618,7 @@ _OWN_CONFIGS: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] =
     "nemotron_h": _nemotron_h_config,
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2_config),
     **dict.fromkeys(_DELTA, _delta_config),
+    "glm4": _partly_rotated,
     "gemma3": _gemma_config,
 }
 
@@ -654,10 +664,15 @@ def _rope(metadata: _Metadata) -> dict[str, Any]:
     return rope | {name: value for name, value in given.items() if value}
 
 
-def _token_ids(metadata: _Metadata) -> dict[str, int]:
+def _token_ids(metadata: _Metadata) -> dict[str, Any]:
+    """An answer ends at the token that ends a text, or at another that ends a turn."""
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in names.items()}
-    return {key: int(value) for key, value in ids.items() if value is not None}
+    found: dict[str, Any] = {key: int(value) for key, value in ids.items() if value is not None}
+    turn = metadata.get("tokenizer.ggml.eot_token_id")
+    if turn is not None and "eos_token_id" in found and turn != found["eos_token_id"]:
+        found["eos_token_id"] = [found["eos_token_id"], int(turn)]
+    return found
 
 
 def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,11 @@ _TEKKEN = _PreTokenizer(
 _GPT4O = _PreTokenizer((_GPT4O_WORDS,))
 # By the name that tokenizer.ggml.pre gives.
 _PRE_TOKENIZERS = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "glm4": replace(_LLAMA3, adds_bos=False),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),

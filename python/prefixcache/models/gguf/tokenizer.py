@@ -110,12 +110,17 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], max_length: int) 
 def _write(folder: Path, metadata: Mapping[str, Any], max_length: int) -> None:
     vocabulary = _Vocabulary(metadata)
     vocabulary.tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["model_max_length"] = max_length
+    template, for_tools = (
+        metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")
+    )
+    if template is not None and for_tools is not None:
+        config["chat_template"] = {"default": template, "tool_use": for_tools}
+    elif template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     text = json.dumps(config | vocabulary.named, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 class _Vocabulary:

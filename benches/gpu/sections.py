@@ -219,10 +219,7 @@ def _equality_rows(options: Options, name: str, attention: str, invariant: bool)
     for prompt in prompts:
         system.engine.control.reset_prefix_cache()
         alone += system.answer([prompt], scale.outputs[1], logprobs=True)
-    kept = {
-        name: getattr(system.attention, name, False)
-        for name in ("batch_invariant", "decode_matches_prefill")
-    }
+    kept = system.attention.batch_invariant
 
     def row(what: str, answers: list[Any], hits: int) -> Row:
         differing = sum(a != b for a, b in zip(alone, answers, strict=True))
@@ -232,8 +229,8 @@ def _equality_rows(options: Options, name: str, attention: str, invariant: bool)
             "value": differing,
             "unit": f"of {count} answers differ; {hits} hit tokens",
             # Where nothing is promised, the number alone is shown.
-            **({"ok": differing == 0} if kept["batch_invariant"] else {}),
-            **kept,
+            **({"ok": differing == 0} if kept else {}),
+            "batch_invariant": kept,
         }
 
     before = system.hit_tokens
@@ -300,19 +297,8 @@ def _steps_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]:
         yield _step_row(shape, f"decode of {batch}, {kind}", ms, str(batch))
 
 
-def pdl_steps(options: Options) -> Iterator[Part]:
-    """A decode step whose Triton kernels are launched before the ones before them end."""
-    os.environ["PREFIXCACHE_PDL"] = "1"  # is read when the kernels are imported
-    setup = _setup(SCALES[options.scale], attention=_fast(options.torch_device))
-    setup = dataclasses.replace(setup, prefix_caching=False)
-    yield "", partial(_decode_rows, options, setup, "decode of {}, early launches")
-
-
 def invariant_steps(options: Options) -> Iterator[Part]:
-    """Decode steps by each way to keep bits.
-
-    What they cost is the ratio to the same step of the section before.
-    """
+    """A decode step that keeps bits, which costs its ratio to the same step of `steps`."""
     for attention, invariant in _modes(options.torch_device):
         if options.device == "cuda" and not invariant:
             continue
@@ -406,7 +392,6 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "equality": equality,
     "workload": workload,
     "steps": steps,
-    "pdl_steps": pdl_steps,
     "invariant_steps": invariant_steps,
     "peer": peer,
     "profiles": profiles,
@@ -447,15 +432,10 @@ def _fast(device: torch.device) -> str:
 
 
 def _modes(device: torch.device) -> tuple[tuple[str, bool], ...]:
-    """The invariant modes, and the fast one for contrast."""
+    """The invariant mode, and the fast one for contrast."""
     if device.type != "cuda":
         return (("reference", False),)
-    return (
-        ("flashinfer", True),
-        ("flashinfer-packed", True),
-        ("flashinfer-split", True),
-        ("flashinfer", False),
-    )
+    return (("flashinfer", True), ("flashinfer", False))
 
 
 def _mode_name(attention: str, invariant: bool) -> str:

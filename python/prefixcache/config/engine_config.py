@@ -40,7 +40,7 @@ EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 HitTiers = Literal["memory", "memory,disk"]
 Speculation = Literal["off", "prompt", "cache"]
-Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
+Attention = Literal["auto", "torch", "cpu", "flashinfer"]
 
 MAX_BLOCK_SIZE = 256
 MAX_DRAFTS = 31

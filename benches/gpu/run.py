@@ -345,6 +345,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds for all of it")
     parser.add_argument("--only", help="sections to run, by comma")
     parser.add_argument("--record", type=Path, help="a folder for the rows and all output")
+    parser.add_argument("--values", type=Path, help="another place for values.json")
     options = parser.parse_args()
     if options.device == "cpu" and not options.dry_run:
         parser.error("--device cpu is for --dry-run: the models are too large")
@@ -366,7 +367,7 @@ def main() -> int:
     (run.folder / "table.md").write_text(table(rows) + "\n")
     command = " ".join(["python benches/gpu/run.py", *sys.argv[1:]])
     about = {"command": command, "date": now(), "machine": machine, "values": compared(rows)}
-    (run.folder / "values.json").write_text(json.dumps(about, indent=1) + "\n")
+    (options.values or run.folder / "values.json").write_text(json.dumps(about, indent=1) + "\n")
     print(summary(rows))
     print(f"\n{time.monotonic() - begun:.0f} s, kept in {run.folder}")
     return 0 if all(row.get("ok", True) for row in rows) else 1

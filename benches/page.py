@@ -6,7 +6,8 @@
 
 A row gets its numbers from its record by paths such as `rows > trace=taubench > hit_percent > 1`:
 keys, places in lists, and `key=value` (with commas for several) for an element of a list. A list of
-numbers at the end is runs: their median counts.
+numbers at the end is runs: their median counts. A row that is `like` an earlier one has its fields,
+but for those that it names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import statistics
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -109,7 +110,11 @@ def number(x: float) -> str:
 def settings(*, recorded: bool = True) -> tuple[list[Row], dict[str, Any]]:
     """The rows, those that were never run only if asked for, and everything else in `rows.toml`."""
     asked = tomllib.loads((HERE / "rows.toml").read_text())
-    rows = [Row(**one) for one in asked.pop("row")]
+    rows: list[Row] = []
+    for one in asked.pop("row"):
+        like = next((row for row in rows if row.id == one.get("like")), None)
+        new = {name: value for name, value in one.items() if name != "like"}
+        rows.append(Row(**new) if like is None else replace(like, **new))
     return [one for one in rows if not recorded or (RECORDS / one.record).exists()], asked
 
 
@@ -120,7 +125,8 @@ def read(name: str) -> dict[str, Any]:
 def machine(record: dict[str, Any]) -> str:
     about = record["machine"]
     cpu = settings()[1]["processors"].get(about["cpu"], about["cpu"])
-    return f"{cpu}, {about['cores']} cores, {record['date'][:10]}"
+    gpu = f"{about['gpu'].split(',')[0]}, " if "gpu" in about else ""
+    return f"{gpu}{cpu}, {about['cores']} cores, {record['date'][:10]}"
 
 
 def page() -> str:

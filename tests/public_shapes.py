@@ -259,6 +259,8 @@ class Mix(str, Enum):
 
     Q4_K_M = "q4_k_m"
     Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    IQ4_XS = "iq4_xs"
     MXFP4_MOE = "mxfp4_moe"
 
     @property
@@ -275,14 +277,21 @@ class Mix(str, Enum):
             return Type.F32
         if self is Mix.MXFP4_MOE and target.endswith("_exps.weight"):
             return Type.MXFP4
-        if self is not Mix.Q4_K_M or values.shape[-1] % 256:
+        if self in (Mix.Q8_0, Mix.MXFP4_MOE) or values.shape[-1] % 256:
             return Type.Q8_0
         *_, layer, part, _ = f"0.0.{target}".split(".")
+        if part == ("token_embd" if is_tied else "output"):
+            return Type.Q6_K
+        if self is Mix.Q4_0:
+            return Type.Q4_0
+        if self is Mix.IQ4_XS:
+            # As in shapes of at least four query heads a key head.
+            is_wide = part == "attn_v" or (part == "ffn_down" and int(layer) < layers // 8)
+            return Type.Q5_K if is_wide else Type.IQ4_XS
         if part == "attn_qkv":
             return Type.Q5_K
-        is_head = part == ("token_embd" if is_tied else "output")
         is_wide = part.startswith(("attn_v", "ffn_down")) and _gets_more_bits(int(layer), layers)
-        return Type.Q6_K if is_wide or is_head else Type.Q4_K
+        return Type.Q6_K if is_wide else Type.Q4_K
 
 
 def _gets_more_bits(layer: int, layers: int) -> bool:

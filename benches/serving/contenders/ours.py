@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from contenders.engine_steps import EngineSteps
 from prefixcache import __version__
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
@@ -19,7 +19,7 @@ from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
 
-class Contender:
+class Contender(EngineSteps):
     def __init__(self, *, threads: int, max_tokens: int, max_seqs: int, **flags: Any) -> None:
         folder = resolve_model(flags["model"])
         model = ModelConfig.from_hf(folder)
@@ -42,46 +42,25 @@ class Contender:
         assert weights is not None
         return weights.bytes
 
-    def ttft(self, prompt: list[int], first: list[int], second: list[int]) -> dict[str, float]:
+    def _reset(self) -> None:
         self._engine.control.reset_prefix_cache()
-        cold = self._first_token(prompt + first)
-        return {"cold": cold, "warm": self._first_token(prompt + second)}
-
-    def begin(self, prompts: list[list[int]], max_steps: int) -> None:
-        self._engine.control.reset_prefix_cache()
-        self._batch = [self._request(prompt, max_steps + 2) for prompt in prompts]
-        for request in self._batch:
-            self._engine.add_request(request)
-        self._tokens = [self._step_batch()]
-
-    def go_on(self, steps: int) -> float:
-        begun = time.perf_counter()
-        self._tokens += [self._step_batch() for _ in range(steps)]
-        return time.perf_counter() - begun
 
     def end(self) -> list[int]:
         self._engine.abort([request.request_id for request in self._batch])
         return self._tokens
 
-    def _first_token(self, prompt: Sequence[int]) -> float:
-        begun = time.perf_counter()
-        self._engine.add_request(self._request(prompt, 1))
-        self._step(1)
-        return time.perf_counter() - begun
-
-    def _step_batch(self) -> int:
-        return self._step(len(self._batch))[self._batch[0].request_id]
-
-    def _step(self, expected: int) -> dict[str, int]:
-        """One step, in which each of the `expected` requests gets a token."""
-        outputs = self._engine.step()
-        if [len(output.token_ids) for output in outputs] != [1] * expected:
-            raise RuntimeError(f"{expected} tokens were due in this step: {outputs}")
-        return {output.request_id: output.token_ids[0] for output in outputs}
-
-    def _request(self, prompt: Sequence[int], max_tokens: int) -> Request:
-        return Request(
+    def _added(self, prompt: Sequence[int], max_tokens: int) -> Request:
+        request = Request(
             request_id=str(next(self._numbers)),
             prompt_token_ids=prompt,
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens),
         )
+        self._engine.add_request(request)
+        return request
+
+    def _step(self, requests: Sequence[Request]) -> int:
+        outputs = self._engine.step()
+        if [len(output.token_ids) for output in outputs] != [1] * len(requests):
+            raise RuntimeError(f"{len(requests)} tokens were due in this step: {outputs}")
+        found = {output.request_id: output.token_ids[0] for output in outputs}
+        return found[requests[0].request_id]

@@ -215,7 +215,7 @@ class _Broken:
     ("section", "is_broken", "measured"),
     [
         ("equality", lambda setup: setup.batch_invariant, {"tiny, reference, hit and batch"}),
-        ("invariant_steps", lambda setup: setup.batch_invariant, {"pinned"}),
+        ("invariant_steps", lambda setup: setup.batch_invariant, {"invariant decode of 4"}),
         ("workload", lambda setup: not setup.prefix_caching, {"tiny, output 8, cache on"}),
         ("steps", lambda setup: setup.eager, {"decode of 4, graphs"}),
     ],

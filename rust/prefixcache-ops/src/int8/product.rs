@@ -189,16 +189,16 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
             // SAFETY: the panel has the unit with its blocks, and its sums.
             unsafe {
                 let headers = headers::<P, L>(lanes, unit);
-                for v in 0..TILE / L::LANES {
-                    acc[v] = lanes.load_f32(to.add(v * L::LANES));
+                for (v, acc) in acc.iter_mut().enumerate().take(TILE / L::LANES) {
+                    *acc = lanes.load_f32(to.add(v * L::LANES));
                 }
                 for (b, x) in x[d * layout.blocks..][..layout.blocks].iter().enumerate() {
                     self.fetch_block(unit, b);
                     let at = layout.header() + b * layout.block();
                     add_one::<P, L>(lanes, unit, at, &headers, x, &mut acc);
                 }
-                for v in 0..TILE / L::LANES {
-                    lanes.store(to.add(v * L::LANES), acc[v]);
+                for (v, &acc) in acc.iter().enumerate().take(TILE / L::LANES) {
+                    lanes.store(to.add(v * L::LANES), acc);
                 }
             }
         }
@@ -319,7 +319,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
 /// The numbers of a block in a vector of outputs.
 struct Unpacked<P, L: ByteLanes> {
     /// Of the first 16 steps, four each, and of the others.
-    codes: [[L::I; 4]; 2],
+    codes: [L::I; 8],
     scaling: Scaling<P, L>,
 }
 
@@ -328,13 +328,13 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
     /// As of [`Scaling::new`].
     #[inline(always)]
     unsafe fn new(lanes: L, unit: *const u8, at: usize, lane: usize, header: (L::F, L::F)) -> Self {
-        let mut codes = [[lanes.splat(0); 4]; 2];
+        let mut codes = [lanes.splat(0); 8];
         let mut high = lanes.splat(0);
         // SAFETY: the caller vouches for the unit, whose parts these are.
         unsafe {
             for g in 0..4 {
                 let from = unit.add(at + 4 * lane);
-                (codes[0][g], codes[1][g]) = four_steps::<P, L>(lanes, from, g, &mut high);
+                (codes[g], codes[4 + g]) = four_steps::<P, L>(lanes, from, g, &mut high);
             }
             let scaling = Scaling::new(lanes, unit, at, lane, header);
             Self { codes, scaling }
@@ -349,11 +349,11 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
         let sum = unsafe {
             if const { P::LAYOUT.halves() } {
                 let [first, second] = self.scaling.factors;
-                let low = dots::<P, L>(lanes, &self.codes[0], words, Some(first));
-                let upper = dots::<P, L>(lanes, &self.codes[1], words.add(4), Some(second));
+                let low = dots::<P, L>(lanes, &self.codes[..4], words, Some(first));
+                let upper = dots::<P, L>(lanes, &self.codes[4..], words.add(4), Some(second));
                 lanes.add(low, upper)
             } else {
-                dots::<P, L>(lanes, self.codes.as_flattened(), words, None)
+                dots::<P, L>(lanes, &self.codes, words, None)
             }
         };
         let sum = self.scaling.less_offset(lanes, sum, x);
@@ -438,10 +438,10 @@ unsafe fn add_one<P: Packed, L: ByteLanes>(
     let [mut high, mut sums, mut low_pairs, mut upper_pairs] = [[lanes.splat(0); VECTORS]; 4];
     // SAFETY: the caller vouches for the unit, whose parts these are; a block of x has eight words.
     unsafe {
-        for v in 0..TILE / L::LANES {
+        for (v, in_pairs) in in_pairs.iter_mut().enumerate().take(TILE / L::LANES) {
             if halves {
                 let [first, second] = half_factors::<P, L>(lanes, unit, at, v * L::LANES).0;
-                in_pairs[v] = [lanes.pair(first, first), lanes.pair(second, second)];
+                *in_pairs = [lanes.pair(first, first), lanes.pair(second, second)];
             }
         }
         for g in 0..4 {

@@ -1,7 +1,7 @@
 """A tier of blocks on a disk, behind the ones in memory.
 
 The pool copies what it evicts into a bounded queue (`BlockStaging`), and a thread of the tier puts
-it into a `BlockStore`. A request whose next blocks are there waits in a `Load` until that thread
+it into a `BlockStore`, some blocks before they are evicted. A request whose next blocks are there waits in a `Load` until that thread
 has read them into blocks that the request holds. The thread reads before it writes. When the store
 fails, the tier is idle for a while and then opens it again: no answer depends on it.
 """
@@ -122,7 +122,7 @@ class DiskTier:
             self._changed.notify_all()
 
     def nudge(self) -> None:
-        """Lets the thread look whether blocks were evicted. After each step."""
+        """Lets the thread look whether there are blocks to write. After each step."""
         if self.staging.has_staged:
             self._wake()
 

@@ -17,6 +17,7 @@ from prefixcache.runner.cuda.cuda_graph import DecodeGraphs, graph_sizes
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.runner.cuda.piecewise_graphs import Graphs, PiecewiseGraphs
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class PagedServer:
         max_tokens: int = 32,
         max_model_len: int = 128,
         capture: Any = None,
+        step_sizes: Sequence[int] = (),
     ) -> None:
         layout = kv_layout(model.config)
         self.cache = CacheManager(num_blocks, block_size, groups=layout.kinds)
@@ -60,7 +62,7 @@ class PagedServer:
         self.attention.bind(self.kv)
         graphs = None
         if capture is not None:
-            graphs = DecodeGraphs(
+            decodes = DecodeGraphs(
                 model,
                 self.attention,
                 sizes=graph_sizes(max_seqs),
@@ -70,6 +72,14 @@ class PagedServer:
                 device=model.device,
                 capture=capture,
             )
+            steps = step_sizes and PiecewiseGraphs(
+                model,
+                self.attention,
+                sizes=step_sizes,
+                device=model.device,
+                capture=capture,
+            )
+            graphs = Graphs(decodes, steps or None)
         self.runner = ModelRunner(
             model,
             self.attention,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,10 +48,21 @@ class TapeCapture:
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         step()
-        tape = _Tape()
-        self._recording = tape
-        with tape:
-            step()
+        self.begin()
+        step()
+        return self.end()
+
+    def in_pieces(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self) -> None:
+        self._recording = _Tape()
+        self._recording.__enter__()
+
+    def end(self) -> Callable[[], None]:
+        tape = self._recording
+        assert tape is not None
+        tape.__exit__(None, None, None)
         self._recording = None
         return lambda: self._replay(tape)
 

@@ -80,24 +80,22 @@ def _longest(averages: Any, device: torch.device) -> list[tuple[str, float, int]
     return sorted(found, key=lambda kernel: -kernel[1])
 
 
-def matmuls(
-    shape: Shape, device: torch.device, most_rows: int, kind: str, make: type[TorchLinear]
-) -> Iterator[Part]:
+def matmuls(shape: Shape, device: torch.device, most_rows: int, kind: str) -> Iterator[Part]:
     """Microseconds of each linear, and whether a row's bits depend on the number of rows."""
     for name, (width, out) in _linears(shape).items():
         what = f"{shape.name} {name} {width}x{out}, {kind}"
-        yield name, partial(_matmul_rows, what, (width, out), device, most_rows, make)
+        yield name, partial(_matmul_rows, what, (width, out), device, most_rows)
 
 
 def _matmul_rows(
-    what: str, sizes: tuple[int, int], device: torch.device, most_rows: int, make: type[TorchLinear]
+    what: str, sizes: tuple[int, int], device: torch.device, most_rows: int
 ) -> Iterator[Row]:
     width, out = sizes
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(out, width, generator=generator, device=device).to(dtype)
     x = torch.randn(most_rows, width, generator=generator, device=device).to(dtype)
-    linear = make(weight)
+    linear = TorchLinear(weight)
     rows = 1
     while rows <= most_rows:
         us = _microseconds(lambda m=rows: linear(x[:m]), device)

@@ -81,7 +81,6 @@ FULL = (
     Job("kernels+attention+sampling+profiles", "qwen2.5-7b", seconds=90),
     Job("matmuls", "qwen2.5-7b", seconds=30),
     Job("pinned_matmuls", "qwen2.5-7b", seconds=30),
-    Job("fixed_matmuls", "qwen2.5-7b", seconds=30),
     Job("invariant_steps", "qwen2.5-7b", seconds=90),
     Job("pdl_steps", "qwen2.5-7b", seconds=40),
     Job("equality", "qwen3-0.6b", seconds=60),
@@ -107,7 +106,7 @@ JIT = (
 )
 DRY = (
     Job("smoke+kernels+steps+invariant_steps+equality+workload", "tiny", seconds=120),
-    Job("attention+sampling+profiles+matmuls+pinned_matmuls+fixed_matmuls", "tiny", seconds=120),
+    Job("attention+sampling+profiles+matmuls+pinned_matmuls", "tiny", seconds=120),
     Job("pdl_steps", "tiny"),
     Job("tests", marks="not jit", seconds=120),
     Job("peer", "tiny", "transformers", seconds=15),

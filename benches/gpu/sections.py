@@ -33,7 +33,6 @@ from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_at
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.ops import activation, norm, rope
 from prefixcache.runner.cuda.ops.cuda import pin_matmul
-from prefixcache.runner.cuda.ops.linear import TorchLinear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +106,6 @@ class Options:
         return torch.device(self.device)
 
 
-# Rows, weight and residual.
-_LINEAR_SHAPES = ((70, 3584), (4608, 3584), (70, 4608))
 _HOPPER = 9
 RELATIVE_ERROR = 0.02
 ABSOLUTE_ERROR = {"cuda": 0.02, "cpu": 1e-4}
@@ -154,12 +151,6 @@ def _fused_ops(device: torch.device) -> Iterator[tuple[str, Callable[[], bool]]]
     yield "silu_and_mul", partial(same, activation.silu_and_mul, heads.flatten(1))
     yield "gelu_tanh_and_mul", partial(same, activation.gelu_tanh_and_mul, heads.flatten(1))
     yield "apply_rope", partial(same, rope.apply_rope, heads, *table)
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return _fixed_tiles(x.device)(weight / 64)(x, residual.clone())
-
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in _LINEAR_SHAPES]
-    yield "linear in fixed tiles", partial(same, linear, *inputs)
 
 
 def _checked(what: str, check: Callable[[], bool]) -> Iterator[Row]:
@@ -318,54 +309,31 @@ def pdl_steps(options: Options) -> Iterator[Part]:
 
 
 def invariant_steps(options: Options) -> Iterator[Part]:
-    """Decode steps by each way to keep bits, and their equality where tiles are fixed.
+    """Decode steps by each way to keep bits.
 
     What they cost is the ratio to the same step of the section before.
     """
-    scale = SCALES[options.scale]
-    on_cuda = options.device == "cuda"
-    for fixed_tiles in (False, True) if on_cuda else (False,):
-        for attention, invariant in _modes(options.torch_device):
-            if on_cuda and not invariant:
-                continue
-            setup = _setup(
-                scale, attention=attention, batch_invariant=invariant, prefix_caching=False
-            )
-            kind = f"{attention}, {'fixed tiles' if fixed_tiles else 'pinned'}"
-            what = f"invariant decode of {{}}, {kind}"
-            yield kind, partial(_decode_rows, options, setup, what, fixed_tiles=fixed_tiles)
-            if fixed_tiles:
-                yield f"{kind}, bits", partial(_fixed_tiles_rows, options, setup, kind)
+    for attention, invariant in _modes(options.torch_device):
+        if options.device == "cuda" and not invariant:
+            continue
+        setup = _setup(
+            SCALES[options.scale],
+            attention=attention,
+            batch_invariant=invariant,
+            prefix_caching=False,
+        )
+        what = f"invariant decode of {{}}, {attention}"
+        yield attention, partial(_decode_rows, options, setup, what)
 
 
-def _decode_rows(
-    options: Options, setup: Setup, what: str, *, fixed_tiles: bool = False
-) -> Iterator[Row]:
+def _decode_rows(options: Options, setup: Setup, what: str) -> Iterator[Row]:
     """A decode step of as many as the workload has; `what` gets their number."""
     scale = SCALES[options.scale]
-    system = System(_model(options, scale, fixed_tiles=fixed_tiles), setup)
+    system = System(_model(options, scale), setup)
     prompts = random_prompts(scale.requests, 0, scale.context, _vocab(options), seed=5)
     ms = system.decode_ms(prompts, scale.decode_steps)
     name = what.format(scale.requests)
     yield _step_row(SHAPES[options.shape], name, ms, str(scale.requests))
-
-
-def _fixed_tiles_rows(options: Options, setup: Setup, kind: str) -> Iterator[Row]:
-    """Answers that are others in a batch than alone, bit for bit."""
-    scale = SCALES[options.scale]
-    system = System(_model(options, scale, fixed_tiles=True), setup)
-    prompts = random_prompts(8, 0, scale.context, _vocab(options), seed=5)
-    num_tokens = scale.outputs[1]
-    alone = [system.answer([prompt], num_tokens, logprobs=True)[0] for prompt in prompts]
-    together = system.answer(prompts, num_tokens, logprobs=True)
-    differing = sum(a != b for a, b in zip(alone, together, strict=True))
-    yield {
-        "section": "equality",
-        "what": f"{options.shape}, {kind}, in a batch",
-        "value": differing,
-        "unit": "of 8 answers differ",
-        "ok": differing == 0,
-    }
 
 
 def peer(options: Options) -> Iterator[Part]:
@@ -414,31 +382,17 @@ def attention(options: Options) -> Iterator[Part]:
 
 def matmuls(options: Options) -> Iterator[Part]:
     """Each linear as torch runs it."""
-    return _matmuls(options, "as they come", TorchLinear)
+    return _matmuls(options, "as they come")
 
 
 def pinned_matmuls(options: Options) -> Iterator[Part]:
     """Each linear as batch-invariant mode runs it."""
-    return _matmuls(options, "pinned", TorchLinear)
+    return _matmuls(options, "pinned")
 
 
-def fixed_matmuls(options: Options) -> Iterator[Part]:
-    """Each linear in fixed tiles."""
-    return _matmuls(options, "fixed tiles", _fixed_tiles(options.torch_device))
-
-
-def _matmuls(options: Options, kind: str, make: type[TorchLinear]) -> Iterator[Part]:
+def _matmuls(options: Options, kind: str) -> Iterator[Part]:
     rows = SCALES[options.scale].matmul_rows
-    return details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind, make)
-
-
-def _fixed_tiles(device: torch.device) -> type[TorchLinear]:
-    """The kernel, or on a CPU what it stands in for."""
-    if device.type != "cuda":
-        return TorchLinear
-    from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
-
-    return FixedTileLinear
+    return details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind)
 
 
 # Their matmuls must not depend on the batch.
@@ -460,18 +414,17 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "attention": attention,
     "matmuls": matmuls,
     "pinned_matmuls": pinned_matmuls,
-    "fixed_matmuls": fixed_matmuls,
 }
 
 
 @lru_cache(1)
-def _random_model(shape: str, device: torch.device, longest: int, tiles: bool) -> DecoderModel:
-    return random_model(SHAPES[shape], device, longest, fixed_tiles=tiles)
+def _random_model(shape: str, device: torch.device, longest: int) -> DecoderModel:
+    return random_model(SHAPES[shape], device, longest)
 
 
-def _model(options: Options, scale: Scale, *, fixed_tiles: bool = False) -> DecoderModel:
+def _model(options: Options, scale: Scale) -> DecoderModel:
     """The model that the parts of a section share."""
-    return _random_model(options.shape, options.torch_device, scale.max_model_len, fixed_tiles)
+    return _random_model(options.shape, options.torch_device, scale.max_model_len)
 
 
 def _vocab(options: Options) -> int:

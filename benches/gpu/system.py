@@ -73,12 +73,10 @@ class NoText:
         return ""
 
 
-def random_model(
-    shape: Shape, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
-) -> DecoderModel:
+def random_model(shape: Shape, device: torch.device, max_positions: int) -> DecoderModel:
     """The shape's decoder; the same weights on every call. Linears keep activations in range."""
     config = ModelConfig.from_hf(shape.hf_config)
-    model = _empty_model(config, device, max_positions, fixed_tiles=fixed_tiles)
+    model = _empty_model(config, device, max_positions)
     generator = torch.Generator(device).manual_seed(0)
     for name, slot in model.slots.items():
         values = torch.randn(slot.shape, generator=generator, device=device)
@@ -178,7 +176,9 @@ class System:
         self, prompts: Sequence[Sequence[int]], num_steps: int, *, temperature: float = 0.0
     ) -> float:
         """Median wall time of a step in which every prompt is answered by one more token."""
-        self._add(prompts, num_steps + 2, temperature=temperature)
+        # The first prompts are answered by a token in each step that computes the last ones.
+        prefills = -(-sum(map(len, prompts)) // self.setup.max_tokens)
+        self._add(prompts, num_steps + prefills + 2, temperature=temperature)
         times: list[float] = []
         while self.engine.has_unfinished():
             begun = time.perf_counter()
@@ -272,11 +272,9 @@ def _indptr(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
-def _empty_model(
-    config: ModelConfig, device: torch.device, max_positions: int, *, fixed_tiles: bool = False
-) -> DecoderModel:
+def _empty_model(config: ModelConfig, device: torch.device, max_positions: int) -> DecoderModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DecoderModel(config, Ops(dtype, device, fixed_tiles=fixed_tiles), max_positions)
+    return DecoderModel(config, Ops(dtype, device), max_positions)
 
 
 def _kv_tensors(model: DecoderModel, attention: GroupedAttention, num_blocks: int) -> KVTensors:

@@ -232,5 +232,7 @@ def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
     make = partial(made, mode="unified", device=device)
     prompts = [list(range(3, 60)), list(range(100, 120)), [7, 8, 9]]
     plain = PagedServer(model, make, block_size=PAGE, num_blocks=40)
-    graphs = PagedServer(model, make, block_size=PAGE, num_blocks=40, capture=CudaCapture(device))
+    capture = CudaCapture(device)
+    options = {"block_size": PAGE, "num_blocks": 40}
+    graphs = PagedServer(model, make, capture=capture, step_sizes=(16, 32), **options)
     assert graphs.generate(prompts, 20) == plain.generate(prompts, 20)

@@ -70,22 +70,6 @@ def test_keys_go_to_the_cache_as_they_are_rotated_alone(device: torch.device) ->
     assert torch.equal(pool[pages, 1, offsets], heads[:, 32:])
 
 
-@pytest.mark.parametrize(("outputs", "width"), [(4608, 3584), (3584, 18944), (37888, 3584)])
-def test_a_row_of_a_linear_in_fixed_tiles_does_not_depend_on_the_others(
-    outputs: int, width: int, device: torch.device
-) -> None:
-    from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
-
-    x = torch.randn(300, width, device=device).bfloat16()
-    linear = FixedTileLinear((torch.randn(outputs, width, device=device) / 64).bfloat16())
-    residual = torch.randn(300, outputs, device=device).bfloat16()
-    whole = linear(x, residual.clone())
-    plain = torch.nn.functional.linear(x.float(), linear.weight_OI.float()) + residual.float()
-    torch.testing.assert_close(whole.float(), plain, atol=0.02, rtol=0.02)
-    for count in (1, 7, 63, 65, 128, 299):
-        assert torch.equal(linear(x[:count], residual[:count].clone()), whole[:count])
-
-
 def test_likeliest_tokens_are_the_first_of_equals(device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(1)
     logits = torch.randint(0, 9, (64, 152064), generator=generator, device=device).bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -136,20 +137,32 @@ def test_graphs_are_made_where_backend_and_flags_allow(tiny_checkpoint: TinyChec
     assert runner_device.make_graphs(config(), model, attention, 64) is None, "a CPU has no graphs"
 
 
-def test_the_device_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_the_gpu_and_rows_keep_their_bits_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pinned = []
     monkeypatch.setattr(runner_device, "pin_matmul", lambda: pinned.append(True))
+    monkeypatch.setattr(runner_device, "unpin_matmul", pinned.clear)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert runner_device.choose_device(config()) == CPU
+    assert runner_device.choose_device(config()) == (CPU, True)
     with pytest.raises(FieldError, match=r"^device is cuda, but torch .* finds no CUDA device"):
         runner_device.choose_device(config(device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert runner_device.choose_device(config(device="cpu")) == CPU
-    assert runner_device.choose_device(config()) == torch.device("cuda", 2)
-    assert not pinned, "CUDA is not batch-invariant unless it is asked to be"
-    assert runner_device.choose_device(config(batch_invariant=True)) == torch.device("cuda", 2)
-    assert pinned
+    third = torch.device("cuda", 2)
+    assert runner_device.choose_device(config(device="cpu")) == (CPU, True)
+    for capability, unasked in (((8, 0), False), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        for asked, kept in ((None, unasked), (True, True), (False, False)):
+            pinned.clear()
+            assert runner_device.choose_device(config(batch_invariant=asked)) == (third, kept)
+            assert bool(pinned) is kept
+    monkeypatch.setattr(runner_device, "can_pin_matmul", lambda: False)
+    pinned.clear()
+    with caplog.at_level(logging.WARNING):
+        assert runner_device.choose_device(config()) == (third, False)
+    assert "CUDA was in use before" in caplog.text
+    assert not pinned
 
 
 def test_matmuls_are_pinned_before_cuda_starts_or_not_at_all(monkeypatch):
@@ -167,6 +180,10 @@ def test_matmuls_are_pinned_before_cuda_starts_or_not_at_all(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ops_cuda.pin_matmul()
     assert len(chosen) == 2, "a second engine of a pinned process was refused"
+    ops_cuda.unpin_matmul()
+    assert chosen[2:] == ["default"]
+    assert not ops_cuda.os.environ
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is True
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1, float("nan")])

@@ -23,8 +23,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from prefixcache.runner.cuda.ops import triton_kernels as fused  # noqa: E402
-from prefixcache.runner.cuda.ops import triton_matmul  # noqa: E402
-from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear  # noqa: E402
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -55,10 +53,6 @@ def _angles() -> tuple[Tensor, Tensor]:
     return torch.empty(3, 1, 64), torch.empty(3, 1, 64)
 
 
-def _linear(outputs: int, *, bias: bool = False) -> FixedTileLinear:
-    return FixedTileLinear(_bf16(outputs, 3584), _bf16(outputs) if bias else None)
-
-
 CALLS: dict[str, Callable[[], Any]] = {
     "norm": lambda: fused.rms_norm(_bf16(3, 3584), _bf16(3584), 1e-6),
     "norm of heads": lambda: fused.rms_norm(_heads(), _bf16(32, 128), 1e-6),
@@ -71,9 +65,6 @@ CALLS: dict[str, Callable[[], Any]] = {
         torch.empty(2, dtype=torch.int64),
         torch.empty(2, dtype=torch.int64),
     ),
-    "linear with a bias": lambda: _linear(4608, bias=True)(_bf16(3, 3584)),
-    "linear on a residual": lambda: _linear(3584)(_bf16(3, 3584), _bf16(3, 3584)),
-    "linear of many outputs": lambda: _linear(37888)(_bf16(3, 3584)),
     "rotation": lambda: fused.apply_rope(_heads(), *_angles()),
     "rotation and append of heads of 256": lambda: fused.rotate_and_append(
         _bf16(3, 16, 256)[:, :12],
@@ -115,11 +106,9 @@ def test_every_kernel_compiles_and_adds_as_the_plain_ops_do(compiled: list[Any])
     for kernel in compiled:
         assert kernel.asm["cubin"]
         assert "fma.rn.f32" not in kernel.asm["ptx"]
-        assert ("wgmma.mma_async" in kernel.asm["ptx"]) == (kernel.name == "_linear")
     kernels = {
         name
-        for module in (fused, triton_matmul)
-        for name, value in vars(module).items()
+        for name, value in vars(fused).items()
         if isinstance(value, JITFunction) and value.fn.__annotations__["return"] == "None"
     } - {"_wait_for_inputs"}
     assert {kernel.name for kernel in compiled} == kernels
@@ -129,9 +118,8 @@ def test_kernels_that_are_launched_early_wait_for_the_one_before(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "_PDL", True)
-    for name, call in CALLS.items():
-        if not name.startswith("linear"):
-            call()
+    for call in CALLS.values():
+        call()
     assert compiled
     for kernel in compiled:
         assert kernel.metadata.launch_pdl

@@ -13,46 +13,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-_MATMUL = """
-import numpy as np
-import torch
-from prefixcache.runner.cuda.ops import triton_matmul
-from prefixcache.runner.cuda.ops.linear import TorchLinear
-
-triton_matmul._MANY_OUTPUTS = 90
-torch.manual_seed(0)
-# The interpreter multiplies no matrices of bfloat16.
-for dtype, tolerance, sizes in (
-    (torch.float32, 1e-5, ((0, 40, 8), (70, 100, 64))),
-    (torch.float16, 2**-8, ((1, 40, 72), (300, 33, 130))),
-):
-    for rows, outputs, inputs in sizes:
-        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
-        weight, bias = torch.randn(outputs, inputs).to(dtype) / 8, torch.randn(outputs).to(dtype)
-        for bias, given in ((None, None), (bias, residual)):
-            ours = triton_matmul.FixedTileLinear(weight, bias)
-            plain = TorchLinear(weight.float(), None if bias is None else bias.float())
-            expected = plain(x.float(), None if given is None else given.float().clone())
-            result = ours(x, None if given is None else given.clone())
-            assert result.dtype == dtype
-            torch.testing.assert_close(result.float(), expected, rtol=tolerance, atol=tolerance)
-
-# The interpreter's BLAS may add a row's products in another order at another place in a tile.
-# No GPU does.
-def matmul(a, b, dtype=None):
-    return sum(column[:, None] * row for column, row in zip(a.T, b))
-
-np.matmul = matmul
-layer = triton_matmul.FixedTileLinear(torch.randn(20, 70))
-x = torch.randn(300, 70)
-whole = layer(x)
-for count in (1, 2, *(at + d for at in (16, 32, 64, 128, 256) for d in (-1, 0, 1))):
-    assert torch.equal(layer(x[:count]), whole[:count]), count
-for row in range(0, 300, 59):
-    assert torch.equal(layer(x[row : row + 1]), whole[row : row + 1]), row
-print("checked")
-"""
-
 _BACKEND = """
 import torch
 from prefixcache.runner.cuda.attention import flashinfer
@@ -193,7 +153,6 @@ print("checked")
     [
         pytest.param(_CHECK, id="fused"),
         pytest.param(_BACKEND, id="backend", marks=pytest.mark.long),
-        pytest.param(_MATMUL, id="matmul", marks=pytest.mark.long),
     ],
 )
 def test_kernels_compute_what_the_plain_ops_do(check: str) -> None:

@@ -599,10 +599,10 @@ class EngineConfig(Checked):
     """Everything an engine is started with.
 
     `attention` is "cpu", the CPU's kernels, or a backend of `runner/cuda/attention/registry.py`;
-    "auto" takes the best one for the device. `batch_invariant` None is on for a CPU and off for
-    CUDA, where its cost is not known yet; off, the fastest kernels are taken, whether they keep it
-    or not. True is refused where it cannot be kept: by attention "torch", and on CUDA without FA3,
-    which is for Hopper devices.
+    "auto" takes the best one for the device. `batch_invariant` None is on where it
+    can be kept; off, the fastest kernels are taken, whether they keep it or not. True is refused
+    where it cannot be kept: by attention "torch", and on CUDA without FA3, which is for Hopper
+    devices.
     """
 
     model: Annotated[str, MinLen(1)] = flag(
@@ -675,7 +675,7 @@ class EngineConfig(Checked):
         None,
         "Answers whose bits do not depend on the batch; an error where they would.",
         "Model",
-        shown="on for a CPU, off for CUDA",
+        shown="on for a CPU and for Hopper GPUs",
     )
     enforce_eager: bool = flag(False, "Run without CUDA graphs.", "Model")
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -728,8 +728,7 @@ class EngineConfig(Checked):
             return self.scheduler.limits().max_num_batched_tokens
         return 0 if has_full_attention else None
 
-    def keeps_batch_invariant(self, device_type: str) -> bool:
-        """Whether answers on that type of device must not depend on the batch."""
-        if self.batch_invariant is not None:
-            return self.batch_invariant
-        return device_type != "cuda"
+    @property
+    def keeps_batch_invariant(self) -> bool:
+        """Whether answers shall not depend on the batch where the device can keep it."""
+        return self.batch_invariant is not False

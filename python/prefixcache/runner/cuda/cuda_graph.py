@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import gc
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +27,27 @@ from prefixcache.runner.cuda.sampling.sampler import greedy_token_ids
 Replay = Callable[[], None]
 
 
-Capture = Callable[[Callable[[], None]], Replay]
-"""Records the work that a step launches, running it at least once; the result launches it again.
+class Capture(Protocol):
+    """Records the work that is launched; a replay launches it again.
 
-The memory that the step takes for itself may be used again by the next recording.
-"""
+    The memory that a recording takes for itself may be used again by the next one.
+    """
+
+    def __call__(self, step: Callable[[], None], /) -> Replay:
+        """Records a whole step, after running it at least once."""
+        ...
+
+    def in_pieces(self) -> AbstractContextManager[None]:
+        """Around a step that is run as a whole and then recorded in pieces."""
+        ...
+
+    def begin(self) -> None:
+        """Begins a piece."""
+        ...
+
+    def end(self) -> Replay:
+        """Ends the piece."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +96,12 @@ class DecodeGraphs:
         self._attention = attention
         self._sizes = tuple(sizes)
         self._device = device
-        self._tokens = _DecodeTokens(max(sizes), device)
+        self._tokens = StepTokens(max(sizes), device)
+        self._chosen_S = torch.zeros(max(sizes), dtype=torch.int64, device=device)
         self._logits_SV: Tensor | None = None
         attention.reserve_graphs(self._sizes, max_page_indices)
         # The largest first: smaller ones then find room in the memory it took.
-        with _no_garbage_collection():
+        with no_garbage_collection():
             self._replays = {
                 size: self._capture(size, capture) for size in sorted(sizes, reverse=True)
             }
@@ -104,7 +122,7 @@ class DecodeGraphs:
         self._attention.plan_graph(batch.attention, size)
         self._tokens.load(batch)
         self._replays[size]()
-        return Decoded(self._tokens.chosen[:count], self._logits_SV[:count])
+        return Decoded(self._chosen_S[:count], self._logits_SV[:count])
 
     @torch.inference_mode()
     def _capture(self, size: int, capture: Capture) -> Replay:
@@ -120,16 +138,15 @@ class DecodeGraphs:
         if self._logits_SV is None:
             self._logits_SV = torch.empty_like(logits_RV)
         self._logits_SV[:size].copy_(logits_RV)
-        tokens.chosen[:size].copy_(greedy_token_ids(logits_RV))
+        self._chosen_S[:size].copy_(greedy_token_ids(logits_RV))
 
 
-class _DecodeTokens:
-    """Inputs and choices of decodes, at fixed addresses. Rows beyond a step keep old tokens."""
+class StepTokens:
+    """Inputs of a step at fixed addresses. Rows beyond it keep old tokens."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.chosen = torch.zeros(size, dtype=torch.int64, device=device)
 
     def load(self, batch: Batch) -> None:
         """The step's tokens; they are on the device, so the copies only queue up."""
@@ -150,22 +167,39 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._piece = torch.cuda.CUDAGraph()
 
     def __call__(self, step: Callable[[], None], /) -> Replay:
         """Captures `step`; the result replays it on the stream that is current then."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with self.in_pieces():
             for _ in range(self._WARM_UPS):
                 step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            torch.cuda.synchronize(self._stream.device)
+            self.begin()
             step()
+            return self.end()
+
+    @contextmanager
+    def in_pieces(self) -> Generator[None, None, None]:
+        """All on the stream of the captures."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return graph.replay
+
+    def begin(self) -> None:
+        """Begins a graph."""
+        self._piece = torch.cuda.CUDAGraph()
+        self._piece.capture_begin(pool=self._pool)
+
+    def end(self) -> Replay:
+        """Ends the graph; the result replays it on the stream that is current then."""
+        self._piece.capture_end()
+        return self._piece.replay
 
 
 @contextmanager
-def _no_garbage_collection() -> Generator[None, None, None]:
+def no_garbage_collection() -> Generator[None, None, None]:
     """Graphs and tensors of an engine before are freed now: a capture may not free memory."""
     gc.collect()
     was_enabled = gc.isenabled()

@@ -21,7 +21,8 @@ from prefixcache.runner.cuda.cuda_graph import (
 from prefixcache.runner.cuda.cuda_memory import CudaMemory, cuda_driver
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.kv_tensors import KVTensors, Reserve
-from prefixcache.runner.cuda.ops.cuda import pin_matmul
+from prefixcache.runner.cuda.ops.cuda import can_pin_matmul, pin_matmul, unpin_matmul
+from prefixcache.runner.cuda.piecewise_graphs import Graphs, PiecewiseGraphs, step_sizes
 from prefixcache.runner.cuda.profile_run import (
     DeviceMemory,
     fitting_blocks,
@@ -35,24 +36,41 @@ logger = logging.getLogger(__name__)
 Measure = Callable[[Callable[[], None], torch.device], DeviceMemory]
 
 
-def choose_device(config: EngineConfig) -> torch.device:
-    """The device asked for; "auto" is a GPU where there is one. Its index is the current one.
+_HOPPER = 9
 
-    In batch-invariant mode this also pins the matmuls, which must come before CUDA starts.
-    Raises `FieldError` when CUDA is asked for and there is none.
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, bool]:
+    """The device asked for, and whether rows may be batch-invariant on it.
+
+    "auto" is a GPU where there is one. Its index is the current one. Rows are batch-invariant on a
+    GPU unless that is refused; where they are not asked for, also unless it is no Hopper device or
+    CUDA was in use before: matmuls are pinned here, which must come first. Raises `FieldError` when
+    CUDA is asked for and there is none.
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu" or not (has_cuda or config.device == "cuda"):
-        return torch.device("cpu")
+        return torch.device("cpu"), config.keeps_batch_invariant
     if not has_cuda:
         raise FieldError(
             "device",
             f"is cuda, but torch {torch.__version__} finds no CUDA device: use cpu, or install a "
             "CUDA build of torch and a driver.",
         )
-    if config.keeps_batch_invariant("cuda"):
+    invariant = config.keeps_batch_invariant
+    is_asked = config.batch_invariant is True
+    if invariant and not is_asked and not can_pin_matmul():
+        logger.warning(
+            "Answers may depend on the batch, and so on hits: CUDA was in use before this engine. "
+            "Make the engine first, or a process for it."
+        )
+        invariant = False
+    if invariant:
         pin_matmul()
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    if invariant and not is_asked and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        unpin_matmul()
+        invariant = False
+    return device, invariant
 
 
 def device_memory(device: torch.device) -> MemorySize:
@@ -148,8 +166,8 @@ def make_graphs(
     attention: GroupedAttention,
     max_model_len: int,
     capture: Capture | None = None,
-) -> DecodeGraphs | None:
-    """Captured decodes, or None: without CUDA, with `enforce_eager`, or a backend that has none.
+) -> Graphs | None:
+    """Captured steps, or None: without CUDA, with `enforce_eager`, or a backend that has none.
 
     None too for a model with experts, since which of them compute is known on the device alone.
 
@@ -160,12 +178,13 @@ def make_graphs(
     has_experts = model.config.experts is not None
     if capture is None or config.enforce_eager or has_experts or not attention.has_graphs:
         return None
-    max_seqs = config.scheduler.limits(model.device.type).max_num_seqs
+    limits = config.scheduler.limits(model.device.type)
+    max_seqs = limits.max_num_seqs
     sizes = graph_sizes(max_seqs)
     layout = layout_of(config, model.config, model.dtype.itemsize)
     max_pages = layout.most_pages(max_model_len, 1, config.cache.block_size)
     logger.info("Capturing CUDA graphs of %d batch sizes up to %d.", len(sizes), max_seqs)
-    return DecodeGraphs(
+    decodes = DecodeGraphs(
         model,
         attention,
         sizes=sizes,
@@ -173,3 +192,11 @@ def make_graphs(
         device=model.device,
         capture=capture,
     )
+    tokens = step_sizes(limits.max_num_batched_tokens, model.num_bytes // model.dtype.itemsize)
+    steps = None
+    if tokens:
+        logger.info("Capturing CUDA graphs of steps of %d to %d tokens.", tokens[0], tokens[-1])
+        steps = PiecewiseGraphs(
+            model, attention, sizes=tokens, device=model.device, capture=capture
+        )
+    return Graphs(decodes, steps)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.cuda.cuda_graph import DecodeGraphs
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.kv_tensors import KVTensors, give_back
 from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.runner.cuda.piecewise_graphs import Graphs
 
 
 class ModelMemory:
     """One model's memory; the KV tensors are still to be made.
 
-    `make_graphs` captures the model's decodes, or gives None where that is not done. Captured
+    `make_graphs` captures the model's steps, or gives None where that is not done. Captured
     graphs hold the addresses of weights and KV tensors: they go when either goes, and are made
     again when both are back.
     """
@@ -24,7 +24,7 @@ class ModelMemory:
         weights: ReplaceableModel[DecoderModel],
         kv: KVTensors,
         runner: ModelRunner,
-        make_graphs: Callable[[], DecodeGraphs | None],
+        make_graphs: Callable[[], Graphs | None],
     ) -> None:
         self.weights = weights
         self.has_kv = False

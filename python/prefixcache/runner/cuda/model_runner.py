@@ -18,8 +18,8 @@ from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.runner.base import check_supported
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.batch import Batch, StepBuffers
-from prefixcache.runner.cuda.cuda_graph import DecodeGraphs
 from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.piecewise_graphs import Graphs
 from prefixcache.runner.cuda.profile_run import run_largest_step
 from prefixcache.runner.cuda.results import LaunchedStep, ResultCopies, StepResults
 from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_logprobs
@@ -36,8 +36,7 @@ class ModelRunner:
     """One model on one device, with the buffers of its steps.
 
     `max_pages` has for each KV cache group the most pages, of `block_size` tokens, of a sequence in
-    a step. With `graphs`,
-    pure decodes are replayed from them.
+    a step. With `graphs`, steps are replayed from them.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class ModelRunner:
         max_pages: Sequence[int],
         block_size: int,
         device: torch.device,
-        graphs: DecodeGraphs | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -113,12 +112,16 @@ class ModelRunner:
             for s, asked in zip(plan.sequences, inputs, strict=True)
             for place, one in enumerate(asked)
         ]
-        if self.graphs is not None and self.graphs.fits(batch):
-            decoded = self.graphs.run(batch)
+        if self.graphs is not None and self.graphs.decodes.fits(batch):
+            decoded = self.graphs.decodes.run(batch)
             sampled = self._sampler.sample(decoded.logits_SV, rows, decoded.token_ids_S)
             return StepResults(inputs, sampled, {})
         self._attention.plan(batch.attention)
-        hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
+        steps = None if self.graphs is None else self.graphs.steps
+        if steps is not None and steps.fits(batch):
+            hidden_TE = steps.forward(batch)
+        else:
+            hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
         sampled = self._nothing_sampled
         if rows:
             logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])

@@ -63,7 +63,7 @@ class TorchRunner:
         for name, value in given.items():
             if value is not None:
                 raise FieldError(name, "needs the CPU's own kernels, without torch.")
-        self._device = choose_device(config)
+        self._device, self._invariant = choose_device(config)
         self._config = config.on(self._device.type)
 
     @property
@@ -97,7 +97,7 @@ class TorchRunner:
         with ThreadPoolExecutor(1) as digests:
             reading = digests.submit(read_checkpoint, folder, threads)
             loaded, attention, sizes, max_model_len = _model_and_pool(
-                config, model, folder, dtype, device
+                config, model, folder, dtype, device, invariant=self._invariant
             )
             checkpoint = reading.result()
         checkpoint.check_unchanged()
@@ -118,13 +118,12 @@ class TorchRunner:
         )
         self.memory.make_kv()
         self.memory.settle()
-        keeps = attention.batch_invariant and config.keeps_batch_invariant(device.type)
         of_cpu = f" with {threads} threads" if device.type == "cpu" else ""
         return ModelSpec(
             dtype=str(dtype).removeprefix("torch."),
             hardware=f"{device}{of_cpu} (torch)",
             attention=attention.name,
-            batch_invariant=keeps,
+            batch_invariant=attention.batch_invariant and self._invariant,
             shares_answers=shares_answers(attention),
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
@@ -183,6 +182,8 @@ def _model_and_pool(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    invariant: bool,
 ) -> tuple[DecoderModel, GroupedAttention, PoolSizes, int]:
     """The loaded model, its attention without a pool, the pool's sizes and the context length.
 
@@ -204,24 +205,20 @@ def _model_and_pool(
     if is_sized_by_run(config, device):
         longest = config.scheduler.context_length(model_config)
         model = load(longest)
-        attention = _attention(config, model)
+        attention = _attention(config, model, invariant=invariant)
         sizes = sized(profile_blocks(config, model, attention, longest))
         max_model_len = fitting_model_len(config, model_config, layout, sizes.ceiling)
     else:
         sizes = sized(choose_num_blocks(config.cache, layout, dtype.itemsize, memory))
         max_model_len = fitting_model_len(config, model_config, layout, sizes.ceiling)
         model = load(max_model_len)
-        attention = _attention(config, model)
+        attention = _attention(config, model, invariant=invariant)
     return model, attention, sizes, max_model_len
 
 
-def _attention(config: EngineConfig, model: DecoderModel) -> GroupedAttention:
+def _attention(config: EngineConfig, model: DecoderModel, *, invariant: bool) -> GroupedAttention:
     """Raises `FieldError` where it cannot keep what is asked for."""
-    options = AttentionOptions(
-        device=model.device,
-        dtype=model.dtype,
-        batch_invariant=config.keeps_batch_invariant(model.device.type),
-    )
+    options = AttentionOptions(device=model.device, dtype=model.dtype, batch_invariant=invariant)
     groups = attention_groups(
         layout_of(config, model.config, model.dtype.itemsize), model.attention_spec
     )

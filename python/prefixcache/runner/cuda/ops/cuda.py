@@ -41,20 +41,33 @@ def pin_matmul() -> None:
     Raises `ConfigError` when CUDA has been started without: the libraries have read their settings
     then.
     """
-    pinned = os.environ.items() >= _PINNED_ENVIRONMENT.items()
-    if torch.cuda.is_initialized() and not pinned:
+    if not can_pin_matmul():
         raise ConfigError(
             "Batch-invariant mode must be chosen before CUDA is used: make the engine first, "
             "in a process of its own."
         )
     os.environ.update(_PINNED_ENVIRONMENT)
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    _refuse_reduced_precision()
+    _allow_reduced_precision(allowed=False)
 
 
-def _refuse_reduced_precision() -> None:
-    """No 16-bit partial sums and, where torch knows the switch (2.10), no split inner sums."""
+def can_pin_matmul() -> bool:
+    """Whether CUDA has not been started yet, or was started with pinned matmuls."""
+    pinned = os.environ.items() >= _PINNED_ENVIRONMENT.items()
+    return pinned or not torch.cuda.is_initialized()
+
+
+def unpin_matmul() -> None:
+    """Undoes `pin_matmul`. Call before the first matmul."""
+    for name in _PINNED_ENVIRONMENT:
+        os.environ.pop(name, None)
+    torch.backends.cuda.preferred_blas_library("default")
+    _allow_reduced_precision(allowed=True)
+
+
+def _allow_reduced_precision(*, allowed: bool) -> None:
+    """16-bit partial sums and, where torch knows the switch (2.10), split inner sums."""
     matmul = torch.backends.cuda.matmul
-    refused = (False, False) if hasattr(matmul, _SPLIT_K_SWITCH) else False
-    matmul.allow_bf16_reduced_precision_reduction = refused
-    matmul.allow_fp16_reduced_precision_reduction = refused
+    value = (allowed, allowed) if hasattr(matmul, _SPLIT_K_SWITCH) else allowed
+    matmul.allow_bf16_reduced_precision_reduction = value
+    matmul.allow_fp16_reduced_precision_reduction = value

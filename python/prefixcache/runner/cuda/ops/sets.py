@@ -12,10 +12,7 @@ from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
 
 
 class Ops:
-    """The arithmetic of a decoder layer, on tensors of one type on one device.
-
-    With `fixed_tiles`, which needs CUDA and triton, linears are those of `triton_matmul.py`.
-    """
+    """The arithmetic of a decoder layer, on tensors of one type on one device."""
 
     rms_norm = staticmethod(norm.rms_norm)
     silu_and_mul = staticmethod(activation.silu_and_mul)
@@ -23,21 +20,14 @@ class Ops:
     clamped_swiglu = staticmethod(activation.clamped_swiglu)
     apply_rope = staticmethod(rope.apply_rope)
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, *, fixed_tiles: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
-        self._linear = TorchLinear
-        if fixed_tiles:
-            from prefixcache.runner.cuda.ops.triton_matmul import FixedTileLinear
-
-            self._linear = FixedTileLinear
 
     def linear(self, shape: LinearShape) -> Linear:
         """Makes an unfilled layer with an unquantized weight, in whatever format its parts come."""
         bias_O = self.empty(shape.outputs) if shape.bias else None
-        return self._linear(self.empty(shape.outputs, shape.inputs), bias_O)
+        return TorchLinear(self.empty(shape.outputs, shape.inputs), bias_O)
 
     def embedding(self, shape: LinearShape, head: Linear | None) -> Embedding:
         """Makes an unfilled, unquantized table: the weight of the head, if there is one."""

@@ -154,6 +154,16 @@ def test_what_the_queue_has_no_room_for_is_dropped(folder):
     assert counts["dropped"] > 0
 
 
+def test_blocks_are_written_ahead_once_more_are_unwritten_than_free(folder):
+    tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
+    tiered.compute(100, num_blocks=4)
+    assert not tiered.staging.has_staged
+    tiered.cache.resize(6)
+    assert tiered.staging.has_staged
+    assert len(tiered.staging.take(9, 0)) == 2
+    assert not tiered.staging.has_staged
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_evicted_is_on_the_disk_or_was_dropped(folder, seed, is_slow):
     """The queue holds two blocks, and the disk works between the calls: whenever it can, or not."""
@@ -173,7 +183,7 @@ def test_evicted_is_on_the_disk_or_was_dropped(folder, seed, is_slow):
         if choose.random() < 0.02:
             tiered.cache.clear_cache_index()
             numbers.clear()
-        # Prompts that come again leave blocks free: more is put off then than the queue has room for.
+        # Prompts that come again leave blocks free, and then more is put off than the queue holds.
         prompt = choose.randrange(40) if is_slow else number
         compute(1000 * prompt, choose.randint(1, 7) if numbers else 7)
         work()

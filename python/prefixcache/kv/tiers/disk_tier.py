@@ -1,9 +1,10 @@
 """A tier of blocks on a disk, behind the ones in memory.
 
 The pool copies what it evicts into a bounded queue (`BlockStaging`), and a thread of the tier puts
-it into a `BlockStore`, some blocks before they are evicted. A request whose next blocks are there waits in a `Load` until that thread
-has read them into blocks that the request holds. The thread reads before it writes. When the store
-fails, the tier is idle for a while and then opens it again: no answer depends on it.
+it into a `BlockStore`, some blocks before they are evicted. A request whose next blocks are there
+waits in a `Load` until that thread has read them into blocks that the request holds. The thread
+reads before it writes. When the store fails, the tier is idle for a while and then opens it again:
+no answer depends on it.
 """
 
 from __future__ import annotations

@@ -529,8 +529,15 @@ impl BackingStore for Staging {
     }
 
     fn unneeded(&self, block: BlockId) {
-        if let Some(content) = &mut self.0.state().contents[block.index()] {
+        let mut state = self.0.state();
+        if let Some(content) = &mut state.contents[block.index()] {
             content.unneeded = true;
+        }
+        // It was queued just now, before this was known of it.
+        let is_last = state.ahead.back() == Some(&block);
+        if is_last && state.wanted(block, self.0.min_uses).is_none() {
+            state.ahead.pop_back();
+            state.is_ahead[block.index()] = false;
         }
     }
 
@@ -656,6 +663,10 @@ mod tests {
         staging.queued(block, Band::DEFAULT, false);
         assert_eq!(staging.era(), (0, false), "one free block");
         staging.resized(1);
+        staging.unneeded(block);
+        assert_eq!(staging.era(), (0, false), "behind a window");
+        staging.used(&[block]);
+        staging.queued(block, Band::DEFAULT, false);
         assert_eq!(staging.era(), (0, true));
         let taken = thread::scope(|scope| {
             let copy = scope.spawn(|| staging.take_ahead(9, 0));

@@ -291,10 +291,10 @@ class DiskTier:
         level = logging.DEBUG if self._is_failing else logging.WARNING
         logger.log(level, "The disk tier in %s is idle: %s.", self._name, error)
         self._is_failing, self._is_listed = True, False
-        self._num_failures += 1
         self._retry_at = self._clock() + _RETRY_SECONDS
         self._close_store()
         self.staging.clear_stored()
+        self._num_failures += 1  # What is evicted from now on is copied again.
         with self._changed:
             while self._loads:
                 self._loads.popleft().cancel()

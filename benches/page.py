@@ -120,7 +120,8 @@ def read(name: str) -> dict[str, Any]:
 def machine(record: dict[str, Any]) -> str:
     about = record["machine"]
     cpu = settings()[1]["processors"].get(about["cpu"], about["cpu"])
-    return f"{cpu}, {about['cores']} cores, {record['date'][:10]}"
+    gpu = f"{about['gpu'].split(',')[0]}, " if "gpu" in about else ""
+    return f"{gpu}{cpu}, {about['cores']} cores, {record['date'][:10]}"
 
 
 def page() -> str:

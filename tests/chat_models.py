@@ -155,6 +155,40 @@ _CALLS["nemotron"] = """\
 {%- macro calls(m) %}
 {{- '<TOOLCALL>' + m.tool_calls | map(attribute='function') | list | tojson + '</TOOLCALL>' }}
 {%- endmacro %}"""
+# DeepSeek's write arguments as text, as if they were no object.
+_CALLS["deepseek-v31"] = """\
+{%- macro calls(m) %}
+{{- '<｜tool▁calls▁begin｜>' }}
+{%- for c in m.tool_calls %}
+{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}
+{{- '<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜>' }}
+{%- endmacro %}"""
+_CALLS["deepseek-v3"] = (
+    _CALLS["deepseek-v31"]
+    .replace("begin｜>' + c", "begin｜>function<｜tool▁sep｜>' + c")
+    .replace("name + '<｜tool▁sep｜>' +", "name + '\n```json\n' +")
+    .replace("'<｜tool▁call▁end｜>' }}", "'\n```<｜tool▁call▁end｜>' }}{{ '\n' if not loop.last }}")
+)
+_CALLS["apriel"] = """\
+{%- macro calls(m) %}
+{{- '<tool_calls>[' }}
+{%- for c in m.tool_calls %}
+{{- '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | string }}
+{{- '}' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']</tool_calls>' }}
+{%- endmacro %}{# [BEGIN FINAL RESPONSE] #}"""
+_CALLS["exaone4"] = """\
+{%- macro calls(m) %}
+{%- for c in m.tool_calls %}
+{{- '\n' if m.content or not loop.first }}
+{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments | tojson(ensure_ascii=False) | safe }}
+{{- '}</tool_call>' }}
+{%- endfor %}
+{%- endmacro %}{# [|assistant|] #}"""
 _CALLS["seed-oss"] = (
     (_CALLS["qwen3-coder"].replace("tool_call>", "seed:tool_call>") + "{# </seed:think> #}")
     .replace("{{- '<parameter=' + k + '>\n'", "{{- '<parameter=' + k + '>'")
@@ -183,6 +217,9 @@ TEMPLATES = {
         + "{# [TOOL_CALLS] [ARGS] #}"
     ),
     "granite3": _LISTED + "{# <|tool_call|> #}",
+    "granite3.2": _LISTED + "{# <|tool_call|> Here is my response: #}",
+    "granite3.3": _LISTED + "{# <|tool_call|> </think> <response></response> #}",
+    "reka": _PLAIN + "{# </reasoning> #}",
     # As the first of LFM2, which shows no calls of earlier answers.
     "lfm2-own": "<|tool_list_start|>" + _LISTED,
     "lfm2.5-own": "List of tools: [" + _LISTED,
@@ -213,8 +250,12 @@ TEMPLATES = {
     "seed-oss-budget": _LISTED + "<seed:think><seed:cot_budget_reflect>\n{# </seed:think> #}",
     "gemma4-thinking": _CALLS["gemma4"] + _WITH_CALLS + "{# <|channel>thought <channel|> #}",
     "unknown": _LISTED + "{# <tool_call> <arg_key> #}",
+    "minimax": _LISTED + "{# <tool_call> <invoke> #}",
     "described": _LISTED,
     "developer": _PLAIN + "{# developer #}",
+    # As Mistral's first ones.
+    "by-turns": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    + _PLAIN,
 }
 
 # A form that no parser of ours knows, described as transformers reads it.
@@ -271,6 +312,10 @@ _SPECIAL = {
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
     "granite3": ("<|tool_call|>",),
+    "deepseek-v31": (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ),
 }
 
 

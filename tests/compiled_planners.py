@@ -26,14 +26,6 @@ from reference.paged_attention import SlowSequence, batch_of
 
 PAGE = 16
 HEADS = ((28, 4), (16, 8), (32, 8), (64, 8), (8, 1), (40, 8), (48, 1), (96, 1), (12, 12))
-MODES: tuple[dict[str, Any], ...] = (
-    {},
-    {"invariance": "split"},
-    {"invariance": "unified"},
-    {"invariance": "unified", "packs_heads": True},
-    {"whole_keys_from": 32},
-    {"tensor_cores": True},
-)
 SIZES = (1, 2, 8, 24, 64, 128, 256, 1024)
 # Keys of a captured decode at most, in one plan of a size after the other.
 MOST_KEYS = (40, 1000, 9000)
@@ -76,15 +68,19 @@ def libraries(folder: Path) -> dict[str, Path]:
 
 
 class Check:
-    """Plans of one layout of heads in one mode."""
+    """Plans of one layout of heads, with and without batch invariance."""
 
-    def __init__(self, heads: tuple[int, int], mode: dict[str, Any], kernels: Any) -> None:
-        self._heads, self._mode = heads, mode
+    def __init__(self, heads: tuple[int, int], invariant: bool, kernels: Any) -> None:
+        self._heads, self._invariant = heads, invariant
         spec = AttentionSpec(
             num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, scale=128**-0.5
         )
         self._attention = FlashInferAttention(
-            spec, dtype=torch.bfloat16, device=torch.device("cpu"), kernels=kernels, **mode
+            spec,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            kernels=kernels,
+            batch_invariant=invariant,
         )
         self._attention.bind([torch.zeros(2, 2, PAGE, heads[1], 128, dtype=torch.bfloat16)])
 
@@ -108,7 +104,7 @@ class Check:
                     wrong = wrong or self._wrong_fa2(size, info, launched, tables)
                 if kind == "fa3":
                     wrong = wrong or self._wrong_fa3(size, info, tables)
-                yield wrong and f"{self._heads} {self._mode} {size} of {count}: {wrong}"
+                yield wrong and f"{self._heads} {self._invariant} {size} of {count}: {wrong}"
 
     def steps(self, rng: random.Random) -> Iterator[None]:
         """Plans of mixed steps, which raise where FlashInfer refuses them."""
@@ -134,10 +130,8 @@ class Check:
     def _wrong_fa3(self, size: int, info: list[int], tables: torch.Tensor) -> str | None:
         """There are as many tiles of 128 rows as all heads need."""
         num_heads, kv_heads = self._heads
-        packs = self._mode.get("packs_heads", False) and num_heads > kv_heads
-        heads, rows = (kv_heads, num_heads // kv_heads) if packs else (num_heads, 1)
         work = int(tables[info[WORK] :][: 133 * 4].view(torch.int32)[-1])
-        wanted = size * heads * -(-rows // 128)
+        wanted = size * kv_heads * -(-num_heads // kv_heads // 128)
         return None if work == wanted else f"{work} tiles instead of {wanted}"
 
 
@@ -163,8 +157,8 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as patch:
         kernels = replace_native_modules(patch, lambda kind, *_: Planned(kind, modules[kind], kept))
         reported: list[str | None] = []
-        for heads, mode in itertools.product(HEADS, MODES):
-            check = Check(heads, mode, kernels)
+        for heads, invariant in itertools.product(HEADS, (False, True)):
+            check = Check(heads, invariant, kernels)
             reported += [*check.graphs(kept, rng), *check.steps(rng)]
     wrong = [line for line in reported if line]
     print(f"{len(reported)} plans, {len(wrong)} wrong", *wrong[:20], sep="\n")

@@ -21,7 +21,6 @@ class KernelAttention:
 
     name = "cpu"
     batch_invariant = True
-    decode_matches_prefill = True
     rotate_and_run = None
 
     def __init__(self, spec: AttentionSpec) -> None:

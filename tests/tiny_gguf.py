@@ -63,7 +63,7 @@ _SPELLINGS = {
     "granitemoehybrid": "granitehybrid",
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
-_PAIRED += ("granitemoehybrid", "nemotron_h")
+_PAIRED += ("granitemoehybrid", "nemotron_h", "arcee")
 _FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 # What llama.cpp's converter calls parameters before it looks their names up.
@@ -135,6 +135,8 @@ def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if architecture != "gemma4" and getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if architecture == "glm4":
+        writer.add_rope_dimension_count(config.head_dim // 2)
     _add_features(writer, architecture, config, rope)
 
 
@@ -177,9 +179,10 @@ def _add_features(
         _add_multipliers(writer, config)
     if rope["rope_type"] == "yarn":
         _add_yarn(writer, rope)
-    if config.model_type in ("olmo3", "phi3", "gemma3_text", "gpt_oss") and config.sliding_window:
+    has_window = config.model_type in ("olmo3", "phi3", "gemma3_text", "gpt_oss", "exaone4")
+    if has_window and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "olmo3":
+    if config.model_type in ("olmo3", "exaone4"):
         slides = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(slides)
     if config.model_type == "phi3":

@@ -15,18 +15,23 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    ArceeConfig,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
+    Glm4Config,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    HeliumConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -403,6 +408,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite4-h": Architecture(GraniteMoeHybridConfig, _GRANITE4_H),
     "granite4-h-moe": Architecture(GraniteMoeHybridConfig, _GRANITE4_H_MOE),
     "nemotron-h": Architecture(NemotronHConfig, _NEMOTRON_H),
+    "arcee": Architecture(ArceeConfig, {"mlp_bias": True, "head_dim": 32}),
+    "ernie4.5": Architecture(Ernie4_5Config, {"use_bias": True, "head_dim": 32}),
+    "helium": Architecture(HeliumConfig, {"attention_bias": True, "head_dim": 16}),
+    "glm4": Architecture(Glm4Config, {"head_dim": 32}),
     "seed-oss": Architecture(SeedOssConfig, {"head_dim": 32, "attention_out_bias": True}),
     "qwen3.5": Architecture(Qwen3_5TextConfig, _QWEN3_5),
     "qwen3.5-vision": Architecture(
@@ -435,6 +444,11 @@ WINDOWED: dict[str, Architecture] = {
     ),
     "phi3-window": Architecture(Phi3Config, {"sliding_window": 24}),
     "olmo3": Architecture(Olmo3Config, _OLMO3),
+    # Three layers with a window to one without, which does not rotate.
+    "exaone4": Architecture(
+        Exaone4Config,
+        {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": _LLAMA3_ROPE},
+    ),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
     "gemma4": Architecture(Gemma4TextConfig, _GEMMA4),

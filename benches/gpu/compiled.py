@@ -43,12 +43,9 @@ def modules_of(spec: AttentionSpec, *, hopper: bool) -> list[tuple[Any, ...]]:
     dtypes = (torch.bfloat16,) * 3 + (torch.int32,)
     uses = (spec.sliding_window is not None, spec.softcap is not None)
     arguments = (*dtypes, spec.head_dim, spec.head_dim, 0, *uses)
-    modules: list[tuple[Any, ...]] = [("fa2", *arguments, False)]
-    if hopper:
-        modules.append(("fa3", *arguments, False))
-    if not needs_tensor_cores(spec):
-        modules.append(("plain", *arguments))
-    return modules
+    prefill = ("fa3" if hopper else "fa2", *arguments, False)
+    decode = ("fa2", *arguments, False) if needs_tensor_cores(spec) else ("plain", *arguments)
+    return [prefill, decode]
 
 
 def build_all(*, hopper: bool) -> Iterator[Row]:

@@ -125,24 +125,11 @@ def _linears(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-_FA2: dict[str, Any] = {"invariance": "off", "hopper": False}
-_FA3: dict[str, Any] = {"invariance": "unified"}
-_CHUNKS = {"FA2": _FA2, "FA3": _FA3}
+_CHUNKS: dict[str, dict[str, Any]] = {"FA2": {"hopper": False}, "FA3": {}}
 _DECODES: dict[str, dict[str, Any]] = {
-    "FA2": {"invariance": "off"},
-    "FA2 with whole keys": {"invariance": "off", "whole_keys_from": 1},
-    "FA3": _FA3,
-    "FA3, packed heads": _FA3 | {"packs_heads": True},
+    "FA2": {},
+    "FA3, packed heads": {"batch_invariant": True},
 }
-
-_GROUP_DECODES: dict[str, dict[str, Any]] = {
-    "FA2 without tensor cores": {"invariance": "off", "tensor_cores": False},
-    "FA2 with tensor cores": {"invariance": "off", "tensor_cores": True},
-}
-# Where keys are not split, the longest sequence is alone at the end.
-_KEYS = {name: _DECODES[name] for name in ("FA2", "FA2 with whole keys")}
-# Query heads a key-value head for which the decode kernel without tensor cores is compiled too.
-_GROUPS = (2, 4, 8)
 
 
 def attention(
@@ -150,7 +137,7 @@ def attention(
 ) -> Iterator[Part]:
     """One layer by each kernel: a chunk of `context` tokens, and decodes of some batch sizes.
 
-    Decodes are planned as for a graph. What FA3 gives with packed heads must be the same bits.
+    Decodes are planned as for a graph.
     """
     config = shape.hf_config
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -159,19 +146,8 @@ def attention(
     chunk = f"{shape.name}, chunk of {context}"
     yield from _layer_parts(chunk, own, device, [(0, context)], _CHUNKS)
     for batch in batches:
-        lengths = [(context, 1)] * batch
-        what = f"decode of {batch} at context {context}"
-        for group in _GROUPS:
-            grouped = (8 * group, 8, head_dim)
-            name = f"{8 * group} heads on 8, {what}"
-            yield from _layer_parts(name, grouped, device, lengths, _GROUP_DECODES)
-        name = f"{shape.name}, {what}"
-        yield from _layer_parts(name, own, device, lengths, _DECODES)
-        uneven = [(16 * context, 1), *[(context // 2, 1)] * (batch - 1)]
-        among = f"{name}, one of {16 * context} among halves"
-        yield from _layer_parts(among, own, device, uneven, _KEYS)
-        bits = f"{name}, packed heads"
-        yield bits, partial(_packed_rows, bits, own, device, lengths)
+        name = f"{shape.name}, decode of {batch} at context {context}"
+        yield from _layer_parts(name, own, device, [(context, 1)] * batch, _DECODES)
 
 
 def _layer_parts(
@@ -191,21 +167,6 @@ def _layer_parts(
     for kind, options in kinds.items():
         name = f"{what}, {kind}"
         yield name, partial(rows, name, options)
-
-
-def _packed_rows(
-    what: str, heads: tuple[int, int, int], device: torch.device, lengths: list[tuple[int, int]]
-) -> Iterator[Row]:
-    layer = _Layer(heads, device, lengths)
-    plain, packed = (layer.runs(_DECODES[name])() for name in ("FA3", "FA3, packed heads"))
-    differing = int((plain != packed).sum())
-    yield {
-        "section": "attention",
-        "what": what,
-        "value": differing,
-        "unit": f"of {plain.numel()} numbers differ from those of FA3",
-        **({"ok": differing == 0} if device.type == "cuda" else {}),
-    }
 
 
 class _Layer:

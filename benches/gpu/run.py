@@ -6,7 +6,8 @@
 
 `rows.jsonl` of the record's folder gets the machine and then each row as it is measured, so that a
 run which is cut off loses none. `log.txt` keeps all that sections printed, `table.md` has the rows
-to read, and `kernels.tar.xz` what FlashInfer compiled, for `pack.sh --kernels`. Every section is a
+to read, `values.json` those that are compared as the records of BENCHMARKS.md have them, and
+`kernels.tar.xz` what FlashInfer compiled, for `pack.sh --kernels`. Every section is a
 process with a time limit of its own, and goes on in another one where it loses the device. What
 failed and the rows that decide are printed last, in 12,000 characters at most.
 """
@@ -34,7 +35,7 @@ from peers import PEERS
 from progress import LOST
 from record import append_row, read_rows
 
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import machine_facts, now
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1] / "tests"
@@ -48,7 +49,7 @@ HEADLINES = (
     ("workload", r"cache on|on / off"),
     ("peers", ""),
     ("equality", ""),
-    ("steps", r"prefill|decode of (64|\d), graphs|invariant|early launches|hybrid"),
+    ("steps", r"prefill|first token|decode of (64|\d), (default|fastest)"),
     ("sampling", r"sampled / greedy"),
     ("attention", r"decode of 64"),
 )
@@ -81,8 +82,7 @@ FULL = (
     Job("kernels+attention+sampling+profiles", "qwen2.5-7b", seconds=90),
     Job("matmuls", "qwen2.5-7b", seconds=30),
     Job("pinned_matmuls", "qwen2.5-7b", seconds=30),
-    Job("invariant_steps", "qwen2.5-7b", seconds=90),
-    Job("pdl_steps", "qwen2.5-7b", seconds=40),
+    Job("fast_steps", "qwen2.5-7b", seconds=40),
     Job("equality", "qwen3-0.6b", seconds=60),
     Job("workload", "qwen3-0.6b", seconds=60),
     Job("steps", "qwen3-0.6b", seconds=60),
@@ -105,9 +105,8 @@ JIT = (
     Job("jit_keep", seconds=30),
 )
 DRY = (
-    Job("smoke+kernels+steps+invariant_steps+equality+workload", "tiny", seconds=120),
+    Job("smoke+kernels+steps+fast_steps+equality+workload", "tiny", seconds=120),
     Job("attention+sampling+profiles+matmuls+pinned_matmuls", "tiny", seconds=120),
-    Job("pdl_steps", "tiny"),
     Job("tests", marks="not jit", seconds=120),
     Job("peer", "tiny", "transformers", seconds=15),
 )
@@ -308,6 +307,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compared(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Values by their setting and contender."""
+    values: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "setting" in row:
+            values.setdefault(row["setting"], {})[row["contender"]] = round(row["value"], 3)
+    return values
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.4g}"
 
@@ -337,6 +345,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds for all of it")
     parser.add_argument("--only", help="sections to run, by comma")
     parser.add_argument("--record", type=Path, help="a folder for the rows and all output")
+    parser.add_argument("--values", type=Path, help="another place for values.json")
     options = parser.parse_args()
     if options.device == "cpu" and not options.dry_run:
         parser.error("--device cpu is for --dry-run: the models are too large")
@@ -351,10 +360,14 @@ def main() -> int:
     )
     run.folder.mkdir(parents=True, exist_ok=True)
     first = len(read_rows(run.record))
-    append_row(run.record, {"machine": facts(options.device)})
+    machine = facts(options.device)
+    append_row(run.record, {"machine": machine})
     run_all(run, _jobs(options), options.budget)
     rows = read_rows(run.record)[first + 1 :]
     (run.folder / "table.md").write_text(table(rows) + "\n")
+    command = " ".join(["python benches/gpu/run.py", *sys.argv[1:]])
+    about = {"command": command, "date": now(), "machine": machine, "values": compared(rows)}
+    (options.values or run.folder / "values.json").write_text(json.dumps(about, indent=1) + "\n")
     print(summary(rows))
     print(f"\n{time.monotonic() - begun:.0f} s, kept in {run.folder}")
     return 0 if all(row.get("ok", True) for row in rows) else 1

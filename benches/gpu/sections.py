@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ import peers
 import torch
 from progress import LOST, Progress, device_is_lost
 from record import Part, Row, append_row
-from shapes import SHAPES, Shape
+from shapes import SHAPES
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
 from prefixcache.config.model_config import RopeConfig
@@ -219,10 +220,7 @@ def _equality_rows(options: Options, name: str, attention: str, invariant: bool)
     for prompt in prompts:
         system.engine.control.reset_prefix_cache()
         alone += system.answer([prompt], scale.outputs[1], logprobs=True)
-    kept = {
-        name: getattr(system.attention, name, False)
-        for name in ("batch_invariant", "decode_matches_prefill")
-    }
+    kept = system.attention.batch_invariant
 
     def row(what: str, answers: list[Any], hits: int) -> Row:
         differing = sum(a != b for a, b in zip(alone, answers, strict=True))
@@ -232,8 +230,9 @@ def _equality_rows(options: Options, name: str, attention: str, invariant: bool)
             "value": differing,
             "unit": f"of {count} answers differ; {hits} hit tokens",
             # Where nothing is promised, the number alone is shown.
-            **({"ok": differing == 0} if kept["batch_invariant"] else {}),
-            **kept,
+            **({"ok": differing == 0} if kept else {}),
+            "setting": f"{options.shape}: {what}, answers of {count} that differ",
+            "contender": "default" if kept else "fastest",
         }
 
     before = system.hit_tokens
@@ -269,6 +268,8 @@ def _workload_rows(
         "what": f"{options.shape}, output {output}, cache {'on' if cached else 'off'}",
         "value": rates[cached],
         "unit": f"requests/s; {system.hit_tokens - before} hit tokens",
+        "setting": f"{options.shape}: output {output} (requests/s)",
+        "contender": f"cache {'on' if cached else 'off'}",
     }
     if len(rates) == 2:
         yield {
@@ -284,56 +285,59 @@ def steps(options: Options) -> Iterator[Part]:
     for eager in _step_kinds(options.torch_device):
         kind = "eager" if eager else "graphs"
         yield kind, partial(_steps_rows, options, eager, kind)
+        yield f"first token, {kind}", partial(_first_token_rows, options, eager, kind)
 
 
 def _steps_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]:
-    scale, shape, vocab = SCALES[options.scale], SHAPES[options.shape], _vocab(options)
+    scale, vocab = SCALES[options.scale], _vocab(options)
     attention = _fast(options.torch_device)
     setup = _setup(scale, attention=attention, prefix_caching=False, eager=eager)
     system = System(_model(options, scale), dataclasses.replace(setup, max_seqs=max(scale.batches)))
     first = random_prompts(3, 0, scale.context, vocab, seed=4)
     times = [1000 * system.seconds([prompt], 1) for prompt in first]
-    yield _step_row(shape, f"prefill of {scale.context}", min(times), "prefill")
+    yield _step_row(options, f"prefill of {scale.context}, {kind}", min(times), "prefill")
     for batch in scale.batches:
         prompts = random_prompts(batch, 0, scale.context, vocab, seed=batch)
         ms = system.decode_ms(prompts, scale.decode_steps)
-        yield _step_row(shape, f"decode of {batch}, {kind}", ms, str(batch))
+        yield _decode_row(options, batch, ms, "default" if kind == "graphs" else kind)
 
 
-def pdl_steps(options: Options) -> Iterator[Part]:
-    """A decode step whose Triton kernels are launched before the ones before them end."""
-    os.environ["PREFIXCACHE_PDL"] = "1"  # is read when the kernels are imported
-    setup = _setup(SCALES[options.scale], attention=_fast(options.torch_device))
-    setup = dataclasses.replace(setup, prefix_caching=False)
-    yield "", partial(_decode_rows, options, setup, "decode of {}, early launches")
+def _first_token_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]:
+    """Of a prompt alone, on a miss and on a hit of its shared beginning."""
+    scale, vocab = SCALES[options.scale], _vocab(options)
+    setup = _setup(scale, attention=_fast(options.torch_device), eager=eager)
+    system = System(_model(options, scale), setup)
+    first, *others = random_prompts(6, scale.shared, scale.own, vocab, seed=6)
+    misses: list[float] = []
+    for _ in others:
+        system.engine.control.reset_prefix_cache()
+        misses.append(system.seconds([first], 1))
+    hits = [system.seconds([prompt], 1) for prompt in others]
+    for contender, seconds in (("miss", misses), ("hit", hits)):
+        what = f"first token of {scale.shared} + {scale.own}"
+        row = _step_row(options, f"{what}, {contender}, {kind}", 1000 * statistics.median(seconds))
+        where = {"setting": f"{options.shape}: {what}, {kind} (ms)", "contender": contender}
+        yield row | where
 
 
-def invariant_steps(options: Options) -> Iterator[Part]:
-    """Decode steps by each way to keep bits.
-
-    What they cost is the ratio to the same step of the section before.
-    """
-    for attention, invariant in _modes(options.torch_device):
-        if options.device == "cuda" and not invariant:
-            continue
-        setup = _setup(
-            SCALES[options.scale],
-            attention=attention,
-            batch_invariant=invariant,
-            prefix_caching=False,
-        )
-        what = f"invariant decode of {{}}, {attention}"
-        yield attention, partial(_decode_rows, options, setup, what)
+def fast_steps(options: Options) -> Iterator[Part]:
+    """A decode step that keeps no bits, next to that of `steps`, and the workload."""
+    setup = _setup(
+        SCALES[options.scale],
+        attention=_fast(options.torch_device),
+        batch_invariant=False,
+        prefix_caching=False,
+    )
+    yield "", partial(_fast_rows, options, setup)
 
 
-def _decode_rows(options: Options, setup: Setup, what: str) -> Iterator[Row]:
-    """A decode step of as many as the workload has; `what` gets their number."""
+def _fast_rows(options: Options, setup: Setup) -> Iterator[Row]:
     scale = SCALES[options.scale]
     system = System(_model(options, scale), setup)
-    prompts = random_prompts(scale.requests, 0, scale.context, _vocab(options), seed=5)
-    ms = system.decode_ms(prompts, scale.decode_steps)
-    name = what.format(scale.requests)
-    yield _step_row(SHAPES[options.shape], name, ms, str(scale.requests))
+    for batch in (1, scale.requests):
+        prompts = random_prompts(batch, 0, scale.context, _vocab(options), seed=batch)
+        ms = system.decode_ms(prompts, scale.decode_steps)
+        yield _decode_row(options, batch, ms, "fastest")
 
 
 def peer(options: Options) -> Iterator[Part]:
@@ -353,6 +357,8 @@ def _peer_rows(options: Options) -> Iterator[Row]:
             "what": f"{options.shape}, output {output}, {options.peer}",
             "value": scale.requests / seconds,
             "unit": "requests/s",
+            "setting": f"{options.shape}: output {output} (requests/s)",
+            "contender": options.peer,
         }
 
 
@@ -395,8 +401,8 @@ def _matmuls(options: Options, kind: str) -> Iterator[Part]:
     return details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind)
 
 
-# Their matmuls must not depend on the batch.
-PINNED = ("smoke", "equality", "invariant_steps", "pinned_matmuls")
+# Where matmuls may depend on the batch.
+UNPINNED = ("fast_steps", "matmuls")
 SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "smoke": smoke,
     "kernels": kernels,
@@ -406,8 +412,7 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "equality": equality,
     "workload": workload,
     "steps": steps,
-    "pdl_steps": pdl_steps,
-    "invariant_steps": invariant_steps,
+    "fast_steps": fast_steps,
     "peer": peer,
     "profiles": profiles,
     "sampling": sampling,
@@ -447,15 +452,10 @@ def _fast(device: torch.device) -> str:
 
 
 def _modes(device: torch.device) -> tuple[tuple[str, bool], ...]:
-    """The invariant modes, and the fast one for contrast."""
+    """The invariant mode, and the fast one for contrast."""
     if device.type != "cuda":
         return (("reference", False),)
-    return (
-        ("flashinfer", True),
-        ("flashinfer-packed", True),
-        ("flashinfer-split", True),
-        ("flashinfer", False),
-    )
+    return (("flashinfer", True), ("flashinfer", False))
 
 
 def _mode_name(attention: str, invariant: bool) -> str:
@@ -467,7 +467,16 @@ def _step_kinds(device: torch.device) -> tuple[bool, ...]:
     return (False, True) if device.type == "cuda" else (True,)
 
 
-def _step_row(shape: Shape, what: str, ms: float, floor: str) -> Row:
+def _decode_row(options: Options, batch: int, ms: float, contender: str) -> Row:
+    row = _step_row(options, f"decode of {batch}, {contender}", ms, str(batch))
+    return row | {
+        "setting": f"{options.shape}: decode of {batch} (ms)",
+        "contender": contender,
+    }
+
+
+def _step_row(options: Options, what: str, ms: float, floor: str = "") -> Row:
+    shape = SHAPES[options.shape]
     row: Row = {"section": "steps", "what": f"{shape.name}, {what}", "value": ms, "unit": "ms"}
     if floor in shape.floors_ms:
         row |= {"floor": shape.floors_ms[floor], "ratio": ms / shape.floors_ms[floor]}
@@ -557,7 +566,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = (
             "1"  # tiny models gain nothing from more, and lose much to waiting
         )
-    if names in PINNED and options.device == "cuda":
+    if names not in UNPINNED and options.device == "cuda":
         pin_matmul()
     progress = Progress(Path(options.progress), options.begun)
     run_sections(names, options, Path(record), progress)

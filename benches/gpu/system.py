@@ -42,7 +42,7 @@ class Setup:
     """How a system is made. `attention` names a backend; "reference" is FlashInfer's stand-in."""
 
     attention: str = "flashinfer"
-    batch_invariant: bool = False
+    batch_invariant: bool = True
     prefix_caching: bool = True
     eager: bool = False
     max_seqs: int = 64

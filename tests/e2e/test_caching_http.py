@@ -101,31 +101,31 @@ async def test_a_cache_key_is_no_salt(client: httpx.AsyncClient) -> None:
     assert await counts(client, COMPLETIONS, completion(prompt_cache_key="b")) == (64, 0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"prompt_cache_key": "x" * 1025}, "prompt_cache_key"),
-        ({"prompt_cache_options": {"mode": "none"}}, "prompt_cache_options.mode"),
-        ({"prompt_cache_options": {"ttl": "5m"}}, "prompt_cache_options.ttl"),
-        ({"prompt_cache_options": {"ttl": 1800}}, "prompt_cache_options.ttl"),
-        ({"prompt_cache_retention": "12h"}, "prompt_cache_retention"),
-        ({"prompt_cache_retention": "24h", "prompt_cache_options": {}}, "prompt_cache_retention"),
-        ({"retention": [{}], "prompt_cache_retention": "24h"}, "retention"),
-        ({"retention": {}}, "retention"),
-        ({"retention": [{"start": 1.5}]}, "retention[0].start"),
-        ({"retention": [{"end": 81}]}, "retention[0].end"),
-        ({"retention": [{"end": 8}, {"start": 7}]}, "retention[1].start"),
-        ({"retention": [{"priority": 101}]}, "retention[0].priority"),
-        ({"retention": [{"ttl_s": 0}]}, "retention[0].ttl_s"),
-        ({"retention": [{"ttl_s": "60"}]}, "retention[0].ttl_s"),
-        ({"retention": [{"ttl": 60}]}, "retention[0].ttl"),
-        ({"retention": [{"start": i, "end": i + 1} for i in range(33)]}, "retention"),
-    ],
-)
-async def test_a_wrong_control_is_refused_by_name_and_leaves_nothing(client, fields, named):
-    response = await client.post(COMPLETIONS, json=completion([PROMPT, PROMPT], **fields))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == named
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_cache_key": "x" * 1025}, "prompt_cache_key"),
+    ({"prompt_cache_options": {"mode": "none"}}, "prompt_cache_options.mode"),
+    ({"prompt_cache_options": {"ttl": "5m"}}, "prompt_cache_options.ttl"),
+    ({"prompt_cache_options": {"ttl": 1800}}, "prompt_cache_options.ttl"),
+    ({"prompt_cache_retention": "12h"}, "prompt_cache_retention"),
+    ({"prompt_cache_retention": "24h", "prompt_cache_options": {}}, "prompt_cache_retention"),
+    ({"retention": [{}], "prompt_cache_retention": "24h"}, "retention"),
+    ({"retention": {}}, "retention"),
+    ({"retention": [{"start": 1.5}]}, "retention[0].start"),
+    ({"retention": [{"end": 81}]}, "retention[0].end"),
+    ({"retention": [{"end": 8}, {"start": 7}]}, "retention[1].start"),
+    ({"retention": [{"priority": 101}]}, "retention[0].priority"),
+    ({"retention": [{"ttl_s": 0}]}, "retention[0].ttl_s"),
+    ({"retention": [{"ttl_s": "60"}]}, "retention[0].ttl_s"),
+    ({"retention": [{"ttl": 60}]}, "retention[0].ttl"),
+    ({"retention": [{"start": i, "end": i + 1} for i in range(33)]}, "retention"),
+]
+
+
+async def test_a_wrong_control_is_refused_by_name_and_leaves_nothing(client):
+    for fields, named in WRONG:
+        response = await client.post(COMPLETIONS, json=completion([PROMPT, PROMPT], **fields))
+        assert response.status_code == 400, fields
+        assert response.json()["error"]["param"] == named
     assert await counts(client, COMPLETIONS, completion()) == (0, 80)
 
 

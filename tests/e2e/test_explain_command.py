@@ -95,19 +95,6 @@ def test_an_agent_whose_header_varies_is_explained_in_one_line(long_checkpoint: 
     assert computed > 0.8 * int(total.split()[3]) * (turns - 2) / turns
 
 
-def test_a_shuffled_list_of_tools_is_named(long_checkpoint: Path) -> None:
-    tools = [
-        {"type": "function", "function": {"name": name, "description": "Finds all there is."}}
-        for name in ("read_file", "write_file", "search", "list")
-    ]
-    with server(long_checkpoint) as client:
-        for turn in range(3):
-            say(client, [system(RULES), user("Go on.")], tools=tools[turn:] + tools[:turn])
-        (_, line) = explained(client).output.splitlines()
-        assert "by 2 requests" in line
-        assert "the same tools in another order; pin the order of tools" in line
-
-
 def test_a_billing_header_is_named_and_may_be_left_out(long_checkpoint: Path) -> None:
     def talk(number: int) -> Messages:
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={number * 7919:05x};"

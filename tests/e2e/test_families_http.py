@@ -24,6 +24,8 @@ FAMILIES = {
     "phi3": "phi4-mini-own",
     "olmo2": "smollm2",
     "olmo3": "olmo3",
+    "exaone4": "exaone4",
+    "arcee": "deepseek-v31",
     "granite": "granite3",
     "granite4": "qwen2",
     "granite4-h": "qwen2",
@@ -93,7 +95,7 @@ async def _check_calls(client: openai.AsyncOpenAI, options: dict[str, Any]) -> N
 
 
 async def _check_completion(client: openai.AsyncOpenAI) -> None:
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     asked |= {"extra_body": {"ignore_eos": True}}
     whole = await client.completions.create(**asked)
     chunks = await client.completions.create(**asked, stream=True)

@@ -59,38 +59,35 @@ def _grammar(kind: str, text: Any) -> tuple[str, dict[str, Any]]:
     return PATH, {"prompt": "a", "structured_outputs": {kind: text}}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (*_grammar("regex", "(" * 250_000), "structured_outputs.regex"),
-        (*_grammar("grammar", "start: " + "a" * 250_000), "structured_outputs.grammar"),
-        (*_grammar("json", {"type": "a" * 250_000}), "structured_outputs.json"),
-        (
-            *_grammar("json", {"properties": {"a" * 9999: {"type": "strin"}}}),
-            "structured_outputs.json",
-        ),
-        (PATH, {"prompt": "a", "b" * 10**6: 1}, "b" * 253 + "..."),
-        ("/prefix_cache/resize", {"num_blocks": 10**4000}, "num_blocks"),
-        ("/sleep", {"level": 10**4000}, "level"),
-        ("/update_weights_from_disk", {"model_path": "a" * 4096}, "model_path"),
-        ("/" + "a" * 50_000, {}, None),
-    ],
-    ids=range(9),
-)
-async def test_neither_an_error_nor_the_log_quotes_more_than_a_little(
-    tiny_checkpoint, caplog, path, body, param
-):
+LONG: list[tuple[str, dict[str, Any], str | None]] = [
+    (*_grammar("regex", "(" * 250_000), "structured_outputs.regex"),
+    (*_grammar("grammar", "start: " + "a" * 250_000), "structured_outputs.grammar"),
+    (*_grammar("json", {"type": "a" * 250_000}), "structured_outputs.json"),
+    (
+        *_grammar("json", {"properties": {"a" * 9999: {"type": "strin"}}}),
+        "structured_outputs.json",
+    ),
+    (PATH, {"prompt": "a", "b" * 10**6: 1}, "b" * 253 + "..."),
+    ("/prefix_cache/resize", {"num_blocks": 10**4000}, "num_blocks"),
+    ("/sleep", {"level": 10**4000}, "level"),
+    ("/update_weights_from_disk", {"model_path": "a" * 4096}, "model_path"),
+    ("/" + "a" * 50_000, {}, None),
+]
+
+
+async def test_neither_an_error_nor_the_log_quotes_more_than_a_little(tiny_checkpoint, caplog):
     caplog.set_level(logging.DEBUG, logger="prefixcache")
     async with served_folder(tiny_checkpoint(), served={"strict": True}) as (client, _):
-        caplog.clear()
-        answer = await client.post(path, json=body)
-    assert answer.status_code in (400, 404)
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert len(error["message"]) <= 2000
-    lines = [record.getMessage() for record in caplog.records if record.name != "httpx"]
-    assert lines
-    assert all(len(line) < 1200 for line in lines)
+        for path, body, param in LONG:
+            caplog.clear()
+            answer = await client.post(path, json=body)
+            assert answer.status_code in (400, 404)
+            error = answer.json()["error"]
+            assert error["param"] == param
+            assert len(error["message"]) <= 2000
+            lines = [record.getMessage() for record in caplog.records if record.name != "httpx"]
+            assert lines
+            assert all(len(line) < 1200 for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -307,22 +304,21 @@ async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_give
         assert (await ask(79)).status_code == 200  # nothing counts any more, nor what was void
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
-async def test_probes_need_no_key_and_no_body(tiny_checkpoint, path):
+async def test_probes_need_no_key_and_no_body(tiny_checkpoint):
+    paths = ("/health", "/ping", "/ready")
     async with served_folder(tiny_checkpoint(), access={"rules": KEYS}) as (client, engine):
-        for method in ("GET", "HEAD"):
-            response = await client.request(method, path)
-            assert (response.status_code, response.content) == (200, b"")
+        for path in paths:
+            for method in ("GET", "HEAD"):
+                response = await client.request(method, path)
+                assert (response.status_code, response.content) == (200, b"")
         await engine.run(lambda control: control.pause())
-        paused = await client.get(path)
+        paused = [await client.get(path) for path in paths]
         await engine.run(lambda control: control.resume())
         await engine.run(lambda control: control.sleep(1))
-        asleep = await client.get(path)
-    expected = 503 if path == "/ready" else 200
-    assert [paused.status_code, asleep.status_code] == [expected] * 2
-    if path == "/ready":
-        codes = [answer.json()["error"]["code"] for answer in (paused, asleep)]
-        assert codes == ["engine_paused", "engine_asleep"]
+        asleep = [await client.get(path) for path in paths]
+    for replies, code in ((paused, "engine_paused"), (asleep, "engine_asleep")):
+        assert [reply.status_code for reply in replies] == [200, 200, 503]
+        assert replies[-1].json()["error"]["code"] == code
 
 
 async def test_server_info_is_the_administrators_and_shows_no_secrets(tiny_checkpoint):

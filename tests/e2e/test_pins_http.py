@@ -64,17 +64,3 @@ async def test_what_windows_lost_is_counted(tiny_checkpoint: Callable[..., Path]
         page = (await client.get("/metrics")).text
     assert hits == [0, 0, 96]
     assert stats["window_missed_tokens"] == metric(page, "window_missed_tokens_total") == 96
-
-
-async def test_nothing_stays_pinned_by_other_weights(tiny_checkpoint: Callable[..., Path]) -> None:
-    folder, other = tiny_checkpoint("gemma3"), tiny_checkpoint("gemma3", seed=1)
-    async with served_folder(folder, pin_swa_tokens=True, **FLAGS) as (client, _):
-        old = await ask(client, PROMPT)
-        body = {"model_path": str(other)}
-        assert (await client.post("/update_weights_from_disk", json=body)).status_code == 200
-        new = await ask(client, PROMPT)
-        for number in range(3):
-            await ask(client, OTHERS[number], max_tokens=1)
-        again = await ask(client, PROMPT)
-    assert (cached(new), cached(again)) == (0, KEPT)
-    assert old["choices"] != new["choices"] == again["choices"]

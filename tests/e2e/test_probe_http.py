@@ -13,7 +13,7 @@ from serving import MODEL, served_folder
 
 PROBE = "/prefix_cache/probe"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES = "/v1/responses"
 PROMPT = list(range(10, 90))
 TEXT = "The same question asked twice is answered from the blocks that are there, so ask."
 CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "temperature": 0}
@@ -84,47 +84,32 @@ async def test_a_threshold_is_met_by_what_was_probed(client: httpx.AsyncClient) 
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+# Each is refused by another check: of fields, options, lengths and items, in every API.
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    *(
-        (path, {**good, name: value})
-        for path, good in ((COMPLETIONS, body(TEXT)), (CHAT, CHATTED))
-        for name, value in (
-            ("model", "another"),
-            ("temperature", -1),
-            ("top_p", 2),
-            ("cache_salt", 5),
-            ("cache_read", "yes"),
-            ("cache_hit_threshold", 1.5),
-            ("max_tokens", 10**6),
-            ("stop_token_ids", [10**6]),
-            ("logit_bias", {"1000000": 1}),
-            ("stream_options", {}),
-            ("guided_regex", "("),
-            ("priority", "high"),
-        )
-    ),
-    (COMPLETIONS, body([])),
+    (COMPLETIONS, body(TEXT, model="another")),
+    (COMPLETIONS, body(TEXT, cache_salt=5)),
+    (COMPLETIONS, body(TEXT, max_tokens=10**6)),
+    (COMPLETIONS, body(TEXT, guided_regex="(")),
     (COMPLETIONS, body([[]])),
     (COMPLETIONS, body([1, 10**6])),
     (COMPLETIONS, body(list(range(200)) * 3)),
     (COMPLETIONS, {"model": MODEL}),
+    (CHAT, {**CHATTED, "logit_bias": {"1000000": 1}}),
+    (CHAT, {**CHATTED, "cache_hit_threshold": 1.5}),
     (CHAT, {"messages": []}),
-    (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}),
-    (CHAT, {**CHATTED, "max_completion_tokens": -1}),
     (RESPONSES, {"input": 7}),
-    (RESPONSES, {"input": TEXT, "max_output_tokens": -1}),
     (RESPONSES, {"input": TEXT, "previous_response_id": "resp_x"}),
     (RESPONSES, {"input": TEXT, "tools": [{"type": "function", "name": "no name"}]}),
 ]
 
 
-@pytest.mark.parametrize(("path", "fields"), WRONG)
-async def test_a_wrong_body_gets_the_endpoints_own_error(client, path, fields):
-    probed = await client.post(PROBE, json=fields)
-    expected = await client.post(path, json=fields)
-    assert expected.status_code in (400, 404)
-    assert (probed.status_code, probed.json()) == (expected.status_code, expected.json())
+async def test_a_wrong_body_gets_the_endpoints_own_error(client: httpx.AsyncClient) -> None:
+    for path, fields in WRONG:
+        probed = await client.post(PROBE, json=fields)
+        expected = await client.post(path, json=fields)
+        assert expected.status_code in (400, 404), fields
+        assert (probed.status_code, probed.json()) == (expected.status_code, expected.json())
 
 
 async def test_an_engine_that_sleeps_or_is_gone_says_so(tiny_checkpoint):
@@ -136,9 +121,3 @@ async def test_an_engine_that_sleeps_or_is_gone_says_so(tiny_checkpoint):
         engine.close()
         gone = await client.post(PROBE, json=body(PROMPT))
     assert (asleep.status_code, gone.status_code) == (503, 503)
-
-
-async def test_with_the_cache_off_nothing_is_cached(tiny_checkpoint: Callable[..., Path]) -> None:
-    async with served_folder(tiny_checkpoint(), enable_prefix_caching=False) as (client, _):
-        await usage(client, COMPLETIONS, body(PROMPT))
-        assert await counts(client, body(PROMPT)) == (80, 0)

@@ -88,11 +88,11 @@ BOTH = [
     ("logit_bias", {"-1": 1}, "383"),
     ("logit_bias", {"x": 1}, "token ids"),
     ("logit_bias", {"5": "x"}, "number"),
-    ("logit_bias", [1], "dict"),
+    ("logit_bias", [1], "object"),
     ("stream", "yes", "bool"),
     ("stream", 1, "bool"),
     ("stream_options", {"include_usage": True}, "stream"),
-    ("stream_options", 1, "StreamOptions"),
+    ("stream_options", 1, "object"),
     ("ignore_eos", 0, "bool"),
     ("prompt_logprobs", -1, "0"),
     ("prompt_logprobs", 21, "20"),
@@ -155,7 +155,7 @@ OF_CHAT = [
     ("functions", [{}], "not supported"),
     ("modalities", ["text", "audio"], "not supported"),
     ("chat_template", "{{ 1 }}", "not supported"),
-    ("chat_template_kwargs", 1, "dict"),
+    ("chat_template_kwargs", 1, "object"),
 ]
 
 

@@ -98,15 +98,6 @@ async def test_a_crowd_computes_its_prefix_once(tiny_checkpoint: Callable[..., P
     assert alone.answers == shared.answers
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "mistral-window"])
-async def test_a_crowd_computes_its_prefix_once_whatever_the_windows(tiny_checkpoint, architecture):
-    """Chunks of 256: the first request is past the prefix before the last may start."""
-    folder = tiny_checkpoint(architecture, max_position_embeddings=2048)
-    shared = await run_crowd(folder, max_num_batched_tokens=256)
-    assert shared.computed == PREFIX + CROWD * (TAIL + ANSWER - 1)
-    assert sorted(shared.cached) == [0] + [PREFIX] * (CROWD - 1)
-
-
 @pytest.mark.parametrize("merge", [True, False])
 async def test_equal_answers_merge_their_blocks_between_steps(tiny_checkpoint, merge):
     """Four equal requests decode side by side: with merging they hold one copy of full blocks."""

@@ -131,16 +131,6 @@ async def test_a_stream_ends_with_an_error_that_says_why(server, folders):
     assert stats["blocks_in_use"] == 0
 
 
-async def test_a_stream_that_is_kept_goes_on(server: Server, folders: tuple[Path, Path]) -> None:
-    task = await server.in_flight(stream=True)
-    await server.post(
-        "/update_weights_from_disk", json={"model_path": str(folders[1]), "mode": "keep"}
-    )
-    text = (await server.resumed(task)).text
-    assert '"finish_reason":"length"' in text
-    assert "error" not in text
-
-
 @pytest.mark.parametrize("field", [{"mode": "abort"}, {"abort_all_requests": True}])
 async def test_aborted_answers_say_so(server, folders, field):
     task = await server.in_flight()
@@ -182,81 +172,34 @@ async def test_sleep_and_wake_up(server: Server, options: dict[str, Any]) -> Non
     assert (await server.get("/prefix_cache/stats"))["hit_tokens"] == 0
 
 
-async def test_an_answer_sleeps_through_and_ends_as_if_nothing_had_been(server: Server) -> None:
-    alone = await server.text(max_tokens=400)
-    await server.post("/reset_prefix_cache")
-    task = await server.in_flight(stream=True)
-    await server.post("/sleep")
-    await server.post("/wake_up")
-    lines = (await server.resumed(task)).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone
+UPDATE = "/update_weights_from_disk"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *(("/sleep", {"level": level}, "level") for level in (3, 0, True, "1", 1.5)),
+    *(("/sleep", {"mode": mode}, "mode") for mode in ("keep", 1)),
+    ("/wake_up", {"tags": "weights"}, "tags"),
+    ("/wake_up", {"tags": ["kv"]}, "tags[0]"),
+    ("/pause", {"mode": "wait"}, "mode"),
+    (UPDATE, {}, "model_path"),
+    *((UPDATE, {"model_path": path}, "model_path") for path in (5, "x" * 4097)),
+    (UPDATE, {"model_path": "x", "mode": "swap"}, "mode"),
+    (UPDATE, {"model_path": "x", "mode": "keep", "abort_all_requests": True}, "mode"),
+    (UPDATE, {"model_path": "x", "load_format": "pt"}, "load_format"),
+    *(
+        (UPDATE, {"model_path": "x", "weight_version": tag}, "weight_version")
+        for tag in ("", 7, "a\n", "t" * 257)
+    ),
+    (UPDATE, {"model_path": "x", "flush_cache": False}, "flush_cache"),
+    *((f"/sleep?level={level}", {}, "level") for level in ("one", "3", "")),
+    ("/sleep?mode=keep", {}, "mode"),
+]
 
 
-async def test_paused_requests_wait(server: Server) -> None:
-    await server.post("/pause")
-    assert await server.get("/is_paused") == {"is_paused": True}
-    task = asyncio.create_task(server.ask())
-    while not (metric(await server.page(), "num_requests_waiting") or task.done()):
-        await asyncio.sleep(0)
-    for _ in range(3):  # each is answered by a turn of the loop, which could run a step
-        await server.get("/is_paused")
-    assert server.gate.num_steps == 0
-    assert (await server.resumed(task)).status_code == 200
-    assert await server.get("/is_paused") == {"is_paused": False}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/sleep", {"level": 3}, "level"),
-        ("/sleep", {"level": 0}, "level"),
-        ("/sleep", {"level": True}, "level"),
-        ("/sleep", {"level": "1"}, "level"),
-        ("/sleep", {"level": 1.5}, "level"),
-        ("/sleep", {"mode": "keep"}, "mode"),
-        ("/sleep", {"mode": 1}, "mode"),
-        ("/wake_up", {"tags": "weights"}, "tags"),
-        ("/wake_up", {"tags": ["kv"]}, "tags[0]"),
-        ("/pause", {"mode": "wait"}, "mode"),
-        ("/update_weights_from_disk", {}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": 5}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": "x", "mode": "swap"}, "mode"),
-        (
-            "/update_weights_from_disk",
-            {"model_path": "x", "mode": "keep", "abort_all_requests": True},
-            "mode",
-        ),
-        ("/update_weights_from_disk", {"model_path": "x" * 4097}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": "x", "load_format": "pt"}, "load_format"),
-        ("/update_weights_from_disk", {"model_path": "x", "weight_version": ""}, "weight_version"),
-        ("/update_weights_from_disk", {"model_path": "x", "weight_version": 7}, "weight_version"),
-        (
-            "/update_weights_from_disk",
-            {"model_path": "x", "weight_version": "a\n"},
-            "weight_version",
-        ),
-        (
-            "/update_weights_from_disk",
-            {"model_path": "x", "weight_version": "t" * 257},
-            "weight_version",
-        ),
-        ("/update_weights_from_disk", {"model_path": "x", "flush_cache": False}, "flush_cache"),
-    ],
-)
-async def test_wrong_options_are_named(server, path, body, param):
-    error = error_of(await server.post(path, json=body), 400)
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+async def test_wrong_options_are_named(server: Server) -> None:
+    for path, body, param in WRONG:
+        error = error_of(await server.post(path, **({"json": body} if body else {})), 400)
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), path
     assert await server.get("/is_sleeping") == {"is_sleeping": False}
     assert (await server.get("/prefix_cache/stats"))["weight_version"] == 0
-
-
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [("level=one", "level"), ("level=3", "level"), ("level=", "level"), ("mode=keep", "mode")],
-)
-async def test_wrong_queries_are_named(server: Server, query: str, param: str) -> None:
-    assert error_of(await server.post(f"/sleep?{query}"), 400)["param"] == param
 
 
 async def test_a_body_that_is_no_json_is_refused(server: Server) -> None:

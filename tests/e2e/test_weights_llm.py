@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from prefixcache import LLM, SamplingParams
@@ -94,47 +93,3 @@ def test_the_way_of_reinforcement_learning(folders: tuple[Path, Path]) -> None:
     assert llm.control.is_sleeping
     llm.control.wake_up(tags=["kv_cache"])
     assert answer(llm) == answer(make_llm(folders[1]))
-
-
-def test_pause_and_resume(folders: tuple[Path, Path]) -> None:
-    llm = make_llm(folders[0])
-    llm.control.pause()
-    with pytest.raises(EngineHaltedError, match="resume"):
-        answer(llm)
-    llm.control.resume()
-    assert len(answer(llm)) == 12
-
-
-def test_a_wrong_folder_changes_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    llm = make_llm(folders[0])
-    first = answer(llm)
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(InvalidRequestError) as caught:
-            llm.control.update_weights_from_disk(str(path))
-        assert caught.value.param == "model_path"
-    assert cached(llm) > 0
-    assert answer(llm) == first
-
-
-def test_types_are_converted(tiny_checkpoint: Checkpoint) -> None:
-    llm = make_llm(tiny_checkpoint("smollm2"))
-    half = tiny_checkpoint("smollm2", seed=9, dtype=torch.bfloat16)
-    llm.control.update_weights_from_disk(str(half))
-    assert answer(llm) == answer(make_llm(half))
-
-
-def test_the_cache_in_numbers(folders: tuple[Path, Path]) -> None:
-    llm = make_llm(folders[0])
-    answer(llm)
-    answer(llm)
-    stats = llm.control.prefix_cache_stats()
-    assert (stats.queries, stats.hits, stats.queried_tokens, stats.hit_tokens) == (2, 1, 80, 32)
-    assert stats.recent_hit_ratio == pytest.approx(0.4)
-    off = LLM(
-        str(folders[0]), dtype="float32", device="cpu", num_blocks=65, enable_prefix_caching=False
-    )
-    answer(off)
-    answer(off)
-    stats = off.control.prefix_cache_stats()
-    assert not stats.enabled
-    assert (stats.queries, stats.hit_tokens, stats.cached_blocks, stats.recent_queries) == (0,) * 4

@@ -37,6 +37,7 @@ CASES = [
     pytest.param(spec, id=name, marks=[pytest.mark.jit] if name in COMPILED else [])
     for name, spec in SPECS.items()
 ]
+INVARIANT = pytest.mark.parametrize("invariant", [False, True])
 LENGTHS = ((700, 1), (33, 1), (15, 1), (0, 130), (250, 77), (16, 1))
 
 
@@ -86,17 +87,18 @@ def inputs(spec: AttentionSpec, rows: int, num_pages: int, device: torch.device)
     return pool, noise(rows, spec.num_heads, spec.head_dim), key, value
 
 
-def made(spec: AttentionSpec, mode: str, device: torch.device) -> FlashInferAttention:
-    return _made([spec], mode, device)[0]
+def made(spec: AttentionSpec, invariant: bool, device: torch.device) -> FlashInferAttention:
+    return _made([spec], invariant, device)[0]
 
 
-def _made(specs: list[AttentionSpec], mode: str, device: torch.device) -> list[FlashInferAttention]:
+def _made(
+    specs: list[AttentionSpec], invariant: bool, device: torch.device
+) -> list[FlashInferAttention]:
     return make_flashinfer(
         specs,
         dtype=torch.bfloat16,
         device=device,
-        invariance="unified" if mode == "packed" else mode,
-        packs_heads=mode == "packed",
+        batch_invariant=invariant,
     )
 
 
@@ -110,14 +112,14 @@ def reference(spec: AttentionSpec, device: torch.device) -> FlashInferAttention:
     )
 
 
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+@INVARIANT
 @pytest.mark.parametrize("spec", CASES)
-def test_kernels_compute_what_their_reference_does(spec, mode, device) -> None:
+def test_kernels_compute_what_their_reference_does(spec, invariant, device) -> None:
     batch, num_pages = step(LENGTHS, device, spec.sliding_window)
     pool, q, k, v = inputs(spec, len(batch.slot_mapping), num_pages, device)
     results = []
     for attention in (
-        made(spec, mode, device),
+        made(spec, invariant, device),
         reference(spec, device),
     ):
         own = pool.clone()
@@ -129,10 +131,10 @@ def test_kernels_compute_what_their_reference_does(spec, mode, device) -> None:
     torch.testing.assert_close(ours, plain, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
+@INVARIANT
 @pytest.mark.parametrize("spec", [CASES[0], pytest.param(SPECS["window"], marks=pytest.mark.jit)])
-def test_a_replayed_graph_computes_what_a_plain_step_does(spec, mode, device) -> None:
-    attention = made(spec, mode, device)
+def test_a_replayed_graph_computes_what_a_plain_step_does(spec, invariant, device) -> None:
+    attention = made(spec, invariant, device)
     batch, num_pages = step(((700, 1), (33, 1), (15, 1)), device, spec.sliding_window)
     pool, q, k, v = inputs(spec, 4, num_pages, device)
     attention.bind([pool])
@@ -150,15 +152,14 @@ def test_a_replayed_graph_computes_what_a_plain_step_does(spec, mode, device) ->
     attention.plan_graph(batch, 4)
     replay()
     torch.testing.assert_close(out[:3], plain, atol=0.02, rtol=0.02)
-    if mode != "off":
+    if attention.batch_invariant:
         assert torch.equal(out[:3], plain)
 
 
-@pytest.mark.parametrize("mode", ["unified", "packed"])
 @pytest.mark.parametrize("spec", CASES)
-def test_bits_depend_on_neither_chunks_nor_batch(spec, mode, device) -> None:
+def test_bits_depend_on_neither_chunks_nor_batch(spec, device) -> None:
     """One prompt of 300 rows: whole, in chunks, with others, its last row as a decode."""
-    attention = made(spec, mode, device)
+    attention = made(spec, invariant=True, device=device)
     if not attention.batch_invariant:
         pytest.skip("needs a Hopper device")
     _, q, k, v = inputs(spec, 300, 1, device)
@@ -187,19 +188,19 @@ def _computed(attention, spec, q, k, v, chunks, device) -> torch.Tensor:
 
 
 @pytest.mark.jit
-@pytest.mark.parametrize("mode", ["off", "split", "unified", "packed"])
-def test_groups_that_share_memory_compute_what_each_does_alone(mode, device) -> None:
+@INVARIANT
+def test_groups_that_share_memory_compute_what_each_does_alone(invariant, device) -> None:
     """All are planned before the first one runs; a mixed step, then decodes from a graph."""
     full, window = SPECS["group 2"], SPECS["window"]
     specs = [full, window, dataclasses.replace(window, sliding_window=90), window, full]
-    together = _made(specs, mode, device)
+    together = _made(specs, invariant, device)
     for lengths, size in ((LENGTHS, None), (LENGTHS[:3], 4)):
         rows = size or sum(count for _, count in lengths)
         expected = []
         for seed, (spec, attention) in enumerate(zip(specs, together, strict=True)):
             batch, num_pages = step(lengths, device, spec.sliding_window, seed)
             pool, *qkv = inputs(spec, rows, num_pages, device)
-            alone = made(spec, mode, device)
+            alone = made(spec, invariant, device)
             for one, own in ((attention, pool), (alone, pool.clone())):
                 one.bind([own])
                 if size is None:
@@ -229,7 +230,7 @@ def test_a_model_answers_from_graphs_as_it_does_step_by_step(device) -> None:
     generator = torch.Generator(device).manual_seed(0)
     for slot in model.slots.values():
         slot.write(torch.randn(slot.shape, generator=generator, device=device) * 0.1)
-    make = partial(made, mode="unified", device=device)
+    make = partial(made, invariant=True, device=device)
     prompts = [list(range(3, 60)), list(range(100, 120)), [7, 8, 9]]
     plain = PagedServer(model, make, block_size=PAGE, num_blocks=40)
     capture = CudaCapture(device)

@@ -19,11 +19,9 @@ pytestmark = pytest.mark.jit
 SCRIPT = Path(__file__).with_name("hybrid_answers.py")
 
 
-@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer-packed", "flashinfer-split"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_neither_a_hit_nor_a_chunk_changes_a_bit_of_an_answer(
     tiny_checkpoint: Callable[..., Path],
-    attention: str,
     enforce_eager: bool,
     device: torch.device,
 ) -> None:
@@ -38,7 +36,6 @@ def test_neither_a_hit_nor_a_chunk_changes_a_bit_of_an_answer(
         "device": "cuda",
         "num_blocks": 900,
         "batch_invariant": True,
-        "attention": attention,
         "enforce_eager": enforce_eager,
     }
     done = subprocess.run(

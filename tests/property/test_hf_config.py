@@ -182,6 +182,8 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
     fields = {k: v for k, v in source.items() if v is not None or k in null_is_given}
 
     def whole(family: Family, _given: object) -> Any:
+        if family.model_type == "exaone4" and "layer_types" not in fields:
+            assume(fields.get("sliding_window", ...) is not None)  # it would divide by zero
         try:
             found = AutoConfig.for_model(family.model_type, **fields)
         except Exception as error:

@@ -105,12 +105,6 @@ async def test_streams_are_the_lone_answers(serve: Make) -> None:
     assert all(answer[-1].finish_reason == "length" for answer in answers)
 
 
-async def test_wrong_requests_raise_before_the_stream_starts(serve: Make) -> None:
-    served = serve()
-    with pytest.raises(InvalidRequestError, match="at least one token"):
-        served.engine.generate(make_request(prompt=[]))
-
-
 async def test_an_id_in_use_fails_its_own_stream_alone(serve: Make) -> None:
     served = serve()
     served.gate.hold_after()
@@ -202,15 +196,6 @@ async def test_abort_ends_the_stream(serve: Make) -> None:
     assert served.cache.num_free_blocks == served.cache.num_blocks - 1
 
 
-async def test_commands_run_between_steps(serve: Make) -> None:
-    served = serve()
-    await collect(served.engine, make_request("a", range(16)))
-    await served.engine.run(lambda control: control.reset_prefix_cache())
-    outputs = await collect(served.engine, make_request("b", range(17)))
-    assert outputs[0].num_cached_tokens == 0
-    assert served.engine.control.stats()["hits"] == 0
-
-
 def ask(name: str, job: str | None = None) -> Request:
     return dataclasses.replace(make_request(name), job_id=job)
 
@@ -246,13 +231,6 @@ async def test_a_burst_between_two_steps_is_bounded_too(serve: Make) -> None:
     await running
 
 
-async def test_streams_that_nobody_reads_give_their_place_up(serve: Make) -> None:
-    served = serve(max_queue=1)
-    for number in range(5):
-        served.engine.generate(ask(f"dropped {number}"))
-    assert (await collect(served.engine, ask("read")))[-1].finished
-
-
 async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:
     served = serve(max_queue=1, max_num_seqs=1)
     running = await start_held(served)
@@ -263,24 +241,6 @@ async def test_requests_of_a_job_that_waits_join_it(serve: Make) -> None:
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"
     await running
-
-
-async def test_one_job_of_many_requests_takes_turns_with_another(serve: Make) -> None:
-    served = serve(max_num_seqs=2)
-    ended: list[str] = []
-
-    async def run(request: Request) -> None:
-        await collect(served.engine, request)
-        ended.append(request.job)
-
-    await served.engine.run(lambda control: control.pause())
-    large = [asyncio.create_task(run(ask(f"large {n}", "large"))) for n in range(40)]
-    await until(lambda: served.num_waiting == 40)
-    small = asyncio.create_task(run(ask("small")))
-    await until(lambda: served.num_waiting == 41)
-    await served.engine.run(lambda control: control.resume())
-    await asyncio.gather(*large, small)
-    assert ended.index("small") < 4
 
 
 def of_key(name: str, client: str) -> Request:

@@ -131,11 +131,6 @@ def test_hits_that_are_not_reported_are_not_taken_for_none() -> None:
     assert [cell.strip() for cell in rate.split("│")[2:4]] == ["0.0%", "not reported"]
 
 
-def test_the_median_is_taken_field_by_field() -> None:
-    runs = tuple(summarize(Run([record(0.0, ttft)]), {}, None) for ttft in (3.0, 1.0, 2.0))
-    assert Variant("three runs", (), runs).median.ttft_p50 == pytest.approx(2.0)
-
-
 def printed(report: Report) -> str:
     console = Console(width=120, file=io.StringIO())
     with console.capture() as capture:
@@ -238,7 +233,3 @@ def test_the_processor_is_named_with_its_family(tmp_path: Path) -> None:
     cpuinfo.write_text("model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\n\nmodel name: x\n")
     assert machine._cpu_model(cpuinfo) == "AMD EPYC (family 25, model 17)"
     assert machine._cpu_model(tmp_path / "absent")
-
-
-def test_a_missing_package_is_said_to_be_missing() -> None:
-    assert machine._version("no-such-package-here") == "not installed"

@@ -95,12 +95,6 @@ async def test_no_more_run_at_once_than_asked() -> None:
     assert sum(done) == 7
 
 
-async def test_without_a_limit_all_run_at_once() -> None:
-    target = SlowTarget()
-    await driven(target, singles(7))
-    assert target.most == 7
-
-
 async def test_sessions_wait_for_their_arrival() -> None:
     load = LoadConfig(request_rate=100.0)
     begun = asyncio.get_running_loop().time()
@@ -200,14 +194,6 @@ async def test_an_engine_and_its_server_give_the_same_numbers(tiny_checkpoint):
         assert (without.cached_tokens, without.output) == (0, warm.output)
 
 
-@pytest.mark.parametrize("token_ids", [(10**6,), ()])
-async def test_a_refused_request_is_an_error(tiny_checkpoint, token_ids):
-    async with served_folder(tiny_checkpoint()) as (client, _):
-        target = await connect(client)
-        with pytest.raises(RequestFailedError, match="400"):
-            await target.send(prompt_of(token_ids, 2))
-
-
 async def benched(options: BenchOptions, *more: Callable[[str, int], None]) -> Report:
     return await run_bench(options, Work.of(options.asked), "prefixcache bench", *more)
 
@@ -228,20 +214,6 @@ async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., P
     assert (on.median.computed_tokens, on.median.cached_tokens) == (128, 192)
     assert [summary.same_outputs for summary in off.summaries + on.summaries] == [4] * 4
     assert report.settings["through"] == "the engine in process"
-
-
-async def test_sharing_in_flight_is_measured_apart(tiny_checkpoint: Callable[..., Path]) -> None:
-    options = BenchOptions(
-        model=str(tiny_checkpoint()),
-        asked=WORKLOAD,
-        repeats=1,
-        flags=FLAGS,
-        sharing=True,
-    )
-    report = await benched(options)
-    off, alone, sharing = (variant.median for variant in report.variants)
-    assert (off.cached_tokens, sharing.cached_tokens) == (0, 192)
-    assert [off.same_outputs, alone.same_outputs, sharing.same_outputs] == [4] * 3
 
 
 async def test_a_running_server_is_measured_with_and_without_its_cache(tiny_checkpoint):

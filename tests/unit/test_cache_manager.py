@@ -27,44 +27,6 @@ def started(cache: CacheManager, name: str, length: int, salt: str | None = None
     return name
 
 
-def test_blocks_are_hit_after_they_are_marked_and_not_before() -> None:
-    cache = CacheManager(9, 4)
-    started(cache, "a", 10)
-    assert cache.commit("a", 0, 12, 99) == 0
-    started(cache, "b", 10)
-    assert cache.count_hits("b", 99) == 0
-    cache.mark_filled(["a"], [10])
-    assert cache.count_hits("b", 99) == 8
-    assert cache.commit("b", 8, 4, 99) == 8
-    assert cache.num_free_blocks == cache.num_blocks - 5
-    assert cache.usage == pytest.approx(4 / 8)
-
-
-def test_salts_do_not_share() -> None:
-    cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 8, "x"), 0, 8, 99)
-    cache.mark_filled(["a"], [8])
-    assert cache.count_hits(started(cache, "b", 8, "x"), 99) == 8
-    assert cache.count_hits(started(cache, "c", 8, "y"), 99) == 0
-    assert cache.count_hits(started(cache, "d", 8), 99) == 0
-
-
-def test_a_commit_that_does_not_fit_changes_nothing() -> None:
-    cache = CacheManager(4, 4)
-    started(cache, "a", 16)
-    assert cache.commit("a", 0, 16, 99) is None
-    assert cache.num_free_blocks == 3
-    assert cache.commit("a", 0, 12, 99) == 0
-
-
-def test_slots_go_to_the_leading_requests() -> None:
-    cache = CacheManager(4, 4)
-    for name in "abc":
-        cache.commit(started(cache, name, 4), 0, 4, 99) if name != "c" else None
-    assert cache.ensure_slots([("a", 8), ("b", 8)]) == 1
-    assert cache.ensure_slots([]) == 0
-
-
 def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
     cache = CacheManager(9, 4)
     cache.commit(started(cache, "a", 8), 0, 8, 99)
@@ -98,15 +60,6 @@ def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
     assert cache.count_hits("b", 15) == 0
     shorter = Request(request_id="c", prompt_token_ids=list(range(16)), params=SamplingParams())
     assert (cache.probe(request), cache.probe(shorter)) == (16, 0)
-
-
-def test_reset_forgets_every_prefix() -> None:
-    cache = CacheManager(9, 4)
-    cache.commit(started(cache, "a", 8), 0, 8, 99)
-    cache.mark_filled(["a"], [8])
-    cache.reset()
-    assert cache.count_hits(started(cache, "b", 8), 99) == 0
-    assert cache.stats()["cached_blocks"] == 0
 
 
 def test_fill_writes_pages_and_slots() -> None:

@@ -19,10 +19,19 @@ from repeatable import bounded
 
 FAMILIES = [
     *("smollm2", "qwen2", "qwen3", "llama3", "mistral", "mistral-named", "ministral3"),
-    *("phi4-mini", "phi4-mini-own", "granite3"),
+    *("phi4-mini", "phi4-mini-own", "granite3", "apriel", "exaone4", "deepseek-v3"),
+    "deepseek-v31",
 ]
 ANY_FAMILY = [*FAMILIES, "lfm2", "olmo3", "qwen3-coder", "seed-oss", "gemma4"]
+THOUGHT, STEPS = "Here is my thought process:", "Here are my reasoning steps:"
 TAGS = {"qwen3": ("<think>\n", "\n</think>\n\n"), "ministral3": ("[THINK]", "[/THINK]")}
+LISTS = {
+    "mistral": ("[TOOL_CALLS] ", ""),
+    "phi4-mini": ("<|tool_call|>", "<|/tool_call|>"),
+    "phi4-mini-own": ("<|tool_call|>", "<|/tool_call|>"),
+    "granite3": ("<|tool_call|>", ""),
+    "apriel": ("\n<tool_calls>", "</tool_calls>"),
+}
 NAMES = st.sampled_from([tool["function"]["name"] for tool in TOOLS])
 # Text that is made of the very pieces that parsers look for.
 NOISE = st.lists(
@@ -34,7 +43,21 @@ NOISE = st.lists(
             *("[THINK]", "[/THINK]", "<|tool_call|>", "<|/tool_call|>", "<|tool_call_start|>"),
             *("<|tool_call_end|>", "<function_calls>", "</function_calls>", "(", ")", "city="),
             *("'", "\\u00e9", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
-            *("<seed:tool_call>", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>"),
+            *(
+                "<seed:tool_call>",
+                "<|tool_call>",
+                "call:f{",
+                '<|"|>',
+                "<tool_call|>",
+                "<tool_calls>",
+            ),
+            *(
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁call▁begin｜>",
+                "function<｜tool▁sep｜>",
+                "```json",
+            ),
+            *("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
         ]
     ),
     max_size=24,
@@ -78,18 +101,29 @@ def written(family: str, content: str, calls: list[tuple[str, dict]]) -> str:
         return content
     if family == "llama3":
         return f"{content}<|python_tag|>" + "; ".join(objects)
-    if family == "mistral":
-        return f"{content}[TOOL_CALLS] [{', '.join(objects)}]"
-    if family.startswith("phi4"):
-        return f"{content}<|tool_call|>[{', '.join(objects)}]<|/tool_call|>"
-    if family == "granite3":
-        return f"{content}<|tool_call|>[{', '.join(objects)}]"
+    if family in LISTS:
+        opening, closing = LISTS[family]
+        return f"{content}{opening}[{', '.join(objects)}]{closing}"
+    if family == "exaone4":
+        return f"{content}\n" + "\n".join(f"<tool_call>{one}</tool_call>" for one in objects)
+    if family.startswith("deepseek"):
+        return f"{content}<｜tool▁calls▁begin｜>{deepseek(family, calls)}<｜tool▁calls▁end｜>"
     if family in ("mistral-named", "ministral3"):
         parts = [f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls]
         return content + "".join(parts)
     if family == "smollm2":
         return f"{content}\n<tool_call>[\n" + ",\n".join(objects) + "\n]</tool_call>"
     return f"{content}\n" + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+def deepseek(family: str, calls: list[tuple[str, dict]]) -> str:
+    written = [(name, json.dumps(given)) for name, given in calls]
+    if family == "deepseek-v31":
+        parts = [f"{name}<｜tool▁sep｜>{given}" for name, given in written]
+    else:
+        parts = [f"function<｜tool▁sep｜>{name}\n```json\n{given}\n```" for name, given in written]
+    between = "" if family == "deepseek-v31" else "\n"
+    return between.join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
 
 
 @pytest.mark.parametrize("family", ANY_FAMILY)
@@ -141,6 +175,14 @@ def test_a_cut_answer_tells_what_there_is_of_its_last_call(calls, places, data):
         ("qwen2", "Use <tool_call> for calls.", "Use <tool_call> for calls.", []),
         ("smollm2", "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
         ("smollm2", "a < b <tool", "a < b <tool", []),
+        # Without the word, the block, the end; what follows is content.
+        (
+            "deepseek-v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f\n{}<｜tool▁call▁begin｜>so",
+            "<｜tool▁call▁begin｜>so",
+            [("f", "{}")],
+        ),
+        ("deepseek-v3", "<｜tool▁calls▁begin｜>f {}", "<｜tool▁calls▁begin｜>f {}", []),
     ],
 )
 def test_answers_that_are_no_model_of_form(family, text, content, calls):
@@ -160,6 +202,14 @@ def test_answers_that_are_no_model_of_form(family, text, content, calls):
         ("ministral3", {}, "[THINK]hm[/THINK]yes", ("yes", "hm")),
         ("gemma4-thinking", {}, "<|channel>thought\nhm\n<channel|>yes", ("yes", "hm")),
         ("seed-oss", {}, "<seed:think>hm</seed:think>\nyes", ("yes", "hm")),
+        ("reka", {}, "<reasoning>hm</reasoning> yes", ("yes", "hm")),
+        ("granite3.2", {}, f"{THOUGHT}\nhm\nHere is my response:\nyes", ("yes", "hm")),
+        ("granite3.3", {}, "<think>hm</think>\n<response>yes</response>\n", ("yes", "hm")),
+        ("granite3.3", {}, "<think>hm</think>yes</response>", ("yes</response>", "hm")),
+        ("granite3.3", {}, "<response>yes</response>", ("<response>yes</response>", "")),
+        ("qwen3", {}, "<think>hm</think><response>a", ("<response>a", "hm")),
+        ("apriel", {}, f"{STEPS}\nhm\n[BEGIN FINAL RESPONSE]\nyes", ("yes", "hm")),
+        ("apriel", {}, f"{STEPS} hm[BEGIN FINAL RESPONSE]a\n[END FINAL RESPONSE]\n", ("a", "hm")),
     ],
 )
 def test_reasoning_is_separated_from_content(family, options, text, expected):

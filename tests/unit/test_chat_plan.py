@@ -20,6 +20,14 @@ OTHER = '{"name": "get_time", "arguments": {}}'
 HERMES, HERMES_OTHER = (f"<tool_call>\n{one}\n</tool_call>" for one in (CALL, OTHER))
 LLAMA = CALL.replace("arguments", "parameters")
 WRONG = HERMES.replace('"C"', '"K"')
+DEEPSEEK = (
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ARGUMENTS}\n```"
+    "<｜tool▁call▁end｜>"
+)
+
+
+def deepseek(calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
 
 
 class _Source:
@@ -103,6 +111,11 @@ def grammar(family: str, choice: object = None, **options) -> StructuredOutput |
         ("phi4-mini-own", "auto", True, f"Well<|tool_call|>[{CALL}]", False),
         ("granite3", "required", True, f"<|tool_call|>[{CALL}]", True),
         ("granite3", "required", False, f"<|tool_call|>[{CALL}, {OTHER}]", False),
+        ("exaone4", "required", True, HERMES.replace("\n", ""), True),
+        ("exaone4", "required", True, HERMES, False),
+        ("deepseek-v3", "required", True, deepseek(f"{DEEPSEEK}\n{DEEPSEEK}"), True),
+        ("deepseek-v3", "required", False, deepseek(f"{DEEPSEEK}\n{DEEPSEEK}"), False),
+        ("deepseek-v3", "auto", True, f"Well.{deepseek(DEEPSEEK.replace('C', 'K'))}", False),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -214,6 +227,12 @@ def test_a_template_without_tools_is_given_them_as_text():
     assert "<|im_start|>user\n" + "\n".join(results) + "<|im_end|>" in prompt
 
 
+def test_tools_stand_before_the_first_question_where_no_system_message_may():
+    prompt = chat_format("by-turns").plan(HISTORY, tool_use=read_tool_use(TOOLS)).prompt
+    assert prompt.startswith("<|im_start|>user\nYou can call functions.")
+    assert f"{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n<tool_call>[" in prompt
+
+
 @pytest.mark.parametrize(
     ("family", "answer"),
     [
@@ -223,6 +242,15 @@ def test_a_template_without_tools_is_given_them_as_text():
         ("phi4-mini-own", f"<|tool_call|>[{CALL}]<|/tool_call|>"),
         ("granite3", f"<|tool_call|>[{CALL}]"),
         ("nemotron", f"<TOOLCALL>[{CALL}]</TOOLCALL>"),
+        ("apriel", f"<tool_calls>[{CALL}]</tool_calls>"),
+        ("exaone4", f"<tool_call>{CALL}</tool_call>"),
+        ("deepseek-v3", deepseek(DEEPSEEK)),
+        (
+            "deepseek-v31",
+            deepseek(
+                f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+            ),
+        ),
         ("mistral-ids", f"[TOOL_CALLS]get_weather[CALL_ID]aBcDeF123[ARGS]{ARGUMENTS}"),
         ("smollm3-own", HERMES),
         ("lfm2.5-own", "<|tool_call_start|>[get_weather(city='Rome', unit='C')]<|tool_call_end|>"),
@@ -358,13 +386,14 @@ def test_wrong_history_is_named(message, param):
         assert caught.value.param == f"messages[1].{param}"
 
 
-def test_a_form_that_nobody_knows_is_refused_or_named(caplog):
-    unknown = chat_format("unknown")
+@pytest.mark.parametrize("family", ["unknown", "minimax"])
+def test_a_form_that_nobody_knows_is_refused_or_named(caplog, family):
+    unknown = chat_format(family)
     assert "--tool-call-parser" in caplog.text
     with pytest.raises(InvalidRequestError, match="--tool-call-parser"):
         unknown.plan(QUESTION, tool_use=read_tool_use(TOOLS))
     assert unknown.plan(QUESTION, tool_use=read_tool_use(TOOLS, "none")).structured_output is None
-    known = chat_format("unknown", tool_call_parser="hermes")
+    known = chat_format(family, tool_call_parser="hermes")
     assert known.plan(QUESTION, tool_use=read_tool_use(TOOLS)).structured_output is not None
     with pytest.raises(ModelLoadError, match="shows no tools"):
         chat_format("smollm2", tool_call_parser="hermes")

@@ -252,7 +252,9 @@ def test_a_command_line_of_vllm_starts_here(served):
         "--load-format gguf "
         "--served-model-name small other * --api-key secret"
     )
-    config, options = served(*line.split())
+    speculation = ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}']
+    config, options = served(*line.split(), *speculation)
+    assert (config.speculation.source, config.speculation.most) == ("prompt", 3)
     assert (config.model, config.enforce_eager) == ("m.gguf", True)
     assert config.cache.gpu_memory_utilization == 0.85
     assert options.served_model_name == ("small", "other", "*")

@@ -38,59 +38,6 @@ def of(architecture: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf(llama(architectures=[f"{architecture}ForCausalLM"], **changes))
 
 
-def test_sizes_and_defaults() -> None:
-    config = ModelConfig.from_hf(llama())
-    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 4, 2)
-    assert config.head_dim == 16
-    assert config.rope == RopeConfig()
-    assert config.max_context_length == 512
-    assert not config.tie_word_embeddings
-
-
-def test_every_head_has_its_own_kv_head_when_none_is_said() -> None:
-    assert ModelConfig.from_hf(llama(num_key_value_heads=None)).num_kv_heads == 4
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes", "flags"),
-    [
-        ("Llama", {}, (False, False, False, False)),
-        ("Llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
-        ("Mistral", {}, (False, False, False, False)),
-        ("Mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
-        ("Qwen2", {}, (True, False, False, False)),
-        ("Qwen2", {"attention_bias": True, "mlp_bias": True}, (True, False, False, False)),
-        ("Qwen3", {}, (False, False, False, True)),
-        ("Qwen3", {"attention_bias": True}, (True, True, False, True)),
-    ],
-)
-def test_flags_of_each_architecture(architecture, changes, flags):
-    config = of(architecture, **changes)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == flags
-
-
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **_YARN}},
-        {"rope_scaling": {"type": "yarn", **_YARN}, "rope_theta": 5e5},
-        {"rope_scaling": {"rope_type": "yarn", **_YARN}, "rope_theta": 5e5},
-    ],
-)
-def test_both_spellings_of_rope_mean_the_same(spelling: dict[str, Any]) -> None:
-    config = ModelConfig.from_hf(llama(**spelling))
-    assert config.rope == RopeConfig(theta=5e5, kind="yarn", factor=4.0, original_max_position=512)
-    assert config.max_context_length == 2048
-
-
-def test_linear_scaling_lengthens_the_context() -> None:
-    config = ModelConfig.from_hf(llama(rope_scaling={"type": "linear", "factor": 2.0}))
-    assert config.max_context_length == 1024
-
-
 def test_llama3_scaling_is_already_in_the_context_length() -> None:
     scaling = {
         "rope_type": "llama3",
@@ -274,35 +221,6 @@ _GEMMA3_4B = {
 }
 
 
-def test_gemma_3_as_it_is_published() -> None:
-    config = ModelConfig.from_hf(_GEMMA3_1B)
-    assert config == ModelConfig(
-        architecture="Gemma3ForCausalLM",
-        vocab_size=262144,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_layers=26,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=256,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e6),
-        local_rope=RopeConfig(theta=1e4),
-        qk_norm=True,
-        layer_windows=((512,) * 5 + (None,)) * 4 + (512,) * 2,
-        norm_offset=1.0,
-        sandwich_norms=True,
-        activation="gelu_tanh",
-        embedding_scale=1152**0.5,
-        attention_scale=1 / 16,
-        tie_word_embeddings=True,
-        checkpoint_dtype="bfloat16",
-        bos_token_id=2,
-        eos_token_ids=(1, 106),
-    )
-
-
 def test_the_text_part_of_a_model_that_sees_images() -> None:
     config = ModelConfig.from_hf(_GEMMA3_4B)
     assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
@@ -324,14 +242,6 @@ def test_gemma_3_as_transformers_writes_it_again(published):
     found = ModelConfig.from_hf(published)
     again = ModelConfig.from_hf(json.loads(written))
     assert dataclasses.replace(again, bos_token_id=found.bos_token_id) == found
-
-
-@pytest.mark.parametrize("window", [512, 4096, None])
-def test_a_gemma_of_short_context_keeps_the_rope_of_its_windows(window: int | None) -> None:
-    said = {} if window == 4096 else {"sliding_window": window}
-    types = {"layer_types": ["sliding_attention" if window else "full_attention"] * 2}
-    config = of("Gemma3", **said, **types)
-    assert config.layer_windows == ((window, window) if window else ())
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_the_command_names_the_formats_there_are() -> None:
         ([], "--quantize or --dequantize is needed"),
         (
             ["--quantize", "q8_0", "--dequantize", "float32"],
-            "--quantize or --dequantize is needed",
+            "--quantize excludes --dequantize",
         ),
         (["--quantize", "q4_k_m"], "--quantize must be one of q8_0, q4_0, .*got 'q4_k_m'.*GGUF"),
         (["--quantize", "q8_0", "--output", "."], "--output .* is there already"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import re
 import subprocess
 import sys
 import threading
@@ -80,15 +79,6 @@ def test_wrong_types_of_a_cache() -> None:
     for arguments in [("8",), (8.0,), (None,), (8, "16")]:
         with pytest.raises(TypeError, match=r"num_blocks|block_size"):
             PrefixCache(*arguments)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-def test_every_allowed_block_size(size: int) -> None:
-    cache = PrefixCache(4, size)
-    sequence = cache.new_sequence(range(size * 2))
-    assert cache.commit_prefix_plan(sequence, 0, size * 2) == 0
-    cache.mark_blocks_filled([sequence], [size * 2])
-    assert cache.probe(cache.compute_block_hashes(range(size * 2 + 1))) == size * 2
 
 
 TOKENS = [5, 0, 2**31 - 1, 7, 9]
@@ -178,19 +168,6 @@ def token_calls(cache: PrefixCache) -> list[Callable[[Any], Any]]:
     ]
 
 
-def test_scopes_differ(cache: PrefixCache) -> None:
-    scopes: list[dict[str, str]] = [
-        {},
-        {"cache_salt": ""},
-        {"lora": ""},
-        {"cache_salt": "a"},
-        {"lora": "a"},
-        {"cache_salt": "", "lora": ""},
-    ]
-    hashes = {cache.compute_block_hashes(range(4), **one).to_bytes(0) for one in scopes}
-    assert len(hashes) == len(scopes)
-
-
 def test_wrong_scopes(cache: PrefixCache) -> None:
     with pytest.raises(TypeError, match="cache_salt"):
         cache.new_sequence([], cache_salt=3)  # type: ignore[arg-type]
@@ -219,34 +196,6 @@ def test_plans(cache: PrefixCache, hits: int, count: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         cache.commit_prefix_plan(sequence, hits, count)
     assert state(cache) == before
-
-
-def test_more_than_the_pool(cache: PrefixCache) -> None:
-    sequence = cache.new_sequence(range(10))
-    before = state(cache)
-    assert cache.commit_prefix_plan(sequence, 0, 16 * 4 + 1) is None
-    assert state(cache) == before
-    assert cache.commit_prefix_plan(sequence, 0, 16 * 4) == 0
-    full = state(cache)
-    assert cache.append_slots([sequence], [1]) == 0
-    assert state(cache) == full
-
-
-def test_hits_that_are_not_there_are_not_taken(cache: PrefixCache) -> None:
-    sequence = cache.new_sequence(range(10))
-    assert cache.commit_prefix_plan(sequence, 8, 2) == 0
-    assert sequence.num_slots == 2
-
-
-def test_a_fully_cached_prompt_can_be_committed(cache: PrefixCache) -> None:
-    first = committed(cache, 8)
-    cache.mark_blocks_filled([first], [8])
-    cache.release([first])
-    second = cache.new_sequence(range(8))
-    assert cache.count_prefix_hits(second) == 8
-    assert cache.commit_prefix_plan(second, 8, 0) == 8
-    cache.release([second])
-    assert cache.commit_prefix_plan(second, 4, 4) == 4
 
 
 def batch_calls(cache: PrefixCache) -> dict[str, Callable[[Any], Any]]:
@@ -297,15 +246,6 @@ def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
     assert state(cache) == before
 
 
-def test_double_release(cache: PrefixCache) -> None:
-    sequence = committed(cache)
-    cache.release([sequence])
-    before = state(cache)
-    with pytest.raises(RuntimeError, match=r"sequences\[0\] holds no blocks"):
-        cache.release([sequence])
-    assert state(cache) == before
-
-
 @pytest.mark.parametrize("counts", [[0], [-1], [2**60], [2**64], [1, 1], [], "1", [1.5], None])
 def test_counts(cache: PrefixCache, counts: Any) -> None:
     sequence = committed(cache)
@@ -353,17 +293,6 @@ def test_duplicates_are_reported_once_and_can_be_swapped(cache: PrefixCache) -> 
     assert cache.num_free_blocks == cache.num_blocks - 1
 
 
-def test_a_shrunk_pool_publishes_nothing_above_its_end(cache: PrefixCache) -> None:
-    sequence = committed(cache)
-    assert cache.resize(3) == 1
-    assert cache.mark_blocks_filled([sequence], [8]) == []
-    assert cache.cached_blocks() == [1, 2]
-    cache.release([sequence])
-    assert cache.num_free_blocks == cache.num_blocks - 1 == 2
-    assert cache.resize(33) == 0
-    assert cache.num_free_blocks == 32
-
-
 @pytest.mark.parametrize("kind", [("sliding_window",), ("sliding_window", 4, 4), 4, None])
 def test_kinds_of_groups_of_the_wrong_type(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"groups\[0\] must be "):
@@ -408,29 +337,6 @@ def test_calls_about_windows(threads: Any) -> None:
     with pytest.raises(ValueError, match="index must be at least 1, the first block held"):
         cache.replace_block(sequence, 1, 0, 3)
     cache.validate()
-
-
-@pytest.mark.parametrize("threads", THREADS)
-def test_a_hit_of_some_groups_only_is_none(threads: Any) -> None:
-    cache = PrefixCache(9, 4, num_groups=2, threads=threads)
-    sequence = committed(cache, 8)
-    assert [sequence.block_table(0), sequence.block_table(1)] == [[1, 2], [3, 4]]
-    cache.mark_blocks_filled([sequence], [8])
-    cache.release([sequence])
-    cache.resize(4)  # block 4, the second of group 1, goes
-    assert cache.count_prefix_hits(sequence) == 4
-    assert cache.commit_prefix_plan(sequence, 8, 0) == 4
-    assert cache.num_free_blocks == 1
-    cache.validate()
-
-
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("kind", [BlockPool, PrefixCache])
-def test_every_number_of_blocks_counts_the_null_block(kind: Any, threads: str) -> None:
-    pool = kind(10, threads=threads)
-    assert (pool.num_blocks, pool.num_free_blocks) == (10, 9)
-    assert pool.resize(8) == 0
-    assert (pool.num_blocks, pool.num_free_blocks) == (8, 7)
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1, 34, 2**24 + 1, 2**64])
@@ -491,24 +397,6 @@ def test_a_resize_during_another_threads_call_is_refused(kind: Any) -> None:
         finally:
             stop.set()
         changing.result()
-
-
-def test_pins_outlast_a_hit(cache: PrefixCache) -> None:
-    sequence = committed(cache)
-    cache.mark_blocks_filled([sequence], [10])
-    cache.release([sequence])
-    assert cache.pin(sequence, 10) == 2
-    assert cache.pin(sequence, 10) == 0
-    assert cache.commit_prefix_plan(sequence, 8, 2) == 8
-    cache.release([sequence])
-    assert cache.free_order()[-2:] == [2, 1]
-    assert cache.demote(2**40) == 2
-    assert cache.unpin(sequence) == 0
-    for bad in (-1, 2**64):
-        with pytest.raises(ValueError, match="count"):
-            cache.demote(bad)
-        with pytest.raises(ValueError, match="num_tokens"):
-            cache.pin(sequence, bad)
 
 
 def buffers(pages: int = 3, tokens: int = 10, sequences: int = 1) -> list[np.ndarray[Any, Any]]:
@@ -711,23 +599,3 @@ def test_hashes_that_a_pool_refuses(pool: BlockPool) -> None:
     pool.register([1], [digest(1)], pool.epoch)
     with pytest.raises(ValueError, match="registered under another hash"):
         pool.register([1], [digest(2)], pool.epoch)
-
-
-def test_a_pool_finds_what_was_registered(pool: BlockPool) -> None:
-    epoch = pool.epoch
-    assert pool.allocate(4) == [1, 2, 3, 4]
-    keys = [digest(1), digest(2)]
-    assert pool.register([1, 2], keys, epoch) == [None, None]
-    assert pool.register([3, 4], keys, epoch) == [1, 2]
-    assert pool.lookup(keys[1]) == 2
-    assert pool.lookup(keys[1], group=7) is None
-    assert pool.commit([*keys, digest(3)], 1) == (2, [1, 2, 5])
-    pool.clear_index()
-    assert pool.lookup(keys[1]) is None
-    assert pool.register([5], keys[:1], epoch) == [None]
-    assert pool.cached_blocks() == []
-
-
-def test_errors_say_what_was_given() -> None:
-    with pytest.raises(ValueError, match=re.escape("from 1 to 256, not 3")):
-        PrefixCache(8, 3)

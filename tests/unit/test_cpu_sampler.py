@@ -289,12 +289,6 @@ def draws(values: Logits, count: int, **params: Any) -> Counter[int | None]:
     return Counter(output.token_id for output in outputs)
 
 
-def test_ties_at_a_cut_are_kept() -> None:
-    values = np.array([3.0, 1.0, 1.0, 1.0, -2.0], np.float32)
-    assert set(draws(values, 2000, top_k=2)) == {0, 1, 2, 3}
-    assert set(draws(values, 2000, top_p=0.85, temperature=1.5)) == {0, 1, 2, 3}
-
-
 def test_a_nucleus_of_flat_logits_has_no_token_too_many() -> None:
     """More of them than are looked at first, each with less of the mass than 1e-5."""
     values = np.random.default_rng(2).permutation(np.linspace(0, 1e-3, 200_000, dtype=np.float32))
@@ -304,13 +298,6 @@ def test_a_nucleus_of_flat_logits_has_no_token_too_many() -> None:
     kept = [token for token in draws(values, 60, top_p=0.3) if token is not None]
     assert min(values[kept]) >= least
     assert max(values[kept]) > least + 1e-4
-
-
-def test_a_bad_word_is_said_where_nothing_else_is_allowed() -> None:
-    only = row(allowed_token_ids=(5,), bad_words_token_ids=((5,),), temperature=0.5)
-    hot = row(allowed_token_ids=(5, 6), bad_words_token_ids=((5,),), temperature=100.0, top_k=1)
-    outputs = OURS.sample(random_logits(random.Random(0), 2, 9), [only, hot])
-    assert [output.token_id for output in outputs] == [5, 6]
 
 
 def test_masks_that_are_late_or_end_leave_the_other_rows_alone() -> None:

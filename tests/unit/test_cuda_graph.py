@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +21,6 @@ from prefixcache.runner.cuda.decoder_model import DecoderModel
 from tape import TapeCapture
 
 TinyCheckpoint = Callable[..., Path]
-
-
-MODES: dict[str, dict[str, Any]] = {
-    **{invariance: {"invariance": invariance} for invariance in ("off", "split", "unified")},
-    "packed": {"invariance": "unified", "packs_heads": True},
-}
 
 
 def load(folder: Path) -> DecoderModel:
@@ -47,8 +40,7 @@ def server(model: DecoderModel, capture: TapeCapture, **options) -> PagedServer:
         dtype=torch.float32,
         device=CPU,
         kernels=capture.kernels,
-        invariance=options.pop("invariance", "off"),
-        packs_heads=options.pop("packs_heads", False),
+        batch_invariant=options.pop("batch_invariant", False),
         workspace_bytes=16,
     )
     return PagedServer(model, attention, capture=capture, **options)
@@ -77,13 +69,13 @@ def test_no_size_holds_more_than_the_largest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mode"),
-    [*(("gemma3", mode) for mode in MODES), ("qwen2", "off"), ("qwen3", "packed")],
+    ("architecture", "invariant"),
+    [("gemma3", False), ("gemma3", True), ("qwen2", False), ("qwen3", True)],
 )
-def test_replays_answer_as_plain_steps_do(tiny_checkpoint, architecture, mode):
+def test_replays_answer_as_plain_steps_do(tiny_checkpoint, architecture, invariant):
     model = load(tiny_checkpoint(architecture))
     capture = TapeCapture()
-    graphs = server(model, capture, **MODES[mode])
+    graphs = server(model, capture, batch_invariant=invariant)
     asked = prompts(5, 19, 33)
     assert graphs.generate(asked, 9) == PagedServer(model).generate(asked, 9)
     assert capture.num_replays >= 7

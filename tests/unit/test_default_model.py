@@ -30,17 +30,6 @@ def folder() -> Path:
     return resolve_model(DEFAULT_MODEL)
 
 
-def test_config(folder: Path) -> None:
-    config = ModelConfig.from_hf(folder)
-    assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
-    assert config.rope.theta == 100_000.0
-    assert config.max_context_length == 8192
-    assert config.rms_norm_eps == 1e-5
-    assert config.eos_token_ids == (2,)
-    assert config.tie_word_embeddings
-
-
 def test_chat_template_is_chatml_with_the_models_own_system_prompt(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rendered = tokenizer.apply_chat_template(

@@ -14,7 +14,7 @@ from fake_engine import IdText, make_engine, make_request
 from fake_runner import answer_alone
 from plain_runner import VOCAB_SIZE, next_token
 from prefixcache.engine.engine import Engine
-from prefixcache.exceptions import EngineDeadError, InvalidRequestError, RequestTooLargeError
+from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
@@ -120,22 +120,6 @@ def test_wrong_requests_are_refused_at_once(wrong: dict[str, Any], message: str)
     assert not engine.has_unfinished()
 
 
-def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
-    engine, _, _ = make_engine()
-    engine.add_request(make_request())
-    with pytest.raises(InvalidRequestError, match="'a' is in use"):
-        engine.add_request(make_request(prompt=[9]))
-    assert tokens_of([output for _ in range(4) for output in engine.step()]) == answer_alone(
-        PROMPT, 4
-    )
-
-
-def test_a_request_too_large_for_the_pool_says_so() -> None:
-    engine, _, _ = make_engine(num_blocks=3)
-    with pytest.raises(RequestTooLargeError, match="needs up to 3 KV cache blocks"):
-        engine.add_request(make_request(max_tokens=8))
-
-
 def test_abort_frees_running_and_waiting_requests() -> None:
     engine, _, cache = make_engine(max_num_seqs=1)
     engine.add_request(make_request("a", max_tokens=50))
@@ -200,14 +184,6 @@ def test_a_failed_step_publishes_nothing() -> None:
     assert run_one(engine)[0].num_cached_tokens == 0
 
 
-def test_requests_that_fail_every_step_do_not_end_the_engine() -> None:
-    engine, runner, _ = make_engine()
-    runner.failures = [RuntimeError("poisoned") for _ in range(9)]
-    for _ in range(9):
-        assert run_one(engine)[-1].error == "RuntimeError, of which the log says more"
-    assert tokens_of(run_one(engine)) == answer_alone(PROMPT, 4)
-
-
 def test_a_device_that_cannot_compute_an_empty_step_ends_the_engine() -> None:
     engine, runner, _ = make_engine()
     runner.lost = RuntimeError("device lost")
@@ -243,26 +219,6 @@ def test_a_request_that_the_cache_refuses_leaves_no_orphan(monkeypatch: pytest.M
         with pytest.raises(OverflowError):
             engine.add_request(make_request())
     assert leaves_nothing(engine, cache)
-
-
-class _NoLastText(IdText):
-    def finish(self) -> str:
-        raise RuntimeError("no such byte")
-
-
-def test_an_aborted_request_whose_text_cannot_end_fails_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine, _, cache = make_engine(make_detokenizer=_NoLastText)
-    engine.add_request(make_request())
-    with caplog.at_level(logging.CRITICAL):
-        (ended,) = engine.abort(["a"])
-    assert (ended.finish_reason, ended.error) == (
-        "error",
-        "RuntimeError, of which the log says more",
-    )
-    assert not engine.has_unfinished()
-    assert cache.num_free_blocks == cache.num_blocks - 1
 
 
 def test_an_answer_that_cannot_begin_again_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -382,14 +338,3 @@ def test_metrics_show_running_and_waiting_requests() -> None:
     assert value("prefixcache:num_requests_running") == 1
     assert value("prefixcache:num_requests_waiting") == 1
     assert value("prefixcache:kv_cache_usage_perc") == pytest.approx(0.2)
-
-
-def test_reset_prefix_cache_forgets_and_running_requests_go_on() -> None:
-    engine, _, cache = make_engine()
-    engine.add_request(make_request("a", range(16), max_tokens=8))
-    first = tokens_of(engine.step())
-    engine.control.reset_prefix_cache()
-    outputs = run(engine, make_request("b", range(17), max_tokens=2))
-    assert outputs["b"][0].num_cached_tokens == 0
-    assert first + tokens_of(outputs["a"]) == answer_alone(range(16), 8)
-    assert cache.num_free_blocks == cache.num_blocks - 1

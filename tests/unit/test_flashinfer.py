@@ -47,15 +47,12 @@ TinyCheckpoint = Callable[..., Path]
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 
 
-MODES = ["off", "split", "unified", "packed"]
-OPTIONS = {
-    "packed": {"invariance": "unified", "packs_heads": True},
-    "tensor cores": {"invariance": "off", "tensor_cores": True},
-}
+# With 4 query heads a key-value head, whose decodes go to tensor cores.
+WIDE = dataclasses.replace(SPEC, num_heads=8)
+INVARIANT = pytest.mark.parametrize("invariant", [False, True])
 
 
 def backend(spec: AttentionSpec = SPEC, **options) -> FlashInferAttention:
-    options |= OPTIONS.get(options.get("invariance"), {})
     return FlashInferAttention(
         spec,
         **{"dtype": torch.float32, "device": CPU, "kernels": flashinfer_reference}
@@ -78,29 +75,27 @@ def prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "invariance"),
+    ("architecture", "invariant"),
     [
-        *(("gemma3", mode) for mode in MODES),
-        *(("llama", "off"), ("qwen2", "split"), ("qwen3", "packed")),
-        *(("mistral", "unified"), ("mistral-window", "off")),
+        *(("gemma3", False), ("gemma3", True), ("llama", False), ("qwen3", True)),
+        *(("mistral", True), ("mistral-window", False)),
     ],
 )
-def test_models_answer_as_with_plain_torch_attention(tiny_checkpoint, architecture, invariance):
+def test_models_answer_as_with_plain_torch_attention(tiny_checkpoint, architecture, invariant):
     model = load(tiny_checkpoint(architecture))
     asked = prompts(5, 37, shared=9)
     options = {"temperature": 0.0, "logprobs": 0}
     plain = PagedServer(model)
-    ours = PagedServer(model, partial(backend, invariance=invariance))
+    ours = PagedServer(model, partial(backend, batch_invariant=invariant))
     assert ours.generate(asked, **options) == plain.generate(asked, **options)
     for name, values in plain.logprobs.items():
         assert ours.logprobs[name] == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize("invariance", MODES[1:])
 def test_a_hybrid_models_answers_have_the_same_bits_on_a_hit_and_in_chunks(
-    tiny_checkpoint: TinyCheckpoint, invariance: str
+    tiny_checkpoint: TinyCheckpoint,
 ) -> None:
-    answers = _hybrid_answers(tiny_checkpoint("gemma3"), invariance)
+    answers = _hybrid_answers(tiny_checkpoint("gemma3"))
     assert answers["hit"] == answers["chunks"] == answers["cold"]
 
 
@@ -108,17 +103,17 @@ def test_a_hybrid_models_bits_would_change_were_tables_not_aligned(tiny_checkpoi
     monkeypatch.setattr(
         "prefixcache.runner.cuda.attention.flashinfer_planner.grid_pages", lambda _page_size: 1
     )
-    answers = _hybrid_answers(tiny_checkpoint("gemma3"), "unified")
+    answers = _hybrid_answers(tiny_checkpoint("gemma3"))
     assert answers["hit"] != answers["cold"]
 
 
-def _hybrid_answers(folder: Path, invariance: str) -> dict[str, list[list[float]]]:
+def _hybrid_answers(folder: Path) -> dict[str, list[list[float]]]:
     """Log probabilities of two answers; linears and norms keep their rows' bits too."""
     config = ModelConfig.from_hf(folder)
     make = partial(DecoderModel, config, RowByRow(torch.float32, CPU), config.max_context_length)
     model = load_model(make, config, folder)
     asked = prompts(2, 30, shared=50)
-    make_server = partial(_led_server, model, invariance, num_blocks=300)
+    make_server = partial(_led_server, model, num_blocks=300)
     server, answers = make_server(), {}
     for name in ("cold", "hit"):
         server.generate(asked, 5, logprobs=0)
@@ -151,12 +146,12 @@ class AloneLinear(TorchLinear):
         return torch.cat(rows) if residual_TO is None else residual_TO + torch.cat(rows)
 
 
-def _led_server(model: DecoderModel, invariance: str, **options: int) -> PagedServer:
+def _led_server(model: DecoderModel, **options: int) -> PagedServer:
     """Groups of one window run by the plan of the first of them."""
     leaders: dict[AttentionSpec, FlashInferAttention] = {}
 
     def made(spec: AttentionSpec) -> FlashInferAttention:
-        one = backend(spec, invariance=invariance, leader=leaders.get(spec))
+        one = backend(spec, batch_invariant=True, leader=leaders.get(spec))
         leaders.setdefault(spec, one)
         return one
 
@@ -174,13 +169,11 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(tiny_checkpoint):
     assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
 
 
-@pytest.mark.parametrize(
-    ("invariance", "hopper"), [*((mode, True) for mode in MODES), ("off", False), ("split", False)]
-)
+@pytest.mark.parametrize(("invariant", "hopper"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_graphs_step_computes_what_a_plain_one_does(window, invariance, hopper):
+def test_a_graphs_step_computes_what_a_plain_one_does(window, invariant, hopper):
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5, sliding_window=window)
-    make = partial(backend, spec, invariance=invariance, hopper=hopper)
+    make = partial(backend, spec, batch_invariant=invariant, hopper=hopper)
     sequences = [
         SlowSequence(n, 1, tuple(range(5 * i + 1, 5 * i + 6)), True, (n - 4) // 4 * (window == 5))
         for i, n in enumerate((4, 7, 16))
@@ -199,17 +192,20 @@ def test_a_graphs_step_computes_what_a_plain_one_does(window, invariance, hopper
     graph.plan_graph(batch, 4)
     outputs = graph.run(0, q, k, v)[:3], plain.run(0, q[:3], k[:3], v[:3])
     torch.testing.assert_close(*outputs)
-    assert torch.equal(*outputs) or not graph.decode_matches_prefill
+    assert torch.equal(*outputs) or not invariant
     assert torch.equal(pools[0][1:], pools[1][1:]), "a row that was added wrote to a real block"
     assert not torch.equal(pools[0][0], pools[1][0]), "the added row wrote nothing"
 
 
-GROUPS = (SPEC, *[dataclasses.replace(SPEC, sliding_window=window) for window in (5, 5, 9)])
+WINDOWS = (None, 5, 5, 9)
+GROUPS = [dataclasses.replace(SPEC, sliding_window=window) for window in WINDOWS]
 
 
 @pytest.mark.parametrize(("graph", "hopper"), [(False, False), (True, True)])
-@pytest.mark.parametrize("invariance", [*MODES, "tensor cores"])
-def test_groups_that_share_memory_are_planned_before_any_of_them_runs(invariance, hopper, graph):
+@pytest.mark.parametrize(("invariant", "base"), [(False, SPEC), (False, WIDE), (True, SPEC)])
+def test_groups_that_share_memory_are_planned_before_any_of_them_runs(
+    invariant, base, hopper, graph
+):
     """Each with its window and its own tables; two layers of each, as a model interleaves them."""
     memory = SharedMemory(CPU, 1 << 20)
     starts = (21, 9, 0) if graph else (21, 9)
@@ -218,10 +214,13 @@ def test_groups_that_share_memory_are_planned_before_any_of_them_runs(invariance
     rows = 4 if graph else sum(count for _, count in lengths)
     generator = torch.Generator().manual_seed(4)
     pools = torch.randn(2, 99, 2, 4, 2, 8, generator=generator)
-    q, k, v = torch.randn(2, len(GROUPS), rows, 8, 8, generator=generator).split([4, 2, 2], dim=3)
+    q, k, v = torch.randn(2, len(WINDOWS), rows, base.num_heads + 4, 8, generator=generator).split(
+        [base.num_heads, 2, 2], dim=3
+    )
     free = iter(torch.randperm(98, generator=generator).add(1).tolist())
     shared, alone, leaders = [], [], {}
-    for spec in GROUPS:
+    for window in WINDOWS:
+        spec = dataclasses.replace(base, sliding_window=window)
         sequences = []
         for start, count in lengths:
             behind = start + 1 - spec.sliding_window if spec.sliding_window else 0
@@ -232,7 +231,7 @@ def test_groups_that_share_memory_are_planned_before_any_of_them_runs(invariance
         batch = batch_of(sequences, page_size=4)
         joined = {"memory": memory, "leader": leaders.get(spec)}
         for backends, given in ((shared, joined), (alone, {"workspace_bytes": 1 << 20})):
-            attention = backend(spec, invariance=invariance, hopper=hopper, **given)
+            attention = backend(spec, batch_invariant=invariant, hopper=hopper, **given)
             attention.bind(list(pools.clone()))
             backends.append((attention, batch))
         leaders.setdefault(spec, shared[-1][0])
@@ -299,11 +298,10 @@ def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypa
         AttentionGroup(window, (1,)),
     ]
     options = AttentionOptions(dtype=torch.bfloat16)
-    made = make_attention("flashinfer-packed", groups, options)
+    made = make_attention("flashinfer", groups, options)
     assert [call.args[1] for call in tried.mock_calls] == [full, window]
     assert len({backend.memory for backend in made.backends}) == 1
     assert made.batch_invariant
-    assert made.decode_matches_prefill
     packed, first, second = (backend.planner for backend in made.backends)
     assert first is second
     assert packed._make_decode is not None
@@ -315,16 +313,16 @@ def _reference_kernels(_device: torch.device) -> types.ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("invariance", "heads"),
+    ("invariant", "heads"),
     [
-        *((mode, (28, 4)) for mode in [*MODES, "tensor cores"]),
-        *(("off", (64, 8)), ("packed", (64, 8)), ("off", (4, 1)), ("packed", (1, 1))),
+        *((invariant, heads) for invariant in (False, True) for heads in ((28, 4), (64, 8))),
+        *((False, (4, 1)), (True, (1, 1))),
     ],
 )
-def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) -> None:
+def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariant, heads) -> None:
     """And it is little: models of seven groups have well over a hundred graphs."""
     spec = AttentionSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, scale=0.1)
-    attention = backend(spec, invariance=invariance, workspace_bytes=1 << 30)
+    attention = backend(spec, batch_invariant=invariant, workspace_bytes=1 << 30)
     attention.bind([torch.zeros(2, 2, 4, heads[1], 64)])
     attention.reserve_graphs([1, 8, 512], max_page_indices=2048)
     for size in (1, 8, 512):
@@ -335,28 +333,23 @@ def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariance, heads) ->
 
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(4, 8), (16, 256), (80, 8)])
-@pytest.mark.parametrize("invariance", ["split", "unified"])
-def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(invariance, page_size, head_dim):
+def test_bits_do_not_depend_on_the_pages_left_out_behind_a_window(page_size, head_dim):
     """Each chunk lists other pages: the key tiles must begin at the same tokens all the same."""
-    attend = partial(_attend_in_chunks, invariance, page_size, head_dim)
+    attend = partial(_attend_in_chunks, page_size, head_dim)
     whole = attend([260])
-    for chunks in ([31, 229], [64, 64, 64, 68], [243, 17], [97, 96, 64, 3]):
+    for chunks in ([31, 229], [64, 64, 64, 68], [243, 17], [97, 96, 64, 3], [256, *[1] * 4]):
         assert torch.equal(attend(chunks), whole)
-    if invariance == "unified":
-        assert torch.equal(attend([256, *[1] * 4]), whole)
 
 
 def test_bits_would_depend_on_the_pages_left_out_were_tables_not_aligned(monkeypatch) -> None:
     monkeypatch.setattr(
         "prefixcache.runner.cuda.attention.flashinfer_planner.grid_pages", lambda _page_size: 1
     )
-    attend = partial(_attend_in_chunks, "unified", 16, 8)
+    attend = partial(_attend_in_chunks, 16, 8)
     assert not torch.equal(attend([64, 64, 64, 68]), attend([260]))
 
 
-def _attend_in_chunks(
-    invariance: str, page_size: int, head_dim: int, chunks: list[int]
-) -> torch.Tensor:
+def _attend_in_chunks(page_size: int, head_dim: int, chunks: list[int]) -> torch.Tensor:
     """A prompt's rows, with all pages left out that are behind the window of its first row."""
     spec = AttentionSpec(
         num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=0.5, sliding_window=37
@@ -364,7 +357,7 @@ def _attend_in_chunks(
     generator = torch.Generator().manual_seed(9)
     q = torch.randn(260, 2, head_dim, generator=generator)
     k, v = torch.randn(2, 260, 1, head_dim, generator=generator)
-    attention = backend(spec, invariance=invariance)
+    attention = backend(spec, batch_invariant=True)
     pages = tuple(range(1, 2 + 260 // page_size))
     attention.bind([torch.zeros(len(pages) + 1, 2, page_size, 1, head_dim)])
     out, start = [], 0
@@ -380,11 +373,10 @@ def _attend_in_chunks(
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("invariance", ["split", "unified"])
-def test_no_block_but_a_sequences_own_can_reach_its_rows(invariance: str, graph: bool) -> None:
+def test_no_block_but_a_sequences_own_can_reach_its_rows(graph: bool) -> None:
     """A value behind the window is multiplied by zero, and zero times NaN is NaN."""
     spec = dataclasses.replace(SPEC, sliding_window=5)
-    attention = backend(spec, invariance=invariance)
+    attention = backend(spec, batch_invariant=True)
     pool = torch.full((20, 2, 4, 2, 8), torch.nan)
     pool[[7, 8, 9]] = 1.0
     attention.bind([pool])
@@ -399,12 +391,11 @@ def test_no_block_but_a_sequences_own_can_reach_its_rows(invariance: str, graph:
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("invariance", MODES[1:])
-def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, hopper: bool) -> None:
+@INVARIANT
+def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariant: bool) -> None:
     """28 query heads on 4: FlashInfer would launch 66 tiles for one sequence, and 91 for 64."""
     spec = AttentionSpec(num_heads=28, num_kv_heads=4, head_dim=8, scale=0.5)
-    attention = backend(spec, invariance=invariance, hopper=hopper)
+    attention = backend(spec, batch_invariant=invariant)
     attention.bind([torch.zeros(95, 2, 4, 4, 8)])
     attention.reserve_graphs([1, 64], max_page_indices=95)
     for size in (1, 64):
@@ -412,37 +403,6 @@ def test_a_graph_launches_no_block_whose_tables_nobody_wrote(invariance: str, ho
         attention.plan_graph(batch_of(decodes, page_size=4), size)
         out = attention.run(0, torch.ones(size, 28, 8), *torch.ones(2, size, 4, 8))
         assert out.isfinite().all()
-
-
-def test_captured_decodes_of_a_large_batch_keep_their_keys_whole() -> None:
-    """And by the kernel that has such an option, with no more tiles than it planned."""
-    made = []
-
-    class Kernels:
-        append_paged_kv_cache = staticmethod(flashinfer_reference.append_paged_kv_cache)
-        BatchPrefillWithPagedKVCacheWrapper = (
-            flashinfer_reference.BatchPrefillWithPagedKVCacheWrapper
-        )
-
-        class BatchDecodeWithPagedKVCacheWrapper(
-            flashinfer_reference.BatchDecodeWithPagedKVCacheWrapper
-        ):
-            def plan(self, *args, **kwargs):
-                made.append((self._use_tensor_cores, kwargs["disable_split_kv"]))
-                super().plan(*args, **kwargs)
-
-    attention = backend(kernels=Kernels, whole_keys_from=8, workspace_bytes=1 << 20)
-    attention.bind([torch.zeros(9, 2, 4, 2, 8)])
-    attention.reserve_graphs([4, 8], max_page_indices=9)
-    decodes = [SlowSequence(3, 1, (page,), True) for page in range(1, 9)]
-    outputs = []
-    for size in (4, 8):
-        attention.plan_graph(batch_of(decodes[:4], page_size=4), size)
-        q, k, v = torch.ones(size, 4, 8), *torch.ones(2, size, 2, 8)
-        outputs.append(attention.run(0, q, k, v)[:4])
-    attention.plan(batch_of(decodes, page_size=4))
-    assert made == [(False, False), (True, True), (False, False)]
-    assert torch.equal(*outputs)
 
 
 def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
@@ -480,9 +440,9 @@ def test_tables_go_to_the_device_from_pinned_memory(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("invariance", MODES)
+@INVARIANT
 def test_the_hosts_tables_may_be_filled_again_once_a_step_is_planned(
-    monkeypatch: pytest.MonkeyPatch, invariance: str, graph: bool
+    monkeypatch: pytest.MonkeyPatch, invariant: bool, graph: bool
 ) -> None:
     """The next step is planned while the device computes this one."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
@@ -495,7 +455,7 @@ def test_the_hosts_tables_may_be_filled_again_once_a_step_is_planned(
     outputs = []
     for refilled in (False, True):
         batch = batch_of(sequences, page_size=4)
-        attention = backend(invariance=invariance)
+        attention = backend(batch_invariant=invariant)
         attention.planner._makes._pins = True
         attention.bind([pool.clone()])
         if graph:
@@ -607,34 +567,25 @@ def test_decode_goes_to_tensor_cores_for_groups_without_a_plain_kernel() -> None
 
 
 @pytest.mark.parametrize(
-    ("invariance", "hopper", "kept"),
-    [
-        ("off", True, (False, False)),
-        ("split", True, (True, False)),
-        ("unified", True, (True, True)),
-        ("packed", True, (True, True)),
-        ("split", False, (False, False)),
-        ("unified", False, (False, False)),
-    ],
+    ("invariant", "hopper", "kept"),
+    [(False, True, False), (True, True, True), (True, False, False)],
 )
-def test_a_backend_says_what_it_keeps_equal(invariance, hopper, kept) -> None:
-    attention = backend(invariance=invariance, hopper=hopper)
-    assert (attention.batch_invariant, attention.decode_matches_prefill) == kept
+def test_a_backend_says_what_it_keeps_equal(invariant, hopper, kept) -> None:
+    assert backend(batch_invariant=invariant, hopper=hopper).batch_invariant is kept
 
 
 @pytest.mark.parametrize(
-    ("invariance", "hopper", "expected"),
+    ("spec", "invariant", "hopper", "expected"),
     [
-        ("off", True, {("fa2", False, False), ("fa3", None, False)}),
-        ("off", False, {("fa2", False, False), ("fa2", None, False)}),
-        ("tensor cores", True, {("fa2", True, False), ("fa3", None, False)}),
-        ("split", True, {("fa2", True, True), ("fa3", None, True)}),
-        ("unified", True, {("fa3", None, True)}),
-        ("packed", True, {("fa3", None, True)}),
+        (SPEC, False, True, {("fa2", False, False), ("fa3", None, False)}),
+        (SPEC, False, False, {("fa2", False, False), ("fa2", None, False)}),
+        (WIDE, False, True, {("fa2", True, False), ("fa3", None, False)}),
+        (WIDE, True, True, {("fa3", None, True)}),
+        (WIDE, True, False, {("fa2", True, False), ("fa2", None, False)}),
     ],
 )
 def test_kernels_are_chosen_by_name_and_never_split_keys_in_invariant_mode(
-    invariance, hopper, expected
+    spec, invariant, hopper, expected
 ) -> None:
     made = []
 
@@ -655,7 +606,7 @@ def test_kernels_are_chosen_by_name_and_never_split_keys_in_invariant_mode(
                 made.append((self.backend, self._use_tensor_cores, kwargs["disable_split_kv"]))
                 super().plan(*args, **kwargs)
 
-    attention = backend(kernels=Kernels, invariance=invariance, hopper=hopper)
+    attention = backend(spec, kernels=Kernels, batch_invariant=invariant, hopper=hopper)
     attention.bind([torch.zeros(9, 2, 4, 2, 8)])
     mixed = [SlowSequence(2, 1, (1,), True), SlowSequence(0, 6, (2, 3))]
     attention.plan(batch_of(mixed, page_size=4))
@@ -679,24 +630,22 @@ def test_packed_decodes_are_a_tile_a_key_value_head_and_compute_the_same() -> No
 
     lengths = ((9, 1), (2, 1), (0, 1), (4, 6), (0, 3))
     pages = iter(range(1, 40))
-    batch = batch_of(
-        [
-            SlowSequence(start, count, tuple(next(pages) for _ in range(3)), count == 1)
-            for start, count in lengths
-        ],
-        page_size=4,
-    )
+    sequences = [
+        SlowSequence(start, count, tuple(next(pages) for _ in range(3)), count == 1)
+        for start, count in lengths
+    ]
+    batch = batch_of(sequences, page_size=4)
     generator = torch.Generator().manual_seed(5)
     pool = torch.randn(40, 2, 4, 4, 8, generator=generator)
     q = torch.randn(12, 28, 8, generator=generator)
     k, v = torch.randn(2, 12, 4, 8, generator=generator)
     outputs = []
-    for mode in ("packed", "unified"):
-        attention = backend(spec, kernels=Kernels, invariance=mode)
+    for num_decodes in (batch.num_decodes, 0):
+        attention = backend(spec, kernels=Kernels, batch_invariant=True)
         attention.bind([pool.clone()])
-        attention.plan(batch)
+        attention.plan(dataclasses.replace(batch, num_decodes=num_decodes))
         outputs.append(attention.run(0, q, k, v))
-    torch.testing.assert_close(*outputs)
+    assert torch.equal(*outputs)
     assert shapes == [((21, 4, 8), False), ((9, 28, 8), True), ((12, 28, 8), True)]
 
 
@@ -704,7 +653,7 @@ def test_packed_decodes_are_a_tile_a_key_value_head_and_compute_the_same() -> No
     "changes", [{"sliding_window": 5}, {"num_kv_heads": 4}], ids=["window", "group of one"]
 )
 def test_what_cannot_be_packed_is_not(changes) -> None:
-    attention = backend(dataclasses.replace(SPEC, **changes), invariance="packed")
+    attention = backend(dataclasses.replace(SPEC, **changes), batch_invariant=True)
     attention.bind([torch.zeros(2, 2, 4, changes.get("num_kv_heads", 2), 8)])
     assert attention.planner._decode is None
 

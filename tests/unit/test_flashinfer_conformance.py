@@ -36,7 +36,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 def _backend(
     spec: AttentionSpec,
     kernels: Any,
-    mode: str,
+    invariant: bool,
     hopper: bool = True,
     leader: FlashInferAttention | None = None,
 ) -> FlashInferAttention:
@@ -45,8 +45,7 @@ def _backend(
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         kernels=kernels,
-        invariance="unified" if mode == "packed" else mode,
-        packs_heads=mode == "packed",
+        batch_invariant=invariant,
         hopper=hopper,
         workspace_bytes=1 << 26,
         leader=leader,
@@ -73,23 +72,23 @@ def _inputs(spec: AttentionSpec, rows: int, num_pages: int) -> list[torch.Tensor
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-MODES = ["off", "split", "unified", "packed"]
-# Half of what could be combined: a spec meets each mode, on Hopper or before it by turns.
+INVARIANT = pytest.mark.parametrize("invariant", [False, True])
+# Where bits are not kept, on Hopper or before it by turns.
 STEPS = [
-    (spec, mode, (row + column) % 2 == 0)
+    (spec, invariant, invariant or row % 2 == 0)
     for row, spec in enumerate(SPECS.values())
-    for column, mode in enumerate(MODES)
+    for invariant in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("spec", "mode", "hopper"), STEPS)
-def test_a_step_computes_what_the_reference_does(spec, kernels, mode, hopper) -> None:
+@pytest.mark.parametrize(("spec", "invariant", "hopper"), STEPS)
+def test_a_step_computes_what_the_reference_does(spec, kernels, invariant, hopper) -> None:
     lengths = ((70, 1), (33, 1), (15, 1), (0, 130), (50, 77), (16, 1))
     batch = batch_of(_step(lengths), PAGE)
     pool, q, k, v = _inputs(spec, sum(count for _, count in lengths), 40)
     results = []
     for kernel in kernels:
-        attention, own = _backend(spec, kernel, mode, hopper), pool.clone()
+        attention, own = _backend(spec, kernel, invariant, hopper), pool.clone()
         attention.bind([own])
         attention.plan(batch)
         results.append((attention.run(0, q, k, v), own))
@@ -98,9 +97,9 @@ def test_a_step_computes_what_the_reference_does(spec, kernels, mode, hopper) ->
     assert torch.equal(our_pool, plain_pool)
 
 
-@pytest.mark.parametrize(("spec", "mode", "hopper"), STEPS)
+@pytest.mark.parametrize(("spec", "invariant", "hopper"), STEPS)
 def test_graphs_of_several_sizes_compute_what_the_reference_does(
-    spec, kernels, mode, hopper
+    spec, kernels, invariant, hopper
 ) -> None:
     lengths = ((70, 1), (33, 1), (15, 1))
     batch = batch_of(_step(lengths), PAGE)
@@ -108,7 +107,7 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
         pool, q, k, v = _inputs(spec, size, 40)
         results = []
         for kernel in kernels:
-            attention, own = _backend(spec, kernel, mode, hopper), pool.clone()
+            attention, own = _backend(spec, kernel, invariant, hopper), pool.clone()
             attention.bind([own])
             attention.reserve_graphs([size], max_page_indices=100)
             attention.plan_graph(batch, size)
@@ -116,13 +115,13 @@ def test_graphs_of_several_sizes_compute_what_the_reference_does(
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, mode) -> None:
+@INVARIANT
+def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, invariant) -> None:
     lengths = ((70, 1), (33, 1), (15, 1))
     spec = SPECS["window"]
     pool, q, k, v = _inputs(spec, 3, 40)
-    leader = _backend(spec, kernels[0], mode)
-    follower = _backend(spec, kernels[0], mode, leader=leader)
+    leader = _backend(spec, kernels[0], invariant)
+    follower = _backend(spec, kernels[0], invariant, leader=leader)
     batches = [batch_of(_step(lengths), PAGE)]
     batches.append(replace(batches[0], kv_indices=batches[0].kv_indices.flip(0)))
     for size in (None, 3):
@@ -134,17 +133,17 @@ def test_groups_of_one_attention_run_by_one_plan_over_their_own_pages(kernels, m
                 attention.reserve_graphs([size], max_page_indices=100)
                 attention.plan_graph(batch, size)
         for attention, batch in zip((leader, follower), batches, strict=True):
-            alone = _backend(spec, kernels[1], mode)
+            alone = _backend(spec, kernels[1], invariant)
             alone.bind([pool.clone()])
             alone.plan(batch)
             assert torch.equal(attention.run(0, q, k, v), alone.run(0, q, k, v))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_planning_looks_at_no_table_entry_by_entry(kernels, mode, monkeypatch) -> None:
+@INVARIANT
+def test_planning_looks_at_no_table_entry_by_entry(kernels, invariant, monkeypatch) -> None:
     """Python's max of a tensor takes 0.5 ms for 256 sequences."""
     lengths = ((70, 1), (33, 1), (15, 1), (0, 30))
-    attention = _backend(SPECS["group 7"], kernels[0], mode)
+    attention = _backend(SPECS["group 7"], kernels[0], invariant)
     attention.bind([torch.zeros(40, 2, PAGE, 4, 128).bfloat16()])
     attention.reserve_graphs([3], max_page_indices=40)
     iterated = []

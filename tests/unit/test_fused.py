@@ -19,7 +19,10 @@ from tiny_models import edit_config, make_checkpoint, make_model, save_tokenizer
 TOKENS = list(range(3, 90))
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "qwen3-next", "olmoe", "lfm2-moe"])
+FAMILIES = ["qwen2-moe", "qwen3-moe", "qwen3-next", "olmoe", "lfm2-moe", "granite-moe-shared"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_in_one_tensor_are_those_of_a_tensor_each(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     folders = [tmp_path / "each", tmp_path / "one"]

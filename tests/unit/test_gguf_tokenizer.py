@@ -17,6 +17,7 @@ from dialogues import read_dialogues
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import read_header
 from prefixcache.models.gguf.tokenizer import write_tokenizer
+from prefixcache.text.tokenization.tokenizer import Tokenizer as ServedTokenizer
 from repeatable import bounded
 from tiny_gguf import GEMMA_SPECIAL_TOKENS, write_gguf
 from tiny_models import SPECIAL_TOKENS, make_model
@@ -105,6 +106,17 @@ def metadata(**changes: object) -> dict[str, Any]:
 def written(folder: Path, **changes: object) -> Tokenizer:
     write_tokenizer(folder, metadata(**changes), 64)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_a_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    """As those of Hermes have."""
+    names = {"": "no {{ messages }}", ".tool_use": "{{ tools }}"}
+    templates = {f"tokenizer.chat_template{name}": text for name, text in names.items()}
+    write_tokenizer(tmp_path, metadata() | templates, 64)
+    template = ServedTokenizer.from_folder(tmp_path).chat_template
+    assert template is not None
+    assert (template.source, template.for_tools) == tuple(names.values())
+    assert template.shows_tools
 
 
 def test_flags_of_a_file_and_llama_cpps_defaults(tmp_path: Path) -> None:

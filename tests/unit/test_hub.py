@@ -112,17 +112,18 @@ def test_a_hub_that_fails_on_the_way_is_a_clear_error(monkeypatch, error):
         *("llama-llama3", "phi3", "phi3-window", "olmo2", "olmo3"),
         *("seed-oss", "ministral3", "smollm3", "granite", "lfm2", "lfm2-moe", "olmoe", "qwen3.5"),
         *("granite-moe", "granite-moe-shared", "qwen3.5-moe", "granite4-h", "granite4-h-moe"),
-        "nemotron-h",
+        *("nemotron-h", "exaone4", "arcee", "ernie4.5", "glm4"),
     ],
 )
 def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architecture: str) -> None:
     pre = "qwen2" if architecture.startswith("qwen") else "smollm"
     original = make_model(architecture)
-    file = write_gguf(tmp_path / f"{architecture}.gguf", original, pre=pre)
-    folder = resolve_model(str(file))
+    ends_turns = {"eot_token_id": 1} if architecture == "glm4" else {}
+    file = tmp_path / f"{architecture}.gguf"
+    folder = resolve_model(str(write_gguf(file, original, pre=pre, tokenizer=ends_turns)))
     config = ModelConfig.from_hf(folder)
     assert config.checkpoint_dtype == "float16"
-    assert config.eos_token_ids == (2,)
+    assert config.eos_token_ids == (2, *ends_turns.values())
     model = torch_model(folder)
     tokens = list(range(3, 103))
     ours = PagedDriver(model).forward([(0, 0, tokens)])

@@ -223,20 +223,6 @@ def test_equal_answers_under_two_salts_are_never_merged(merge: bool) -> None:
     assert same.cache.num_merged_blocks > 0, "the control: under one salt they are"
 
 
-@pytest.mark.parametrize("write", [True, False])
-@pytest.mark.parametrize("read", [True, False])
-def test_reading_and_writing_are_chosen_apart(read: bool, write: bool) -> None:
-    """A request reads what is there or not, and leaves something behind or not."""
-    tail = [*PROMPT[:24], *range(60, 80)]
-    tenant = Tenant(ask("first", PROMPT))
-    steps = serve(tenant.engine, ask("second", tail, read=read, write=write))
-    assert steps[-1][-1][1].num_cached_tokens == (24 if read else 0)
-    assert tenant.engine.probe(ask("probe", tail)) == (44 if write else 24)
-    assert tenant.engine.probe(ask("probe", PROMPT)) == 40
-    tenant.cache.validate()
-    assert tenant.cache.num_free_blocks == tenant.cache.num_blocks - 1
-
-
 def test_a_reader_that_does_not_write_still_keeps_what_it_hits() -> None:
     tenant = Tenant(ask("first", PROMPT))
     for name in ("second", "third"):

@@ -61,14 +61,6 @@ def test_single_requests_start_as_they_came() -> None:
     assert [request.job for request in server.started] == [str(n) for n in range(30)]
 
 
-def test_one_request_does_not_wait_for_the_thousands_of_another() -> None:
-    server = Server()
-    server.arrive("big", 2000)
-    server.start(300)
-    server.arrive("small")
-    assert "small" in server.start(2)
-
-
 def test_jobs_alternate() -> None:
     server = Server()
     server.arrive("a", 4)

@@ -220,6 +220,7 @@ _GEMMA4_PARTS = [
         ("nemotron-h", {"unrotated_layers": ()}),
         ("ministral3", {"query_growth": 0.0}),
         ("smollm3", {"unrotated_layers": ()}),
+        ("exaone4", {"unrotated_layers": ()}),
     ],
     ids=str,
 )

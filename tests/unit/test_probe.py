@@ -72,24 +72,6 @@ async def test_a_probe_changes_nothing(serve: Callable[..., AsyncEngine]) -> Non
     assert (engine.control.stats(), engine.control.prefix_cache_stats()) == before
 
 
-async def test_salt_and_read_decide_what_a_probe_sees(serve: Callable[..., AsyncEngine]) -> None:
-    engine = serve()
-    warm = Request(
-        request_id="warm",
-        prompt_token_ids=PROMPT,
-        params=SamplingParams(max_tokens=1),
-        cache=CacheOptions(salt="mine"),
-    )
-    await answer(engine, warm)
-    seen = {
-        salt: engine.probe(asking(PROMPT, CacheOptions(salt=salt)))
-        for salt in ("mine", "yours", "", None)
-    }
-    assert seen == {"mine": 8, "yours": 0, "": 0, None: 0}
-    assert engine.probe(asking(PROMPT, CacheOptions(salt="mine", read=False))) == 0
-    assert engine.probe(asking(PROMPT, CacheOptions(salt="mine", write=False))) == 8
-
-
 async def test_without_a_cache_nothing_is_seen(serve: Callable[..., AsyncEngine]) -> None:
     for enabled, expected in ((True, 8), (False, 0)):
         cache = CacheManager(65, 4)

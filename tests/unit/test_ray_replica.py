@@ -292,15 +292,6 @@ async def test_a_replica_tells_how_it_is(replica: EngineReplica) -> None:
     assert status["resize"]["is_done"] is True
 
 
-async def test_metrics_name_their_replica(replica: EngineReplica) -> None:
-    await parts_of(replica, request_of(PROMPT))
-    text = await replica.metrics()
-    samples = [line for line in text.splitlines() if not line.startswith("#")]
-    assert samples
-    assert all('replica="a"' in line for line in samples)
-    assert metric(text, "prompt_tokens_total") == len(PROMPT)
-
-
 async def test_a_snapshot_holds_what_is_cached(replica: EngineReplica) -> None:
     await parts_of(replica, request_of(PROMPT))
     header, *events, end = decode_snapshot(await replica.kv_snapshot())
@@ -333,13 +324,6 @@ async def test_a_replica_that_is_dropped_ends_its_engine(monkeypatch, folder):
     while engine.dead is None:  # Tasks of its start may still be about to end.
         await asyncio.sleep(0)
         gc.collect()
-
-
-def test_a_replica_that_was_never_made_ends_quietly() -> None:
-    replica = EngineReplica.__new__(EngineReplica)
-    replica._resources = mock.Mock()
-    replica.__del__()
-    assert replica._resources.close.call_count == 1
 
 
 # Commands.
@@ -504,13 +488,6 @@ async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, oth
             assert state.number == 2
         finally:
             hangs.set()
-
-
-async def test_other_weights_than_the_others_are_a_command_missed(replica: EngineReplica) -> None:
-    state = await replica.replica_state()
-    await replica.agree(dataclasses.replace(state, common="00"))
-    with pytest.raises(EngineDeadError):
-        await replica.check_health()
 
 
 # The ingress over it.

@@ -56,19 +56,6 @@ def test_pins_keep_a_window_for_each_step() -> None:
     assert Retention.of(EngineConfig.from_flags(**flags), HYBRID).interval == 0
 
 
-def test_all_flags_arrive() -> None:
-    config = EngineConfig.from_flags(
-        prefix_cache_retention_interval=64,
-        pin_swa_tokens=True,
-        pin_max_share=0.5,
-        pin_min_drop_size=3,
-        pin_prefix_blocks=False,
-    )
-    assert Retention.of(config, HYBRID) == Retention(
-        interval=64, pin=True, pin_max_share=0.5, pin_min_drop_size=3, pin_prefix_blocks=False
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -140,21 +127,6 @@ def test_the_line_of_the_start_has_the_numbers() -> None:
     assert "at most 4800 of 24000 blocks (20%), which are 1 prefixes of 25000 tokens" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
     assert "\n" not in line
-
-
-def test_the_line_of_the_start_counts_prefixes_that_the_context_allows() -> None:
-    line = Retention(pin=True).describe_pins(24_000, 16, [None, *[128] * 6], 2048)
-    # 128 blocks of full attention, and one window of 9 blocks in six groups.
-    assert f"{4800 // (128 + 6 * 9)} prefixes of 2048 tokens" in line
-
-
-def test_the_line_names_what_is_not_pinned() -> None:
-    retention = Retention(pin=True, pin_prefix_blocks=False)
-    line = retention.describe_pins(1000, 16, [None, 128], 2048)
-    assert "full attention" not in line
-    assert "every" not in line
-    assert f"{200 // 9} prefixes" in line
-    assert "full attention" not in Retention(pin=True).describe_pins(100, 16, [128], 2048)
 
 
 CHUNK = 16
@@ -268,12 +240,6 @@ def test_who_may_not_write_pins_nothing() -> None:
     assert serving.stat("pins") == before
 
 
-def test_what_ended_well_is_pinned() -> None:
-    serving = Serving(PINS)
-    serving.serve(own(1))
-    assert serving.stat("pinned_blocks") == PINNED
-
-
 def test_without_windows_or_the_flag_nothing_is_pinned() -> None:
     for groups, retention in ((("full",), PINS), (("full", ("sliding_window", 9)), None)):
         serving = Serving()
@@ -327,14 +293,6 @@ def test_stale_pins_go_first(forget: str) -> None:
     sequence = serving.cache._sequences[name]
     assert {*sequence.block_table(0), *sequence.block_table(1)} <= pinned
     assert hits == serving.stat("pinned_evictions") == 0
-
-
-def test_pins_hold_no_blocks() -> None:
-    serving = Serving(PINS, num_blocks=60)
-    serving.serve(own(1))
-    assert serving.stat("pinned_blocks") > 0
-    assert serving.cache.usage == 0
-    assert serving.cache.num_free_blocks == serving.cache.num_usable_blocks
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,8 @@ from paged_models import CPU, PagedServer
 from plans import plan_of
 from prefixcache import LLM
 from prefixcache.engine.engine import Engine
-from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from prefixcache.runner.cuda.batch import resolve_pending
-from prefixcache.runner.cuda.device import shares_answers
 from prefixcache.runner.cuda.results import ResultCopies
 from prefixcache.types.request import Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
@@ -284,40 +282,3 @@ def run_to_end(engine: Engine, request: Request) -> list[RequestOutput]:
 
 def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
-
-
-def _manager(*, publish_answers: bool) -> CacheManager:
-    cache = CacheManager(20, 4, publish_answers=publish_answers)
-    cache.start(Request(request_id="a", prompt_token_ids=[1] * 6, params=SamplingParams()))
-    cache.commit("a", 0, 12, 99)
-    cache.append_tokens({"a": 2})
-    for token in (3, 4, 5, 6, 7):
-        cache.append_tokens({"a": token})
-    cache.mark_filled(["a"], [12])
-    cache.free(["a"])
-    follow_up = [1] * 6 + [2, 3, 4, 5, 6, 7, 8]
-    cache.start(Request(request_id="b", prompt_token_ids=follow_up, params=SamplingParams()))
-    return cache
-
-
-def test_answers_blocks_are_shared_unless_their_bits_differ_from_a_prefills() -> None:
-    assert _manager(publish_answers=True).count_hits("b", 99) == 12
-    assert _manager(publish_answers=False).count_hits("b", 99) == 4
-
-
-@pytest.mark.parametrize(
-    ("invariance", "shared"), [("off", True), ("split", False), ("unified", True)]
-)
-def test_only_the_split_mode_keeps_answers_to_itself(invariance: str, shared: bool) -> None:
-    from prefixcache.runner.cuda.attention.base import AttentionSpec
-    from reference import flashinfer_reference
-
-    attention = FlashInferAttention(
-        AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0),
-        dtype=torch.float32,
-        device=CPU,
-        kernels=flashinfer_reference,
-        invariance=invariance,
-        workspace_bytes=16,
-    )
-    assert shares_answers(attention) is shared

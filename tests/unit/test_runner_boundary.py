@@ -54,7 +54,6 @@ class WholeRunner(PlainRunner):
             hardware="a sheet of paper",
             attention="none",
             batch_invariant=True,
-            shares_answers=True,
             max_model_len=128,
             weights_digest="0",
         )

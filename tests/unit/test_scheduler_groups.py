@@ -110,17 +110,6 @@ def test_a_preempted_request_resumes_behind_its_windows() -> None:
     assert next(later).start >= 24, "it hits what it published"
 
 
-@pytest.mark.parametrize("groups", [("full",), HYBRID])
-def test_a_resumed_request_reads_the_cache_up_to_its_known_prompt_logprobs(groups):
-    bench = windowed(groups)
-    bench.add("a", prompt_of(30), params={"prompt_logprobs": 0})
-    for _ in range(2):
-        bench.step()
-    bench.scheduler.requeue_running()
-    (sequence,) = bench.step().sequences
-    assert (sequence.start, sequence.num_tokens) == (16, 8)
-
-
 def test_a_threshold_asks_for_what_the_windows_let_a_request_take() -> None:
     bench = windowed()
     bench.add("warm", prompt_of(16), max_tokens=1)

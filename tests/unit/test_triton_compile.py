@@ -117,7 +117,7 @@ def test_every_kernel_compiles_and_adds_as_the_plain_ops_do(compiled: list[Any])
 def test_kernels_that_are_launched_early_wait_for_the_one_before(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_PDL", True)
+    monkeypatch.setattr(fused, "_has_pdl", lambda _device: True)
     for call in CALLS.values():
         call()
     assert compiled
@@ -126,3 +126,11 @@ def test_kernels_that_are_launched_early_wait_for_the_one_before(
         begun, loads = kernel.asm["ptx"].split("griddepcontrol.wait", maxsplit=1)
         assert "ld.global" not in begun
         assert "ld.global" in loads
+
+
+@pytest.mark.parametrize(("major", "early"), [(8, False), (9, True), (10, True)])
+def test_kernels_are_launched_early_from_hopper_on(
+    major: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, 0))
+    assert fused._has_pdl.__wrapped__(torch.device("cuda")) is early

@@ -206,7 +206,8 @@ def test_the_command_shows_checks_and_removes(cache, monkeypatch):
     code, text = run("verify")
     assert (code, "2 weights, 1 of them damaged" in text) == (1, True)
     assert run("rm", str(cache.folder), "no.weights")[0] == 1
-    assert "removed" in run("rm")[1]
+    assert run("rm")[0] == 2, "a command that is not finished removed all"
+    assert "removed" in run("rm", str(cache.folder))[1]
     assert files(cache) == []
 
 

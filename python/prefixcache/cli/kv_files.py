@@ -24,6 +24,10 @@ _FOLDER = click.Argument(
     help="As --kv-cache-dir or --weights-cache-dir, whose default it has.",
     type=click.Path(path_type=Path),
 )
+# So that a command that is not finished removes nothing.
+_NAMED_FOLDER = click.Argument(
+    ["folder"], help="As --kv-cache-dir or --weights-cache-dir.", type=click.Path(path_type=Path)
+)
 _NAMES = click.Argument(
     ["names"], metavar="[FILE]...", nargs=-1, help="Files as `ls` shows them; all otherwise."
 )
@@ -100,7 +104,9 @@ CACHE = FlagGroup(
     below=[
         FlagCommand(ls, arguments=[_FOLDER], examples=["prefixcache cache ls ~/.cache/kv"]),
         FlagCommand(verify, arguments=[_FOLDER], examples=["prefixcache cache verify ~/.cache/kv"]),
-        FlagCommand(rm, arguments=[_FOLDER, _NAMES], examples=["prefixcache cache rm ~/.cache/kv"]),
+        FlagCommand(
+            rm, arguments=[_NAMED_FOLDER, _NAMES], examples=["prefixcache cache rm ~/.cache/kv"]
+        ),
     ],
     examples=["prefixcache cache"],
 )

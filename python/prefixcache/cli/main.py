@@ -88,8 +88,10 @@ class ConvertOptions(Checked):
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
-        if (self.quantize is None) == (self.dequantize is None):
+        if self.quantize is None and self.dequantize is None:
             raise FieldError("quantize", "or --dequantize is needed: give one of the two.")
+        if self.quantize is not None and self.dequantize is not None:
+            raise FieldError("quantize", "excludes --dequantize: give one, not both.")
         if self.quantize is not None and self.quantize.lower() not in QUANTIZABLE:
             raise FieldError(
                 "quantize",

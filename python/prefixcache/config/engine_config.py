@@ -40,7 +40,7 @@ EvictionPolicy = Literal["lru", "reuse-queue"]
 SchedulingPolicy = Literal["fcfs", "priority", "cache-aware"]
 HitTiers = Literal["memory", "memory,disk"]
 Speculation = Literal["off", "prompt", "cache"]
-Attention = Literal["auto", "torch", "cpu", "flashinfer", "flashinfer-split", "flashinfer-packed"]
+Attention = Literal["auto", "torch", "cpu", "flashinfer"]
 
 MAX_BLOCK_SIZE = 256
 MAX_DRAFTS = 31
@@ -120,9 +120,12 @@ _SPECULATIVE_KEYS = {"method", "num_speculative_tokens", "prompt_lookup_max", "p
 def parse_speculative_config(value: object) -> tuple[Speculation, int | None]:
     """Where guesses come from and how many at most, of vLLM's JSON or the same as a mapping.
 
-    The lengths that its n-gram lookup compares are passed over: here the longest match counts, and
-    how often such matches were right. Raises `ValueError`.
+    What was read before, a tuple, is returned as it is. The lengths that its n-gram lookup compares
+    are passed over: here the longest match counts, and how often such matches were right. Raises
+    `ValueError`.
     """
+    if isinstance(value, tuple):
+        return cast("tuple[Speculation, int | None]", value)
     try:
         given = json.loads(value) if isinstance(value, str) else value
         method = _SPECULATIVE_METHODS[given["method"]]  # type: ignore[index]

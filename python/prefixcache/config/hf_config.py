@@ -59,7 +59,7 @@ _FIELDS: dict[str, Any] = {
     "sliding_window": PositiveInt,
     "use_sliding_window": bool,
     "max_window_layers": Count,
-    "sliding_window_pattern": PositiveInt,
+    "sliding_window_pattern": PositiveInt | Literal["LLLG"],
     "layer_types": list[str],
     "no_rope_layers": list[int],
     "no_rope_layer_interval": PositiveInt,
@@ -216,11 +216,12 @@ class Family:
     config. `names` are those of modules that are called otherwise than Llama's: of a layer
     "input_norm", "attention", "mamba", "q_norm", "k_norm", "out", "mlp_norm", "gate", "up", "down",
     "router", "experts", "selection_bias", "shared", and "qkv" and "gate_up" where these are one
-    tensor; of the model "norm". `prefixes` are other beginnings of tensors' names, and ours.
+    tensor; of the model "norm". `renamed` are parts of tensors' names that we spell otherwise.
     `rope_kinds` are those of ropes that it knows, `rotates_partly` says that a head may be turned
-    in part. `fused_experts` says of checkpoints with all experts of a layer in one tensor whether
-    gates and what they let pass take turns or are halves there; its blocks may be those of the
-    `quantization` that the file names.
+    in part, `pairs_heads` that checkpoints have rotated pairs next to each other. `fused_experts`
+    says of checkpoints with all experts of a layer in one tensor whether gates and what they let
+    pass take turns or are halves there; its blocks may be those of the `quantization` that the file
+    names.
     """
 
     model_type: str
@@ -241,11 +242,12 @@ class Family:
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     flags: Callable[[Any], dict[str, Any]] = lambda _whole: {}
     names: Mapping[str, str] = field(default_factory=dict[str, str])
-    prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     fused_experts: Literal["turns", "halves"] = "halves"
     quantization: str | None = None
     rope_kinds: tuple[RopeKind, ...] = get_args(RopeKind)[:-1]
     rotates_partly: bool = False
+    pairs_heads: bool = False
 
 
 def _unrotated(whole: Any) -> tuple[int, ...]:
@@ -306,6 +308,14 @@ def _gpt_oss_flags(whole: Any) -> dict[str, Any]:
 def _olmo2_flags(_whole: Any) -> dict[str, Any]:
     norms = {"qk_norm": True, "whole_qk_norms": True, "input_norms": False}
     return norms | {"sandwich_norms": True}
+
+
+def _exaone4_flags(whole: Any) -> dict[str, Any]:
+    """Layers without a window do not rotate where others have one."""
+    slides = whole.sliding_window is not None
+    unrotated = (i for i, kind in enumerate(whole.layer_types) if slides and kind == FULL)
+    norms = {"qk_norm": True, "input_norms": False, "sandwich_norms": True}
+    return norms | {"unrotated_layers": tuple(unrotated)}
 
 
 def _granite_flags(whole: Any) -> dict[str, Any]:
@@ -670,6 +680,7 @@ _GRANITE_MOE = Family(
         "experts": "block_sparse_moe",
         "shared": "shared_mlp",
     },
+    renamed={".router.weight": ".router.layer.weight"},
 )
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 _LFM2_DEFAULTS = {
@@ -830,6 +841,70 @@ FAMILIES: dict[str, Family] = {
         ropes_by_layer=True,
         flags=_olmo2_flags,
     ),
+    "Exaone4ForCausalLM": Family(
+        model_type="exaone4",
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        windows="by_layer",
+        flags=_exaone4_flags,
+    ),
+    "ArceeForCausalLM": Family(
+        model_type="arcee",
+        defaults={"rms_norm_eps": 1e-5},
+        biases=("attention_bias", "mlp_bias"),
+        heads_divide_hidden=True,
+        activation=("hidden_act", "relu2"),
+        flags=lambda _: {"activation": "squared_relu"},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        model_type="ernie4_5",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 500_000.0,
+            "use_bias": False,
+        },
+        flags=lambda whole: dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), whole.use_bias),
+        pairs_heads=True,
+    ),
+    "HeliumForCausalLM": Family(
+        model_type="helium",
+        defaults={
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
+        },
+        biases=("attention_bias", "mlp_bias"),
+        flags=lambda _: {"output_bias": False},
+        pairs_heads=True,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        biases=("attention_bias",),
+        flags=lambda _: {"output_bias": False, "sandwich_norms": True},
+        names={"gate_up": "mlp.gate_up_proj"},
+        renamed={
+            ".post_attention_layernorm": ".pre_feedforward_layernorm",
+            ".post_self_attn_layernorm": ".post_attention_layernorm",
+            ".post_mlp_layernorm": ".post_feedforward_layernorm",
+        },
+        rotates_partly=True,
+        pairs_heads=True,
+    ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
@@ -931,12 +1006,10 @@ FAMILIES: dict[str, Family] = {
             "up": "mixer.up_proj",
             "down": "mixer.down_proj",
         },
-        prefixes={
-            "backbone.embeddings.": "model.embed_tokens.",
-            "backbone.norm_f.": "model.norm.",
+        renamed={
+            "backbone.": "model.",
             "model.embeddings.": "model.embed_tokens.",
             "model.norm_f.": "model.norm.",
-            "backbone.": "model.",
         },
     ),
     "Lfm2ForCausalLM": Family(
@@ -1250,7 +1323,9 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
     """The type of each layer where the file names none; empty where all are alike."""
     layers = range(whole.num_hidden_layers)
     if family.windows == "by_layer":
-        return [SLIDING if (i + 1) % whole.sliding_window_pattern else FULL for i in layers]
+        pattern = whole.sliding_window_pattern
+        every = len(pattern) if isinstance(pattern, str) else pattern
+        return [SLIDING if (i + 1) % every else FULL for i in layers]
     if family.windows == "unrotated":
         slides = _unrotated(whole) if whole.use_sliding_window and whole.sliding_window else ()
         return [SLIDING if i in slides else FULL for i in layers]

@@ -182,7 +182,6 @@ def _make_cache(
         eviction_policy=config.cache.eviction_policy,
         retention=retention,
         retention_budget=config.cache.retention_budget,
-        publish_answers=spec.shares_answers,
         merge_twins=config.cache.merge_duplicate_blocks and spec.batch_invariant,
         max_blocks=kv.sizes.ceiling,
         max_cached_blocks=config.cache.prefix_cache_max_blocks,

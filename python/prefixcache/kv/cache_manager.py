@@ -107,8 +107,7 @@ class CacheManager:
     `attainable_blocks` is what the pool has or can return to by itself, and `make_room` asks for a
     number of usable ones. Of at most `max_blocks` blocks the pool can be resized, and at most
     `max_cached_blocks` are cached while no request holds them. Errors of the core pass through:
-    `ValueError` names an argument, `RuntimeError` tells of misuse. Without `publish_answers` only
-    blocks of prompts are shared, for attention whose decodes write other bits than its prefills.
+    `ValueError` names an argument, `RuntimeError` tells of misuse.
 
     `model`, `revision`, `weights`, `kv_dtype` and `arithmetic` enter every hash, `weights` until it
     is changed. `retention_budget` is the share of the pool, 0 to 1, that the hints of one owner may
@@ -135,7 +134,6 @@ class CacheManager:
         retention: Retention | None = None,
         retention_budget: float = 0.2,
         merge_twins: bool = False,
-        publish_answers: bool = True,
         max_blocks: int | None = None,
         max_cached_blocks: int | None = None,
         max_weight_staleness: int = 0,
@@ -178,8 +176,6 @@ class CacheManager:
         self.disk: DiskTier | None = None
         self._sequences: dict[str, CoreSequence] = {}
         self._unhashed: set[str] = set()
-        self._publish_answers = publish_answers
-        self._prompt_lengths: dict[str, int] = {}
         self._logged = dict.fromkeys(_LOGGED_COUNTERS, 0)
         self._set_size(num_blocks)
 
@@ -385,8 +381,6 @@ class CacheManager:
             self._hints_expire |= self.prompt_groups.join(request, sequence)
         if not hashed:
             self._unhashed.add(request.request_id)
-        if not self._publish_answers:
-            self._prompt_lengths[request.request_id] = len(request.prompt_token_ids)
 
     def _set_hints(self, sequence: CoreSequence, cache: CacheOptions) -> None:
         """Ranks the blocks of a new sequence as its request's hints say."""
@@ -594,9 +588,6 @@ class CacheManager:
         Returns how many blocks of which of the requests others held in every group already.
         """
         sequences = self._of(request_ids)
-        if not self._publish_answers:
-            prompts = [self._prompt_lengths[request_id] for request_id in request_ids]
-            upto = [min(pair) for pair in zip(upto, prompts, strict=True)]
         duplicates = self._cache.mark_blocks_filled(sequences, list(upto))
         if self._merge_twins:
             now = self._cache.weight_version
@@ -645,7 +636,6 @@ class CacheManager:
         self.prompt_groups.leave(ended)
         for request_id in ended:
             del self._sequences[request_id]
-            self._prompt_lengths.pop(request_id, None)
             self._older.pop(request_id, None)
             self._unhashed.discard(request_id)
             logger.debug("Request %s ends and gives its blocks back.", request_id)
@@ -659,7 +649,6 @@ class CacheManager:
     def free_all(self) -> None:
         """Gives all blocks back and forgets all requests, whatever was left half done."""
         self.free(list(self._sequences))
-        self._prompt_lengths.clear()
         self._unhashed.clear()
 
     def _demote_beyond_share(self) -> None:

@@ -60,7 +60,6 @@ class RecordedCacheManager(CacheManager):
             "max_cached_blocks": options["max_cached_blocks"],
             "free_order": "unhashed_first",
             "merge_duplicates": self._merge_twins,
-            "publish_answers": self._publish_answers,
             "retention": windows if self.has_windows else None,
         }
 

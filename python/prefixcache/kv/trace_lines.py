@@ -76,9 +76,8 @@ class TraceLines:
     `last_ms` is the time of the last event.
     """
 
-    def __init__(self, pseudonyms: BlockPseudonyms, *, publishes_answers: bool) -> None:
+    def __init__(self, pseudonyms: BlockPseudonyms) -> None:
         self._pseudonyms = pseudonyms
-        self._publishes_answers = publishes_answers
         self._requests: dict[str, _Recorded] = {}
         self._num_requests = 0
         self.last_ms = 0
@@ -149,10 +148,6 @@ class TraceLines:
 
     def _publish(self, request_ids: Sequence[str], upto: Sequence[int]) -> dict[str, Any]:
         recorded = [self._requests[request_id] for request_id in request_ids]
-        if not self._publishes_answers:
-            upto = [
-                min(one.num_prompt_tokens, end) for one, end in zip(recorded, upto, strict=True)
-            ]
         return {
             "ids": [one.number for one in recorded],
             "upto": upto,

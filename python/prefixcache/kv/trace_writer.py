@@ -76,7 +76,7 @@ class TraceWriter:
         Blocks are named by hashes under the `key` of 32 bytes.
         """
         pseudonyms = BlockPseudonyms(key, header["block_size"])
-        self._lines = TraceLines(pseudonyms, publishes_answers=header["publish_answers"])
+        self._lines = TraceLines(pseudonyms)
         known = {"prefixcache_trace": VERSION, "recording": secrets.token_hex(8)}
         self._parts.header = {**known, "start": time.time(), **header}
         logger.info("What the prefix cache is asked for is recorded in %s.", self.path)

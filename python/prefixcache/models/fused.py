@@ -22,8 +22,9 @@ RowOrder = Literal["turns", "halves"]
 """Gates and what they let pass take turns among the outputs of an expert, or are halves of them."""
 
 _NAME = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
+# Granite's are of `block_sparse_moe`, or of its `experts` in newer files.
 _HALVED_NAME = re.compile(
-    r"(.*\.(?:experts|block_sparse_moe|shared_mlp))"
+    r"(.*\.(?:block_sparse_moe|shared_mlp|(?<!moe\.)experts))(?:\.experts)?"
     r"\.(?:(gate_up_proj|input_linear\.weight)|down_proj|output_linear\.weight)"
 )
 # Dimensions of each kind of tensor: of numbers [N, I, O], biases [N, O], codes [N, O, G, 16], two
@@ -149,7 +150,8 @@ def fused_names(own: str) -> tuple[str, ...]:
         names = ("down_proj", "output_linear.weight")
     if match[3] == "bias":
         names = (f"{names[0]}_bias",)
-    return tuple(f"{match[1]}.{name}" for name in names)
+    parts = ("", "experts.") if match[1].endswith("block_sparse_moe") else ("",)
+    return tuple(f"{match[1]}.{part}{name}" for part in parts for name in names)
 
 
 class FusedReader:

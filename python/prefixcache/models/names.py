@@ -37,7 +37,7 @@ class TensorNames:
         unread = {name for i in range(config.num_layers) for name in _unread(config, i)}
         self._copies = frozenset(rotary | tied | unread | {"model.rotary_emb.inv_freq"})
         self._sees_images = FAMILIES[config.architecture].sees_images
-        self._prefixes = FAMILIES[config.architecture].prefixes
+        self._renamed = FAMILIES[config.architecture].renamed
         self.fused_experts: RowOrder = FAMILIES[config.architecture].fused_experts
 
     def own(self, name: str) -> str | None:
@@ -50,7 +50,8 @@ class TensorNames:
             if name.startswith((*_SENSE_PREFIXES, _GUESSING_PREFIX)):
                 return None
             name = _renamed(name, _TEXT_PREFIXES)
-        name = _renamed(name, self._prefixes)
+        for part, own in self._renamed.items():
+            name = name.replace(part, own)
         return None if name in self._copies else name
 
 

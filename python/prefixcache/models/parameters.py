@@ -54,6 +54,25 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedHeads:
+    """Outputs of `heads`, each with the pairs of its first `rotated` numbers next to each other.
+
+    Here the second number of a pair is half of these behind the first.
+    """
+
+    heads: int
+    head_dim: int
+    rotated: int
+
+    @property
+    def rows(self) -> Array:
+        """The output in a checkpoint that each is here."""
+        numbers = np.arange(self.rotated).reshape(-1, 2).T.ravel()
+        head = np.concatenate([numbers, np.arange(self.rotated, self.head_dim)])
+        return (np.arange(self.heads)[:, None] * self.head_dim + head).ravel()
+
+
+@dataclass(frozen=True, slots=True)
 class LinearShape:
     """A linear layer that is fused of projections: their names, and how many outputs each has.
 
@@ -63,7 +82,7 @@ class LinearShape:
     inputs: int
     parts: Mapping[str, int]
     bias: bool = False
-    pieces: Mapping[str, Pieces] = field(default_factory=dict[str, Pieces])
+    pieces: Mapping[str, Pieces | PairedHeads] = field(default_factory=dict[str, Any])
 
     @property
     def outputs(self) -> int:
@@ -521,11 +540,15 @@ def _attention(
     parts = {"all": "qkv", "queries_and_keys": "qk", "queries": "q"}[makes]
     counts = {one: heads if one == "q" else kv_heads for one in parts}
     hidden, names = config.hidden_size, _names(config)
-    pieces: dict[str, Pieces] = {}
+    base = f"{prefix}.{names.get('attention', 'self_attn')}"
+    pieces: dict[str, Pieces | PairedHeads] = {}
+    if FAMILIES[config.architecture].pairs_heads:
+        rotated = config.rope_of(config.window_of(layer)).rotated_of(head_dim)
+        for one in "qk":
+            pieces[f"{base}.{one}_proj"] = PairedHeads(counts[one], head_dim, rotated)
     if config.output_gate:
         counts["q"] += heads
-        pieces[f"{prefix}.self_attn.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
-    base = f"{prefix}.{names.get('attention', 'self_attn')}"
+        pieces[f"{base}.q_proj"] = Pieces(heads, (head_dim, head_dim), (1, 0))
     qkv = {f"{base}.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
@@ -840,7 +863,7 @@ def _write_scaled(write: Callable[[Array], None], factor: np.float32, numbers: A
 
 
 def _in_order(
-    pieces: Pieces | None,
+    pieces: Pieces | PairedHeads | None,
     write: Callable[[Any], None],
     tensor: Array | QuantizedTensor,
 ) -> None:

@@ -32,15 +32,13 @@ class ModelSpec:
     """What is known of a model once it is loaded.
 
     `hardware` describes in words what computes, and `instructions` names those of the CPU's own
-    kernels, of which `kernel_revision` counts the changes that round otherwise. Where
-    `shares_answers` is false, blocks that decodes wrote may not be hit.
+    kernels, of which `kernel_revision` counts the changes that round otherwise.
     """
 
     dtype: str
     hardware: str
     attention: str
     batch_invariant: bool
-    shares_answers: bool
     max_model_len: int
     weights_digest: str
     instructions: str | None = None

@@ -311,8 +311,12 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         summary="Whether an update of the weights is open, and what has come of it.",
         answer=_object(is_open={"type": "boolean"}, staged_bytes=_COUNT),
     ),
-    ("get", "/is_paused"): _Endpoint(summary="", answer=_object(is_paused={"type": "boolean"})),
-    ("get", "/is_sleeping"): _Endpoint(summary="", answer=_object(is_sleeping={"type": "boolean"})),
+    ("get", "/is_paused"): _Endpoint(
+        summary="Whether requests wait.", answer=_object(is_paused={"type": "boolean"})
+    ),
+    ("get", "/is_sleeping"): _Endpoint(
+        summary="Whether memory was given back.", answer=_object(is_sleeping={"type": "boolean"})
+    ),
     ("get", "/prefix_cache/misses"): _Endpoint(
         summary="Which prompts were computed again, why, and what to do about it.",
         answer=_object(
@@ -330,6 +334,9 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
     ("get", "/prefix_cache/snapshot"): _Endpoint(
         summary="All that is cached, as a stream of msgpack objects, for readers of KV events.",
         answer=_STRING,
+    ),
+    ("get", "/prefix_cache/resize"): _Endpoint(
+        summary="How far a change of the cache's size is.", answer=_object()
     ),
     ("get", "/prefix_cache/stats"): _Endpoint(summary="The cache in numbers.", answer=_object()),
 }

@@ -128,9 +128,6 @@ def _in_range(
     too_high = high is not None and value > high
     if isinstance(value, bool) or not finite or too_low or too_high:
         bracket = "(" if open_low else "["
-        upper = "infinity" if high is None else high
-        raise wrong(
-            name,
-            f"must be a number in {bracket}{low}, {upper}], "
-            f"got {value if finite else 'one that no float holds'}",
-        )
+        bounds = f"of at least {low}" if high is None else f"in {bracket}{low}, {high}]"
+        got = value if finite else "one that no float holds"
+        raise wrong(name, f"must be a number {bounds}, got {got}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -41,6 +41,10 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
@@ -142,11 +146,11 @@ _NEMOTRON_H_MODULES = {
     **{f"ffn_{one}": f"mixer.{one}_proj" for one in ("up", "down")},
     **{name: module.replace("mamba.", "mixer.") for name, module in _MAMBA_MODULES.items()},
 }
-_GEMMA_MODULES = {
+_NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA_MODULES = _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 # Where an architecture's modules have other names. Gemma has four norms a layer, of which two have
 # the names of Llama's.
 _OWN_MODULES = {
@@ -172,10 +176,12 @@ _OWN_MODULES = {
         "attn_sinks": "self_attn.sinks",
     },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "olmo2": {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "post_ffw_norm": "post_mlp_layernorm",
     },
+    **dict.fromkeys(("olmo2", "exaone4"), _NORMS_AFTER),
     "gemma3": _GEMMA_MODULES,
     "gemma4": _GEMMA_MODULES
     | {
@@ -216,7 +222,10 @@ _GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 # Those whose rotated pairs llama.cpp has side by side.
-_PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
+_PAIRED = (
+    *("llama", "mistral3", "smollm3", "arcee", "nemotron_h"),
+    *("granite", "granitemoe", "granitehybrid"),
+)
 # What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
 # number of layers of the model whose attention is scaled by its width, not its heads'.
 _GEMMA_PATTERN = 6
@@ -297,6 +306,8 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     config: dict[str, Any] = _config(metadata) | _flags(names)
     if metadata.architecture == "gemma4":
         return config | _gemma4_config(metadata, config, names, factors)
+    if metadata.architecture == "ernie4_5":
+        config["use_bias"] = config["mlp_bias"]
     if metadata.architecture == "qwen3next":
         config["linear_qkvz_apart"] = any(name.endswith(".attn_gate.weight") for name in names)
     if factors:
@@ -370,23 +381,8 @@ def _config(metadata: _Metadata) -> dict[str, Any]:
     config = _common_config(metadata)
     if metadata.architecture in _RENORMALISE and not _is_dense_granite(metadata):
         config |= _experts_config(metadata)
-    if metadata.architecture == "gpt-oss":
-        return config | _gpt_oss_config(metadata, config)
-    if metadata.architecture == "phi3":
-        return config | _phi3_config(metadata, config)
-    if metadata.architecture == "olmo2":
-        return config | _olmo_config(metadata, config)
-    if metadata.architecture in ("granite", "granitemoe"):
-        return config | _granite_config(metadata, config)
-    if metadata.architecture == "granitehybrid":
-        return config | _granite_hybrid_config(metadata, config)
-    if metadata.architecture == "nemotron_h":
-        return config | _nemotron_h_config(metadata, config)
-    if metadata.architecture in ("lfm2", "lfm2moe"):
-        return config | _lfm2_config(metadata, config)
-    if metadata.architecture in _DELTA:
-        return config | _delta_config(metadata, config)
-    return config | _gemma_config(metadata, config) if _is_gemma(config) else config
+    own = _OWN_CONFIGS.get(metadata.architecture)
+    return config if own is None else config | own(metadata, config)
 
 
 def _granite_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -516,18 +512,25 @@ def _partly_rotated(metadata: _Metadata, config: dict[str, Any]) -> dict[str, An
 
 def _olmo_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 is OLMo 2 with windows; their layers turn by the rope without its scaling."""
-    window = metadata.shape("attention.sliding_window", 0)
-    if not window:
+    windows = _windows(metadata, config)
+    if not windows["sliding_window"]:
         return {}
-    slides: list[bool] = metadata.shape("attention.sliding_window_pattern")
     rope = config["rope_parameters"]
     local = {"rope_theta": rope["rope_theta"], "rope_type": "default"}
-    return {
+    return windows | {
         "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": window,
-        "layer_types": [SLIDING if one else FULL for one in slides],
         "rope_parameters": {FULL: rope, SLIDING: local},
     }
+
+
+def _windows(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """The window, and the type of each layer; all are full where there is none."""
+    window = metadata.shape("attention.sliding_window", 0) or None
+    slides: list[bool] = [False] * config["num_hidden_layers"]
+    if window:
+        slides = metadata.shape("attention.sliding_window_pattern")
+    types = [SLIDING if one else FULL for one in slides]
+    return {"sliding_window": window, "layer_types": types}
 
 
 def _is_gemma(config: dict[str, Any]) -> bool:
@@ -604,6 +607,22 @@ def _gemma4_config(
     }
 
 
+_OWN_CONFIGS: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] = {
+    "gpt-oss": _gpt_oss_config,
+    "phi3": _phi3_config,
+    "olmo2": _olmo_config,
+    "exaone4": _windows,
+    "arcee": lambda _metadata, _config: {"hidden_act": "relu2"},
+    **dict.fromkeys(("granite", "granitemoe"), _granite_config),
+    "granitehybrid": _granite_hybrid_config,
+    "nemotron_h": _nemotron_h_config,
+    **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2_config),
+    **dict.fromkeys(_DELTA, _delta_config),
+    "glm4": _partly_rotated,
+    "gemma3": _gemma_config,
+}
+
+
 def _common_config(metadata: _Metadata) -> dict[str, Any]:
     hidden_size = metadata.shape("embedding_length")
     num_heads = metadata.shape("attention.head_count")
@@ -645,10 +664,15 @@ def _rope(metadata: _Metadata) -> dict[str, Any]:
     return rope | {name: value for name, value in given.items() if value}
 
 
-def _token_ids(metadata: _Metadata) -> dict[str, int]:
+def _token_ids(metadata: _Metadata) -> dict[str, Any]:
+    """An answer ends at the token that ends a text, or at another that ends a turn."""
     names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
     ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in names.items()}
-    return {key: int(value) for key, value in ids.items() if value is not None}
+    found: dict[str, Any] = {key: int(value) for key, value in ids.items() if value is not None}
+    turn = metadata.get("tokenizer.ggml.eot_token_id")
+    if turn is not None and "eos_token_id" in found and turn != found["eos_token_id"]:
+        found["eos_token_id"] = [found["eos_token_id"], int(turn)]
+    return found
 
 
 def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:

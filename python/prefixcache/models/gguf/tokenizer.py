@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,11 @@ _TEKKEN = _PreTokenizer(
 _GPT4O = _PreTokenizer((_GPT4O_WORDS,))
 # By the name that tokenizer.ggml.pre gives.
 _PRE_TOKENIZERS = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "glm4": replace(_LLAMA3, adds_bos=False),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
@@ -109,12 +110,17 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Any], max_length: int) 
 def _write(folder: Path, metadata: Mapping[str, Any], max_length: int) -> None:
     vocabulary = _Vocabulary(metadata)
     vocabulary.tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["model_max_length"] = max_length
+    template, for_tools = (
+        metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")
+    )
+    if template is not None and for_tools is not None:
+        config["chat_template"] = {"default": template, "tool_use": for_tools}
+    elif template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     text = json.dumps(config | vocabulary.named, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 class _Vocabulary:

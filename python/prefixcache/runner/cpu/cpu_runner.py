@@ -103,7 +103,6 @@ class CpuRunner:
             hardware=f"cpu with {cpu.threads} threads ({cpu.instructions})",
             attention="cpu",
             batch_invariant=True,
-            shares_answers=True,
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
             instructions=cpu.instructions,

@@ -155,11 +155,6 @@ def profile_blocks(
     return fitting_blocks(memory, config.cache.gpu_memory_utilization, null_block.num_bytes)
 
 
-def shares_answers(attention: GroupedAttention) -> bool:
-    """Whether blocks that decodes wrote may be hit: not if they would change invariant answers."""
-    return attention.decode_matches_prefill or not attention.batch_invariant
-
-
 def make_graphs(
     config: EngineConfig,
     model: DecoderModel,

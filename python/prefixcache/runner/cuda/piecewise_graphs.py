@@ -40,7 +40,7 @@ _SIZES = (
 
 
 def step_sizes(max_tokens: int, num_weights: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture; beyond them a model of so many weights keeps a card busy."""
+    """Numbers of tokens to capture; beyond them a model of this size keeps a card busy."""
     most = min(max_tokens, _MOST_PRODUCTS / max(num_weights, 1))
     return tuple(size for size in _SIZES if size <= most)
 

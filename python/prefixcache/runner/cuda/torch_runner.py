@@ -30,7 +30,6 @@ from prefixcache.runner.cuda.device import (
     kv_tensors,
     make_graphs,
     profile_blocks,
-    shares_answers,
 )
 from prefixcache.runner.cuda.kv_tensors import attention_groups
 from prefixcache.runner.cuda.model_memory import ModelMemory
@@ -124,7 +123,6 @@ class TorchRunner:
             hardware=f"{device}{of_cpu} (torch)",
             attention=attention.name,
             batch_invariant=attention.batch_invariant and self._invariant,
-            shares_answers=shares_answers(attention),
             max_model_len=max_model_len,
             weights_digest=checkpoint.digest,
         )

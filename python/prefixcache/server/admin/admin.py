@@ -152,6 +152,7 @@ def add_changes(
 
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
+        """Serves the weights of another folder or file, of the same model."""
         fields = await read_options(request, UpdateWeightsRequest)
         path, mode = fields.chosen_path(), fields.chosen_mode()
         with model_dirs.checked(path) as found:

@@ -82,6 +82,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
 
     @router.post("/weights/begin")
     async def begin(request: Request) -> dict[str, Any]:
+        """Opens an update of the weights that come in chunks."""
         fields = await read_options(request, BeginWeightsRequest)
         timeout = DEFAULT_TIMEOUT if fields.timeout is None else fields.timeout
         update_id = await asyncio.to_thread(push.begin, timeout)
@@ -89,6 +90,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
 
     @router.post("/weights/chunk")
     async def chunk(request: Request) -> dict[str, int]:
+        """Takes tensors of an open update: safetensors, in the body or in shared memory."""
         if _media_type(request) == _BYTES:
             update_id = _required("update_id", request.query_params.get("update_id"))
             async with one_at_a_time:
@@ -103,11 +105,13 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
 
     @router.post("/weights/end")
     async def end(request: Request) -> dict[str, Any]:
+        """Ends an update: requests are computed with the new weights from then on."""
         fields = await read_options(request, EndWeightsRequest)
         return await engine.run(partial(_end, fields=fields))
 
     @router.post("/weights/abort")
     async def abort(request: Request) -> None:
+        """Drops an update; the old weights serve on."""
         fields = await read_options(request, AbortWeightsRequest)
         await asyncio.to_thread(push.abort, _required("update_id", fields.update_id))
 

@@ -165,7 +165,10 @@ def invalid_field(error: ValidationError) -> InvalidRequestError:
     """The first of pydantic's complaints, naming the field in the caller's spelling."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    # pydantic names the class that reads an object, which is nobody's outside.
+    is_object = first["type"] in ("model_type", "dict_type")
+    reason = "input should be an object" if is_object else first["msg"]
+    reason = reason[:1].lower() + reason[1:]
     # `reprlib` reads no more of a long value than it shows.
     shown = shortened(reprlib.repr(first["input"]))
     got = "" if first["type"] == "missing" else f", got {shown}"

@@ -68,7 +68,7 @@ def _bare_rules(use: ToolUse, call_format: ToolFormat, markers: Markers) -> list
     begin = r'\s*\{\s*"name"\s*:\s*"'
     names = "|".join(re.escape(tool.name) for tool in use.tools)
     unlike = f' & ~/{begin}({names})"(?s:.*)/'
-    after = rf'"\s{{0,2}},\s{{0,2}}"{call_format.arguments}"\s{{0,2}}:\s{{0,2}}'
+    after = r'"\s{0,2},\s{0,2}"parameters"\s{0,2}:\s{0,2}'
     bare = (
         rf"/{begin}{re.escape(tool.name)}{after}/ args_{tool.index} /\s{{0,2}}\}}/"
         for tool in use.callable_tools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,6 +13,19 @@ from prefixcache.text.chat.parts import one_object
 
 # Of the arguments of one call.
 _MAX_VALUES = 2**16
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: templates read an object, and some write it as text, which is JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return f"{self}{after}"
+
+    def __radd__(self, before: str) -> str:
+        return f"{before}{self}"
 
 
 def read_messages(
@@ -73,11 +87,11 @@ def _read_call(value: object, field: str, names: dict[str, str]) -> dict[str, An
     }
 
 
-def _arguments(value: object, field: str) -> Mapping[str, Any]:
+def _arguments(value: object, field: str) -> _Arguments:
     if isinstance(value, Mapping):
-        return cast("Mapping[str, Any]", value)
+        return _Arguments(cast("Mapping[str, Any]", value))
     if value is None or value == "":
-        return {}
+        return _Arguments()
     if not isinstance(value, str):
         raise wrong(field, f"must be a string that holds a JSON object, got {shown(value)}")
     try:
@@ -87,7 +101,7 @@ def _arguments(value: object, field: str) -> Mapping[str, Any]:
         raise wrong(field, f"is not a JSON object: {reason}") from None
     if not isinstance(read, dict):
         raise wrong(field, f"must hold a JSON object, got {shown(value)}")
-    return cast("dict[str, Any]", read)
+    return _Arguments(cast("dict[str, Any]", read))
 
 
 def _read_result(message: dict[str, Any], field: str, names: Mapping[str, str]) -> None:

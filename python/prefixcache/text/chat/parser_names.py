@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 ToolCallParserName = Literal[
+    "apriel",
     "auto",
+    "deepseek_v3",
+    "deepseek_v31",
     "gemma4",
     "granite",
     "hermes",
@@ -22,5 +25,16 @@ ToolCallParserName = Literal[
     "response_template",
 ]
 ReasoningParserName = Literal[
-    "auto", "none", "deepseek_r1", "gemma4", "mistral", "openai_gptoss", "qwen3", "seed_oss"
+    "auto",
+    "none",
+    "apriel",
+    "deepseek_r1",
+    "gemma4",
+    "granite",
+    "granite_thinking",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+    "reka",
+    "seed_oss",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prefixcache.exceptions import InvalidRequestError
 from prefixcache.text.chat.calls.formats import PHI4_MINI, ToolFormat
 from prefixcache.text.chat.harmony.turns import harmony_messages, single_calls
 from prefixcache.text.chat.prompted_tools import phi_messages, prompted
@@ -31,6 +32,7 @@ class PromptWriter:
         self._tools = tools
         # Some templates fail on a function without parameters.
         self._needs_parameters = ".parameters.properties" in template.for_tools
+        self._role_of_tools = "system" if _takes_system_messages(template) else "user"
         self._rewrites = [change for signs, change in _REWRITES if signs(template.source)]
         self._write = self._write_harmony if is_harmony else self._write_plain
 
@@ -66,8 +68,17 @@ class PromptWriter:
         if self._tools is PHI4_MINI:
             written = phi_messages(written, tools, PHI4_MINI.text)
         else:
-            written = prompted(written, tools)
+            written = prompted(written, tools, self._role_of_tools)
         return self._template.render(written, **options)
+
+
+def _takes_system_messages(template: ChatTemplate) -> bool:
+    """Some refuse them, as Mistral's first ones do."""
+    try:
+        template.render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _with_calls_as_text(message: _Message, tools: ToolFormat) -> _Message:

@@ -22,8 +22,13 @@ is needed."""
 _PHI_SYSTEM = "You are a helpful assistant with some tools."
 
 
-def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _Messages:
-    """The messages, with plain text content, for a template that shows roles and content alone."""
+def prompted(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], role: str = "system"
+) -> _Messages:
+    """The messages, with plain text content, for a template that shows roles and content alone.
+
+    The tools are a part of the first message of this role: "system" or "user".
+    """
     written: _Messages = []
     for index, message in enumerate(messages):
         result = message.get("role") == "tool"
@@ -33,7 +38,7 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _M
             written.append({"role": "user", "content": _result(message)})
         else:
             written.append(_with_calls(message))
-    return _with_tools(written, tools) if tools else written
+    return _with_tools(written, tools, role) if tools else written
 
 
 def phi_messages(
@@ -59,12 +64,16 @@ def phi_messages(
     return written
 
 
-def _with_tools(messages: _Messages, tools: Sequence[Tool]) -> _Messages:
+def _with_tools(messages: _Messages, tools: Sequence[Tool], role: str) -> _Messages:
+    """In the first question, or in a system message at the beginning."""
     text = _INSTRUCTIONS.format(tools=_json([tool.spec for tool in tools]))
-    if not messages or messages[0].get("role") != "system":
-        return [{"role": "system", "content": text}, *messages]
-    first = {**messages[0], "content": f"{messages[0].get('content', '')}\n\n{text}"}
-    return [first, *messages[1:]]
+    at = next((i for i, one in enumerate(messages) if one.get("role") == role), None)
+    if at is None or (at and role == "system"):
+        return [{"role": role, "content": text}, *messages]
+    said = messages[at].get("content", "")
+    parts = (said, text) if role == "system" else (text, said)
+    messages[at] = {**messages[at], "content": "\n\n".join(parts)}
+    return messages
 
 
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:

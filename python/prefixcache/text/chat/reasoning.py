@@ -17,7 +17,8 @@ class ReasoningFormat:
     """How a family reasons: between two markers.
 
     With `assumed` an answer begins so, with or without the opening one. `behind` is what a prompt
-    may end with behind the opening one.
+    may end with behind the opening one. The content that follows may stand between
+    `content_opening` and `content_closing`.
     """
 
     name: str
@@ -25,6 +26,8 @@ class ReasoningFormat:
     closing: str = "</think>"
     assumed: bool = False
     behind: str = ""
+    content_opening: str = ""
+    content_closing: str = ""
 
     def begin(self, prompt: str, *, continued: bool) -> Begin:
         """Where the answer to `prompt` begins, which may go on with a message."""
@@ -40,6 +43,9 @@ QWEN3 = ReasoningFormat("qwen3")
 REASONING_FORMATS = {
     one.name: one
     for one in (
+        ReasoningFormat(
+            "granite_thinking", content_opening="<response>", content_closing="</response>"
+        ),
         QWEN3,
         ReasoningFormat("deepseek_r1", assumed=True),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
@@ -47,13 +53,26 @@ REASONING_FORMATS = {
             "seed_oss", "<seed:think>", "</seed:think>", behind="<seed:cot_budget_reflect>"
         ),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+        ReasoningFormat(
+            "apriel",
+            "Here are my reasoning steps:",
+            "[BEGIN FINAL RESPONSE]",
+            content_closing="[END FINAL RESPONSE]",
+        ),
+        ReasoningFormat("reka", "<reasoning>", "</reasoning>"),
     )
 }
 
 
 def detected_reasoning(template: str) -> ReasoningFormat | None:
     """The format of a model whose chat template is this."""
-    found = (one for one in REASONING_FORMATS.values() if one.closing in template)
+    # Granite's template names both markers of content together.
+    signs = (
+        (one, one.content_opening and f"{one.content_opening}{one.content_closing}")
+        for one in REASONING_FORMATS.values()
+    )
+    found = (one for one, content in signs if one.closing in template and content in template)
     return next(found, None)
 
 
@@ -66,7 +85,10 @@ class ReasoningStart:
 
 
 class ReasoningParser:
-    """Reasoning up to its end, without the white space around it; then `inner` reads the rest."""
+    """Reasoning up to its end, without the white space around it; then `inner` reads the rest.
+
+    What stands around the content behind reasoning is left out.
+    """
 
     in_markup = False
 
@@ -75,6 +97,7 @@ class ReasoningParser:
         self._inner = inner
         self._stream = TextStream()
         self._reasoning: list[str] = []
+        self._rest: list[str] | None = None
         self._reading = self._read(start.begin, start.reasoning)
         self._done = False
 
@@ -86,9 +109,12 @@ class ReasoningParser:
         next(self._reading, None)
         reasoning = "".join(self._reasoning)
         self._reasoning.clear()
-        if not self._done:
+        if self._rest is None:
             return MessageDelta(reasoning=reasoning)
-        rest = self._inner.push(self._stream.rest(), finished=finished)
+        if self._done:
+            self._rest.append(self._stream.rest())
+        rest = self._inner.push("".join(self._rest), finished=finished)
+        self._rest.clear()
         return MessageDelta(rest.content, reasoning, rest.tool_calls)
 
     def _read(self, begin: Begin, reasoning: ReasoningFormat) -> Reading[None]:
@@ -103,6 +129,19 @@ class ReasoningParser:
                 yield from stream.skip(reasoning.closing)
                 self.in_reasoning = False
                 yield from stream.skip_space()
+                yield from self._read_content(reasoning)
         else:
             stream.rewind()
+        self._rest = self._rest or []
         self._done = True
+
+    def _read_content(self, reasoning: ReasoningFormat) -> Reading[None]:
+        """Content that stands between markers, less these."""
+        stream = self._stream
+        if not reasoning.content_closing or not (yield from stream.skip(reasoning.content_opening)):
+            return
+        yield from stream.skip_space()
+        self._rest = []
+        while (yield from stream.until(reasoning.content_closing, self._rest.append)):
+            yield from stream.skip(reasoning.content_closing)
+            yield from stream.skip_space()

@@ -81,7 +81,7 @@ class BenchOptions(Checked):
     def check_together(self) -> None:
         """Raises `FieldError`."""
         if self.http and self.base_url:
-            raise FieldError("base_url", "and http exclude each other: give one, not both.")
+            raise FieldError("base_url", "excludes --http: give one, not both.")
         if self.sharing and self.base_url:
             raise FieldError("sharing", "needs engines of its own: give base_url or it, not both.")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):

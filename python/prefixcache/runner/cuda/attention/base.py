@@ -94,14 +94,12 @@ class AttentionBackend(Protocol):
     """Paged attention of one group of layers. `plan` once a step, then `run` for each layer.
 
     `batch_invariant` says that a row's bits depend on its own sequence alone, whatever its chunk
-    and batch; `decode_matches_prefill` that it makes no difference either whether the row was
-    computed as one of `num_decodes` or in a chunk. `rotate_and_run` is None where the model rotates
-    queries and keys itself. Layers are numbered within the group.
+    and batch, and whether it is one of `num_decodes`. `rotate_and_run` is None where the model
+    rotates queries and keys itself. Layers are numbered within the group.
     """
 
     name: str
     batch_invariant: bool
-    decode_matches_prefill: bool
 
     @property
     def rotate_and_run(

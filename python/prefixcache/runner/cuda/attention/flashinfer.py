@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer_kernels import (
     LAYOUT,
     KernelMaker,
-    MakeKernel,
     PoolTable,
     SharedMemory,
     needed_workspace,
@@ -34,8 +33,6 @@ from prefixcache.runner.cuda.attention.flashinfer_plan import can_pack_heads, ch
 from prefixcache.runner.cuda.attention.flashinfer_planner import GraphTables, KernelPart, Planner
 from prefixcache.runner.cuda.ops.cuda import fused_kernels
 from prefixcache.runner.cuda.ops.rope import apply_rope
-
-Invariance = Literal["off", "split", "unified"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +43,17 @@ _HOPPER = 9
 class FlashInferAttention:
     """FlashInfer behind the protocol of `attention/base.py`.
 
-    `invariance` says what stays bit-equal whatever else is in the batch:
-
-    - "off": nothing; the fastest kernels.
-    - "split": prompt chunks run in the FA3 kernel, whose key tiles start at position 0 and are
-      never split, and decodes in the FA2 kernel without split keys. Each is independent of batch
-      and chunks, but a decode's keys and values differ in bits from a prefill's, so only blocks
-      that a prefill wrote may be shared.
-    - "unified": decodes run in the FA3 kernel too, and everything is equal. FA3 computes tiles of
-      128 rows of one head: with `packs_heads` the query heads of a key-value head are rows of one.
+    With `batch_invariant`, chunks and decodes run in the FA3 kernel, whose key tiles start at
+    position 0 and are never split: the bits of a row depend on its own sequence alone. FA3 computes
+    tiles of 128 rows of one head, so in a decode the query heads of a key-value head are packed as
+    rows of one head, unless there is a window. Without it decodes run in the FA2 kernel, whose keys
+    are split unless the workspace has no room for the parts of a captured decode.
 
     Tables of a window leave out the pages behind it, by a number that grows with the step's
-    positions: in the invariant modes by whole tiles of FA3 (see `align_tables`).
+    positions: with `batch_invariant` by whole tiles of FA3 (see `align_tables`).
 
-    In mode "off", `tensor_cores` says whether decodes take FA2's tensor-core kernel, which by
-    default they do from 4 query heads a key-value head on. Captured decodes of `whole_keys_from`
-    rows or more do not split keys, nor do those that the workspace has no room for.
-
-    `batch_invariant` and `decode_matches_prefill` tell what is really kept: without FA3, which is
-    for Hopper devices alone, nothing is. `kernels` is the flashinfer module or its stand-in.
+    The attribute `batch_invariant` is what is kept: without FA3, which is for Hopper devices alone,
+    it is false. `kernels` is the flashinfer module or its stand-in.
     `memory` is that of the model's other groups; None makes some of `workspace_bytes`. A `leader`
     is the backend of a group with the same spec that is bound and planned before this one each
     time: tables of one spec have the same lengths, so its plan serves both.
@@ -77,18 +66,14 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Any,
-        invariance: Invariance = "off",
-        packs_heads: bool = False,
-        tensor_cores: bool | None = None,
-        whole_keys_from: int | None = None,
+        batch_invariant: bool = False,
         hopper: bool = True,
         memory: SharedMemory | None = None,
         workspace_bytes: int | None = None,
         leader: FlashInferAttention | None = None,
     ) -> None:
         self.name = "flashinfer"
-        self.batch_invariant = invariance != "off" and hopper
-        self.decode_matches_prefill = invariance == "unified" and hopper
+        self.batch_invariant = batch_invariant and hopper
         self._kernels = kernels
         self._device = device
         self._kv: Sequence[Tensor] = ()
@@ -107,15 +92,13 @@ class FlashInferAttention:
             device,
             kernels,
             prefill_backend="fa3" if hopper else "fa2",
-            split_keys=invariance == "off",
-            whole_keys_from=whole_keys_from,
-            tensor_cores=tensor_cores,
+            splits_keys=not self.batch_invariant,
             memory=self.memory,
         )
-        make_decode: MakeKernel | None = makes.decode
-        if invariance == "unified":
-            packs = packs_heads and hopper and can_pack_heads(spec)
-            make_decode = makes.packed_decode if packs else None
+        if self.batch_invariant:
+            make_decode = makes.packed_decode if can_pack_heads(spec) else None
+        else:
+            make_decode = makes.decode
         aligns = self.batch_invariant and spec.sliding_window is not None
         self.planner = Planner(makes, make_decode, aligns_tables=aligns, device=device)
 
@@ -229,8 +212,7 @@ def make_flashinfer(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    invariance: Invariance = "off",
-    packs_heads: bool = False,
+    batch_invariant: bool = False,
 ) -> list[FlashInferAttention]:
     """FlashInfer's own kernels on a CUDA device, one backend for each group of a model's layers.
 
@@ -245,8 +227,7 @@ def make_flashinfer(
         dtype=dtype,
         device=device,
         kernels=kernels,
-        invariance=invariance,
-        packs_heads=packs_heads,
+        batch_invariant=batch_invariant,
         hopper=major == _HOPPER,
         memory=SharedMemory(device, needed_workspace(specs, device)),
     )

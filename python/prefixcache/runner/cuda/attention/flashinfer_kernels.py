@@ -105,8 +105,8 @@ class Kernel:
         fixed: dict[str, Any],
         *,
         group_size: int,
-        adds_tiles: bool,
         pins: bool,
+        adds_tiles: bool = False,
     ) -> None:
         self._wrapper = wrapper
         self._fixed = fixed
@@ -201,9 +201,7 @@ class KernelMaker:
         kernels: Any,
         *,
         prefill_backend: str,
-        split_keys: bool,
-        whole_keys_from: int | None,
-        tensor_cores: bool | None,
+        splits_keys: bool,
         memory: SharedMemory,
     ) -> None:
         def plans() -> Tensor:
@@ -212,13 +210,11 @@ class KernelMaker:
         self._kernels = kernels
         self._spec = spec
         self._prefill_backend = prefill_backend
-        self._splits_keys = split_keys
-        self._whole_keys_from = whole_keys_from
         self._group_size = spec.num_heads // spec.num_kv_heads
         self._pins = device.type == "cuda"
-        self._tensor_cores = needs_tensor_cores(spec) if tensor_cores is None else tensor_cores
+        self._tensor_cores = needs_tensor_cores(spec)
         self._num_multiprocessors = num_multiprocessors(device)
-        self._options = plan_options(spec, dtype) | {"disable_split_kv": not split_keys}
+        self._options = plan_options(spec, dtype) | {"disable_split_kv": not splits_keys}
         self._workspace = memory.workspace
         self._prefill_plans = plans()
         self._decode_plans = plans()
@@ -243,8 +239,7 @@ class KernelMaker:
         wrapper = self._kernels.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             LAYOUT,
-            # The other kernel splits keys as it likes.
-            use_tensor_cores=self._tensor_cores or not splits,
+            use_tensor_cores=self._tensor_cores,
             backend="fa2",
             **tables,
         )
@@ -279,7 +274,6 @@ class KernelMaker:
             wrapper,
             sizes | {"head_dim_qk": self._spec.head_dim} | self._options,
             group_size=self._group_size,
-            adds_tiles=self._prefill_backend == "fa2" and fixed_rows is not None,
             pins=self._pins,
         )
 
@@ -291,13 +285,10 @@ class KernelMaker:
         return plans[: _PLAN_BYTES_OF_DEVICE + _PLAN_BYTES_OF_HEAD * rows * self._spec.num_heads]
 
     def _splits(self, captured_rows: int) -> bool:
-        """Whether decodes may split keys; a graph reserves room for as many parts as it may have.
+        """Whether decodes split keys: not where a graph's parts have no room in the workspace.
 
-        With enough rows the device is nearly full without splitting.
+        The kernel without tensor cores always splits them as it likes.
         """
-        whole_from = self._whole_keys_from
-        if not self._splits_keys or (whole_from is not None and captured_rows >= whole_from):
-            return False
         if not captured_rows or not self._tensor_cores:
             return True
         needed = parts_bytes(self._spec, captured_rows, self._num_multiprocessors)

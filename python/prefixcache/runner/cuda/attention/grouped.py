@@ -40,7 +40,6 @@ class GroupedAttention:
         self.backends = tuple(backends)
         self.name = first.name
         self.batch_invariant = all(backend.batch_invariant for backend in backends)
-        self.decode_matches_prefill = all(backend.decode_matches_prefill for backend in backends)
         self.kv_shape = first.kv_shape
         places = layer_places(groups)
         self._layers = [(backends[group], number) for group, number in places]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -41,45 +40,17 @@ def _torch(
 def _flashinfer(
     specs: Sequence[AttentionSpec], options: AttentionOptions
 ) -> Sequence[AttentionBackend]:
-    return _make_flashinfer(specs, options, "unified" if options.batch_invariant else "off")
-
-
-def _flashinfer_split(
-    specs: Sequence[AttentionSpec], options: AttentionOptions
-) -> Sequence[AttentionBackend]:
-    return _make_flashinfer(specs, options, "split")
-
-
-def _flashinfer_packed(
-    specs: Sequence[AttentionSpec], options: AttentionOptions
-) -> Sequence[AttentionBackend]:
-    return _make_flashinfer(specs, options, "unified", packs_heads=True)
-
-
-def _make_flashinfer(
-    specs: Sequence[AttentionSpec],
-    options: AttentionOptions,
-    invariance: Literal["off", "split", "unified"],
-    *,
-    packs_heads: bool = False,
-) -> Sequence[AttentionBackend]:
     from prefixcache.runner.cuda.attention.flashinfer import make_flashinfer
 
     return make_flashinfer(
         specs,
         dtype=options.dtype,
         device=options.device,
-        invariance=invariance,
-        packs_heads=packs_heads,
+        batch_invariant=options.batch_invariant,
     )
 
 
-_FACTORIES: dict[str, _Factory] = {
-    "torch": _torch,
-    "flashinfer": _flashinfer,
-    "flashinfer-split": _flashinfer_split,
-    "flashinfer-packed": _flashinfer_packed,
-}
+_FACTORIES: dict[str, _Factory] = {"torch": _torch, "flashinfer": _flashinfer}
 
 
 def attention_names() -> tuple[str, ...]:

@@ -34,7 +34,6 @@ class ShortConvCache:
     """The inputs that convolutions of one group need, and what they make of them."""
 
     batch_invariant = True
-    decode_matches_prefill = True
 
     def __init__(self, spec: AttentionSpec, group: KVGroup) -> None:
         assert group.sliding_window is not None

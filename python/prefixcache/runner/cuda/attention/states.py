@@ -22,7 +22,6 @@ class StatePages:
     """
 
     batch_invariant = True
-    decode_matches_prefill = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._numbers_per_token = 2 * spec.num_kv_heads * spec.head_dim

@@ -31,7 +31,6 @@ class TorchAttention:
 
     name = "torch"
     batch_invariant = False
-    decode_matches_prefill = False
     rotate_and_run = None
     kv_shape = staticmethod(kv_shape_nhd)
 

@@ -10,7 +10,7 @@ Letters of shapes: T tokens, N heads, D head size or row width, F intermediate s
 
 from __future__ import annotations
 
-import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from prefixcache.runner.cuda.ops import gelu
 
-# Programmatic dependent launch, of devices from Hopper on: not the default, which it was not
-# measured against yet.
-_PDL = os.environ.get("PREFIXCACHE_PDL") == "1"
+_HOPPER = 9
 _GATE_BLOCK = 1024
 _ROTATED_ROWS = 16
 _GELU_SLOPE = tl.constexpr(gelu.GELU_SLOPE)
@@ -170,8 +168,15 @@ def race(
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: float) -> None:
     """One program for each point of the grid."""
-    programmatic = {"launch_pdl": True} if _PDL else {}
-    kernel[grid](*args, **constants, PDL=_PDL, enable_fp_fusion=False, **programmatic)
+    pdl = _has_pdl(args[0].device)
+    programmatic = {"launch_pdl": True} if pdl else {}
+    kernel[grid](*args, **constants, PDL=pdl, enable_fp_fusion=False, **programmatic)
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
 
 
 @triton.jit

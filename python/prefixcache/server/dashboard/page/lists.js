@@ -94,7 +94,7 @@ export function showRequests(requests) {
 function makePrefix(prefix) {
   const item = make("li");
   const node = make("details");
-  node.open = prefix.depth < 2;
+  node.open = prefix.depth < 1;
   const summary = make("summary");
   summary.append(make("span", "", "counts"), make("q"));
   node.append(summary, make("ul"));

@@ -154,10 +154,10 @@ class _Writer:
         if self._is_kept(root):
             self._object(root, self._name, self._style.after)
         else:
-            self._lose("a schema of its kind")
+            self._give_up("a schema of its kind")
             self.rules.append(f"{self._name}: {self._free_members(self._style.after)}")
 
-    def _lose(self, what: str) -> None:
+    def _give_up(self, what: str) -> None:
         """Notes that something is not kept, which a strict tool refuses."""
         if self._tool.strict:
             raise wrong(self._field, f"has {what}, which this model's calls cannot be made to keep")
@@ -240,7 +240,7 @@ class _Writer:
         if isinstance(kinds, str) and kinds not in _TYPES:
             raise wrong(self._field, f"has no known type: {shown(kinds)}")
         if kinds not in _TYPES or depth >= _MOST_NESTED or any(one in schema for one in _COMPOSED):
-            self._lose("a value of no single type")
+            self._give_up("a value of no single type")
             return self._any()
         return self._of_kind(cast("str", kinds), schema, name, depth)
 
@@ -297,7 +297,7 @@ class _Writer:
     def _string(self, schema: Schema) -> str:
         style = self._style
         if any(one in schema for one in _UNKEPT_OF_TEXT):
-            self._lose("a pattern or a format")
+            self._give_up("a pattern or a format")
         lengths = schema.get("minLength", 0), schema.get("maxLength", "")
         many = "*" if lengths == (0, "") else f"{{{lengths[0]},{lengths[1]}}}"
         if style.escapes:

@@ -18,7 +18,11 @@ from prefixcache.text.chat.calls.argument_rules import (
     ArgumentStyle,
 )
 from prefixcache.text.chat.calls.call_parser import CallMarkers, CallParser
-from prefixcache.text.chat.calls.json_calls import JsonCallParser
+from prefixcache.text.chat.calls.json_calls import (
+    DeepseekCallParser,
+    JsonCallParser,
+    NamedCallParser,
+)
 from prefixcache.text.chat.calls.notation_calls import GemmaCallParser, NotationCallParser
 from prefixcache.text.chat.calls.schemas import ToolSchemas
 from prefixcache.text.chat.calls.xml_calls import XmlCallParser
@@ -29,6 +33,7 @@ from prefixcache.text.chat.tools import ToolUse
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID = "/[A-Za-z0-9]{9}/"  # as `_short_id` makes them
 _ID_FIELD, _QUOTE = ', "id": "', '"'
+_PLACE = "{}"
 
 
 def call_id() -> str:
@@ -46,10 +51,10 @@ class ToolFormat:
     """One format: `opening`, `before`, calls with `between` them, `after`, and `closing`.
 
     With `repeats` each call has its own markers, `before` and `after`, and `between` stands between
-    those. Without `many` an answer holds one call. Calls are JSON with their `arguments` under that
-    name, unless they have a `style` of their own; with `bare` an answer may begin with such a call,
-    with `named` the name comes first. With `has_ids` an id may stand behind the arguments, or must
-    behind the name.
+    those. Without `many` an answer holds one call. A call is its `head`, where a name stands for
+    the first `{}` and an id for a second, its arguments as JSON, and its `tail`, unless calls have
+    a `style` of their own. With `has_ids` an id may stand behind the arguments. With `bare` an
+    answer may begin with a call, whose arguments are `parameters`.
     """
 
     name: str
@@ -61,9 +66,9 @@ class ToolFormat:
     repeats: bool = False
     many: bool = True
     bare: bool = False
-    named: bool = False
+    head: str = '{"name": "{}", "arguments": '
+    tail: str = "}"
     has_ids: bool = False
-    arguments: str = "arguments"
     style: ArgumentStyle | None = None
     new_parser: Callable[..., CallParser] = JsonCallParser
     new_id: Callable[[], str] = call_id
@@ -77,7 +82,7 @@ class ToolFormat:
         """A parser of one answer."""
         markers, tools = CallMarkers(self.opening, self.closing), ToolSchemas(use.tools)
         most = None if use.parallel else 1
-        return self.new_parser(markers, tools, self.new_id, most, bare=self.bare, named=self.named)
+        return self.new_parser(markers, tools, self.new_id, most, bare=self.bare)
 
     def rules(self, use: ToolUse, markers: Markers) -> str:
         """The rule `calls`: what follows the opening marker of the first call."""
@@ -95,22 +100,19 @@ class ToolFormat:
     def _call_rules(self, use: ToolUse, markers: Markers) -> str:
         if self.style is not None:
             return self.style.rules(use.callable_tools, markers)
-        if self.named:
-            separator = markers.terminal("[ARGS]")
-            if self.has_ids:
-                separator = f"{markers.terminal('[CALL_ID]')} {_ID} {separator}"
-            return call_rules(use.callable_tools, lambda name: f"{literal(name)} {separator}")
-        begin = '{{"name": "{}", "{}": '.format
-        an_id = f"({literal(_ID_FIELD)} {_ID} {literal(_QUOTE)})? " if self.has_ids else ""
-        return call_rules(
-            use.callable_tools,
-            lambda name: literal(begin(name, self.arguments)),
-            an_id + literal("}"),
-        )
+        tail = markers.terminal(self.tail)
+        if self.has_ids:
+            tail = f"({literal(_ID_FIELD)} {_ID} {literal(_QUOTE)})? {tail}"
+        return call_rules(use.callable_tools, lambda name: self._begin(name, markers), tail)
+
+    def _begin(self, name: str, markers: Markers) -> str:
+        """The terminals before the arguments."""
+        parts = self.head.replace(_PLACE, name, 1).split(_PLACE)
+        return f" {_ID} ".join(map(markers.terminal, parts))
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls as they are written, for templates that show none."""
-        listed = [self._written(call["function"]) for call in calls]
+        listed = [self._written(call) for call in calls]
         if not self.repeats:
             return (
                 f"{self.opening}{self.before}{self.between.join(listed)}{self.after}{self.closing}"
@@ -118,14 +120,12 @@ class ToolFormat:
         whole = (f"{self.opening}{self.before}{one}{self.after}{self.closing}" for one in listed)
         return self.between.join(whole)
 
-    def _written(self, function: Mapping[str, Any]) -> str:
+    def _written(self, call: Mapping[str, Any]) -> str:
+        function = call["function"]
         if self.style is not None:
             return self.style.text(function["name"], function["arguments"])
-        given = json.dumps(function["arguments"], ensure_ascii=False)
-        name = json.dumps(function["name"], ensure_ascii=False)
-        if self.named:
-            return f"{function['name']}[ARGS]{given}"
-        return f'{{"name": {name}, "{self.arguments}": {given}}}'
+        head = self.head.replace(_PLACE, function["name"], 1).replace(_PLACE, call.get("id", ""), 1)
+        return f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{self.tail}"
 
 
 HERMES = ToolFormat(
@@ -137,25 +137,16 @@ HERMES = ToolFormat(
     between="\n",
     repeats=True,
 )
+# As EXAONE 4 has them, without line breaks within the markers.
+HERMES_INLINE = replace(HERMES, before="", after="")
 # A template of Llama shows one call a message, and refuses more.
 LLAMA3_JSON = ToolFormat(
-    name="llama3_json", opening="<|python_tag|>", bare=True, arguments="parameters", many=False
+    name="llama3_json",
+    opening="<|python_tag|>",
+    bare=True,
+    head='{"name": "{}", "parameters": ',
+    many=False,
 )
-MISTRAL = ToolFormat(
-    name="mistral",
-    opening="[TOOL_CALLS]",
-    before="[",
-    after="]",
-    between=", ",
-    has_ids=True,
-    new_id=_short_id,
-)
-# Since version 11 of Mistral's tokenizer.
-MISTRAL_NAMED = replace(
-    MISTRAL, named=True, has_ids=False, before="", after="", between="", repeats=True
-)
-# Since version 13.
-MISTRAL_WITH_IDS = replace(MISTRAL_NAMED, has_ids=True)
 SMOLLM2 = ToolFormat(
     name="smollm2",
     opening="<tool_call>",
@@ -164,18 +155,42 @@ SMOLLM2 = ToolFormat(
     after="\n]",
     between=",\n",
 )
-NEMOTRON = ToolFormat(
-    name="nemotron_json",
-    opening="<TOOLCALL>",
-    closing="</TOOLCALL>",
-    before="[",
-    after="]",
-    between=", ",
-)
 GRANITE = ToolFormat(name="granite", opening="<|tool_call|>", before="[", after="]", between=", ")
 PHI4_MINI = replace(GRANITE, name="phi4_mini_json", closing="<|/tool_call|>")
 # As vLLM's template for Phi-4-mini asks for calls.
 FUNCTOOLS = replace(GRANITE, name="phi4_mini_json", opening="functools")
+NEMOTRON = replace(GRANITE, name="nemotron_json", opening="<TOOLCALL>", closing="</TOOLCALL>")
+APRIEL = replace(GRANITE, name="apriel", opening="<tool_calls>", closing="</tool_calls>")
+MISTRAL = replace(GRANITE, name="mistral", opening="[TOOL_CALLS]", has_ids=True, new_id=_short_id)
+# Since version 11 of Mistral's tokenizer.
+MISTRAL_NAMED = ToolFormat(
+    name="mistral",
+    opening="[TOOL_CALLS]",
+    repeats=True,
+    head="{}[ARGS]",
+    tail="",
+    new_parser=NamedCallParser,
+    new_id=_short_id,
+)
+# Since version 13.
+MISTRAL_WITH_IDS = replace(MISTRAL_NAMED, head="{}[CALL_ID]{}[ARGS]")
+# Of DeepSeek R1 and V3, and what was distilled from R1.
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    opening="<｜tool▁calls▁begin｜>",
+    closing="<｜tool▁calls▁end｜>",
+    between="\n",
+    head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
+    tail="\n```<｜tool▁call▁end｜>",
+    new_parser=DeepseekCallParser,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v31",
+    between="",
+    head="<｜tool▁call▁begin｜>{}<｜tool▁sep｜>",
+    tail="<｜tool▁call▁end｜>",
+)
 QWEN3_CODER = replace(HERMES, name="qwen3_coder", style=QWEN_STYLE, new_parser=XmlCallParser)
 SEED_OSS = replace(
     QWEN3_CODER,
@@ -184,23 +199,20 @@ SEED_OSS = replace(
     closing="</seed:tool_call>",
     style=SEED_STYLE,
 )
-LFM2 = ToolFormat(
+LFM2 = replace(
+    GRANITE,
     name="lfm2",
     opening="<|tool_call_start|>",
     closing="<|tool_call_end|>",
-    before="[",
-    after="]",
-    between=", ",
     style=LFM2_STYLE,
     new_parser=NotationCallParser,
 )
-OLMO3 = ToolFormat(
+OLMO3 = replace(
+    HERMES,
     name="olmo3",
     opening="<function_calls>",
     closing="</function_calls>",
-    before="\n",
-    after="\n",
-    between="\n",
+    repeats=False,
     style=OLMO3_STYLE,
     new_parser=NotationCallParser,
 )
@@ -215,12 +227,14 @@ GEMMA4 = ToolFormat(
 
 _FORMATS = (
     *(HERMES, LLAMA3_JSON, MISTRAL, SMOLLM2, GRANITE, PHI4_MINI),
-    *(QWEN3_CODER, SEED_OSS, LFM2, OLMO3, GEMMA4, NEMOTRON),
+    *(QWEN3_CODER, SEED_OSS, LFM2, OLMO3, GEMMA4, NEMOTRON, APRIEL, DEEPSEEK_V3, DEEPSEEK_V31),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
 
 # What a template holds that shows calls in a format: the first row that it holds wholly counts.
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V31),
     (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), MISTRAL_WITH_IDS),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL),
@@ -237,17 +251,19 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|tool_call|>",), GRANITE),
     (("<seed:tool_call>",), SEED_OSS),
     (("<tool_call>", "<function=", "<parameter="), QWEN3_CODER),
+    (("<tool_calls>[",), APRIEL),
+    (("<tool_call>", "[|assistant|]"), HERMES_INLINE),
     (("<tool_call>",), HERMES),
 )
 
 
 # Of forms that are not known, where the signs of known ones stand too.
-_OTHER_SIGNS = ("<function=", "<arg_key>")
+_OTHER_SIGNS = ("<function=", "<arg_key>", "<invoke")
 
 
 def detected_format(template: str) -> ToolFormat | None:
     """The format of a template that shows tools; None where it is another one."""
     found = (form for signs, form in _SIGNS if all(sign in template for sign in signs))
     form = next(found, None)
-    others = form in (HERMES, LLAMA3_JSON) and any(one in template for one in _OTHER_SIGNS)
-    return None if others else form
+    others = any(one in template for one in _OTHER_SIGNS)
+    return None if others and form in (HERMES, HERMES_INLINE, LLAMA3_JSON) else form

@@ -13,15 +13,15 @@ from prefixcache.text.chat.text_stream import Reading
 
 _ARGUMENTS = ("arguments", "parameters")
 # Templates refuse ids of other lengths.
-_CALL_ID = r"(?:\[CALL_ID\]\s*(?:([A-Za-z0-9]{9})|\w+)\s*)?"
-_NAMED = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,128}})\s*{_CALL_ID}(?:\[ARGS\]\s*)?")
+_CALL_ID = r"(?:\[CALL_ID\]\s*(?:(?P<id>[A-Za-z0-9]{9})|\w+)\s*)?"
+_NAME = "(?P<name>[A-Za-z0-9_.-]{1,128})"
 
 
 class JsonCallParser(CallParser):
     """After the opening comes one object or a list of them.
 
     With `bare` the text may also begin with an object that calls a known tool, and `;` and another
-    object may follow. With `named` a call may be written as its name and its arguments.
+    object may follow.
     """
 
     def __init__(
@@ -32,11 +32,9 @@ class JsonCallParser(CallParser):
         most: int | None = None,
         *,
         bare: bool = False,
-        named: bool = False,
     ) -> None:
         super().__init__(markers, tools, new_id, most)
         self._bare = bare
-        self._named = named
 
     def _read(self) -> Reading[None]:
         if self._bare:
@@ -54,8 +52,6 @@ class JsonCallParser(CallParser):
             yield from self._read_list()
         elif first == "{":
             yield from self._read_objects()
-        elif self._named:
-            yield from self._read_named()
 
     def _read_list(self) -> Reading[None]:
         """What follows the bracket that opens a list."""
@@ -120,18 +116,6 @@ class JsonCallParser(CallParser):
         self._add(call, _object_text("".join(pieces)) if whole else "".join(pieces))
         return whole
 
-    def _read_named(self) -> Reading[None]:
-        """A name and its arguments, as `name[ARGS]{...}`."""
-        head: list[str] = []
-        if not (yield from self._stream.until("{", head.append)):
-            return
-        named = _NAMED.fullmatch("".join(head))
-        if named is not None:
-            call = Call(named.group(2))
-            self._begin(call, named.group(1))
-            yield from self._stream.skip_space()
-            yield from self._stream.value(lambda text: self._add(call, text))
-
     def _whole_value(self) -> Reading[Any]:
         """A value that is short; `_CUT` where it is cut off or no JSON."""
         pieces: list[str] = []
@@ -141,6 +125,52 @@ class JsonCallParser(CallParser):
             return json.loads("".join(pieces))
         except (ValueError, RecursionError):
             return _CUT
+
+
+class NamedCallParser(JsonCallParser):
+    """A call may also be written as its name and its arguments, as `name[ARGS]{...}`."""
+
+    # What stands before the arguments: the call's name, and an id where there is one.
+    head = re.compile(rf"\s*{_NAME}\s*{_CALL_ID}(?:\[ARGS\]\s*)?")
+
+    def _read_calls(self) -> Reading[None]:
+        if (yield from self._stream.skip_space()) in ("[", "{"):
+            yield from super()._read_calls()
+        else:
+            yield from self._read_named()
+
+    def _read_named(self) -> Reading[bool]:
+        """Whether a whole call comes next."""
+        read: list[str] = []
+        if not (yield from self._stream.until("{", read.append)):
+            return False
+        found = self.head.fullmatch("".join(read))
+        if found is None:
+            return False
+        call = Call(found.groupdict().get("id"))
+        self._begin(call, found["name"])
+        yield from self._stream.skip_space()
+        return (yield from self._stream.value(lambda text: self._add(call, text)))
+
+
+class DeepseekCallParser(NamedCallParser):
+    """Each call between markers of its own: the word function, its name and its arguments.
+
+    The word, and what shows the arguments as a code block, may be missing.
+    """
+
+    head = re.compile(
+        rf"\s*(?:function<｜tool▁sep｜>)?{_NAME}\s*(?:<｜tool▁sep｜>)?\s*(?:```json\s*)?"
+    )
+
+    def _read_calls(self) -> Reading[None]:
+        stream = self._stream
+        while (yield from stream.skip("<｜tool▁call▁begin｜>")):
+            if not (yield from self._read_named()):
+                return
+            yield from stream.skip("```")
+            yield from stream.skip("<｜tool▁call▁end｜>")
+            stream.mark()
 
 
 _CUT = object()

@@ -350,6 +350,7 @@ def test_whatever_lies_in_the_folder_no_block_comes_back_wrong(make, folder, see
     num_loaded = 0
     for _ in range(bounded(30, 1000)):
         for path, content in whole.items():
+            path.touch(mode=0o600)
             path.write_bytes(damaged(content, choose))
         tiered = Tiered(folder)
         tiered.until(lambda tier=tiered.tier: tier._is_listed or tier.counts().failures)

@@ -1,11 +1,14 @@
 """Short lives of a disk tier without a model: each of its calls on files fails, or is its last.
 
     python tests/disk_lives.py FOLDER fail|kill [EVERY]
+    python tests/disk_lives.py FOLDER share NUMBER
 
 Compiles failing_files.c, and runs itself with it. Of one life after the other over the same folder
 the n-th call fails (EIO, ENOSPC), or ends the process with SIGKILL; then the next life looks at
 what is there. Blocks that come from the disk must be as they were written, what was cleared must be
 gone, and no reference may be lost. Prints how many calls there were.
+
+Of two that share the folder at a time, each with a number, no call may fail.
 """
 
 from __future__ import annotations
@@ -111,6 +114,14 @@ class Tiered:
         """How many leading ones are on the disk."""
         return self.tier.count(hashes)
 
+    def check(self, first: int) -> None:
+        """What is there of a prompt is what was computed of it."""
+        hashes = self.hashes(first)
+        count = self.count(hashes)
+        expected = [(first + place) % 251 for place in range(7)]
+        loaded = self.load(hashes[:count]) if count else []
+        assert loaded == expected[: len(loaded)], "a block holds others' bytes"
+
     def load(self, hashes: Sequence[bytes]) -> list[int]:
         """Numbers of the first bytes of the blocks that came back."""
         sequence = self.cache.new_sequence(self.tokens(0, len(hashes)))
@@ -140,13 +151,6 @@ class Lives:
         """The first token of a prompt of now, or of some clears ago."""
         return 1000 * (3 * (self.num_clears - age + 1) + number)
 
-    def check(self, tiered: Tiered, first: int) -> None:
-        hashes = tiered.hashes(first)
-        count = tiered.count(hashes)
-        expected = [(first + place) % 251 for place in range(7)]
-        loaded = tiered.load(hashes[:count]) if count else []
-        assert loaded == expected[: len(loaded)], "a block holds others' bytes"
-
     def live(self) -> None:
         """Finds what the life before left, writes more, clears, and ends."""
         tiered = Tiered(self.folder)
@@ -155,7 +159,7 @@ class Lives:
             assert not tiered.count(tiered.hashes(self.prompt(number, age=1))), "cleared"
         for _ in range(2):
             for number in range(3):
-                self.check(tiered, self.prompt(number))
+                tiered.check(self.prompt(number))
                 tiered.compute(self.prompt(number))
                 tiered.settle()
         tiered.cache.clear_cache_index()
@@ -177,7 +181,7 @@ class Lives:
                 tiered.compute(self.prompt(number))
             tiered.tier.nudge()
             tiered.until(lambda n=failures: tiered.count(hashes) or counts().failures > n)
-        self.check(tiered, self.prompt(0))
+        tiered.check(self.prompt(0))
 
 
 def run(folder: Path, how: str, every: int) -> int:
@@ -203,7 +207,25 @@ def run(folder: Path, how: str, every: int) -> int:
         number += every
 
 
+def share(folder: Path, number: int) -> None:
+    """Writes prompts of its own and of both, and loads what is still there of earlier ones."""
+    tiered = Tiered(folder)
+    tiered.until(lambda: tiered.tier._is_listed)
+    prompts = [1000 * step + (100_000 * number if step % 4 else 0) for step in range(60)]
+    for step, prompt in enumerate(prompts):
+        tiered.compute(prompt)
+        tiered.settle()
+        tiered.check(prompts[step // 2])
+    tiered.tier.close()
+    counts = tiered.tier.counts()
+    assert (counts.failures, counts.damaged) == (0, 0), counts
+    print(counts.written)
+
+
 def main(folder: Path, how: str, every: int = 1) -> None:
+    if how == "share":
+        share(folder, every)
+        return
     if "FAILING_FOLDER" in os.environ:
         print(run(folder, how, every))
         return

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -74,6 +80,95 @@ def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
         server.process.send_signal(signal.SIGINT)
         assert server.end() == 0
         assert events("".join(parts))[-1]["error"]["code"] == "server_stopping"
+
+
+_NO_LOAD_IS_SLOWER = """
+from prefixcache.scheduler.step_time import StepTimeModel
+from prefixcache.cli.main import main
+StepTimeModel.seconds = lambda *_: 0.0
+main()
+"""
+
+
+@dataclass
+class OnADisk:
+    """Servers over one folder whose calls hang or fail while `switch` is there."""
+
+    model: Path
+    folder: Path
+
+    @property
+    def switch(self) -> Path:
+        return self.folder / "switch"
+
+    def __post_init__(self) -> None:
+        source = Path(__file__).parents[1] / "failing_files.c"
+        command = ["cc", "-shared", "-fPIC", "-o", self.folder / "shim.so", source, "-ldl"]
+        subprocess.run(command, check=True)
+
+    def serving(self) -> AbstractContextManager[ServerProcess]:
+        disk = self.folder / "disk"
+        flags = [*_FLAGS, "--port", "0", "--num-blocks", "16", "--max-model-len", "240"]
+        flags += ["--disk-cache-memory", "64MiB", "--disk-cache-dir", str(disk)]
+        flags += ["--disk-cache-min-uses", "1", "--drain-seconds", "600"]
+        command = [sys.executable, "-c", _NO_LOAD_IS_SLOWER, "serve", str(self.model), *flags]
+        environment = {
+            "LD_PRELOAD": str(self.folder / "shim.so"),
+            "FAILING_FOLDER": str(disk),
+            "FAILING_SWITCH": str(self.switch),
+        }
+        return server_process(command, self.folder / "log", env=os.environ | environment)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+def _ask(server: ServerProcess, first: int) -> httpx.Response:
+    body = {"prompt": [3 + (first + 7 * i) % 300 for i in range(150)], "max_tokens": 6}
+    body |= {"temperature": 0, "logprobs": 1}
+    return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
+
+
+def _disk(server: ServerProcess, name: str) -> float:
+    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    (value,) = re.findall(rf"^prefixcache:disk_{name}\S* (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def _evict(server: ServerProcess, first: int) -> None:
+    for other in (first, first + 1):
+        assert _ask(server, other).is_success
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_signals_while_a_disk_hangs_and_a_disk_that_fails(tiny_checkpoint, tmp_path):
+    disk = OnADisk(tiny_checkpoint(), tmp_path)
+    with disk.serving() as server, ThreadPoolExecutor(1) as pool:
+        expected = _ask(server, 0).json()["choices"]
+        _evict(server, 1)
+        wait_until(lambda: _disk(server, "blocks") >= 9)
+        disk.switch.touch()
+        answer = pool.submit(_ask, server, 0)
+        wait_until(lambda: _disk(server, "loads_total") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not _is_healthy(server.address))
+        server.process.send_signal(signal.SIGINT)
+        assert answer.result().status_code == 503
+        assert server.end() == 0
+        assert "Ctrl-C" not in disk.log()
+    disk.switch.unlink()
+    with disk.serving() as server:
+        wait_until(lambda: _disk(server, "blocks") >= 9)
+        answer = _ask(server, 0).json()
+        assert answer["choices"] == expected
+        assert answer["usage"]["prompt_tokens_details"]["disk_cached_tokens"] == 144
+        disk.switch.write_text(str(errno.ENOSPC))
+        _evict(server, 3)
+        wait_until(lambda: _disk(server, "failures_total") == 1)
+        assert _ask(server, 0).json()["choices"] == expected
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 0
+        assert "is idle: " in disk.log()
 
 
 def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(folder, tmp_path):

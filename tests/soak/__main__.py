@@ -15,7 +15,7 @@ from soak.answers import Answer
 from soak.bank import answers_of, make_bank
 from soak.clients import Crowd, Expected, Limits
 from soak.commands import Operator, break_copy
-from soak.faults import LEAK, inject
+from soak.faults import LEAK, POINTS, STORE_POINTS, inject
 from soak.lives import Lives, unexpected_tracebacks
 from soak.options import Options, parse_options
 from soak.report import write_report
@@ -57,8 +57,9 @@ class Soak:
         flags = _flags(folder, kept, on_disk=options.disk_cache)
         self.lives = Lives(self._folders, flags, folder / "faults", folder / "logs")
         self.watch = Watch(self.lives, self.tally, ADMIN, _USUAL_BLOCKS, Kept(kept, _KEPT_BYTES))
+        points = (*POINTS, *(STORE_POINTS if options.disk_cache else ()))
         self._operator = Operator(
-            self.lives, self.tally, self._folders, broken, _SIZES, ADMIN, self._choose
+            self.lives, self.tally, self._folders, broken, _SIZES, points, ADMIN, self._choose
         )
         # Nothing is commanded while the server is looked at.
         self._command_lock = asyncio.Lock()

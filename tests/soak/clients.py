@@ -20,8 +20,8 @@ from soak.tally import Tally
 from soak.wire import BadReplyError, CutReplyError, Head, NoReplyError, Wire, request_bytes
 
 REFUSALS = (429, 503)
-# Longer than anything may take; what takes longer hangs.
-_HANG_SECONDS = 180
+# Longer than all requests of a connection may take on a busy machine; what takes longer hangs.
+_HANG_SECONDS = 360
 _MOST_RETRY_SECONDS = 10
 _MOST_ON_A_CONNECTION = 4
 _SLOW_BUFFER = 2048

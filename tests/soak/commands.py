@@ -7,11 +7,11 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from soak.faults import DISK, POINTS, inject
+from soak.faults import DISK, inject
 from soak.lives import Life, Lives, Span
 from soak.tally import Tally
 from soak.wire import ask
@@ -25,6 +25,7 @@ class Operator:
     """Gives one command after the other, each kind as often as the others.
 
     `folders` hold the sets of weights, by name. The cache's size stays within `sizes` blocks.
+    `points` are what fails.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Operator:
         folders: dict[str, Path],
         broken: Path,
         sizes: tuple[int, int],
+        points: Sequence[str],
         key: str,
         choose: random.Random,
     ) -> None:
@@ -42,6 +44,7 @@ class Operator:
         self._folders = folders
         self._broken = broken
         self._sizes = sizes
+        self._points = points
         self._key = key
         self._choose = choose
         self._number = 0
@@ -125,7 +128,7 @@ class Operator:
 
     async def _fault(self, life: Life) -> None:
         """Lets one call fail, and waits until it has."""
-        fault = self._inject(self._choose.choice(POINTS))
+        fault = self._inject(self._choose.choice(self._points))
         with life.disturbed("fault"):
             deadline = time.monotonic() + _FAULT_SECONDS
             while fault.exists() and time.monotonic() < deadline and life.ending is None:

@@ -14,6 +14,8 @@ INJECTED = "Injected"
 DISK = "disk"
 LEAK = "leak"
 POINTS = ("forward-before", "forward-after", "forward-memory", "tokenizer", "detokenizer")
+# Of a disk tier: no request notices these.
+STORE_POINTS = {"store-put": "put", "store-get": "get", "store-clear": "clear"}
 
 
 class InjectedError(RuntimeError):

@@ -12,13 +12,24 @@ from weakref import WeakKeyDictionary
 from prefixcache.cli.main import main
 from prefixcache.engine.output import Answer
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.tiers import disk_tier
+from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.models import safetensors_file
 from prefixcache.runner.cuda.model_runner import ModelRunner
+from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server import app
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from soak.census import serve_census
-from soak.faults import DISK, LEAK, Faults, InjectedDiskError, InjectedError, InjectedMemoryError
+from soak.faults import (
+    DISK,
+    LEAK,
+    STORE_POINTS,
+    Faults,
+    InjectedDiskError,
+    InjectedError,
+    InjectedMemoryError,
+)
 
 # The tensor of a weight file whose reading fails: some were replaced, most were not.
 _BREAKS_AT = 5
@@ -32,6 +43,7 @@ def plug_in(faults: Faults) -> None:
     _plug_into_texts(faults)
     _plug_into_disk(faults)
     _plug_into_release(faults)
+    _plug_into_store(faults)
     app.ResponseStore = functools.partial(ResponseStore, max_responses=_STORED_RESPONSES)
 
 
@@ -94,6 +106,22 @@ def _plug_into_release(faults: Faults) -> None:
         free(self, request_ids, **options)
 
     CacheManager.free = leaking
+
+
+def _plug_into_store(faults: Faults) -> None:
+    """A disk that fails is soon tried again, and never predicted slower than the tiny model."""
+    disk_tier._RETRY_SECONDS = 5.0
+    StepTimeModel.seconds = lambda *_: 0.0
+    for point, name in STORE_POINTS.items():
+        setattr(DiskStore, name, _faulty(getattr(DiskStore, name), faults, point))
+
+
+def _faulty(call: Any, faults: Faults, point: str) -> Any:
+    def faulty(*args: Any) -> Any:
+        faults.meet(point, InjectedDiskError)
+        return call(*args)
+
+    return faulty
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check])
         f"python -m soak --minutes {options.minutes:g} --clients {options.clients} "
         f"--rate {options.rate:g} --seed {options.seed}"
         + (" --kv-cache-dir" if options.kv_cache_dir else "")
+        + (" --disk-cache" if options.disk_cache else "")
     )
     lives = len({sample.life for sample in watch.samples})
     lines = [
@@ -85,6 +86,7 @@ def _text(options: Options, tally: Tally, watch: Watch, checks: Sequence[Check])
         *(f"| {command} | {count:,} |" for command, count in sorted(tally.commands.items())),
         "",
         *(f"- {at / 60:.1f} min: {event}" for at, event in tally.events),
+        *(f"- {name}: {count:,}" for name, count in watch.kept.disk_counts().items()),
         "",
     ]
     return "\n".join(lines)

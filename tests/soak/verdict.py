@@ -93,7 +93,11 @@ def _kept_check(kept: Kept) -> list[Check]:
     if kept.folder is None:
         return []
     found = f"{kept.most / _MIB:.1f} of {kept.limit / _MIB:.1f} MiB at most"
-    return [Check("the cache's folder keeps to its size", 0 < kept.most <= kept.limit, found)]
+    checks = [Check("the cache's folder keeps to its size", 0 < kept.most <= kept.limit, found)]
+    if counts := kept.disk_counts():
+        found = f"{counts['disk_hits']:,} tokens in {counts['disk_loads']:,} loads"
+        checks.append(Check("blocks come back from the disk", counts["disk_hits"] > 0, found))
+    return checks
 
 
 def _leftover_check(what: str, counts: list[int], spare: int) -> Check:

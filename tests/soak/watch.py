@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,11 +66,15 @@ class Rest:
 
 @dataclass(slots=True)
 class Kept:
-    """The folder of the cache, if there is one: its limit, and the most seen, in bytes."""
+    """The folder of the cache, if there is one: its limit, and the most seen, in bytes.
+
+    `disk` has what each process said last of its disk tier.
+    """
 
     folder: Path | None
     limit: int
     most: int = 0
+    disk: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def look(self) -> int:
         """Bytes on the disk."""
@@ -79,6 +84,19 @@ class Kept:
                 size += file.stat().st_blocks * 512
         self.most = max(self.most, size)
         return size
+
+    def note(self, life: int, page: dict[str, float]) -> None:
+        """Takes from a page of metrics what it says of a disk tier."""
+        names = [name for name in page if name.startswith("disk_") and name.endswith("_total")]
+        if names:
+            self.disk[life] = {name: page[name] for name in names}
+
+    def disk_counts(self) -> Counter[str]:
+        """The counters of the disk tiers of all processes."""
+        total = Counter[str]()
+        for counts in self.disk.values():
+            total.update({name[: -len("_total")]: int(value) for name, value in counts.items()})
+        return total
 
 
 class Watch:
@@ -108,6 +126,7 @@ class Watch:
             await ask(life.port, "GET", "/health", "")
             seconds = time.monotonic() - begun
             page = await self._metrics(life)
+            self.kept.note(len(self._lives.past), page)
         except (BadReplyError, OSError, asyncio.TimeoutError, psutil.Error) as error:
             if life.ending is None:
                 self._tally.blame("the server does not tell how it is", error=error)
@@ -191,7 +210,9 @@ class Watch:
             self._tally.blame(_LEAKED, stats=stats)
 
     async def _metrics(self, life: Life) -> dict[str, float]:
-        _, content = await ask(life.port, "GET", "/metrics", self._key)
+        head, content = await ask(life.port, "GET", "/metrics", self._key)
+        if head.status != 200:  # It stops.
+            raise BadReplyError(content)
         return {
             sample.name.partition(":")[2]: sample.value
             for family in text_string_to_metric_families(content.decode())

@@ -412,6 +412,7 @@ def test_other_block_sizes_are_refused(size: int) -> None:
         ({"num_blocks": 1}, "num_blocks"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
         ({"num_blocks": 8, "kv_cache_memory": 1 << 20}, "not both"),
+        ({"disk_cache_memory": 1 << 20, "kv_cache_dir": Path("x")}, "a restart is to find them"),
     ],
 )
 def test_cache_sizes_are_checked(arguments: dict[str, int], named: str) -> None:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from disk_lives import BLOCK_BYTES, MIB, TENSORS, Tiered, keys_of
+from disk_lives import BLOCK_BYTES, MIB, SCOPE, TENSORS, Tiered, keys_of
 from prefixcache.events import wire
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.publisher import EventPublisher
@@ -229,6 +229,72 @@ def test_the_folder_is_the_users_alone_and_bounded(make, folder):
     assert counts.written > counts.stored > 4 * MIB // (2 * TENSORS * BLOCK_BYTES)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+
+
+def test_a_smaller_size_at_the_next_start_holds_from_then_on(make, folder):
+    first = make()
+    for prompt in range(2000, 60_000, 1000):
+        first.compute(prompt)
+        first.settle()
+    first.tier.close()
+    DiskStore(folder, 4 * MIB, SCOPE).close()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * MIB
+    second = make()
+    second.until(lambda: second.tier._is_listed)
+    assert second.tier.counts().stored > 100
+    second.check(58_000)
+
+
+@pytest.mark.parametrize("size", [100, 8200, 16_400])
+def test_blocks_of_any_size_find_room(folder, size):
+    store = DiskStore(folder, 8 * MIB, SCOPE)
+    for run in range(6):
+        keys = [f"{run:3} {place:5}".encode() for place in range(min(128, 4 * MIB // size))]
+        store.put([(key, bytes(size)) for key in keys])
+        assert store.get(keys) == [bytes(size)] * len(keys)
+    store.close()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8 * MIB
+
+
+def test_a_disk_with_less_room_than_the_bound_is_used_as_far_as_it_goes(make, folder, monkeypatch):
+    space = mock.Mock(f_bavail=768, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda _: space)
+    tiered = make()
+    for prompt in range(2000, 60_000, 1000):
+        tiered.compute(prompt)
+        tiered.settle()
+    counts = tiered.tier.counts()
+    assert counts.written > counts.stored > 50
+    assert counts.failures == 0
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 768 * 4096
+
+
+def test_two_processes_may_share_the_folder(folder):
+    command = [sys.executable, Path(__file__).parents[1] / "disk_lives.py", folder, "share"]
+    both = [subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE) for number in (1, 2)]
+    assert [int(one.communicate()[0]) > 200 for one in both] == [True, True]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8 * MIB
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(make, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    tiered, go, put = make(), threading.Event(), DiskStore.put
+    monkeypatch.setattr(DiskStore, "put", lambda *given: go.wait(60) and put(*given))
+    monkeypatch.setattr(disk_tier, "_QUIET_SECONDS", 0)
+    monkeypatch.setattr(disk_tier, "_CLOSE_SECONDS", 0)
+    hashes = tiered.compute(100)
+    tiered.compute(1100)
+    tiered.tier.nudge()
+    tiered.tier.close(waits=False)
+    assert caplog.text == ""
+    tiered.tier.close()
+    assert "Ctrl-C ends that at once" in caplog.text
+    assert "some blocks are lost" in caplog.text
+    go.set()
+    monkeypatch.undo()
+    tiered.tier.close()
+    second = make()
+    second.until(lambda: second.count(hashes) == 7)
 
 
 class Reported:

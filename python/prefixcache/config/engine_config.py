@@ -363,6 +363,12 @@ class CacheConfig(Checked):
         """At most one of what keeps or records blocks is given, and none alone that needs it."""
         names = ("max_weight_staleness", "disk_cache_memory", "record_trace", "kv_cache_dir")
         given = [name for name in names if getattr(self, name)]
+        if given == ["disk_cache_memory", "kv_cache_dir"]:
+            raise FieldError(
+                given[0],
+                "excludes kv_cache_dir: give it alone where prefixes do not fit into memory, and "
+                "kv_cache_dir alone where they do and a restart is to find them.",
+            )
         if given[1:]:
             raise FieldError(given[0], f"excludes {given[1]}.")
         for name, needed in (

@@ -372,14 +372,19 @@ class AsyncEngine:
         """Ends the loop: after all requests with `drain`, else they are aborted. Idempotent."""
         await asyncio.to_thread(self.close, drain=drain)
 
-    def close(self, *, drain: bool = False) -> None:
-        """`shutdown` for code without an event loop. Waits until the loop has ended."""
+    def close(self, *, drain: bool = False, waits: bool = True) -> None:
+        """`shutdown` for code without an event loop. Waits until the loop has ended.
+
+        It `waits` for a disk tier too, a few seconds at most.
+        """
         if self._watch is not None:
             self._watch.close()
         self._inbox.put(partial(self._stop, drain))
-        self._thread.join()
-        self._engine.close()
-        self._sandboxes.close()
+        try:
+            self._thread.join()
+            self._engine.close(waits=waits)
+        finally:
+            self._sandboxes.close()
 
     def _open(
         self,

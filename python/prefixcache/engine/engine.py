@@ -339,11 +339,16 @@ class Engine:
         self._note_usage()
         return outputs
 
-    def close(self) -> None:
-        """Ends what ran along with the steps, of which there are no more. From any thread."""
-        self._cache.close()
-        if self._records is not None:
-            self._close_records()
+    def close(self, *, waits: bool = True) -> None:
+        """Ends what ran along with the steps, of which there are no more. From any thread.
+
+        It `waits` for a disk tier a few seconds at most.
+        """
+        try:
+            self._cache.close(waits=waits)
+        finally:
+            if self._records is not None:
+                self._close_records()
 
     def drain(self) -> None:
         """Waits until no step is in flight."""

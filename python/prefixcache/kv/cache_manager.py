@@ -721,10 +721,13 @@ class CacheManager:
         if self.disk is not None:
             self.disk.forget()
 
-    def close(self) -> None:
-        """Ends what runs along with the cache: a recording, a disk tier. From any thread."""
+    def close(self, *, waits: bool = True) -> None:
+        """Ends what runs along with the cache: a recording, a disk tier. From any thread.
+
+        It `waits` for the disk a few seconds at most.
+        """
         if self.disk is not None:
-            self.disk.close()
+            self.disk.close(waits=waits)
 
     def _of(self, request_ids: Iterable[str]) -> list[CoreSequence]:
         sequences = self._sequences

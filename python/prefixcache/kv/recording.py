@@ -191,5 +191,5 @@ class RecordedCacheManager(CacheManager):
         self._count()
         return count
 
-    def close(self) -> None:  # noqa: D102
+    def close(self, *, waits: bool = True) -> None:  # noqa: ARG002, D102
         self._end_recording()

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +40,7 @@ from prefixcache.server.systemd import Notifier
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
     from prefixcache.config.model_config import GenerationDefaults
+    from prefixcache.engine.async_engine import AsyncEngine
     from prefixcache.engine.build import BuiltEngine
     from prefixcache.text.tokenization.tokenizer import Tokenizer
 
@@ -97,8 +98,8 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             max_queue=options.max_queue or None,
             max_waiting_per_client=options.max_waiting_per_key,
         )
+        lifecycle = Lifecycle()
         try:
-            lifecycle = Lifecycle()
             app = create_app(
                 engine,
                 served,
@@ -120,7 +121,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
             _run(server, listener, options)
         finally:
             gc.unfreeze()
-            engine.close()
+            _close(engine, lifecycle)
 
 
 @contextmanager
@@ -252,6 +253,15 @@ def _run(server: Server, listener: socket.socket, options: ServeOptions) -> None
         raise cannot_listen(options, error) from error
 
 
+def _close(engine: AsyncEngine, lifecycle: Lifecycle) -> None:
+    """Waits for a disk tier unless a signal has ended, or ends, all at once."""
+    before = [signal.signal(number, signal.default_int_handler) for number in _SIGNALS]
+    with suppress(KeyboardInterrupt):
+        engine.close(waits=not lifecycle.at_once)
+    for number, handler in zip(_SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
 def server_config(app: FastAPI, options: ServeOptions, limits: ConnectionLimits) -> uvicorn.Config:
     """The settings of uvicorn: its fast parser and event loop, our limits of a connection."""
     return uvicorn.Config(
@@ -353,7 +363,7 @@ class Server(uvicorn.Server):
             self._lifecycle.stopping = True
             self.should_exit = True
             return
-        self.force_exit = True
+        self.force_exit = self._lifecycle.at_once = True
         self._cancel_answers()
 
     async def _drain(self) -> None:

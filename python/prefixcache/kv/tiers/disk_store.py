@@ -23,7 +23,7 @@ SCOPE_BYTES = 16
 
 _PAGE_BYTES = 1 << 14
 _EVICTED_AT_ONCE = 16
-_VERSION = 2
+_VERSION = 3
 _GENERATION_BYTES = 8
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -96,8 +96,9 @@ def _generation_file(folder: Path, scope: bytes) -> Path:
 class DiskStore:
     """A `BlockStore` in one file of a folder that belongs to the user alone.
 
-    The file and its journal stay below `max_bytes`. Servers may share it; `scope`, 16 bytes, stands
-    for all that values depend on besides their keys. Raises `NotUsableError` and `OSError`.
+    The file and its journal stay below `max_bytes`, and below what the disk had room for when they
+    were opened. Servers may share it; `scope`, 16 bytes, stands for all that values depend on
+    besides their keys. Raises `NotUsableError` and `OSError`.
     """
 
     def __init__(self, folder: Path, max_bytes: int, scope: bytes) -> None:
@@ -131,6 +132,7 @@ class DiskStore:
             db.execute("PRAGMA synchronous = OFF")
             db.execute("PRAGMA journal_mode = TRUNCATE")
             db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 db.executescript(_SCHEMA)
@@ -143,10 +145,20 @@ class DiskStore:
 
     def _read_state(self) -> None:
         (self._page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
-        journal = max(self._max_bytes // 16, 64 * self._page_bytes)
-        self._max_pages = max(1, (self._max_bytes - journal) // self._page_bytes)
+        space, own = os.statvfs(self._folder), self._count("page_count") * self._page_bytes
+        most = min(self._max_bytes, own + space.f_bavail * space.f_frsize)
+        journal = max(most // 16, 64 * self._page_bytes)
+        self._max_pages = max(1, (most - journal) // self._page_bytes)
+        self._shrink()
         self._db.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._read_generation()
+
+    def _shrink(self) -> None:
+        """Gives back what an earlier process with a larger bound has written."""
+        if self._count("page_count") > self._max_pages:
+            self._make_room(0)
+        while self._count("page_count") > self._max_pages:
+            self._db.execute(f"PRAGMA incremental_vacuum({_EVICTED_AT_ONCE})").fetchall()
 
     def _read_generation(self) -> None:
         path = _generation_file(self._folder, self._scope)
@@ -175,7 +187,9 @@ class DiskStore:
         """See `BlockStore`."""
         with self._errors():
             self._touch()
-            removed = self._make_room(sum(len(value) for _, value in values))
+            # Of each value the last part has a leaf of its own, or shares it.
+            leaf = self._page_bytes - 4
+            removed = self._make_room(sum(1 + len(value) // leaf for _, value in values))
             with self._transaction():
                 use = self._next_use()
                 for key, value in values:
@@ -191,9 +205,9 @@ class DiskStore:
             row = (inserted.lastrowid, value)
             self._db.execute("INSERT OR REPLACE INTO data (id, value) VALUES (?, ?)", row)
 
-    def _make_room(self, num_bytes: int) -> list[bytes]:
+    def _make_room(self, num_pages: int) -> list[bytes]:
         """Removes what was used longest ago, in transactions of its own: these journal little."""
-        wanted = num_bytes // self._page_bytes * 9 // 8 + 2 * _EVICTED_AT_ONCE
+        wanted = num_pages + 2 * _EVICTED_AT_ONCE
         removed: list[bytes] = []
         while self._num_free_pages() < wanted:
             oldest = "SELECT id, key FROM blocks ORDER BY used LIMIT ?"
@@ -205,9 +219,10 @@ class DiskStore:
         return removed
 
     def _num_free_pages(self) -> int:
-        (used,) = self._db.execute("PRAGMA page_count").fetchone()
-        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-        return self._max_pages - used + free
+        return self._max_pages - self._count("page_count") + self._count("freelist_count")
+
+    def _count(self, pragma: str) -> int:
+        return self._db.execute(f"PRAGMA {pragma}").fetchone()[0]
 
     def _delete(self, ids: Sequence[int]) -> None:
         with self._transaction():

@@ -28,7 +28,7 @@ _RUN_BYTES = 4 << 20
 _MOST_IN_RUN = 128
 _RETRY_SECONDS = 60.0
 _FORGET_SECONDS = 1.0
-_CLOSE_SECONDS = 30.0
+_QUIET_SECONDS, _CLOSE_SECONDS = 0.5, 5.0
 _NEW = 0.3
 """Weight of the last run of blocks in the average of what a block takes."""
 _PATIENCE = 1.05
@@ -111,12 +111,25 @@ class DiskTier:
         """Opens the store, in the tier's thread; what is evicted is copied by now."""
         self._thread.start()
 
-    def close(self) -> None:
-        """Waits until what was copied is written, unless the store fails or hangs."""
+    def close(self, *, waits: bool = True) -> None:
+        """Waits until what was copied is written, a few seconds at most, if it `waits` at all."""
         self._stopped = True
         self._wake()
+        if waits and self._is_behind(_QUIET_SECONDS):
+            logger.info(
+                "Evicted blocks are written to the disk of %s, for %g seconds at most; Ctrl-C ends "
+                "that at once.",
+                self._name,
+                _CLOSE_SECONDS,
+            )
+            if self._is_behind(_CLOSE_SECONDS):
+                logger.warning("The disk of %s is too slow: some blocks are lost.", self._name)
+
+    def _is_behind(self, seconds: float) -> bool:
+        """Whether the thread goes on for longer than that."""
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(seconds)
+        return self._thread.is_alive()
 
     def _wake(self) -> None:
         with self._changed:

@@ -46,9 +46,13 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Whether the server is about to end: it answers what it has begun, and takes nothing more."""
+    """Whether the server is about to end: it answers what it has begun, and takes nothing more.
+
+    `at_once` it cuts that too, and waits for nothing.
+    """
 
     stopping: bool = False
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

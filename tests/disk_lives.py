@@ -50,13 +50,16 @@ class Tiered:
         folder: Path,
         *,
         min_uses: int = 1,
+        queue_bytes: int = MIB,
         weights: str = "blake3:a",
         starts: bool = True,
         open_store: Callable[..., DiskStore] = DiskStore,
     ) -> None:
         self.kv = np.zeros((TENSORS, NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         addresses = [tensor.ctypes.data for tensor in self.kv]
-        self.staging = BlockStaging(addresses, BLOCK_BYTES, NUM_BLOCKS, MIB, min_uses, self.kv)
+        self.staging = BlockStaging(
+            addresses, BLOCK_BYTES, NUM_BLOCKS, queue_bytes, min_uses, self.kv
+        )
         self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights, retention_budget=1.0)
         self.cache.stage_evicted(self.staging)
         self.now = 0.0

@@ -109,7 +109,6 @@ def rounds_of(tokens: int, count: int, parent: Path) -> dict[str, list[float]]:
         folder = Path(scratch) / "disk"
         command = [*PREFIXCACHE, "serve", "--port", "0", "--num-blocks", str(num_blocks)]
         command += ["--disk-cache-memory", "4GiB", "--disk-cache-dir", str(folder)]
-        command += ["--disk-cache-min-uses", "1"]
         with server_process(command, Path(scratch) / "log") as server:
             timed = Timed(server)
             for number in range(count):

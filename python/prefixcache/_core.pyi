@@ -838,12 +838,15 @@ class BlockStaging:
         """How many clears of the cache there were."""
     @property
     def has_staged(self) -> bool:
-        """Whether blocks wait to be taken."""
+        """Whether there are blocks to take."""
     @property
     def num_stored(self) -> int:
         """How many blocks the tier holds."""
     def take(self, max_blocks: int, era: int) -> list[tuple[bytes, npt.NDArray[np.uint8]]]:
-        """Take blocks, the oldest first and none of another era: key and value of each."""
+        """Take evicted blocks, the oldest first and none of another era: key and value of each.
+
+        Where there is none, blocks that are not evicted yet, if more than `capacity` could be.
+        """
     def add_stored(self, keys: _Sequence[bytes], era: int) -> None:
         """The tier holds these from now on, unless another era has begun."""
     def remove_stored(self, keys: _Sequence[bytes]) -> None:

@@ -75,7 +75,6 @@ def served(
         max_model_len=240,
         disk_cache_memory="64MiB",
         disk_cache_dir=disk,
-        disk_cache_min_uses=1,
     )
     model = ServedModel(names=(MODEL,), tokenizer=Tokenizer.from_folder(folder))
     hasty = create_app(engine, model, limits=ServerLimits(request_seconds=0.2))

@@ -193,7 +193,7 @@ def test_clients_see_what_lies_on_a_disk(tiny_checkpoint, tmp_path, monkeypatch)
     file = tmp_path / "body.json"
     file.write_text(json.dumps(body | {"prompt": prompt}))
     disk = {"disk_cache_memory": "64MiB", "disk_cache_dir": tmp_path / "disk"}
-    flags = {"num_blocks": 16, "max_model_len": 240, "disk_cache_min_uses": 1}
+    flags = {"num_blocks": 16, "max_model_len": 240}
     with server(tiny_checkpoint("qwen3"), **disk, **flags) as client:
 
         def asked(**fields: Any) -> dict[str, Any]:

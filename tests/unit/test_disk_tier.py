@@ -44,6 +44,9 @@ def make(folder: Path) -> Iterator[Callable[..., Tiered]]:
         each.tier.close()
 
 
+VALUE_BYTES = TENSORS * BLOCK_BYTES + 8
+
+
 def evicted(tiered: Tiered, first: int = 100) -> list[bytes]:
     """The hashes of a prompt that was computed and then evicted."""
     hashes = tiered.compute(first)
@@ -146,8 +149,56 @@ def test_what_the_queue_has_no_room_for_is_dropped(folder):
     for first in range(0, 40_000, 200):
         tiered.compute(first)
     counts = tiered.staging.counts()
-    assert counts["staged"] * (TENSORS * BLOCK_BYTES + 8) <= MIB
+    queued = counts["staged"] - counts["dropped"]
+    assert queued == MIB // VALUE_BYTES
     assert counts["dropped"] > 0
+
+
+def test_blocks_are_written_ahead_once_more_are_unwritten_than_free(folder):
+    tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
+    tiered.compute(100, num_blocks=4)
+    assert not tiered.staging.has_staged
+    tiered.cache.resize(6)
+    assert tiered.staging.has_staged
+    assert len(tiered.staging.take(9, 0)) == 2
+    assert not tiered.staging.has_staged
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_evicted_is_on_the_disk_or_was_dropped(folder, seed, is_slow):
+    """The queue holds two blocks, and the disk works between the calls: whenever it can, or not."""
+    choose = random.Random(seed)
+    tiered = Tiered(folder, queue_bytes=2 * VALUE_BYTES, starts=False)
+    numbers = dict[bytes, int]()
+
+    def compute(first: int, num_blocks: int) -> None:
+        hashes = tiered.compute(first, num_blocks)
+        numbers.update((key, (first + place) % 251) for place, key in enumerate(hashes))
+
+    def work() -> None:
+        while tiered.tier._has_work() and not (is_slow and choose.random() < 0.4):
+            tiered.tier._work()
+
+    for number in range(bounded(200, 5000)):
+        if choose.random() < 0.02 or len(numbers) > 300:  # The disk has room for 400.
+            tiered.cache.clear_cache_index()
+            numbers.clear()
+        # Prompts that come again leave blocks free, and then more is put off than the queue holds.
+        prompt = choose.randrange(40) if is_slow else number
+        compute(1000 * prompt, choose.randint(1, 7) if numbers else 7)
+        work()
+    tiered.compute(9_000_000)
+    tiered.tier.start()
+    tiered.tier.nudge()
+    tiered.until(lambda: not tiered.tier._has_work())
+    on_disk = [key for key in numbers if tiered.count([key])]
+    dropped = tiered.tier.counts().dropped
+    assert (dropped > 0) == is_slow
+    assert len(numbers) - len(on_disk) <= dropped
+    for first in range(0, len(on_disk), 7):
+        some = on_disk[first : first + 7]
+        assert tiered.load(some) == [numbers[key] for key in some]
+    tiered.tier.close()
 
 
 def test_a_damaged_block_ends_the_load_and_is_removed(make, folder):

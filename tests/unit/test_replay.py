@@ -123,7 +123,7 @@ def test_what_memory_evicts_hits_on_a_disk(tmp_path: Path) -> None:
     assert 0 < tokens["75%", "1"] < 6
     assert row()["disk_tokens"] == 0
     shown = replay(trace, "--sizes", "2", "--compare", "--disk-memory 4")
-    assert "switch to disk of 4 from use 2 on" in shown
+    assert "switch to disk of 4 from use 1 on" in shown
 
 
 def test_each_rule_of_snapshots_hits_where_it_keeps_them(tmp_path: Path) -> None:

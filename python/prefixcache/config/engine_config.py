@@ -295,9 +295,9 @@ class CacheConfig(Checked):
         metavar="<folder>",
     )
     disk_cache_min_uses: PositiveInt = flag(
-        2,
+        1,
         "Uses of a block, its computing counted, from which it is put on the disk; one that a "
-        "retention hint raises is in any case.",
+        "retention hint raises is in any case. 2 writes less where most prompts never come again.",
         "Cache",
     )
     merge_duplicate_blocks: bool = flag(

@@ -50,6 +50,9 @@ pub trait BackingStore: Debug + Send + Sync {
     /// Nothing that was published before can be found any more, by another process either.
     fn cleared(&self);
 
+    /// The pool has that many blocks from now on, the null block included.
+    fn resized(&self, _num_blocks: usize) {}
+
     /// Whether other processes may find what is published from now on. Before the first call they may not.
     fn set_durable(&self, durable: bool);
 }

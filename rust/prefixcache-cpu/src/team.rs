@@ -129,6 +129,18 @@ impl Team {
         round_of(self.shared.gate.load(Ordering::Relaxed))
     }
 
+    /// The task that is `number` in an order of `0..tasks` in which each thread goes through neighbours, as long as
+    /// tasks take equally long: so what a thread fetches ahead, it reads itself.
+    pub fn in_order(&self, number: usize, tasks: usize) -> usize {
+        let threads = self.threads();
+        let each = tasks / threads;
+        if number < each * threads {
+            number % threads * each + number / threads
+        } else {
+            number
+        }
+    }
+
     /// Calls `task` with each of `0..tasks`, once, on any thread and in any order; returns when all
     /// have returned. Callers from several threads take turns.
     ///
@@ -334,6 +346,21 @@ mod tests {
                         .iter()
                         .all(|count| count.load(Ordering::Relaxed) == 1)
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn threads_go_through_neighbours_and_every_task_has_its_turn() {
+        for threads in 1..=3 {
+            let team = Team::new(threads).expect("threads");
+            for tasks in 0..20 {
+                let mut order: Vec<_> = (0..tasks).map(|i| team.in_order(i, tasks)).collect();
+                if tasks >= 2 * threads {
+                    assert_eq!(order[threads], order[0] + 1);
+                }
+                order.sort_unstable();
+                assert!(order.into_iter().eq(0..tasks), "{threads}, {tasks}");
             }
         }
     }

@@ -1,13 +1,15 @@
 //! The bytes of evicted blocks, on their way to a slower tier and back.
 //!
-//! The pool's writer copies a block into a bounded queue before its bytes change; another thread takes it out. Which
-//! blocks the tier holds is known here, so that none is copied twice and hits are counted without I/O.
+//! The pool's writer copies a block into a bounded queue before its bytes change; another thread takes it out. So that
+//! a burst of evictions finds room there, that thread also copies blocks before they are evicted: once more of them
+//! could be evicted than the queue holds. Which blocks the tier holds is known here, so that none is copied twice and
+//! hits are counted without I/O.
 
 use std::any::Any;
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hasher;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use prefixcache_core::backing::{BackingStore, BlockTokens};
 use prefixcache_core::band::Band;
@@ -79,9 +81,9 @@ impl Content {
 /// Lifetime counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StagingCounts {
-    /// Blocks that were copied into the queue.
+    /// Blocks that were copied.
     pub staged: u64,
-    /// Blocks that were worth it and found no room in the queue.
+    /// Blocks that were worth it and are not written, for want of room in the queue.
     pub dropped: u64,
     /// Blocks that were evicted and not worth it.
     pub skipped: u64,
@@ -92,7 +94,17 @@ pub struct StagingCounts {
 #[derive(Debug, Default)]
 struct State {
     contents: Vec<Option<Content>>,
+    /// How many of them are of this era.
+    num_found: usize,
+    num_blocks: usize,
     queue: VecDeque<(BlockKey, Vec<u8>)>,
+    /// Blocks to be copied before they are evicted, in the order in which they were given back, each once.
+    ahead: VecDeque<BlockId>,
+    is_ahead: Vec<bool>,
+    /// The one of them whose bytes are being read without the lock.
+    copying: Option<BlockId>,
+    /// Keys of copies that the tier does not hold yet.
+    waiting: HashSet<BlockKey>,
     stored: HashSet<BlockKey>,
     /// Keys that KV events may report, of blocks that are in the queue or stored, or were.
     open: HashSet<BlockKey>,
@@ -110,7 +122,46 @@ impl State {
         self.seen.iter().any(|keys| keys.contains(&short(key)))
     }
 
+    fn put(&mut self, block: BlockId, content: Option<Content>) -> Option<Content> {
+        let before = std::mem::replace(&mut self.contents[block.index()], content);
+        let count = |one: Option<Content>| usize::from(one.is_some_and(|one| one.era == self.era));
+        self.num_found = self.num_found + count(content) - count(before);
+        before
+    }
+
+    /// The content of a block, if it is to be copied.
+    fn wanted(&self, block: BlockId, min_uses: u32) -> Option<Content> {
+        let content = self.contents[block.index()].filter(|one| one.era == self.era)?;
+        let is_wanted = content.is_worth(min_uses) && !self.is_copied(&content.key);
+        is_wanted.then_some(content)
+    }
+
+    fn is_copied(&self, key: &BlockKey) -> bool {
+        self.stored.contains(key) || self.waiting.contains(key)
+    }
+
+    fn put_ahead(&mut self, block: BlockId, min_uses: u32) {
+        if !self.is_ahead[block.index()] && self.wanted(block, min_uses).is_some() {
+            self.is_ahead[block.index()] = true;
+            self.ahead.push_back(block);
+        }
+    }
+
+    /// Whether more blocks could be evicted than the queue has room for, and than the pool could give without.
+    fn is_due(&self, capacity: usize) -> bool {
+        self.ahead.len() > capacity.max(self.num_blocks.saturating_sub(self.num_found))
+    }
+
+    fn note_copy(&mut self, content: &Content) {
+        self.counts.staged += 1;
+        self.waiting.insert(content.key);
+        if content.is_open {
+            self.open.insert(content.key);
+        }
+    }
+
     fn add_stored(&mut self, key: BlockKey) {
+        self.waiting.remove(&key);
         if self.stored.insert(key) && self.open.contains(&key) {
             self.changed.insert(key);
         }
@@ -121,6 +172,20 @@ impl State {
         if self.open.remove(key) {
             self.changed.insert(*key);
         }
+    }
+
+    /// The buffer of a block that goes into the queue; None where it has no room for any.
+    ///
+    /// When it is full, the oldest block leaves it: of a prompt the end is evicted first, which without its
+    /// beginning is of no use.
+    fn room(&mut self, capacity: usize) -> Option<Vec<u8>> {
+        if self.queue.len() < capacity {
+            return Some(Vec::new());
+        }
+        self.counts.dropped += 1;
+        let (key, bytes) = self.queue.pop_front()?;
+        self.waiting.remove(&key);
+        Some(bytes)
     }
 
     fn remember(&mut self, key: &BlockKey, most: usize) {
@@ -140,9 +205,12 @@ fn short(key: &BlockKey) -> u64 {
 #[derive(Debug)]
 struct Shared {
     memory: Memory,
+    /// Blocks that the queue has room for.
     capacity: usize,
     min_uses: u32,
     state: Mutex<State>,
+    /// A copy is complete that was made without the lock.
+    copied: Condvar,
 }
 
 impl Shared {
@@ -150,12 +218,45 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The bytes of a block of which nothing is written meanwhile, with room for a checksum.
-    fn copy(&self, block: BlockId) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(self.memory.value_bytes());
+    /// The state, once no thread reads blocks without the lock of which `changes` says that their bytes may change.
+    /// That is a wait for the copy of one block, which the pool's writer need not make then.
+    fn state_to_change(&self, changes: impl Fn(BlockId) -> bool) -> MutexGuard<'_, State> {
+        let wait = |state: &mut State| state.copying.is_some_and(&changes);
+        let state = self.copied.wait_while(self.state(), wait);
+        state.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Copies the next block that was put ahead and is wanted still. None where none is due, or others wait.
+    fn copy_ahead(&self, era: u64) -> Option<(BlockKey, Vec<u8>)> {
+        let (block, content) = loop {
+            let mut state = self.state();
+            if state.era != era || !state.queue.is_empty() || !state.is_due(self.capacity) {
+                return None;
+            }
+            let block = state.ahead.pop_front()?;
+            state.is_ahead[block.index()] = false;
+            if let Some(content) = state.wanted(block, self.min_uses) {
+                state.copying = Some(block);
+                break (block, content);
+            }
+        };
+        let bytes = self.copy(block, Vec::new());
+        let mut state = self.state();
+        state.copying = None;
+        state.note_copy(&content);
+        self.copied.notify_one();
+        Some((content.key, bytes))
+    }
+
+    /// The bytes of a block, with room for a checksum, in a buffer that is as long or empty.
+    ///
+    /// The pool's writer calls this before the block is handed out, another thread while the block is `copying`.
+    fn copy(&self, block: BlockId, mut bytes: Vec<u8>) -> Vec<u8> {
+        bytes.clear();
+        bytes.reserve_exact(self.memory.value_bytes());
         for place in self.memory.places(block) {
-            // SAFETY: `Staging::new` has the promise that the tensors live; the pool's writer calls this before
-            // the block is handed out, so nobody writes to it.
+            // SAFETY: `Staging::new` has the promise that the tensors live. Nobody writes to the block: it has content,
+            // and its bytes change after `withdrawn`, `moved` or `cleared`, which the writer is in or which waits.
             let part =
                 unsafe { std::slice::from_raw_parts(place.as_ptr(), self.memory.block_bytes) };
             bytes.extend_from_slice(part);
@@ -178,13 +279,16 @@ impl Staging {
     pub unsafe fn new(memory: Memory, capacity: usize, min_uses: u32) -> Self {
         let state = State {
             contents: vec![None; memory.num_blocks],
+            num_blocks: memory.num_blocks,
+            is_ahead: vec![false; memory.num_blocks],
             ..State::default()
         };
         Self(Arc::new(Shared {
+            capacity: capacity / memory.value_bytes(),
             memory,
-            capacity,
             min_uses,
             state: Mutex::new(state),
+            copied: Condvar::new(),
         }))
     }
 
@@ -194,14 +298,15 @@ impl Staging {
         Box::new(self.clone())
     }
 
-    /// How many clears there were, and whether blocks wait.
+    /// How many clears there were, and whether blocks wait or are to be copied before they are evicted.
     #[must_use]
     pub fn era(&self) -> (u64, bool) {
         let state = self.0.state();
-        (state.era, !state.queue.is_empty())
+        let waits = !state.queue.is_empty() || state.is_due(self.0.capacity);
+        (state.era, waits)
     }
 
-    /// Takes up to `most` blocks, the oldest first, each with its checksum at the end; none of another era.
+    /// Takes up to `most` evicted blocks, the oldest first, each with its checksum at the end; none of another era.
     #[must_use]
     pub fn take(&self, most: usize, era: u64) -> Vec<(BlockKey, Vec<u8>)> {
         let mut state = self.0.state();
@@ -210,13 +315,17 @@ impl Staging {
         } else {
             0
         };
-        let mut taken: Vec<_> = state.queue.drain(..count).collect();
+        let taken: Vec<_> = state.queue.drain(..count).collect();
         drop(state);
-        for (key, bytes) in &mut taken {
-            let sum = checksum(key, bytes);
-            bytes.extend_from_slice(&sum.to_le_bytes());
-        }
-        taken
+        taken.into_iter().map(with_checksum).collect()
+    }
+
+    /// As [`take`](Self::take), of blocks that are not evicted yet: where none waits that is, and more could be
+    /// evicted than the queue has room for.
+    #[must_use]
+    pub fn take_ahead(&self, most: usize, era: u64) -> Vec<(BlockKey, Vec<u8>)> {
+        let next = || self.0.copy_ahead(era).map(with_checksum);
+        std::iter::from_fn(next).take(most).collect()
     }
 
     /// The tier holds these from now on, unless another era has begun.
@@ -233,11 +342,12 @@ impl Staging {
         keys.iter().for_each(|key| state.remove_stored(key));
     }
 
-    /// The tier holds nothing.
+    /// The tier holds nothing, and what was taken is lost.
     pub fn clear_stored(&self) {
         let state = &mut *self.0.state();
         state.changed.extend(state.stored.intersection(&state.open));
         state.stored.clear();
+        state.waiting = state.queue.iter().map(|(key, _)| *key).collect();
     }
 
     /// Up to `most` blocks that the tier got or lost since they were reported last, and whether it holds each now.
@@ -333,6 +443,12 @@ fn checksum(key: &BlockKey, bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
+fn with_checksum((key, mut bytes): (BlockKey, Vec<u8>)) -> (BlockKey, Vec<u8>) {
+    let sum = checksum(&key, &bytes);
+    bytes.extend_from_slice(&sum.to_le_bytes());
+    (key, bytes)
+}
+
 /// The bytes of a value, if it is as long as it should be and its checksum fits.
 fn checked<'a>(key: &BlockKey, value: &'a [u8], len: usize) -> Option<&'a [u8]> {
     let (bytes, sum) = value.split_last_chunk::<SUM_BYTES>()?;
@@ -352,7 +468,8 @@ impl BackingStore for Staging {
             unneeded: false,
             is_open: false,
         };
-        state.contents[block.index()] = state.is_durable.then_some(content);
+        let content = state.is_durable.then_some(content);
+        state.put(block, content);
     }
 
     fn keep_tokens(&self, block: BlockId, _tokens: BlockTokens<'_>) {
@@ -366,36 +483,34 @@ impl BackingStore for Staging {
     }
 
     fn withdrawn(&self, block: BlockId) {
-        let mut state = self.0.state();
-        let Some(content) = state.contents[block.index()].take() else {
+        let mut state = self.0.state_to_change(|copying| copying == block);
+        let Some(content) = state.put(block, None) else {
             return;
         };
         if content.era != state.era {
             return;
         }
-        if state.stored.contains(&content.key) {
-            if content.is_open && state.open.insert(content.key) {
+        let is_stored = state.stored.contains(&content.key);
+        if is_stored || state.waiting.contains(&content.key) {
+            if content.is_open && state.open.insert(content.key) && is_stored {
                 state.changed.insert(content.key);
             }
         } else if !content.is_worth(self.0.min_uses) {
             state.counts.skipped += 1;
             state.remember(&content.key, SEEN_PER_BLOCK * self.0.memory.num_blocks);
-        } else if (state.queue.len() + 1) * self.0.memory.value_bytes() > self.0.capacity {
-            state.counts.dropped += 1;
-        } else {
-            state.counts.staged += 1;
-            if content.is_open {
-                state.open.insert(content.key);
-            }
-            let bytes = self.0.copy(block);
+        } else if let Some(buffer) = state.room(self.0.capacity) {
+            state.note_copy(&content);
+            let bytes = self.0.copy(block, buffer);
             state.queue.push_back((content.key, bytes));
         }
     }
 
     fn moved(&self, from: BlockId, to: BlockId) {
         // What `to` had was withdrawn before its bytes were written over.
-        let mut state = self.0.state();
-        state.contents[to.index()] = state.contents[from.index()].take();
+        let mut state = self.0.state_to_change(|copying| copying == from);
+        let content = state.put(from, None);
+        state.put(to, content);
+        state.put_ahead(to, self.0.min_uses);
     }
 
     fn used(&self, blocks: &[BlockId]) {
@@ -410,11 +525,19 @@ impl BackingStore for Staging {
 
     fn queued(&self, block: BlockId, band: Band, pinned: bool) {
         self.classed(block, band, pinned);
+        self.0.state().put_ahead(block, self.0.min_uses);
     }
 
     fn unneeded(&self, block: BlockId) {
-        if let Some(content) = &mut self.0.state().contents[block.index()] {
+        let mut state = self.0.state();
+        if let Some(content) = &mut state.contents[block.index()] {
             content.unneeded = true;
+        }
+        // It was queued just now, before this was known of it.
+        let is_last = state.ahead.back() == Some(&block);
+        if is_last && state.wanted(block, self.0.min_uses).is_none() {
+            state.ahead.pop_back();
+            state.is_ahead[block.index()] = false;
         }
     }
 
@@ -429,13 +552,19 @@ impl BackingStore for Staging {
     }
 
     fn cleared(&self) {
-        let mut state = self.0.state();
+        let mut state = self.0.state_to_change(|_| true);
         state.era += 1;
+        state.num_found = 0;
         state.queue.clear();
+        state.waiting.clear();
         state.stored.clear();
         state.open.clear();
         state.changed.clear();
         state.seen.iter_mut().for_each(HashSet::clear);
+    }
+
+    fn resized(&self, num_blocks: usize) {
+        self.0.state().num_blocks = num_blocks;
     }
 
     fn set_durable(&self, durable: bool) {
@@ -463,6 +592,8 @@ pub fn key_from_bytes(bytes: &[u8]) -> Option<BlockKey> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     const BLOCK_BYTES: usize = 16;
@@ -511,6 +642,48 @@ mod tests {
         staging.withdrawn(BlockId::new(2));
         assert_eq!(staging.take(9, 1), vec![]);
         assert_eq!(staging.take(9, 0), vec![(key(7), value(7))]);
+    }
+
+    #[test]
+    fn bytes_that_are_copied_ahead_do_not_change_meanwhile() {
+        const LARGE: usize = 32 << 20;
+        let mut tensor = vec![7_u8; 2 * LARGE];
+        let start = NonNull::new(tensor.as_mut_ptr()).expect("memory");
+        let memory = Memory {
+            tensors: vec![start],
+            block_bytes: LARGE,
+            num_blocks: 2,
+            owner: Box::new(()),
+        };
+        // SAFETY: the tensor outlives the staging, and is touched through it or its address alone.
+        let staging = unsafe { Staging::new(memory, 0, 1) };
+        let block = BlockId::new(1);
+        staging.set_durable(true);
+        staging.published(block, &key(7));
+        staging.queued(block, Band::DEFAULT, false);
+        assert_eq!(staging.era(), (0, false), "one free block");
+        staging.resized(1);
+        staging.unneeded(block);
+        assert_eq!(staging.era(), (0, false), "behind a window");
+        staging.used(&[block]);
+        staging.queued(block, Band::DEFAULT, false);
+        assert_eq!(staging.era(), (0, true));
+        let taken = thread::scope(|scope| {
+            let copy = scope.spawn(|| staging.take_ahead(9, 0));
+            while staging.0.state().copying.is_none() && staging.counts().staged == 0 {
+                thread::yield_now();
+            }
+            staging.withdrawn(block);
+            // SAFETY: the block is inside the tensor, and its content was withdrawn.
+            unsafe { start.add(LARGE).write_bytes(8, LARGE) };
+            copy.join().expect("the copy")
+        });
+        let [(found, value)] = &taken[..] else {
+            panic!("{} blocks", taken.len());
+        };
+        assert_eq!(*found, key(7));
+        assert!(value[..LARGE] == tensor[..LARGE], "the block is torn");
+        assert_eq!(staging.counts().staged, 1, "evicted, it was copied again");
     }
 
     #[test]

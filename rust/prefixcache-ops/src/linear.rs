@@ -337,7 +337,7 @@ impl<E: Element> PackedLinear<E> {
         let panels = self.parts.iter().map(Part::panels).sum();
         let split = Split::new(x.rows(), panels);
         team.run(split.tasks(), |task| {
-            let (panel, rows) = split.task(task);
+            let (panel, rows) = split.task(team.in_order(task, split.tasks()));
             let (part, panel) = self.part_of(panel);
             product.multiply_part(part, panel, 0, rows);
         });

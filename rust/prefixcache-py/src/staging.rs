@@ -84,7 +84,7 @@ impl BlockStaging {
         self.0.era().0
     }
 
-    /// Whether blocks wait to be taken. Any thread.
+    /// Whether there are blocks to take. Any thread.
     #[getter]
     fn has_staged(&self) -> bool {
         self.0.era().1
@@ -96,14 +96,19 @@ impl BlockStaging {
         self.0.num_stored()
     }
 
-    /// Take up to `max_blocks` blocks, the oldest first, and none of another era. Any thread.
+    /// Take up to `max_blocks` evicted blocks, the oldest first, and none of another era. Any thread.
+    ///
+    /// Where there is none, copy blocks that are not evicted yet, if more could be than the capacity has room for.
     fn take<'py>(
         &self,
         py: Python<'py>,
         max_blocks: Number<names::MaxBlocks>,
         era: Number<names::Era, u64>,
     ) -> Vec<Taken<'py>> {
-        let taken = py.detach(|| self.0.take(max_blocks.0, era.0));
+        let taken = py.detach(|| match self.0.take(max_blocks.0, era.0) {
+            taken if taken.is_empty() => self.0.take_ahead(max_blocks.0, era.0),
+            taken => taken,
+        });
         let taken = taken.into_iter().map(|(key, bytes)| {
             (
                 PyBytes::new(py, &key_to_bytes(&key)),

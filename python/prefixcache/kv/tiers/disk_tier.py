@@ -1,9 +1,10 @@
 """A tier of blocks on a disk, behind the ones in memory.
 
 The pool copies what it evicts into a bounded queue (`BlockStaging`), and a thread of the tier puts
-it into a `BlockStore`. A request whose next blocks are there waits in a `Load` until that thread
-has read them into blocks that the request holds. The thread reads before it writes. When the store
-fails, the tier is idle for a while and then opens it again: no answer depends on it.
+it into a `BlockStore`, some blocks before they are evicted. A request whose next blocks are there
+waits in a `Load` until that thread has read them into blocks that the request holds. The thread
+reads before it writes. When the store fails, the tier is idle for a while and then opens it again:
+no answer depends on it.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class DiskTier:
             self._changed.notify_all()
 
     def nudge(self) -> None:
-        """Lets the thread look whether blocks were evicted. After each step."""
+        """Lets the thread look whether there are blocks to write. After each step."""
         if self.staging.has_staged:
             self._wake()
 
@@ -303,10 +304,10 @@ class DiskTier:
         level = logging.DEBUG if self._is_failing else logging.WARNING
         logger.log(level, "The disk tier in %s is idle: %s.", self._name, error)
         self._is_failing, self._is_listed = True, False
-        self._num_failures += 1
         self._retry_at = self._clock() + _RETRY_SECONDS
         self._close_store()
         self.staging.clear_stored()
+        self._num_failures += 1  # What is evicted from now on is copied again.
         with self._changed:
             while self._loads:
                 self._loads.popleft().cancel()

@@ -91,7 +91,7 @@ class ReplayOptions(Checked):
         metavar="<size>",
     )
     disk_cache_min_uses: PositiveInt = flag(
-        2, "Uses of a block, its computing counted, from which it is put on the disk.", "Replay"
+        1, "Uses of a block, its computing counted, from which it is put on the disk.", "Replay"
     )
     cache_answers: bool = flag(
         False, "Also cache the blocks that answers fill, where the trace knows them.", "Replay"

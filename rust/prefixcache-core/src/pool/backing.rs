@@ -27,6 +27,7 @@ impl Writer<SingleWriter> {
         for one in kept.iter().filter(|one| !has_content[one.block.index()]) {
             store.withdrawn(one.block);
         }
+        store.resized(self.num_blocks());
         self.0.backing.set(store).map_err(|_| ListenError::Twice)?;
         let blank: Vec<_> = held
             .into_iter()

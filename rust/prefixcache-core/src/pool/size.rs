@@ -148,6 +148,9 @@ impl<M: Mode> BlockPool<M> {
             self.move_end(num_blocks);
             self.retire_from(num_blocks, before);
         }
+        if let Some(backing) = self.backing() {
+            backing.resized(num_blocks);
+        }
         Ok(self.size.held_above())
     }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{ByteLanes, dots_of_four};
+use super::ByteLanes;
 
 /// Proof that the processor has AVX2, FMA and F16C, and AVX-VNNI where `VNNI` says so.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,6 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     const LANES: usize = 8;
     const WIDTH: usize = 2;
     const DOT_OF_FOUR: bool = VNNI;
-    const DOTS_LESS_128: bool = !VNNI;
 
     operations! {
         unsafe fn load(self, from: *const u8) -> __m256i { _mm256_loadu_si256(from.cast()) }
@@ -87,50 +86,6 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
         }
     }
 
-    #[inline(always)]
-    unsafe fn dots<const BITS: usize, const N: usize>(
-        self,
-        codes: &[__m256i; N],
-        x: *const i32,
-    ) -> __m256i {
-        if VNNI {
-            // SAFETY: the caller's promise is the same.
-            return unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) };
-        }
-        // Pairs of products that 16 bits hold: 2 * 15 * 127, and so on.
-        let most = match BITS {
-            4 => 8,
-            5 => 4,
-            6 => 2,
-            _ => 1,
-        };
-        // SAFETY: `self` proves that the processor has AVX2; the caller vouches for N words.
-        unsafe {
-            let ones = _mm256_set1_epi16(1);
-            let mut acc = _mm256_setzero_si256();
-            let mut pairs = acc;
-            for (i, &codes) in codes.iter().enumerate() {
-                let x = _mm256_set1_epi32(x.add(i).read_unaligned());
-                let products = if BITS == 8 {
-                    // As numbers with signs, which are moved to x: the magnitude 128 has a byte of its own.
-                    let signed = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
-                    let x = _mm256_sign_epi8(x, signed);
-                    _mm256_maddubs_epi16(_mm256_abs_epi8(signed), x)
-                } else {
-                    _mm256_maddubs_epi16(codes, x)
-                };
-                pairs = match i % most {
-                    0 => products,
-                    _ => _mm256_add_epi16(pairs, products),
-                };
-                if (i + 1) % most == 0 || i + 1 == N {
-                    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones));
-                }
-            }
-            acc
-        }
-    }
-
     operations! {
         fn splat(self, x: i32) -> __m256i { _mm256_set1_epi32(x) }
         fn splat_f32(self, x: f32) -> __m256 { _mm256_set1_ps(x) }
@@ -139,6 +94,17 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
         fn mul(self, a: __m256i, b: __m256i) -> __m256i { _mm256_mullo_epi32(a, b) }
         fn and(self, a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
         fn or(self, a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
+        fn pairs(self, codes: __m256i, x: __m256i) -> __m256i { _mm256_maddubs_epi16(codes, x) }
+        fn pairs_less_128(self, bytes: __m256i, x: __m256i) -> __m256i {
+            // As numbers with signs, which are moved to x: the magnitude 128 has a byte of its own.
+            let signed = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+            _mm256_maddubs_epi16(_mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed))
+        }
+        fn add_pairs(self, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi16(a, b) }
+        fn pair(self, low: __m256i, high: __m256i) -> __m256i {
+            _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high))
+        }
+        fn dot_pairs(self, a: __m256i, b: __m256i) -> __m256i { _mm256_madd_epi16(a, b) }
         fn to_f32(self, a: __m256i) -> __m256 { _mm256_cvtepi32_ps(a) }
         fn mul_f32(self, a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
         fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }

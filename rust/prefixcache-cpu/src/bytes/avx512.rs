@@ -73,6 +73,10 @@ impl ByteLanes for Avx512Vnni {
         fn dot_bytes(self, acc: __m512i, bytes: __m512i, x: __m512i) -> __m512i {
             _mm512_dpbusd_epi32(acc, bytes, x)
         }
+        fn pair(self, low: __m512i, high: __m512i) -> __m512i {
+            _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_slli_epi32::<16>(high))
+        }
+        fn dot_pairs(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
         fn to_f32(self, a: __m512i) -> __m512 { _mm512_cvtepi32_ps(a) }
         fn mul_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
         fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }

@@ -33,12 +33,9 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// Vectors side by side in a register tile.
     const WIDTH: usize;
 
-    /// Whether a dot product of bytes is one instruction. Without it [`Self::dots`] is the faster way: it
-    /// keeps sums of pairs in 16 bits for as long as they fit.
+    /// Whether a dot product of bytes is one instruction. Without it [`Self::pairs`] are the faster way: their
+    /// sums stay in 16 bits for as long as they fit.
     const DOT_OF_FOUR: bool;
-
-    /// Whether [`Self::dots`] counts codes of eight bits less 128.
-    const DOTS_LESS_128: bool = false;
 
     /// All lanes `x`.
     fn splat(self, x: i32) -> Self::I;
@@ -122,20 +119,23 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// The same for any unsigned bytes.
     fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
 
-    /// The products of `4 N` codes of `BITS` bits (4, 5, 6 or 8) in each lane with as many signed bytes, which
-    /// are the same for all lanes and none is -128.
-    ///
-    /// # Safety
-    /// `x` is readable for `N` words.
-    #[inline(always)]
-    unsafe fn dots<const BITS: usize, const N: usize>(
-        self,
-        codes: &[Self::I; N],
-        x: *const i32,
-    ) -> Self::I {
-        // SAFETY: the caller's promise is the same.
-        unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) }
+    /// The products of four unsigned bytes of `codes`, at most 63, and four signed ones of `x`: two sums a lane,
+    /// of 16 bits. This and the next two are for forms without [`Self::DOT_OF_FOUR`].
+    fn pairs(self, _codes: Self::I, _x: Self::I) -> Self::I {
+        unreachable!("a dot product of bytes is one instruction")
     }
+    /// The same for any unsigned bytes less 128, and for `x` above -128.
+    fn pairs_less_128(self, bytes: Self::I, x: Self::I) -> Self::I {
+        self.pairs(bytes, x)
+    }
+    /// a + b, half by half of the lanes, modulo 2^16.
+    fn add_pairs(self, a: Self::I, b: Self::I) -> Self::I {
+        self.pairs(a, b)
+    }
+    /// The lower halves of the lanes of `low`, and above them those of `high`.
+    fn pair(self, low: Self::I, high: Self::I) -> Self::I;
+    /// The products of both signed halves of the lanes, added.
+    fn dot_pairs(self, a: Self::I, b: Self::I) -> Self::I;
 
     /// Rounds to the nearest number, ties to even.
     fn to_f32(self, a: Self::I) -> Self::F;
@@ -143,25 +143,6 @@ pub trait ByteLanes: Copy + Send + Sync {
     fn mul_f32(self, a: Self::F, b: Self::F) -> Self::F;
     /// a * b + c, rounded once in every form.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-}
-
-/// See [`ByteLanes::dots`].
-#[inline(always)]
-unsafe fn dots_of_four<L: ByteLanes, const BITS: usize, const N: usize>(
-    lanes: L,
-    codes: &[L::I; N],
-    x: *const i32,
-) -> L::I {
-    let mut acc = lanes.splat(0);
-    for (i, &codes) in codes.iter().enumerate() {
-        // SAFETY: the caller vouches for N words.
-        let x = lanes.splat(unsafe { x.add(i).read_unaligned() });
-        acc = match BITS {
-            8 => lanes.dot_bytes(acc, codes, x),
-            _ => lanes.dot_codes(acc, codes, x),
-        };
-    }
-    acc
 }
 
 /// A computation written once over [`ByteLanes`]. [`ByteForm::run`] compiles it for each form.

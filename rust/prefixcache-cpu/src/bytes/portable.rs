@@ -1,6 +1,6 @@
 //! Plain Rust that every processor runs.
 
-use super::{ByteLanes, dots_of_four};
+use super::ByteLanes;
 use crate::f16::{e8m0_to_f32, f16_to_f32};
 
 /// Eight lanes in plain Rust.
@@ -44,6 +44,14 @@ impl ByteLanes for Portable {
                 })
             })
         }
+        fn add_pairs(self, a: I, b: I) -> I {
+            each(|i| halves(a[i].wrapping_add(b[i]), (a[i] >> 16).wrapping_add(b[i] >> 16)))
+        }
+        fn pair(self, low: I, high: I) -> I { each(|i| halves(low[i], high[i])) }
+        fn dot_pairs(self, a: I, b: I) -> I {
+            let product = |a: i32, b: i32| i32::from(a as i16) * i32::from(b as i16);
+            each(|i| product(a[i], b[i]).wrapping_add(product(a[i] >> 16, b[i] >> 16)))
+        }
         fn to_f32(self, a: I) -> F { a.map(|number| number as f32) }
         fn mul_f32(self, a: F, b: F) -> F { each(|i| a[i] * b[i]) }
         fn mul_add(self, a: F, b: F, c: F) -> F {
@@ -73,10 +81,29 @@ impl ByteLanes for Portable {
         unsafe fn store(self, to: *mut f32, v: F) { to.cast::<F>().write_unaligned(v) }
     }
 
-    // Not inlined: it would be compiled again for each format.
+    // Not inlined: they would be compiled again for each format.
+
     #[inline(never)]
-    unsafe fn dots<const BITS: usize, const N: usize>(self, codes: &[I; N], x: *const i32) -> I {
-        // SAFETY: the caller's promise is the same.
-        unsafe { dots_of_four::<Self, BITS, N>(self, codes, x) }
+    fn pairs(self, codes: I, x: I) -> I {
+        pairs_less(0, codes, x)
     }
+
+    #[inline(never)]
+    fn pairs_less_128(self, bytes: I, x: I) -> I {
+        pairs_less(128, bytes, x)
+    }
+}
+
+/// See [`ByteLanes::pairs`].
+fn pairs_less(less: i32, codes: I, x: I) -> I {
+    each(|i| {
+        let (codes, x) = (codes[i].to_le_bytes(), x[i].to_le_bytes());
+        let product = |k: usize| (i32::from(codes[k]) - less) * i32::from(x[k] as i8);
+        halves(product(0) + product(1), product(2) + product(3))
+    })
+}
+
+/// The lower halves of two words.
+fn halves(low: i32, high: i32) -> i32 {
+    high << 16 | low & 0xffff
 }

@@ -72,11 +72,10 @@ impl Lanes for Avx2 {
             let moved = _mm256_set1_epi32((at % 8) as i32);
             let words = _mm256_srlv_epi32(_mm256_castps_si256(words), moved);
             let nibbles = _mm256_and_si256(words, _mm256_set1_epi8(15));
-            let codes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.codes.as_ptr().cast()));
+            let codes = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.above.as_ptr().cast()));
             let codes = _mm256_shuffle_epi8(codes, nibbles);
-            let left = _mm256_set1_epi32((24 - at / 8 * 8) as i32);
-            let top = _mm256_sllv_epi32(codes, left);
-            _mm256_cvtepi32_ps(_mm256_srav_epi32(top, _mm256_set1_epi32(24)))
+            let moved = _mm256_srlv_epi32(codes, _mm256_set1_epi32((at / 8 * 8) as i32));
+            _mm256_cvtepi32_ps(_mm256_and_si256(moved, _mm256_set1_epi32(0xff)))
         }
         fn join(self, low: __m256, high: __m256, at: u32) -> __m256 {
             let (low, high) = (_mm256_castps_si256(low), _mm256_castps_si256(high));

@@ -26,18 +26,31 @@ pub struct CodeTable {
     numbers: [f32; 16],
     /// The same as integers.
     pub codes: [i8; 16],
+    /// The least of them, and what each is above it.
+    pub least: i8,
+    above: [u8; 16],
 }
 
 impl CodeTable {
     /// The table of these integers.
     pub const fn new(codes: [i8; 16]) -> Self {
-        let mut numbers = [0.0; 16];
-        let mut i = 0;
+        let (mut numbers, mut above) = ([0.0; 16], [0; 16]);
+        let (mut least, mut i) = (codes[0], 0);
         while i < 16 {
-            numbers[i] = codes[i] as f32;
+            least = if codes[i] < least { codes[i] } else { least };
             i += 1;
         }
-        Self { numbers, codes }
+        while i > 0 {
+            i -= 1;
+            numbers[i] = codes[i] as f32;
+            above[i] = codes[i].abs_diff(least);
+        }
+        Self {
+            numbers,
+            codes,
+            least,
+            above,
+        }
     }
 }
 
@@ -158,7 +171,8 @@ pub trait Lanes: Copy + Send + Sync {
     /// The numbers that `BITS` (2 to 6, or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
 
-    /// What the table has for four bits of each word, from bit `at` on, a multiple of four.
+    /// What the table has for four bits of each word, from bit `at` on, a multiple of four; with
+    /// [`Self::LANE_IS_COLUMN`] what that is above the table's least number.
     fn lookup(self, table: &CodeTable, words: Self::V, at: u32) -> Self::V;
 
     /// Words of which the low bits are those of `low` from bit `at` (1 to 31) on, and the others of `high`.

@@ -27,8 +27,8 @@ pub struct ActivationBlock {
     pub sum: f32,
     /// Minus the sum of the codes.
     pub minus_sum: i32,
-    /// Minus the sum of the first half of the codes.
-    pub minus_first_half: i32,
+    /// Minus the sum of the codes of each half: at most 16 * 127.
+    pub minus_halves: [i16; 2],
 }
 
 impl ActivationBlock {
@@ -39,17 +39,15 @@ impl ActivationBlock {
             scale,
             sum: scale,
             minus_sum: 0,
-            minus_first_half: 0,
+            minus_halves: [0; 2],
         }
     }
 
-    /// Minus the sums of the codes of both halves.
+    /// [`Self::minus_halves`] as a word.
     #[inline(always)]
-    pub fn minus_halves(&self) -> [i32; 2] {
-        [
-            self.minus_first_half,
-            self.minus_sum - self.minus_first_half,
-        ]
+    pub fn minus_pair(&self) -> i32 {
+        let [first, second] = self.minus_halves;
+        i32::from(second) << 16 | i32::from(first) & 0xffff
     }
 
     /// The block of these numbers.
@@ -84,7 +82,7 @@ impl ActivationBlock {
             scale,
             sum: scale * (first + second) as f32,
             minus_sum: -(first + second),
-            minus_first_half: -first,
+            minus_halves: [-first as i16, -second as i16],
         }
     }
 }

@@ -16,6 +16,9 @@ const LINE: usize = 64;
 /// Bytes from a block to what is fetched while it is multiplied.
 const AHEAD: usize = 4096;
 
+/// The most vectors that the outputs of a unit are.
+const VECTORS: usize = TILE / 8;
+
 /// Rows of a register tile.
 const MAX_HEIGHT: usize = 3;
 
@@ -55,16 +58,6 @@ trait Packed {
     const LAYOUT: Layout;
     /// See [`Format::is_common`].
     const IS_COMMON: bool;
-
-    /// [`ByteLanes::dots`] of its codes.
-    ///
-    /// # Safety
-    /// `x` is readable for `N` words.
-    unsafe fn dots<L: ByteLanes, const N: usize>(
-        lanes: L,
-        codes: &[L::I; N],
-        x: *const i32,
-    ) -> L::I;
 }
 
 macro_rules! formats {
@@ -74,17 +67,6 @@ macro_rules! formats {
             impl Packed for $name {
                 const LAYOUT: Layout = Layout::of(Format::$name);
                 const IS_COMMON: bool = Format::$name.is_common();
-
-                #[inline(always)]
-                unsafe fn dots<L: ByteLanes, const N: usize>(
-                    lanes: L,
-                    codes: &[L::I; N],
-                    x: *const i32,
-                ) -> L::I {
-                    const BITS: usize = Layout::of(Format::$name).dot_bits;
-                    // SAFETY: the caller's promise is the same.
-                    unsafe { lanes.dots::<BITS, N>(codes, x) }
-                }
             }
         )*
 
@@ -121,6 +103,9 @@ impl PanelTask<'_> {
         let mut first = self.first;
         // A kernel for each number of rows is compiled for the formats that most files are made of.
         if const { !L::DOT_OF_FOUR || !P::IS_COMMON } {
+            if let ([sums], true) = (&mut *self.sums, const { !L::DOT_OF_FOUR }) {
+                return panel.multiply_one(self.x.row(first), sums);
+            }
             for sums in self.sums.chunks_mut(SUMMED_ROWS) {
                 panel.multiply_in_memory(self.x, first, sums);
                 first += sums.len();
@@ -191,37 +176,73 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         }
     }
 
+    /// Multiplies it with one row, whose numbers are loaded once for all vectors of a unit.
+    #[inline(always)]
+    fn multiply_one(&self, x: &[ActivationBlock], sums: &mut Sums) {
+        let (lanes, layout) = (self.lanes, const { P::LAYOUT });
+        sums.fill(0.0);
+        for number in 0..self.depth * self.width {
+            let (d, tile) = (number / self.width, number % self.width);
+            let unit = self.units.wrapping_add(number * layout.unit());
+            let to = sums[tile * TILE..][..TILE].as_mut_ptr();
+            let mut acc = [lanes.splat_f32(0.0); VECTORS];
+            // SAFETY: the panel has the unit with its blocks, and its sums.
+            unsafe {
+                let headers = headers::<P, L>(lanes, unit);
+                for (v, acc) in acc.iter_mut().enumerate().take(TILE / L::LANES) {
+                    *acc = lanes.load_f32(to.add(v * L::LANES));
+                }
+                for (b, x) in x[d * layout.blocks..][..layout.blocks].iter().enumerate() {
+                    self.fetch_block(unit, b);
+                    let at = layout.header() + b * layout.block();
+                    add_one::<P, L>(lanes, unit, at, &headers, x, &mut acc);
+                }
+                for (v, &acc) in acc.iter().enumerate().take(TILE / L::LANES) {
+                    lanes.store(to.add(v * L::LANES), acc);
+                }
+            }
+        }
+    }
+
     /// Multiplies it with some rows, whose sums are in memory: what takes the time is to unpack codes and to
     /// multiply them.
     #[inline(always)]
     fn multiply_in_memory(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
-        let layout = const { P::LAYOUT };
+        let (lanes, layout) = (self.lanes, const { P::LAYOUT });
         sums.fill([0.0; PANEL]);
-        // Whole steps of the depth: in between are the units of other columns, which come before.
-        let ahead = AHEAD.next_multiple_of(self.width * layout.unit());
-        for d in 0..self.depth {
+        let (row, stride) = (x.row(first).as_ptr(), x.row(first).len());
+        for number in 0..self.depth * self.width {
+            let (d, tile) = (number / self.width, number % self.width);
+            let unit = self.units.wrapping_add(number * layout.unit());
+            // SAFETY: the panel has the unit.
+            let headers = unsafe { headers::<P, L>(lanes, unit) };
             for b in 0..layout.blocks {
-                for column in (0..self.width * TILE).step_by(L::LANES) {
-                    let unit = d * self.width + column / TILE;
-                    let unit = self.units.wrapping_add(unit * layout.unit());
-                    let at = layout.header() + b * layout.block();
-                    let lane = column % TILE;
-                    if lane == 0 {
-                        for line in (0..layout.block()).step_by(LINE) {
-                            self.lanes.prefetch(unit.wrapping_add(at + ahead + line));
-                        }
-                    }
-                    // SAFETY: the panel has the unit with its block, and each row as many blocks.
+                self.fetch_block(unit, b);
+                for (v, &header) in headers.iter().enumerate().take(TILE / L::LANES) {
+                    // SAFETY: the unit has such a block, and each row as many blocks.
                     unsafe {
-                        let block = Unpacked::<P, L>::new(self.lanes, unit, at, lane);
-                        for (row, sums) in (first..).zip(&mut *sums) {
-                            let x = &x.row(row)[d * layout.blocks + b];
-                            let to = sums[column..][..L::LANES].as_mut_ptr();
-                            block.add_row(self.lanes, x, to);
+                        let at = layout.header() + b * layout.block();
+                        let block = Unpacked::<P, L>::new(lanes, unit, at, v * L::LANES, header);
+                        let mut x = row.add(d * layout.blocks + b);
+                        for sums in &mut *sums {
+                            let to = sums[tile * TILE + v * L::LANES..][..L::LANES].as_mut_ptr();
+                            let acc = lanes.load_f32(to);
+                            lanes.store(to, block.add_row(lanes, &*x, acc));
+                            x = x.wrapping_add(stride);
                         }
                     }
                 }
             }
+        }
+    }
+
+    /// Asks for what lies ahead of a block.
+    #[inline(always)]
+    fn fetch_block(&self, unit: *const u8, b: usize) {
+        let share = const { P::LAYOUT.unit() / P::LAYOUT.blocks };
+        for line in 0..share.div_ceil(LINE) {
+            let ahead = AHEAD + b * share + line * LINE;
+            self.lanes.prefetch(unit.wrapping_add(ahead));
         }
     }
 
@@ -299,37 +320,191 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
 struct Unpacked<P, L: ByteLanes> {
     /// Of the first 16 steps, four each, and of the others.
     codes: [L::I; 8],
-    scale: L::F,
-    minimum: L::F,
-    /// What sums of halves are multiplied with, where there is such.
-    factors: [L::I; 2],
-    /// What their sums of activations are multiplied with, where minimums are of halves.
-    minimum_factors: [L::I; 2],
-    format: PhantomData<P>,
+    scaling: Scaling<P, L>,
 }
 
 impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
     /// # Safety
-    /// The unit has codes at `at`, and such a lane.
+    /// As of [`Scaling::new`].
     #[inline(always)]
-    unsafe fn new(lanes: L, unit: *const u8, at: usize, lane: usize) -> Self {
-        let layout = const { P::LAYOUT };
+    unsafe fn new(lanes: L, unit: *const u8, at: usize, lane: usize, header: (L::F, L::F)) -> Self {
         let mut codes = [lanes.splat(0); 8];
-        let mut factors = [lanes.splat(0); 2];
-        let mut minimum_factors = factors;
-        let mut high = codes[0];
+        let mut high = lanes.splat(0);
         // SAFETY: the caller vouches for the unit, whose parts these are.
         unsafe {
             for g in 0..4 {
                 let from = unit.add(at + 4 * lane);
                 (codes[g], codes[4 + g]) = four_steps::<P, L>(lanes, from, g, &mut high);
             }
-            let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
-            if layout.halves() {
+            let scaling = Scaling::new(lanes, unit, at, lane, header);
+            Self { codes, scaling }
+        }
+    }
+
+    /// A row's sums with the products of its block.
+    #[inline(always)]
+    fn add_row(&self, lanes: L, x: &ActivationBlock, acc: L::F) -> L::F {
+        let words = x.codes.as_ptr().cast::<i32>();
+        // SAFETY: a block of x has eight words.
+        let sum = unsafe {
+            if const { P::LAYOUT.halves() } {
+                let [first, second] = self.scaling.factors;
+                let low = dots::<P, L>(lanes, &self.codes[..4], words, Some(first));
+                let upper = dots::<P, L>(lanes, &self.codes[4..], words.add(4), Some(second));
+                lanes.add(low, upper)
+            } else {
+                dots::<P, L>(lanes, &self.codes, words, None)
+            }
+        };
+        let sum = self.scaling.less_offset(lanes, sum, x);
+        self.scaling.add(lanes, sum, x, acc)
+    }
+}
+
+/// The products of codes with numbers of x, times factors where there are some.
+///
+/// # Safety
+/// `x` is readable for as many words as there are codes.
+#[inline(always)]
+unsafe fn dots<P: Packed, L: ByteLanes>(
+    lanes: L,
+    codes: &[L::I],
+    x: *const i32,
+    factors: Option<L::I>,
+) -> L::I {
+    let most = const { most_pairs(P::LAYOUT.dot_bits) };
+    let in_pairs = match factors {
+        Some(factors) => lanes.pair(factors, factors),
+        None => lanes.splat(0x0001_0001),
+    };
+    let [mut sum, mut pairs] = [lanes.splat(0); 2];
+    for (i, &codes_of_four) in codes.iter().enumerate() {
+        // SAFETY: the caller vouches for the words.
+        let x = lanes.splat(unsafe { x.add(i).read_unaligned() });
+        if const { L::DOT_OF_FOUR } {
+            sum = dot::<P, L>(lanes, sum, codes_of_four, x);
+            continue;
+        }
+        let more = products::<P, L>(lanes, codes_of_four, x);
+        pairs = match i % most {
+            0 => more,
+            _ => lanes.add_pairs(pairs, more),
+        };
+        if (i + 1) % most == 0 || i + 1 == codes.len() {
+            sum = lanes.add(sum, lanes.dot_pairs(pairs, in_pairs));
+        }
+    }
+    match factors {
+        Some(factors) if L::DOT_OF_FOUR => lanes.mul(sum, factors),
+        _ => sum,
+    }
+}
+
+/// How many pairs of products of codes of `bits` bits 16 bits hold: 2 * 15 * 127 each, and so on.
+const fn most_pairs(bits: usize) -> usize {
+    match bits {
+        4 => 8,
+        5 => 4,
+        6 => 2,
+        _ => 1,
+    }
+}
+
+/// The products of codes and x in pairs.
+#[inline(always)]
+fn products<P: Packed, L: ByteLanes>(lanes: L, codes: L::I, x: L::I) -> L::I {
+    match const { P::LAYOUT.dot_bits } {
+        8 => lanes.pairs_less_128(codes, x),
+        _ => lanes.pairs(codes, x),
+    }
+}
+
+/// Adds the products of a unit's block and one row to the sums of the unit's vectors.
+///
+/// # Safety
+/// The unit has codes at `at`; `headers` are its own.
+#[inline(always)]
+unsafe fn add_one<P: Packed, L: ByteLanes>(
+    lanes: L,
+    unit: *const u8,
+    at: usize,
+    headers: &[(L::F, L::F); VECTORS],
+    x: &ActivationBlock,
+    acc: &mut [L::F; VECTORS],
+) {
+    let (halves, most) = const { (P::LAYOUT.halves(), most_pairs(P::LAYOUT.dot_bits)) };
+    let words = x.codes.as_ptr().cast::<i32>();
+    let mut in_pairs = [[lanes.splat(0x0001_0001); 2]; VECTORS];
+    let [mut high, mut sums, mut low_pairs, mut upper_pairs] = [[lanes.splat(0); VECTORS]; 4];
+    // SAFETY: the caller vouches for the unit, whose parts these are; a block of x has eight words.
+    unsafe {
+        for (v, in_pairs) in in_pairs.iter_mut().enumerate().take(TILE / L::LANES) {
+            if halves {
+                let [first, second] = half_factors::<P, L>(lanes, unit, at, v * L::LANES).0;
+                *in_pairs = [lanes.pair(first, first), lanes.pair(second, second)];
+            }
+        }
+        for g in 0..4 {
+            let x_low = lanes.splat(words.add(g).read_unaligned());
+            let x_upper = lanes.splat(words.add(4 + g).read_unaligned());
+            for v in 0..TILE / L::LANES {
+                let from = unit.add(at + 4 * v * L::LANES);
+                let (low, upper) = four_steps::<P, L>(lanes, from, g, &mut high[v]);
+                let low = products::<P, L>(lanes, low, x_low);
+                let upper = products::<P, L>(lanes, upper, x_upper);
+                if g % most == 0 {
+                    (low_pairs[v], upper_pairs[v]) = (low, upper);
+                } else {
+                    low_pairs[v] = lanes.add_pairs(low_pairs[v], low);
+                    upper_pairs[v] = lanes.add_pairs(upper_pairs[v], upper);
+                }
+                if g < 3 && (g + 1) % most > 0 {
+                    continue;
+                }
+                if !halves && most == 8 {
+                    let both = lanes.add_pairs(low_pairs[v], upper_pairs[v]);
+                    sums[v] = lanes.dot_pairs(both, in_pairs[v][0]);
+                } else {
+                    let low = lanes.dot_pairs(low_pairs[v], in_pairs[v][0]);
+                    let upper = lanes.dot_pairs(upper_pairs[v], in_pairs[v][1]);
+                    sums[v] = lanes.add(sums[v], lanes.add(low, upper));
+                }
+            }
+        }
+        for v in 0..TILE / L::LANES {
+            let scaling = Scaling::<P, L>::new(lanes, unit, at, v * L::LANES, headers[v]);
+            let sum = scaling.less_offset(lanes, sums[v], x);
+            acc[v] = scaling.add(lanes, sum, x, acc[v]);
+        }
+    }
+}
+
+/// What sums of codes times numbers of x are multiplied with, in a vector of outputs.
+struct Scaling<P, L: ByteLanes> {
+    scale: L::F,
+    minimum: L::F,
+    /// Of the sums of both halves, where they have some.
+    factors: [L::I; 2],
+    /// In pairs, of the sums of activations of both halves, where minimums are of halves.
+    minimum_factors: L::I,
+    format: PhantomData<P>,
+}
+
+impl<P: Packed, L: ByteLanes> Scaling<P, L> {
+    /// That of a block.
+    ///
+    /// # Safety
+    /// The unit has codes at `at`, and such a lane, whose header this is.
+    #[inline(always)]
+    unsafe fn new(lanes: L, unit: *const u8, at: usize, lane: usize, header: (L::F, L::F)) -> Self {
+        let (mut factors, mut minimum_factors) = ([lanes.splat(0); 2], lanes.splat(0));
+        // SAFETY: the caller's promise is the same.
+        unsafe {
+            if const { P::LAYOUT.halves() } {
                 (factors, minimum_factors) = half_factors::<P, L>(lanes, unit, at, lane);
             }
+            let (scale, minimum) = scales::<P, L>(lanes, header, unit, at, lane);
             Self {
-                codes,
                 scale,
                 minimum,
                 factors,
@@ -339,78 +514,100 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
         }
     }
 
-    /// Adds the products with a row's block to its sums.
-    ///
-    /// # Safety
-    /// A vector of sums lies at `to`.
+    /// Sums of a block's codes as they are stored, less those of their offset.
     #[inline(always)]
-    unsafe fn add_row(&self, lanes: L, x: &ActivationBlock, to: *mut f32) {
+    fn less_offset(&self, lanes: L, sum: L::I, x: &ActivationBlock) -> L::I {
         let layout = const { P::LAYOUT };
-        let words = x.codes.as_ptr().cast::<i32>();
-        let offset = match layout.dot_bits {
-            8 if L::DOTS_LESS_128 => 0,
-            _ => layout.offset,
-        };
-        // SAFETY: a block of x has eight words, and the caller vouches for the sums.
-        unsafe {
-            let sum = if layout.halves() {
-                let minus = x.minus_halves();
-                let mut both = lanes.splat(0);
-                for (i, codes) in self.codes.as_chunks::<4>().0.iter().enumerate() {
-                    let sum = P::dots::<L, 4>(lanes, codes, words.add(4 * i));
-                    let sum = lanes.add(sum, lanes.splat(minus[i] * offset));
-                    both = lanes.add(both, lanes.mul(sum, self.factors[i]));
-                }
-                both
-            } else {
-                let sum = P::dots::<L, 8>(lanes, &self.codes, words);
-                match offset {
-                    0 => sum,
-                    _ => lanes.add(sum, lanes.splat(x.minus_sum * offset)),
-                }
-            };
-            let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
-            let mut acc = lanes.mul_add(p, lanes.splat_f32(x.scale), lanes.load_f32(to));
-            if layout.minimums() && layout.halves() {
-                let sums = minus_sums(lanes, self.minimum_factors, x);
-                let sums = lanes.mul_f32(self.minimum, lanes.to_f32(sums));
-                acc = lanes.mul_add(sums, lanes.splat_f32(x.scale), acc);
-            } else if layout.minimums() {
-                acc = lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc);
-            }
-            lanes.store(to, acc);
+        // Pairs of products are of codes of eight bits less 128.
+        if layout.offset == 0 || layout.dot_bits == 8 && !L::DOT_OF_FOUR {
+            return sum;
         }
+        if !layout.halves() {
+            return lanes.add(sum, lanes.splat(x.minus_sum * layout.offset));
+        }
+        let [first, second] = self.factors;
+        let minus = lanes.dot_pairs(lanes.pair(first, second), lanes.splat(x.minus_pair()));
+        lanes.add(sum, lanes.mul(minus, lanes.splat(layout.offset)))
+    }
+
+    /// `acc` and the sum of a block.
+    #[inline(always)]
+    fn add(&self, lanes: L, sum: L::I, x: &ActivationBlock, acc: L::F) -> L::F {
+        let layout = const { P::LAYOUT };
+        let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
+        let acc = lanes.mul_add(p, lanes.splat_f32(x.scale), acc);
+        if !layout.minimums() {
+            return acc;
+        }
+        if layout.halves() {
+            let minus = lanes.splat(x.minus_pair());
+            let sums = lanes.to_f32(lanes.dot_pairs(self.minimum_factors, minus));
+            let sums = lanes.mul_f32(self.minimum, sums);
+            return lanes.mul_add(sums, lanes.splat_f32(x.scale), acc);
+        }
+        lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc)
     }
 }
 
-/// Scales and minimums of a block in a vector of outputs.
+/// The scales and the minimums that a unit has for all of its blocks, vector by vector.
+///
+/// # Safety
+/// It is a unit.
+#[inline(always)]
+unsafe fn headers<P: Packed, L: ByteLanes>(lanes: L, unit: *const u8) -> [(L::F, L::F); VECTORS] {
+    let mut headers = [(lanes.splat_f32(0.0), lanes.splat_f32(0.0)); VECTORS];
+    for (v, header) in headers.iter_mut().enumerate().take(TILE / L::LANES) {
+        // SAFETY: the caller's promise.
+        *header = unsafe { header_of::<P, L>(lanes, unit, v * L::LANES) };
+    }
+    headers
+}
+
+/// Those of the vector from `lane` on.
+///
+/// # Safety
+/// The unit has such a lane.
+#[inline(always)]
+unsafe fn header_of<P: Packed, L: ByteLanes>(
+    lanes: L,
+    unit: *const u8,
+    lane: usize,
+) -> (L::F, L::F) {
+    let layout = const { P::LAYOUT };
+    // SAFETY: the caller vouches for the unit, whose parts these are.
+    unsafe {
+        let scale = match layout.scales {
+            Scales::PowerOfTwo => lanes.load_e8m0(unit.add(lane)),
+            _ => lanes.load_f16(unit.add(2 * lane)),
+        };
+        let minimum = match layout.minimums() {
+            true => lanes.load_f16(unit.add(2 * (TILE + lane))),
+            false => lanes.splat_f32(0.0),
+        };
+        (scale, minimum)
+    }
+}
+
+/// Scales and minimums of a block in a vector of outputs whose header this is.
 ///
 /// # Safety
 /// The unit has codes at `at`, and such a lane.
 #[inline(always)]
 unsafe fn scales<P: Packed, L: ByteLanes>(
     lanes: L,
+    (mut scale, mut minimum): (L::F, L::F),
     unit: *const u8,
     at: usize,
     lane: usize,
 ) -> (L::F, L::F) {
     let layout = const { P::LAYOUT };
+    let factors = unit.wrapping_add(at + layout.codes() + lane);
     // SAFETY: the caller vouches for the unit, whose parts these are.
     unsafe {
-        let mut scale = match layout.scales {
-            Scales::PowerOfTwo => lanes.load_e8m0(unit.add(lane)),
-            _ => lanes.load_f16(unit.add(2 * lane)),
-        };
-        let mut minimum = lanes.splat_f32(0.0);
-        if layout.minimums() {
-            minimum = lanes.load_f16(unit.add(2 * (TILE + lane)));
-        }
         if layout.scales == Scales::Group {
-            let factors = unit.add(at + layout.codes() + lane);
             scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_i8(factors)));
         }
         if layout.scales == Scales::GroupMinimum {
-            let factors = unit.add(at + layout.codes() + lane);
             scale = lanes.mul_f32(scale, lanes.to_f32(lanes.load_u8(factors)));
             let factor = lanes.sub(lanes.splat(0), lanes.load_u8(factors.add(TILE)));
             minimum = lanes.mul_f32(minimum, lanes.to_f32(factor));
@@ -419,8 +616,8 @@ unsafe fn scales<P: Packed, L: ByteLanes>(
     }
 }
 
-/// What the sums of a block's halves are multiplied with, and those of activations where minimums are of
-/// halves too.
+/// What the sums of a block's halves are multiplied with; and in pairs what those of activations are, where
+/// minimums are of halves too.
 ///
 /// # Safety
 /// The unit has codes at `at`, and such a lane.
@@ -430,29 +627,22 @@ unsafe fn half_factors<P: Packed, L: ByteLanes>(
     unit: *const u8,
     at: usize,
     lane: usize,
-) -> ([L::I; 2], [L::I; 2]) {
+) -> ([L::I; 2], L::I) {
     let from = unit.wrapping_add(at + const { P::LAYOUT.codes() } + lane);
     // SAFETY: the caller vouches for the unit, whose parts these are.
     unsafe {
         if const { !P::LAYOUT.minimums() } {
             let factors = [lanes.load_i8(from), lanes.load_i8(from.add(TILE))];
-            return (factors, [lanes.splat(0); 2]);
+            return (factors, lanes.splat(0));
         }
         let [first, second] = [lanes.load_u8(from), lanes.load_u8(from.add(TILE))];
+        let minimums = lanes.pair(lanes.shift_down::<4>(first), lanes.shift_down::<4>(second));
         let nibble = lanes.splat(15);
         (
             [lanes.and(first, nibble), lanes.and(second, nibble)],
-            [lanes.shift_down::<4>(first), lanes.shift_down::<4>(second)],
+            minimums,
         )
     }
-}
-
-/// Minus the sums of the codes of x in both halves, times the factors of their minimums.
-#[inline(always)]
-fn minus_sums<L: ByteLanes>(lanes: L, factors: [L::I; 2], x: &ActivationBlock) -> L::I {
-    let [first, second] = x.minus_halves();
-    let first = lanes.mul(factors[0], lanes.splat(first));
-    lanes.add(first, lanes.mul(factors[1], lanes.splat(second)))
 }
 
 /// Units of the depth that are added to the sums of `H` rows in a group before it is the next group's
@@ -484,19 +674,10 @@ unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
         let sums = code_sums::<P, L, H, W>(lanes, columns, x, at);
         for j in 0..W {
             let (unit, lane) = columns[j];
-            let (scale, minimum) = scales::<P, L>(lanes, unit, at, lane);
+            let header = header_of::<P, L>(lanes, unit, lane);
+            let scaling = Scaling::<P, L>::new(lanes, unit, at, lane, header);
             for r in 0..H {
-                let x = &*x[r];
-                let p = lanes.mul_f32(lanes.to_f32(sums[r][j]), scale);
-                acc[r][j] = lanes.mul_add(p, lanes.splat_f32(x.scale), acc[r][j]);
-                if layout.minimums() && layout.halves() {
-                    let factors = half_factors::<P, L>(lanes, unit, at, lane).1;
-                    let sums = lanes.to_f32(minus_sums(lanes, factors, x));
-                    let sums = lanes.mul_f32(minimum, sums);
-                    acc[r][j] = lanes.mul_add(sums, lanes.splat_f32(x.scale), acc[r][j]);
-                } else if layout.minimums() {
-                    acc[r][j] = lanes.mul_add(minimum, lanes.splat_f32(x.sum), acc[r][j]);
-                }
+                acc[r][j] = scaling.add(lanes, sums[r][j], &*x[r], acc[r][j]);
             }
         }
     }
@@ -526,8 +707,8 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
             for r in 0..H {
                 let x = &*x[r];
                 if halves {
-                    let minus = x.minus_halves();
-                    (first[r], second[r]) = ([offset(minus[0]); W], [offset(minus[1]); W]);
+                    let [low, upper] = x.minus_halves;
+                    (first[r], second[r]) = ([offset(low.into()); W], [offset(upper.into()); W]);
                 } else {
                     first[r] = [offset(x.minus_sum); W];
                 }
@@ -606,9 +787,26 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
             *high = lanes.shift_down::<1>(*high);
             return (low, upper);
         }
-        let packed = lanes.load(codes.add(64 * g));
+        let vector = |g: usize| lanes.load(codes.add(64 * g));
+        let packed = vector(g);
         if bits == 8 {
-            return (packed, lanes.load(codes.add(64 * (4 + g))));
+            return (packed, vector(4 + g));
+        }
+        if bits == 6 {
+            let six = lanes.splat(0x3f3f_3f3f);
+            let upper = match g {
+                0 | 1 => lanes.and(vector(4 + g), six),
+                _ => {
+                    let first = 3 * (g - 2);
+                    let a = lanes.shift_down::<6>(vector(first));
+                    let b = lanes.shift_down::<4>(vector(first + 1));
+                    let c = lanes.shift_down::<2>(vector(first + 2));
+                    let a = lanes.and(a, lanes.splat(0x0303_0303));
+                    let b = lanes.and(b, lanes.splat(0x0c0c_0c0c));
+                    lanes.or(lanes.or(a, b), lanes.and(c, lanes.splat(0x3030_3030)))
+                }
+            };
+            return (lanes.and(packed, six), upper);
         }
         let nibbles = lanes.splat(0x0f0f_0f0f);
         let low = lanes.and(packed, nibbles);
@@ -619,21 +817,13 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
         if bits == 4 {
             return (low, upper);
         }
-        let planes = bits - 4;
-        if (g * planes).is_multiple_of(4) {
-            *high = lanes.load(codes.add(256 + 64 * (g * planes / 4)));
+        if g == 0 {
+            *high = vector(4);
         }
-        let mask = lanes.splat(if planes == 1 {
-            0x1010_1010
-        } else {
-            0x3030_3030
-        });
-        let low = lanes.or(low, lanes.and(lanes.shift_up::<4>(*high), mask));
-        let upper = lanes.or(upper, lanes.and(*high, mask));
-        *high = match planes {
-            1 => lanes.shift_down::<1>(*high),
-            _ => lanes.shift_down::<2>(*high),
-        };
+        let fifth = lanes.splat(0x1010_1010);
+        let low = lanes.or(low, lanes.and(lanes.shift_up::<4>(*high), fifth));
+        let upper = lanes.or(upper, lanes.and(*high, fifth));
+        *high = lanes.shift_down::<1>(*high);
         (low, upper)
     }
 }

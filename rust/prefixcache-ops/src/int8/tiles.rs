@@ -10,12 +10,14 @@
 //!   step `4 g + t` below that at step `16 + 4 g + t`, so that 64 bytes are 16 lanes of four steps
 //!   each, twice;
 //! - the fifth bits: byte `4 c + t` has in its bit g that of step `4 g + t`, in its bit `4 + g` that
-//!   of step `16 + 4 g + t`; or the fifth and sixth in pairs, 64 bytes for each two g;
+//!   of step `16 + 4 g + t`;
 //! - of codes of two or three bits the lowest two in pairs of pairs: byte `64 i + 4 c + t` has those of
 //!   steps `8 i + t`, `16 + 8 i + t` and the fours after them; then the third bits as the fifth ones;
 //! - what the formats of 256 numbers multiply scales and minimums with, a byte each.
 //!
-//! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128.
+//! Eight bits a code are plain: byte `64 g + 4 c + t` is step `4 g + t`, g up to 7, plus 128. Of six bits
+//! those up to g = 5 are so too; above them are the codes of g = 6, in pairs of bits at g = 0, 1 and 2, and
+//! those of g = 7.
 
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_cpu::{AlignedWords, Element, Rows, RowsMut, Team, WordSource};
@@ -312,6 +314,10 @@ fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
         // Dot products want unsigned codes.
         return (0..8).for_each(|g| put(64 * g, code(g) ^ 0x8080_8080));
     }
+    if bits == 6 {
+        let pair = |g: usize| code(6 + g / 3) >> (2 * (g % 3)) & PAIRS;
+        return (0..6).for_each(|g| put(64 * g, code(g) | pair(g) << 6));
+    }
     if bits < 4 {
         let pair = |g: usize| code(g) & PAIRS | (code(4 + g) & PAIRS) << 2;
         (0..2).for_each(|i| put(64 * i, pair(2 * i) | pair(2 * i + 1) << 4));
@@ -322,12 +328,9 @@ fn write_codes(bits: usize, to: &mut [u8], column: usize, codes: GroupCodes) {
         return;
     }
     (0..4).for_each(|g| put(64 * g, code(g) & NIBBLES | (code(4 + g) & NIBBLES) << 4));
-    let upper = |g: usize| (code(g) >> 4 & NIBBLES, code(4 + g) >> 4 & NIBBLES);
-    let moved = |g: usize, by: usize| upper(g).0 << by | upper(g).1 << (4 + by);
-    match bits {
-        5 => put(256, (0..4).fold(0, |word, g| word | moved(g, g))),
-        6 => (0..2).for_each(|i| put(256 + 64 * i, moved(2 * i, 0) | moved(2 * i + 1, 2))),
-        _ => (),
+    let fifth = |g: usize| code(g) >> 4 & ONES | (code(4 + g) >> 4 & ONES) << 4;
+    if bits == 5 {
+        put(256, (0..4).fold(0, |word, g| word | fifth(g) << g));
     }
 }
 
@@ -386,6 +389,13 @@ fn read_code(bits: usize, packed: &[u8], column: usize, step: usize) -> u8 {
     if bits == 8 {
         return packed[64 * g + byte];
     }
+    if bits == 6 {
+        let pair = |i: usize| packed[64 * (3 * (g - 6) + i) + byte] >> 6;
+        return match g {
+            6.. => pair(0) | pair(1) << 2 | pair(2) << 4,
+            _ => packed[64 * g + byte] & 63,
+        };
+    }
     let (g, second) = (g % 4, g / 4);
     if bits < 4 {
         let low = packed[64 * (g / 2) + byte] >> (4 * (g % 2) + 2 * second) & 3;
@@ -395,10 +405,6 @@ fn read_code(bits: usize, packed: &[u8], column: usize, step: usize) -> u8 {
         return low | third << 2;
     }
     let nibble = packed[64 * g + byte] >> (4 * second) & 15;
-    let high = match bits {
-        5 => packed[256 + byte] >> (4 * second + g) & 1,
-        6 => packed[256 + 64 * (g / 2) + byte] >> (4 * second + g % 2 * 2) & 3,
-        _ => 0,
-    };
-    nibble | high << 4
+    let fifth = packed.get(256 + byte);
+    nibble | fifth.map_or(0, |byte| byte >> (4 * second + g) & 1) << 4
 }

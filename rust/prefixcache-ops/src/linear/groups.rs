@@ -56,7 +56,7 @@ impl<E: Element> PackedLinear<E> {
         };
         let tasks = self.group_tasks(groups);
         team.run(tasks.len(), |task| {
-            let task = &tasks[task];
+            let task = &tasks[team.in_order(task, tasks.len())];
             product.multiply_in_group(&groups[task.group], task);
         });
         Ok(())

@@ -7,7 +7,7 @@
 //! vector of numbers takes a shift, a mask, a conversion and a product, and nothing is shuffled.
 //!
 //! Codes are stored unsigned: a number is `scale * code + offset`, where the offset of a format with
-//! signed codes is `-scale * 2^(bits - 1)`. Both products are exact and the sum is rounded once, so the
+//! signed codes is `-scale * 2^(bits - 1)`, and that of one with a table the scale times its least number. Both products are exact and the sum is rounded once, so the
 //! number is the same but for the sign of a zero, which no sum shows.
 
 use std::marker::PhantomData;
@@ -118,7 +118,10 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         let (header, at) = F::group_at(STRIP, group);
         let mut scales = [[lanes.splat(0.0); C]; 2];
         let mut offsets = scales;
-        let zero = lanes.splat(-f32::from(F::ZERO));
+        let zero = lanes.splat(match F::TABLE {
+            Some(table) => table.least.into(),
+            None => -f32::from(F::ZERO),
+        });
         for c in 0..C {
             let column = column + c * L::LANES;
             // SAFETY: inside the headers of these columns.

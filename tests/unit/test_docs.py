@@ -111,7 +111,7 @@ def test_numbers_of_the_readme_are_those_of_its_rows(page: ModuleType) -> None:
     for text, named in bullets:
         said = " ".join(rows[one].said(page.read(rows[one].record)) for one in named.split())
         numbers = re.findall(r"\b\d+\.\d+(?!B)\b", text)
-        assert numbers or named == "A1"
+        assert numbers or named.startswith("A1")
         missing = [number for number in numbers if not re.search(rf"\b{number}\b", said)]
         assert missing == [], text
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
@@ -305,7 +306,10 @@ class EngineReplica:
         if dead is not None:
             raise dead
 
-    def __del__(self) -> None:
+    # An argument, since the module's names are gone when an interpreter ends.
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ends():
+            return
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.close()

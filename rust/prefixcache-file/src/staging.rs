@@ -147,9 +147,11 @@ impl State {
         }
     }
 
-    /// Whether more blocks could be evicted than the queue has room for, and than the pool could give without.
+    /// Whether there are blocks to copy ahead, and a burst could evict more than the queue has room for: one that the
+    /// pool has no free blocks for. What requests use now counts, since they give all of it back at once.
     fn is_due(&self, capacity: usize) -> bool {
-        self.ahead.len() > capacity.max(self.num_blocks.saturating_sub(self.num_found))
+        let free = self.num_blocks.saturating_sub(self.num_found);
+        !self.ahead.is_empty() && self.num_found > capacity.max(free)
     }
 
     fn note_copy(&mut self, content: &Content) {

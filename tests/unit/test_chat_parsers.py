@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chat_models import CLOCK, QUESTION, TOOLS, WEATHER, chat_format
 from prefixcache.server.jobs.answers import Choice
+from prefixcache.text.chat.calls import formats
 from prefixcache.text.chat.message import Message, MessageParser
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import RequestOutput
@@ -284,3 +285,13 @@ def test_an_answer_that_restarts_is_read_again():
     choice.add(RequestOutput(request_id="a", text="Hello.", token_ids=(2,), finish_reason="stop"))
     assert (choice.message.content, choice.message.tool_calls) == ("Hello.", [])
     assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "{}", "back\\slash"])
+def test_names_of_a_history_are_written_whole(name: str) -> None:
+    """A client may send calls of functions that no tool of the request is."""
+    call = {"id": "abcdefghi", "function": {"name": name, "arguments": {"a": 1}}}
+    shown = formats.HERMES.text([call]).removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert json.loads(shown) == {"name": name, "arguments": {"a": 1}}
+    written = formats.MISTRAL_WITH_IDS.text([call])
+    assert written == f'[TOOL_CALLS]{name}[CALL_ID]abcdefghi[ARGS]{{"a": 1}}'

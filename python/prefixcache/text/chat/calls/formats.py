@@ -107,8 +107,14 @@ class ToolFormat:
 
     def _begin(self, name: str, markers: Markers) -> str:
         """The terminals before the arguments."""
-        parts = self.head.replace(_PLACE, name, 1).split(_PLACE)
-        return f" {_ID} ".join(map(markers.terminal, parts))
+        return f" {_ID} ".join(map(markers.terminal, self._head(name)))
+
+    def _head(self, name: str) -> list[str]:
+        """The text before the arguments, around the id where it has one."""
+        before, after, *rest = self.head.split(_PLACE)
+        if before.endswith('"'):
+            name = json.dumps(name, ensure_ascii=False)[1:-1]
+        return [before + name + after, *rest]
 
     def text(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls as they are written, for templates that show none."""
@@ -124,7 +130,7 @@ class ToolFormat:
         function = call["function"]
         if self.style is not None:
             return self.style.text(function["name"], function["arguments"])
-        head = self.head.replace(_PLACE, function["name"], 1).replace(_PLACE, call.get("id", ""), 1)
+        head = call.get("id", "").join(self._head(function["name"]))
         return f"{head}{json.dumps(function['arguments'], ensure_ascii=False)}{self.tail}"
 
 

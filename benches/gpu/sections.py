@@ -33,7 +33,7 @@ from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.ops import activation, norm, rope
-from prefixcache.runner.cuda.ops.cuda import pin_matmul
+from prefixcache.runner.cuda.ops.cuda import is_hopper, pin_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,6 @@ class Options:
         return torch.device(self.device)
 
 
-_HOPPER = 9
 RELATIVE_ERROR = 0.02
 ABSOLUTE_ERROR = {"cuda": 0.02, "cpu": 1e-4}
 
@@ -170,8 +169,7 @@ def kernels(options: Options) -> Iterator[Part]:
 def jit_build(options: Options) -> Iterator[Part]:
     """All kernels that FlashInfer must compile, at once."""
     if options.device == "cuda":
-        major, _ = torch.cuda.get_device_capability()
-        yield "", partial(compiled.build_all, hopper=major == _HOPPER)
+        yield "", partial(compiled.build_all, hopper=is_hopper(options.torch_device))
 
 
 def jit_keep(options: Options) -> Iterator[Part]:
@@ -321,7 +319,7 @@ def _first_token_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]
 
 
 def fast_steps(options: Options) -> Iterator[Part]:
-    """A decode step that keeps no bits, next to that of `steps`, and the workload."""
+    """Decode steps that keep no bits, next to those of `steps`."""
     setup = _setup(
         SCALES[options.scale],
         attention=_fast(options.torch_device),

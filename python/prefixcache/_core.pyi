@@ -845,7 +845,8 @@ class BlockStaging:
     def take(self, max_blocks: int, era: int) -> list[tuple[bytes, npt.NDArray[np.uint8]]]:
         """Take evicted blocks, the oldest first and none of another era: key and value of each.
 
-        Where there is none, blocks that are not evicted yet, if more than `capacity` could be.
+        Where there is none, blocks that no request uses and that are not evicted yet, once the pool
+        holds more blocks than the queue could and than it has free.
         """
     def add_stored(self, keys: _Sequence[bytes], era: int) -> None:
         """The tier holds these from now on, unless another era has begun."""

@@ -1,8 +1,8 @@
 //! The bytes of evicted blocks, on their way to a slower tier and back.
 //!
 //! The pool's writer copies a block into a bounded queue before its bytes change; another thread takes it out. So that
-//! a burst of evictions finds room there, that thread also copies blocks before they are evicted: once more of them
-//! could be evicted than the queue holds. Which blocks the tier holds is known here, so that none is copied twice and
+//! a burst of evictions finds room there, that thread also copies blocks before they are evicted: once the pool
+//! holds more than the queue could. Which blocks the tier holds is known here, so that none is copied twice and
 //! hits are counted without I/O.
 
 use std::any::Any;

@@ -98,7 +98,8 @@ impl BlockStaging {
 
     /// Take up to `max_blocks` evicted blocks, the oldest first, and none of another era. Any thread.
     ///
-    /// Where there is none, copy blocks that are not evicted yet, if more could be than the capacity has room for.
+    /// Where there is none, copy blocks that no request uses and that are not evicted yet, once the pool holds more
+    /// blocks than the queue could and than it has free.
     fn take<'py>(
         &self,
         py: Python<'py>,

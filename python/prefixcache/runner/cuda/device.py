@@ -21,7 +21,7 @@ from prefixcache.runner.cuda.cuda_graph import (
 from prefixcache.runner.cuda.cuda_memory import CudaMemory, cuda_driver
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.kv_tensors import KVTensors, Reserve
-from prefixcache.runner.cuda.ops.cuda import can_pin_matmul, pin_matmul, unpin_matmul
+from prefixcache.runner.cuda.ops.cuda import can_pin_matmul, is_hopper, pin_matmul, unpin_matmul
 from prefixcache.runner.cuda.piecewise_graphs import Graphs, PiecewiseGraphs, step_sizes
 from prefixcache.runner.cuda.profile_run import (
     DeviceMemory,
@@ -34,9 +34,6 @@ from prefixcache.runner.sizing import MemorySize, host_memory, layout_of, most_g
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Callable[[], None], torch.device], DeviceMemory]
-
-
-_HOPPER = 9
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, bool]:
@@ -67,7 +64,7 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, bool]:
     if invariant:
         pin_matmul()
     device = torch.device("cuda", torch.cuda.current_device())
-    if invariant and not is_asked and torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    if invariant and not is_asked and not is_hopper(device):
         unpin_matmul()
         invariant = False
     return device, invariant

@@ -31,13 +31,12 @@ from prefixcache.runner.cuda.attention.flashinfer_kernels import (
 )
 from prefixcache.runner.cuda.attention.flashinfer_plan import can_pack_heads, check_supported
 from prefixcache.runner.cuda.attention.flashinfer_planner import GraphTables, KernelPart, Planner
-from prefixcache.runner.cuda.ops.cuda import fused_kernels
+from prefixcache.runner.cuda.ops.cuda import fused_kernels, is_hopper
 from prefixcache.runner.cuda.ops.rope import apply_rope
 
 logger = logging.getLogger(__name__)
 
 _BUILD_PAGE = 16
-_HOPPER = 9
 
 
 class FlashInferAttention:
@@ -221,14 +220,13 @@ def make_flashinfer(
     kernels = load_kernels(device)
     for spec in specs:
         check_supported(spec, dtype)
-    major, _ = torch.cuda.get_device_capability(device)
     make = partial(
         FlashInferAttention,
         dtype=dtype,
         device=device,
         kernels=kernels,
         batch_invariant=batch_invariant,
-        hopper=major == _HOPPER,
+        hopper=is_hopper(device),
         memory=SharedMemory(device, needed_workspace(specs, device)),
     )
     leaders: dict[AttentionSpec, FlashInferAttention] = {}

@@ -20,6 +20,7 @@ _PINNED_ENVIRONMENT = {
     "CUBLASLT_WORKSPACE_SIZE": "1",
 }
 
+_HOPPER = 9
 _SPLIT_K_SWITCH = "allow_bf16_reduced_precision_reduction_split_k"
 
 
@@ -33,6 +34,11 @@ def _triton_kernels() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("prefixcache.runner.cuda.ops.triton_kernels")
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a CUDA device of compute capability 9, which FA3 is for. Starts CUDA."""
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def pin_matmul() -> None:

@@ -171,6 +171,27 @@ pub trait Lanes: Copy + Send + Sync {
     /// The numbers that `BITS` (2 to 6, or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
 
+    /// sums + x * (fields * scales + offsets) for four vectors, where the inner sums and the outer ones are rounded
+    /// once each. The fields are those of `words` from bit `at` on, unsigned and times 2^at; `at + BITS` is below 32.
+    #[inline(always)]
+    fn add_fields<const BITS: u32>(
+        self,
+        mut sums: [Self::V; 4],
+        words: [Self::V; 4],
+        at: u32,
+        scales: &[Self::V; 4],
+        offsets: [Self::V; 4],
+        x: &f32,
+    ) -> [Self::V; 4] {
+        for i in 0..4 {
+            let field = self.field::<BITS, false>(words[i], at);
+            let field = self.mul(field, self.splat((1_u32 << at) as f32));
+            let number = self.mul_add(field, scales[i], offsets[i]);
+            sums[i] = self.mul_add(number, self.splat(*x), sums[i]);
+        }
+        sums
+    }
+
     /// What the table has for four bits of each word, from bit `at` on, a multiple of four; with
     /// [`Self::LANE_IS_COLUMN`] what that is above the table's least number.
     fn lookup(self, table: &CodeTable, words: Self::V, at: u32) -> Self::V;
@@ -380,6 +401,33 @@ mod tests {
             for i in 0..inputs.len() {
                 assert_eq!(exp(form, &inputs[i..i + 1])[0].to_bits(), all[i].to_bits());
             }
+        }
+    }
+
+    struct AddFields;
+
+    impl Kernel for AddFields {
+        type Output = [f32; 4];
+        fn run<L: Lanes>(self, lanes: L) -> [f32; 4] {
+            let each = [1.0, 2.0, 3.0, 4.0].map(|x| lanes.splat(x));
+            let words = [0x0550_u32, 0x0660, 0x0990, 0x0ff0].map(|word| lanes.splat_word(word));
+            let scales = each.map(|v| lanes.mul(v, lanes.splat(1.0 / 16.0)));
+            let sums = lanes.add_fields::<4>(each, words, 4, &scales, each, &2.0);
+            let mut first = [0.0; 16];
+            sums.map(|v| {
+                // SAFETY: the array holds 16 numbers, at least LANES.
+                unsafe { lanes.store(first.as_mut_ptr(), v) };
+                first[0]
+            })
+        }
+    }
+
+    #[test]
+    fn fields_are_added_where_they_are() {
+        for form in Form::available() {
+            // i + 2 * (field * i + i)
+            let want = [13.0, 30.0, 63.0, 132.0];
+            assert_eq!(form.run(AddFields), want, "{form:?}");
         }
     }
 

@@ -43,7 +43,7 @@ from prefixcache.runner.sizing import (
     layout_of,
     pool_sizes,
 )
-from prefixcache.runner.threads import default_threads
+from prefixcache.runner.threads import num_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
 KERNEL_REVISION = 1
@@ -69,7 +69,7 @@ class CpuRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config.on("cpu")
-        self._cpu = _make_cpu(config.cpu_threads or default_threads(), config.cpu_instructions)
+        self._cpu = _make_cpu(num_threads(config.cpu_threads), config.cpu_instructions)
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:

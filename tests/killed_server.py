@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
 NUM_CLIENTS, NUM_PROMPTS, MOST_SECONDS = 3, 12, 2.0
 PROMPTS = [" ".join(f"{name}{place}" for place in range(12)) for name in "abcdefghijkl"]
@@ -162,7 +162,7 @@ def kill_servers(models: list[Path], folder: Path, count: int, seed: int) -> Kil
 
 
 def main(count: int, seed: int = 0) -> None:
-    from tiny_models import make_checkpoint
+    from support.tiny_models import make_checkpoint
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with TemporaryDirectory() as scratch:

@@ -25,10 +25,10 @@ from equality import (
     random_schedule,
     with_windows,
 )
-from loaded import cpu_model, torch_model
-from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache._core import Cpu
-from repeatable import bounded
+from support.loaded import cpu_model, torch_model
+from support.paged_driver import CpuDriver, Driver, PagedDriver
+from support.repeatable import bounded
 
 Checkpoint = Callable[..., Path]
 Work = list[tuple[int, int, int]]

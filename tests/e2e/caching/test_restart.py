@@ -19,6 +19,7 @@ import pytest
 from killed_server import kill_servers
 from support.repeatable import bounded
 from support.server_process import PREFIXCACHE, ServerProcess, server_process
+from support.serving import wait_until
 
 _PROMPTS = [" ".join(f"word {number} of {name}" for number in range(40)) for name in "abc"]
 _FLAGS = ["--dtype", "float32", "--num-blocks", "300", "--served-model-name", "tiny"]
@@ -50,7 +51,7 @@ def _ask(server: ServerProcess, prompt: str, **fields: Any) -> tuple[object, int
 
 def _kill(server: ServerProcess) -> None:
     server.process.send_signal(signal.SIGKILL)
-    server.process.wait(timeout=60)
+    server.process.wait(timeout=240)
 
 
 def _kept_blocks(server: ServerProcess) -> int:
@@ -63,8 +64,7 @@ def _kept_blocks(server: ServerProcess) -> int:
 
 def _wait_until_kept(server: ServerProcess, least: int) -> None:
     """Checksums are computed next to the steps."""
-    while _kept_blocks(server) < least:
-        pass
+    wait_until(lambda: _kept_blocks(server) >= least)
 
 
 def _restored(log: Path) -> int:

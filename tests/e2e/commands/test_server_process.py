@@ -83,9 +83,10 @@ def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
 
 
 _NO_LOAD_IS_SLOWER = """
-from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.cli.main import main
-StepTimeModel.seconds = lambda *_: 0.0
+from prefixcache.scheduler import loading
+loading.StepTimeModel.seconds = lambda *_: 0.0
+loading._MOST_SECONDS = 600
 main()
 """
 

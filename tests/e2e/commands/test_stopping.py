@@ -93,7 +93,7 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_while_answers_end_new_requests_and_probes_hear_503(tokenizer, caplog):
     script = Script()
-    with stoppable(script.engine, tokenizer, 60) as (server, address):
+    with stoppable(script.engine, tokenizer, 600) as (server, address):
         with httpx.Client(base_url=address, timeout=60) as idle, stream(address) as (first, parts):
             assert idle.get("/health").is_success
             server.stop()
@@ -125,7 +125,7 @@ def _listens(address: str) -> bool:
 @pytest.mark.parametrize("second_signal", [False, True])
 def test_what_is_cut_says_so_to_client_and_log(tokenizer, caplog, second_signal):
     script = Script()
-    with stoppable(script.engine, tokenizer, 60 if second_signal else 0) as (server, address):
+    with stoppable(script.engine, tokenizer, 600 if second_signal else 0) as (server, address):
         whole: list[httpx.Response] = []
 
         def ask() -> None:

@@ -360,7 +360,9 @@ _bodies = st.dictionaries(
 
 @given(body=_bodies, path=st.sampled_from([COMPLETIONS, CHAT]), keep=st.booleans())
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 async def test_no_body_makes_the_server_fail(app, body, path, keep):
     body = {**GOOD[path], **body, **(GOOD[path] if keep else {})}

@@ -174,12 +174,14 @@ def feed_app(**options: Any) -> tuple[FastAPI, Feed, Lifecycle]:
 
 def test_who_does_not_read_is_dropped() -> None:
     app, feed, _ = feed_app(period=0.01, most_pages=1)
+    greet, was_full = feed.greet, list[bool]()
+    feed.greet = lambda: was_full.append(feed.is_full) or greet()
     with running(app, timeout_write=0.2) as address, socket.socket() as lazy:
         host, port = address.removeprefix("http://").split(":")
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.connect((host, int(port)))
         lazy.sendall(f"GET {EVENTS} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-        wait_until(lambda: feed.is_full)
+        wait_until(lambda: was_full == [True])
         wait_until(lambda: not (feed.is_full or feed.is_running))
 
 

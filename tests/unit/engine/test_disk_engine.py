@@ -23,6 +23,7 @@ from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.kv.tiers.disk_tier import DiskTier
+from prefixcache.scheduler import loading
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
@@ -112,6 +113,7 @@ def model(tiny_checkpoint: TinyCheckpoint) -> Path:
 @pytest.fixture(autouse=True)
 def _loads_are_taken_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(loading, "_MOST_SECONDS", 600)
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ class Served:
         # Of the first prompt, of 150 tokens; a state is kept eight tokens before its end.
         self.hit = 128 if self.engine._cache.has_states else 144
 
-    def add(self, name: str, prompt: list[int], **options: Any) -> None:
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+    def add(self, name: str, prompt: list[int], max_tokens: int = 6, **options: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
         self.outputs[name] = []
         cache = CacheOptions(**options)
         self.engine.add_request(
@@ -184,6 +184,15 @@ def test_a_hit_needs_the_window_and_the_state_at_its_end(
         for kind in kinds
     ]
     assert [groups[group] for group in range(len(kinds))] == wanted
+    served.engine.close()
+
+
+def test_a_prompt_without_an_answer_tells_what_came_from_the_disk(model, tmp_path):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    served.add("alone", PROMPT, max_tokens=0)
+    served.run()
+    assert served.from_disk("alone") == served.hit
     served.engine.close()
 
 

@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -97,9 +98,17 @@ def parse_path(value: object) -> Path:
     return Path(value)
 
 
-def parse_folder(value: object) -> Path | Literal["none"]:
-    """A path, or "none". Raises `ValueError`."""
-    return "none" if value == "none" else parse_path(value)
+def parse_folder(value: object) -> Path:
+    """A path at which no file is in the way of a folder. Raises `ValueError`."""
+    path = parse_path(value)
+    if any(os.path.isfile(part) for part in (path, *path.parents)):
+        raise ValueError("must be a folder or a new path, not a file")
+    return path
+
+
+def parse_folder_or_none(value: object) -> Path | Literal["none"]:
+    """A folder as in `parse_folder`, or "none". Raises `ValueError`."""
+    return "none" if value == "none" else parse_folder(value)
 
 
 def parse_interval(value: object) -> int | Literal["none"]:
@@ -159,7 +168,8 @@ ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
 Staleness = Annotated[int, Ge(-1), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
-CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder)]
+FolderPath = Annotated[Path, ReadBy(parse_folder)]
+CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder_or_none)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
@@ -263,7 +273,7 @@ class CacheConfig(Checked):
         shown="1GiB",
         metavar="<bytes or size>",
     )
-    kv_cache_dir: FilePath | None = flag(
+    kv_cache_dir: FolderPath | None = flag(
         None,
         "Folder to keep the cache in, on a CPU, so that it outlives the server, kill -9 included; "
         "docs/guides/restart.md says what lies there.",
@@ -287,7 +297,7 @@ class CacheConfig(Checked):
         shown="the cache is kept in memory alone",
         metavar="<bytes or size>",
     )
-    disk_cache_dir: FilePath | None = flag(
+    disk_cache_dir: FolderPath | None = flag(
         None,
         "Folder of --disk-cache-memory.",
         "Cache",
@@ -377,6 +387,8 @@ class CacheConfig(Checked):
         ):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise FieldError(name, f"needs {needed}.")
+        if self.disk_cache_min_uses > 1 and self.disk_cache_memory is None:
+            raise FieldError("disk_cache_min_uses", "needs disk_cache_memory.")
 
     def _check_range(self) -> None:
         """The floor, the start and the ceiling ascend, as far as they can be compared yet."""

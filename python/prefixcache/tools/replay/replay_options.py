@@ -149,6 +149,8 @@ class ReplayOptions(Checked):
 
     def _check_disk(self) -> None:
         if self.disk_memory is None:
+            if self.disk_cache_min_uses > 1:
+                raise FieldError("disk_cache_min_uses", "needs --disk-memory.")
             return
         if self.snapshot_bytes is not None:
             raise FieldError("disk_memory", "is not for models with states.")

@@ -22,7 +22,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from server_process import server_process
+from support.server_process import server_process
 
 ROOT = Path(__file__).parents[1]
 QUESTION = {

@@ -35,7 +35,7 @@ from prefixcache.types.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from tiny_models import make_checkpoint
+from support.tiny_models import make_checkpoint
 
 VOCAB = 4096
 KNOWN, ASKED = 4032, 64

@@ -29,7 +29,7 @@ from prefixcache.tools.bench.machine import run_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
 LAST = 32
 """Tokens of each prompt that no other one has."""

@@ -27,8 +27,8 @@ from prefixcache.tools.bench.machine import run_facts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, server_process
-from tiny_models import make_checkpoint
+from support.server_process import PREFIXCACHE, server_process
+from support.tiny_models import make_checkpoint
 
 MIB = 1 << 20
 BUDGET = 1 << 30

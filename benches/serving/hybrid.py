@@ -48,9 +48,9 @@ from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from fake_engine import IdText
-from plain_runner import PlainRunner
-from tiny_models import save_tokenizer
+from fakes.fake_engine import IdText
+from fakes.plain_runner import PlainRunner
+from support.tiny_models import save_tokenizer
 
 BLOCK = 16
 WINDOW = 128

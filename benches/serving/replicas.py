@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 from prefixcache.config.engine_config import EngineConfig  # noqa: E402
 from prefixcache.ray_serve.environment import prepare_environment  # noqa: E402
 from prefixcache.tools.bench.machine import run_facts  # noqa: E402
-from tiny_models import make_checkpoint  # noqa: E402
+from support.tiny_models import make_checkpoint  # noqa: E402
 
 BLOCK_SIZE = 16
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 192, 40, 8

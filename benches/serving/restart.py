@@ -38,7 +38,7 @@ from prefixcache.tools.bench.machine import run_facts, usable_cores
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
 LAST = 32
 """Tokens of the prompt that no earlier prompt has."""

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import client_of, serve_folder
+from support.serving import client_of, serve_folder
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from server_process import PREFIXCACHE, server_process
+from support.server_process import PREFIXCACHE, server_process
 
 SERVE = ("serve", "--device", "cuda", "--dtype", "bfloat16", "--port", "0", "--num-blocks", "4000")
 FLAGS = {

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,17 +27,9 @@ from support.serving import (
     serving,
     wait_until,
 )
-from support.tiny_models import save_tokenizer
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "stream": True}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 class Script:

@@ -32,19 +32,11 @@ from support.serving import (
     served_folder,
     wait_until,
 )
-from support.tiny_models import save_tokenizer
 
 CANARY = "canary-7f3a"
 KEY = "sk-canary-key"
 COMPLETIONS = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 @contextmanager

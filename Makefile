@@ -15,7 +15,6 @@ MINUTES        ?= 1
 WORKERS        ?= $(shell expr $$(nproc) + 1)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
-RERUNS         ?= 0
 COVERAGE       ?=
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 HOST     = $(shell rustc -vV | sed -n 's/host: //p')
@@ -37,7 +36,7 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
   $(1)/bin/pip install --disable-pip-version-check --no-compile $(2)
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
@@ -107,10 +106,10 @@ test-lowest: setup-dev model       ## an answer and the unit tests with the lowe
 	$(LOWEST)/bin/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup tests/unit
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
-	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --timeout=900 --durations=5
+	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
 
 test-clients: setup model .venv-clients/.built ## popular clients against a server (own environment)
-	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
+	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt | .venv/bin/uv
 	$(PYTHON) -m venv .venv-clients

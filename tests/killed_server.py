@@ -132,7 +132,7 @@ class Traffic:
 
 
 def post(server: ServerProcess, path: str, body: Mapping[str, Any] | None = None) -> None:
-    answer = httpx.post(server.address + path, json=body, timeout=60)
+    answer = httpx.post(server.address + path, json=body, timeout=240)
     assert answer.status_code < 300, answer.text
 
 
@@ -141,14 +141,14 @@ def ask(server: ServerProcess, prompt: int, salt: str | None = None) -> tuple[An
     body = {"prompt": PROMPTS[prompt], "max_tokens": 8, "temperature": 0, "logprobs": 3}
     if salt is not None:
         body["cache_salt"] = salt
-    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=240).json()
     (choice,) = answer["choices"]
     hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return (choice["text"], choice["logprobs"]), hit
 
 
 def metric(server: ServerProcess, name: str) -> int:
-    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    text = httpx.get(f"{server.address}/metrics", timeout=240).text
     found = re.search(rf"^prefixcache:kv_file_{name}_total\S* (\S+)$", text, re.MULTILINE)
     assert found, f"no {name}"
     return int(float(found[1]))

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -145,13 +145,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run(asked.seconds, asked.phases, Path(folder))
     most = max(sum(sample["mapped_mib"]) for sample in found["samples"])
-    about = run_facts() | {
-        "budget_mib": BUDGET // MIB,
-        "most_mib": most,
-        "under_budget": most <= BUDGET / MIB,
-    }
-    asked.output.write_text(json.dumps(about | found, indent=1, default=str) + "\n")
-    print(json.dumps(about | {"failures": len(found["failures"])}, default=str))
+    about = {"budget_mib": BUDGET // MIB, "most_mib": most, "under_budget": most <= BUDGET / MIB}
+    write_record(asked.output, **about, **found)
+    print(json.dumps(about | {"failures": len(found["failures"])}))
 
 
 if __name__ == "__main__":

@@ -276,11 +276,8 @@ def main(
     """Prints one JSON record."""
     measure, count = (measure_requests, requests) if requests else (measure_streams, streams)
     found = measure(count, tokens, step_ms / 1e3, rounds)
-    record = run_facts() | {
-        "device_ms": step_ms,
-        **{name: round(value, 4) for name, value in found.items()},
-    }
-    print(json.dumps(record, default=str, indent=1))
+    rounded = {name: round(value, 4) for name, value in found.items()}
+    print(json.dumps(run_facts() | {"device_ms": step_ms, **rounded}, indent=1))
 
 
 if __name__ == "__main__":

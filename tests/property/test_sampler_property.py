@@ -11,7 +11,7 @@ from prefixcache.runner.cuda.sampling.sampler import sample
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 from support.plans import context
-from unit.cpu.test_sampler import reference
+from unit.cuda.test_sampler import reference
 
 VOCAB = 40
 tokens = st.integers(0, VOCAB - 1)

@@ -178,4 +178,4 @@ def browser() -> Generator[Page, None, None]:
             yield page
         finally:
             page.close()
-            process.wait(timeout=60)
+            process.wait(timeout=240)

@@ -71,13 +71,6 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows why tests failed that passed when they were run once more (`RERUNS`)."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"first run of {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
-
-
 def _name(item: pytest.Item) -> str:
     """The test's name without the group that pytest-xdist adds to it."""
     group = item.get_closest_marker("xdist_group")

@@ -48,7 +48,7 @@ class Served:
 
     def ask(self, fields: dict[str, Any]) -> tuple[Any, int]:
         """The answer, and how much of its prompt came from the disk."""
-        answer = httpx.post(self.address + PATH, json=fields, timeout=60).json()
+        answer = httpx.post(self.address + PATH, json=fields, timeout=240).json()
         from_disk = answer["usage"]["prompt_tokens_details"].get("disk_cached_tokens", 0)
         return answer["choices"], from_disk
 
@@ -90,7 +90,7 @@ def closed(served: Served, waits: Callable[[], None]) -> None:
     host, port = served.address.removeprefix("http://").split(":")
     sent = json.dumps(FIRST).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=240) as connection:
         connection.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
         waits()
 
@@ -102,7 +102,7 @@ def timed_out(served: Served, waits: Callable[[], None]) -> None:
         """A request whose time is over before its load begins is sent again."""
         found = set[int]()
         while served.num_loads() == before:
-            found.add(httpx.post(served.hasty + PATH, json=FIRST, timeout=60).status_code)
+            found.add(httpx.post(served.hasty + PATH, json=FIRST, timeout=240).status_code)
         return found
 
     with ThreadPoolExecutor(1) as pool:
@@ -116,7 +116,7 @@ def aborted(served: Served, waits: Callable[[], None]) -> None:
         answer = pool.submit(served.ask, FIRST)
         waits()
         for path, options in (("pause", {"mode": "abort"}), ("resume", {})):
-            httpx.post(f"{served.address}/{path}", json=options, timeout=60).raise_for_status()
+            httpx.post(f"{served.address}/{path}", json=options, timeout=240).raise_for_status()
         assert answer.result()[0][0]["finish_reason"] == "abort"
 
 
@@ -129,7 +129,7 @@ def test_a_request_that_ends_while_the_disk_is_slow_gives_its_blocks_back(
     go, get = threading.Event(), DiskStore.get
 
     def slow(store: DiskStore, keys: list[bytes]) -> list[bytes]:
-        assert go.wait(60)
+        assert go.wait(600)
         return get(store, keys)
 
     monkeypatch.setattr(DiskStore, "get", slow)

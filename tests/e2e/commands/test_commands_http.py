@@ -46,11 +46,6 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def tokenizer(tiny_checkpoint: Callable[..., Any]) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_checkpoint())
-
-
-@pytest.fixture
 async def client(engine: FakeEngine, tokenizer: Tokenizer) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(fake_app(engine, tokenizer)) as client:
         yield client

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,17 +27,9 @@ from support.serving import (
     serving,
     wait_until,
 )
-from support.tiny_models import save_tokenizer
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "stream": True}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 class Script:
@@ -72,7 +63,7 @@ def stoppable(
 def stream(address: str, **fields: Any) -> Generator[tuple[str, Any], None, None]:
     """An open answer and its first event."""
     body = {**BODY, **fields}
-    with httpx.stream("POST", address + COMPLETIONS, json=body, timeout=60) as response:
+    with httpx.stream("POST", address + COMPLETIONS, json=body, timeout=240) as response:
         parts = response.iter_text()
         yield next(parts), parts
 
@@ -94,13 +85,13 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 def test_while_answers_end_new_requests_and_probes_hear_503(tokenizer, caplog):
     script = Script()
     with stoppable(script.engine, tokenizer, 600) as (server, address):
-        with httpx.Client(base_url=address, timeout=60) as idle, stream(address) as (first, parts):
+        with httpx.Client(base_url=address, timeout=240) as idle, stream(address) as (first, parts):
             assert idle.get("/health").is_success
             server.stop()
             for response in (
                 idle.get("/health"),
-                httpx.get(f"{address}/health", timeout=60),
-                httpx.post(address + COMPLETIONS, json=BODY, timeout=60),
+                httpx.get(f"{address}/health", timeout=240),
+                httpx.post(address + COMPLETIONS, json=BODY, timeout=240),
             ):
                 assert response.status_code == 503
                 assert response.headers["retry-after"] == "1"
@@ -130,7 +121,7 @@ def test_what_is_cut_says_so_to_client_and_log(tokenizer, caplog, second_signal)
 
         def ask() -> None:
             body = {**BODY, "stream": False}
-            whole.append(httpx.post(address + COMPLETIONS, json=body, timeout=60))
+            whole.append(httpx.post(address + COMPLETIONS, json=body, timeout=240))
 
         asking = threading.Thread(target=ask)
         asking.start()

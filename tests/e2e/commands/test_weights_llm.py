@@ -35,17 +35,6 @@ def folders(tiny_checkpoint: Checkpoint) -> tuple[Path, Path]:
     return tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", seed=4)
 
 
-def test_weights_from_disk_and_back(folders: tuple[Path, Path]) -> None:
-    old, new = folders
-    llm = make_llm(old)
-    first = answer(llm)
-    assert llm.control.update_weights_from_disk(str(new)) == 1
-    assert cached(llm) == 0
-    assert answer(llm) == answer(make_llm(new)) != first
-    assert llm.control.update_weights_from_disk(str(old)) == 2
-    assert answer(llm) == first
-
-
 def test_state_dict_and_chunks(folders: tuple[Path, Path]) -> None:
     llm = make_llm(folders[0])
     tensors = load_file(folders[1] / "model.safetensors")

@@ -195,7 +195,7 @@ async def test_a_wrong_value_of_a_chat_is_named(client, field, value, message):
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "tool_calls": [1]}, "messages[0].tool_calls"),
         ("hi", "messages[0]"),
-        ({"role": "user"}, "messages"),
+        ({"role": "user"}, "messages[0].content"),
     ],
 )
 async def test_a_wrong_message_is_named(client, message, param):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +18,6 @@ from support.tiny_models import EOS, train_tokenizer
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 BODY = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    from support.tiny_models import save_tokenizer
-
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 def _output(request: Request, **fields: Any) -> RequestOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -74,32 +73,6 @@ async def test_a_chat_says_the_same_with_the_cache_and_computes_little(
     assert said == expected
     assert warm[0] == whole[0]
     assert sum(warm[1:]) < sum(whole[1:]) / 2
-
-
-async def test_a_completion_streams_what_it_says_at_once(client: httpx.AsyncClient) -> None:
-    body = {"model": MODEL, "prompt": STEM, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-    streamed = await client.post("/v1/completions", json=body | {"stream": True})
-    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    parts = [json.loads(event)["choices"][0]["text"] for event in events if event != "[DONE]"]
-    assert "".join(parts) == whole
-    assert whole
-
-
-@pytest.mark.parametrize("architecture", ["qwen3.5-vision"])
-async def test_images_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], architecture: str
-) -> None:
-    app, engine = serve_folder(tiny_checkpoint(architecture), num_blocks=1000, **FLAGS)
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}]
-    async with client_of(app) as client:
-        said = await client.post(
-            "/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 2}
-        )
-    engine.close()
-    assert said.status_code == 400
-    assert "image_url" in said.json()["error"]["message"]
 
 
 async def test_explain_says_that_nothing_is_kept_there(folder: Path, architecture: str) -> None:

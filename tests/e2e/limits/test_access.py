@@ -20,7 +20,6 @@ from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.serving import MODEL, FakeEngine, client_of, says, served_folder
-from support.tiny_models import save_tokenizer
 
 MakeApp = Callable[..., FastAPI]
 CLIENTS = AccessRules(api_keys=("first", "zweiter-schlüssel"))
@@ -76,13 +75,6 @@ CONTROL = [
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine(lambda request: says(request, "hello"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 @pytest.fixture

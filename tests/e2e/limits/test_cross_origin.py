@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +19,6 @@ from prefixcache.server.options.serve_options import CrossOrigin, ServeOptions
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
 from support.serving import MODEL, FakeEngine, client_of, says
-from support.tiny_models import save_tokenizer
 
 PAGE = "https://app.example.com"
 PREFLIGHT = {
@@ -29,13 +27,6 @@ PREFLIGHT = {
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
 }
 ALLOW_ORIGIN = "access-control-allow-origin"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ from typing import Any
 
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.options.serve_options import CrossOrigin
-from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.browser import browser, needs_chromium
 from support.serving import FakeEngine, fake_app, running, says
-from support.tiny_models import save_tokenizer
 
 pytestmark = needs_chromium
 
@@ -38,13 +36,12 @@ def _call(address: str, content_type: str, key: str | None) -> str:
     )
 
 
-def test_a_page_of_an_allowed_origin_reads_a_stream_and_others_nothing(tmp_path, caplog):
+def test_a_page_of_an_allowed_origin_reads_a_stream_and_others_nothing(tokenizer, caplog):
     caplog.set_level(logging.INFO, logger="prefixcache")
-    save_tokenizer(tmp_path)
     engine = FakeEngine(lambda request: says(request, "h", "i"))
     with running(a_page) as allowed, running(a_page) as refused:
         rules = AccessRules(api_keys=("key",), cross_origin=CrossOrigin(allowed_origins=(allowed,)))
-        app = fake_app(engine, Tokenizer.from_folder(tmp_path), rules=rules)
+        app = fake_app(engine, tokenizer, rules=rules)
         with running(app) as address, browser() as page:
             page.go(f"{allowed}/")
             text, request_id = page.run(_call(address, "application/json", "key"))

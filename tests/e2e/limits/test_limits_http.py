@@ -30,7 +30,6 @@ from support.serving import (
     served_folder,
     until,
 )
-from support.tiny_models import save_tokenizer
 
 BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 PATH, JSON = "/v1/completions", {"Content-Type": "application/json"}
@@ -194,8 +193,7 @@ class Bodies:
         yield b'"}'
 
 
-async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(tmp_path):
-    save_tokenizer(tmp_path)
+async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(tokenizer):
     waiting = asyncio.Event()
 
     async def held(request: Request) -> AsyncIterator[RequestOutput]:
@@ -203,7 +201,7 @@ async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
         yield RequestOutput(request_id=request.request_id, finish_reason="stop")
 
     engine, bodies = FakeEngine(held), Bodies()
-    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=ServerLimits(body_bytes=30_000))
+    app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=30_000))
 
     async with client_of(app) as client:
 
@@ -229,8 +227,7 @@ async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
     assert answers[1].headers["Retry-After"] == "1"
 
 
-async def test_a_body_counts_no_more_once_it_is_a_request(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
+async def test_a_body_counts_no_more_once_it_is_a_request(tokenizer: Tokenizer) -> None:
     waiting = asyncio.Event()
 
     async def held(request: Request) -> AsyncIterator[RequestOutput]:
@@ -238,7 +235,7 @@ async def test_a_body_counts_no_more_once_it_is_a_request(tmp_path: Path) -> Non
         yield RequestOutput(request_id=request.request_id, finish_reason="stop")
 
     engine = FakeEngine(held)
-    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=ServerLimits(body_bytes=15_000))
+    app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=15_000))
     asked: list[asyncio.Task[httpx.Response]] = []
     async with client_of(app) as client:
         for number in range(5):
@@ -282,8 +279,7 @@ async def test_log_probabilities_of_a_whole_answer_are_bounded_and_a_stream_keep
     assert streamed.text.count('"top_logprobs"') >= (25 if path == "/v1/responses" else 60)
 
 
-async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_gives_way(tmp_path):
-    save_tokenizer(tmp_path)
+async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_gives_way(tokenizer):
     goes_on, has_come = asyncio.Event(), asyncio.Event()
     scored = TokenLogprobs(token_id=5, logprob=-1.0, rank=1)
 
@@ -303,7 +299,7 @@ async def test_log_probabilities_of_all_answers_are_bounded_and_the_largest_give
 
     engine = FakeEngine(script)
     limits = ServerLimits(body_bytes=80 * 256)
-    app = fake_app(engine, Tokenizer.from_folder(tmp_path), limits=limits)
+    app = fake_app(engine, tokenizer, limits=limits)
     async with client_of(app) as client:
 
         def ask(length: int) -> asyncio.Task[httpx.Response]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.serving import MODEL, FakeEngine, client_of, fake_app, says, served_folder, until
-from support.tiny_models import save_tokenizer
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}
@@ -65,10 +63,9 @@ async def test_a_list_of_prompts_is_let_in_and_counts_by_its_batches(tiny_checkp
     assert [len(answer.json()["choices"]) for answer in answers] == [20, 1]
 
 
-async def test_what_came_in_one_body_is_one_job(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
+async def test_what_came_in_one_body_is_one_job(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(lambda request: says(request, "x"))
-    app = fake_app(engine, Tokenizer.from_folder(tmp_path))
+    app = fake_app(engine, tokenizer)
     body = {**COMPLETION, "prompt": [[5, 6], [7, 8]], "n": 2, "temperature": 1}
     async with client_of(app) as client:
         for _ in range(2):  # the client sends its id twice

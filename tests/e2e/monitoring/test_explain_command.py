@@ -44,7 +44,7 @@ def server(
         **{"num_blocks": 4000, **flags},
     )
     try:
-        with running(application) as address, httpx.Client(base_url=address, timeout=60) as client:
+        with running(application) as address, httpx.Client(base_url=address, timeout=240) as client:
             yield client
     finally:
         asyncio.run(engine.shutdown())

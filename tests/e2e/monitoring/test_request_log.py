@@ -32,19 +32,11 @@ from support.serving import (
     served_folder,
     wait_until,
 )
-from support.tiny_models import save_tokenizer
 
 CANARY = "canary-7f3a"
 KEY = "sk-canary-key"
 COMPLETIONS = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 @contextmanager
@@ -218,7 +210,7 @@ async def test_what_the_event_loop_finds_shows_no_message(tokenizer: Tokenizer) 
         await send({"type": "http.response.body", "body": b""})
 
     with log() as written, running(app) as address:
-        httpx.get(address, timeout=60)
+        httpx.get(address, timeout=240)
         wait_until(lambda: "never retrieved" in written.getvalue())
     assert seen
     assert CANARY not in written.getvalue()

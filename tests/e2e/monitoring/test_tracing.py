@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -20,18 +19,10 @@ from prefixcache.server.http.tracing import Tracing, tracing_to
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
 from support.serving import FakeEngine, client_of, fake_app, says, served_folder
-from support.tiny_models import save_tokenizer
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
 
 
 def spans(tracing: Tracing, exporter: InMemorySpanExporter) -> list[ReadableSpan]:

@@ -30,7 +30,7 @@ from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
 from support.plans import context
-from unit.cpu.test_sampler import exponential_noise, mixed_rows, row
+from unit.cuda.test_sampler import exponential_noise, mixed_rows, row
 
 Logits = npt.NDArray[np.float32]
 FORMS = Cpu.available_instructions()

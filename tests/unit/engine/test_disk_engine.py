@@ -91,7 +91,7 @@ class Served:
         disk.nudge()
         with disk._changed:
             where = partial(self.engine.locate_prefix, PROMPT)
-            assert disk._changed.wait_for(lambda: where() in locations, 60)
+            assert disk._changed.wait_for(lambda: where() in locations, 240)
             return where().disk_tokens
 
     def evict(self, *, whole: bool = True) -> None:
@@ -122,7 +122,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, get = threading.Event(), DiskStore.get
 
     def wait(store: DiskStore, keys: list[bytes]) -> list[bytes]:
-        assert go.wait(60)
+        assert go.wait(600)
         return get(store, keys)
 
     monkeypatch.setattr(DiskStore, "get", wait)

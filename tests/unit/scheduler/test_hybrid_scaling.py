@@ -25,14 +25,14 @@ def test_each_request_computes_at_most_what_a_simulation_of_vllm_says(
     bench: ModuleType, row: str, k: int
 ) -> None:
     cell = bench.Cell(getattr(bench, row), k, num_output=2)
-    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    done = bench.measure(bench.simulated(cell.row), cell)
     assert not bench.is_more(bench.computed(done), bench.EXPECTED[cell.row, k])
 
 
 @pytest.mark.parametrize("row", ["REGISTERED", "ANCHORS", "BOTH"])
 def test_with_room_for_all_the_suffix_alone_is_computed(bench: ModuleType, row: str) -> None:
     cell = bench.Cell(getattr(bench, row), 15, num_output=2)
-    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    done = bench.measure(bench.simulated(cell.row), cell)
     assert bench.computed(done) == (bench.SUFFIX, bench.SUFFIX)
 
 
@@ -40,5 +40,5 @@ def test_with_room_for_all_the_suffix_alone_is_computed(bench: ModuleType, row: 
 def test_pinned_prefixes_outlast_short_requests(bench: ModuleType, row: str, computed: int) -> None:
     """Short requests pin nothing, unless anchors are pinned however close."""
     cell = bench.Cell(getattr(bench, row), 8, num_output=2, num_short=400)
-    done = bench.measure(bench.simulated(cell.row), cell, lambda: None)
+    done = bench.measure(bench.simulated(cell.row), cell)
     assert bench.computed(done) == (computed, computed)

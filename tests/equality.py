@@ -556,7 +556,7 @@ def make_engine(
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
             disk_cache_memory=None if schedule.disk is None else 1 << 28,
             disk_cache_dir=schedule.disk,
-            disk_cache_min_uses=1 + schedule.seed % 2,
+            disk_cache_min_uses=1 if schedule.disk is None else 1 + schedule.seed % 2,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=schedule.max_num_batched_tokens,

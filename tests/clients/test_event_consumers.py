@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[httpx.Client, 
         started(
             [str(folder), *options, "--kv-events-config", json.dumps(EVENTS)], folder / "log"
         ) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        httpx.Client(base_url=address, timeout=240) as client,
     ):
         yield client
 
@@ -70,7 +70,7 @@ class Consumer:
 
     async def wait_for(self, prompt: list[int], blocks: int) -> None:
         """Until it knows of these blocks, and so of all before them: events come in order."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while await self.num_cached(prompt) != blocks:
             assert time.monotonic() < deadline, await self.num_cached(prompt)
             await asyncio.sleep(0.01)
@@ -126,13 +126,20 @@ async def _follow(server: httpx.Client) -> None:
     consumer.shutdown()
 
 
-async def _wait_for_subscription(consumer: Consumer, server: httpx.Client) -> None:
-    """Sends prompts until it knows of one: what is published before has no reader yet."""
-    deadline = time.monotonic() + 60
+async def _wait_for_subscription(
+    consumer: Consumer, server: httpx.Client, keep: list[int] | None = None
+) -> None:
+    """Sends prompts until it knows of one: what is published before has no reader yet.
+
+    None of them evicts the prompt `keep`, however long this takes.
+    """
+    deadline = time.monotonic() + 240
     for token in itertools.cycle(range(300)):
         assert time.monotonic() < deadline, "Dynamo gets no events"
         prompt = [token] * (BLOCK_SIZE + 1)
         ask(server, prompt)
+        if keep is not None:
+            ask(server, keep)
         await asyncio.sleep(0.05)
         if await consumer.num_cached(prompt):
             return
@@ -147,6 +154,6 @@ def test_dynamo_joins_late_and_reads_the_replay(server: httpx.Client) -> None:
 async def _join(server: httpx.Client, before: list[int]) -> None:
     consumer = Consumer(server)
     await consumer.subscribe()
-    await _wait_for_subscription(consumer, server)
+    await _wait_for_subscription(consumer, server, keep=before)
     await consumer.wait_for(before, len(before) // BLOCK_SIZE)
     consumer.shutdown()

@@ -173,13 +173,13 @@ class StepGate:
 
     def _wait_for_a_held_step(self) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_held, 60)
+            return self._changed.wait_for(lambda: self._is_held, 240)
 
     def _pass(self) -> None:
         with self._changed:
             self._is_held = self._steps_left == 0
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._steps_left != 0, 120)
+            assert self._changed.wait_for(lambda: self._steps_left != 0, 600)
             self._is_held = False
             if self._steps_left is not None:
                 self._steps_left -= 1

@@ -152,7 +152,7 @@ def job_of(
     return RoutedJob(requests=requests, hashes=hashes, **fields)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
     """Lets the event loop run until the condition comes true. Raises `TimeoutError`."""
 
     async def wait() -> None:

@@ -104,7 +104,7 @@ LENGTH = 200
 SLOW = settings(
     deadline=None,
     max_examples=bounded(usual=3, long=150),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

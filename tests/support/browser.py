@@ -113,7 +113,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, seconds: float = 60.0) -> Any:
+    def wait_for(self, script: str, seconds: float = 240.0) -> Any:
         """The expression's first true value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -178,4 +178,4 @@ def browser() -> Generator[Page, None, None]:
             yield page
         finally:
             page.close()
-            process.wait(timeout=60)
+            process.wait(timeout=240)

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 T = TypeVar("T")
 
@@ -26,8 +26,15 @@ RUN_SEED = int(os.environ.setdefault("PREFIXCACHE_TEST_SEED", _DRAWN))
 
 LONG = os.environ.get("PREFIXCACHE_LONG_TESTS") == "1"
 
-# `derandomize` is set because Hypothesis turns it on by itself where CI is in the environment.
-settings.register_profile("prefixcache", deadline=None, derandomize=FIXED, print_blob=True)
+# `derandomize` is set because Hypothesis turns it on by itself where CI is in the environment. Its
+# check for slow tests reads the clock, which a busy machine fails.
+settings.register_profile(
+    "prefixcache",
+    deadline=None,
+    derandomize=FIXED,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("prefixcache")
 
 
@@ -62,13 +69,6 @@ def pytest_runtest_makereport(
         command = f"PREFIXCACHE_TEST_SEED={RUN_SEED} pytest '{_name(item)}'"
         report.sections.append(("repeat it with", command))
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows why tests failed that passed when they were run once more (`RERUNS`)."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"first run of {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
 
 
 def _name(item: pytest.Item) -> str:

@@ -23,7 +23,7 @@ class ServerProcess:
     example: str
 
     def end(self) -> int:
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=240)
 
 
 @contextmanager

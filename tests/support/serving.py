@@ -112,7 +112,7 @@ def serving(
         thread.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     """Raises `TimeoutError` when the condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -121,7 +121,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     """As `wait_until`, while the event loop goes on."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -158,7 +158,7 @@ def test_a_server_killed_in_a_shrink_serves_on_after_a_restart(tiny_checkpoint, 
     texts: list[str] = []
     for turn in range(4):
         with server_process(command, tmp_path / f"log-{turn}") as server:
-            client = httpx.Client(base_url=server.address, timeout=60)
+            client = httpx.Client(base_url=server.address, timeout=240)
             texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
             server.process.send_signal(signal.SIGSTOP)
             with pytest.raises(httpx.TransportError):

@@ -19,6 +19,7 @@ import pytest
 from killed_server import kill_servers
 from support.repeatable import bounded
 from support.server_process import PREFIXCACHE, ServerProcess, server_process
+from support.serving import wait_until
 
 _PROMPTS = [" ".join(f"word {number} of {name}" for number in range(40)) for name in "abc"]
 _FLAGS = ["--dtype", "float32", "--num-blocks", "300", "--served-model-name", "tiny"]
@@ -43,18 +44,18 @@ def _serving(
 def _ask(server: ServerProcess, prompt: str, **fields: Any) -> tuple[object, int]:
     """What is answered, with log probabilities, and how much of the prompt was cached."""
     body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 3, **fields}
-    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=240).json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0], cached
 
 
 def _kill(server: ServerProcess) -> None:
     server.process.send_signal(signal.SIGKILL)
-    server.process.wait(timeout=60)
+    server.process.wait(timeout=240)
 
 
 def _kept_blocks(server: ServerProcess) -> int:
-    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    text = httpx.get(f"{server.address}/metrics", timeout=240).text
     counts = re.findall(
         r"^prefixcache:kv_file_(?:kept|restored)_blocks_total\S* (\S+)$", text, re.MULTILINE
     )
@@ -63,8 +64,7 @@ def _kept_blocks(server: ServerProcess) -> int:
 
 def _wait_until_kept(server: ServerProcess, least: int) -> None:
     """Checksums are computed next to the steps."""
-    while _kept_blocks(server) < least:
-        pass
+    wait_until(lambda: _kept_blocks(server) >= least)
 
 
 def _restored(log: Path) -> int:
@@ -98,7 +98,7 @@ def test_what_was_reset_or_of_a_tag_is_not_found(folder, tmp_path):
     kept = tmp_path / "kept"
     with _serving(folder, tmp_path, kept) as (server, _):
         _ask(server, _PROMPTS[0])
-        httpx.post(f"{server.address}/reset_prefix_cache", timeout=60).raise_for_status()
+        httpx.post(f"{server.address}/reset_prefix_cache", timeout=240).raise_for_status()
         _ask(server, _PROMPTS[1])
         _, cached = _ask(server, _PROMPTS[1])
         _wait_until_kept(server, cached // 16)
@@ -106,7 +106,7 @@ def test_what_was_reset_or_of_a_tag_is_not_found(folder, tmp_path):
     with _serving(folder, tmp_path, kept) as (server, _):
         assert [_ask(server, prompt)[1] for prompt in _PROMPTS[:2]] == [0, cached]
         update = {"model_path": str(folder), "weight_version": "step-1"}
-        answer = httpx.post(f"{server.address}/update_weights_from_disk", json=update, timeout=60)
+        answer = httpx.post(f"{server.address}/update_weights_from_disk", json=update, timeout=240)
         answer.raise_for_status()
         _ask(server, _PROMPTS[2])
         assert _ask(server, _PROMPTS[2])[1] > 0
@@ -134,7 +134,7 @@ def test_a_damaged_block_is_computed_again(folder, tmp_path):
         answer, hit = _ask(server, _PROMPTS[0])
         assert answer == first
         assert 0 < hit < cached
-        metrics = httpx.get(f"{server.address}/metrics", timeout=60).text
+        metrics = httpx.get(f"{server.address}/metrics", timeout=240).text
         assert re.search(
             r"^prefixcache:kv_file_failed_checks_total\S* [1-9]", metrics, re.MULTILINE
         )
@@ -151,7 +151,7 @@ def test_a_router_learns_what_was_restored(folder, tmp_path):
     )
 
     def snapshot(server: ServerProcess) -> dict[int, tuple[int | None, list[int]]]:
-        answer = httpx.get(f"{server.address}/prefix_cache/snapshot", timeout=60)
+        answer = httpx.get(f"{server.address}/prefix_cache/snapshot", timeout=240)
         unpacker = msgpack.Unpacker()
         unpacker.feed(answer.content)
         blocks = {}
@@ -181,7 +181,7 @@ def test_resizes_and_sleep_leave_what_is_there_right(folder, tmp_path):
     kept = tmp_path / "kept"
 
     def post(server: ServerProcess, path: str, body: object = None) -> None:
-        answer = httpx.post(f"{server.address}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{server.address}{path}", json=body, timeout=240)
         assert answer.status_code < 300, answer.text
 
     with _serving(folder, tmp_path, kept) as (server, _):
@@ -266,7 +266,7 @@ def test_the_folder_never_exceeds_its_size(folder, tmp_path):
             _ask(server, f"{number} " + _PROMPTS[number % 3])
             if number % 4 == 0:
                 body = {"num_blocks": 100 + 8 * number}
-                httpx.post(f"{server.address}/prefix_cache/resize", json=body, timeout=60)
+                httpx.post(f"{server.address}/prefix_cache/resize", json=body, timeout=240)
             sizes.append(sum(file.stat().st_blocks for file in kept.iterdir()) * 512)
 
     for block_size in ("16", "32", "8"):

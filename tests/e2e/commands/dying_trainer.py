@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save
 
 
 def main(address: str, weights: Path) -> None:
-    begun = httpx.post(f"{address}/weights/begin", json={"timeout": 1}, timeout=60).json()
     tensors = list(load_file(weights).items())
-    path = f"/weights/chunk?update_id={begun['update_id']}"
     headers = {"Content-Type": "application/octet-stream"}
-    whole = httpx.post(address + path, content=save(dict(tensors[:3])), headers=headers, timeout=60)
-    whole.raise_for_status()
+    whole, path = save(dict(tensors[:3])), ""
+    with httpx.Client(base_url=address, timeout=240) as client:
+        is_taken = False
+        while not is_taken:  # On a busy machine the update may time out before its first chunk.
+            begun = client.post("/weights/begin", json={"timeout": 1}).json()
+            path = f"/weights/chunk?update_id={begun['update_id']}"
+            is_taken = client.post(path, content=whole, headers=headers).is_success
     connection = http.client.HTTPConnection(urllib.parse.urlsplit(address).netloc)
     data = save(dict(tensors[3:6]))
     connection.putrequest("POST", path)

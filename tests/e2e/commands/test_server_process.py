@@ -45,7 +45,7 @@ def _serving(folder: Path, tmp_path: Path, *flags: str) -> Generator[ServerProce
 def _open_stream(address: str, max_tokens: int) -> Generator[httpx.Response, None, None]:
     body = {"prompt": "x", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
     url = f"{address}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as response:
+    with httpx.stream("POST", url, json=body, timeout=240) as response:
         yield response
 
 
@@ -83,9 +83,10 @@ def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
 
 
 _NO_LOAD_IS_SLOWER = """
-from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.cli.main import main
-StepTimeModel.seconds = lambda *_: 0.0
+from prefixcache.scheduler import loading
+loading.StepTimeModel.seconds = lambda *_: 0.0
+loading._MOST_SECONDS = 600
 main()
 """
 
@@ -126,11 +127,11 @@ class OnADisk:
 def _ask(server: ServerProcess, first: int) -> httpx.Response:
     body = {"prompt": [3 + (first + 7 * i) % 300 for i in range(150)], "max_tokens": 6}
     body |= {"temperature": 0, "logprobs": 1}
-    return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{server.address}/v1/completions", json=body, timeout=240)
 
 
 def _disk(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    text = httpx.get(f"{server.address}/metrics", timeout=240).text
     (value,) = re.findall(rf"^prefixcache:disk_{name}\S* (\S+)$", text, re.MULTILINE)
     return float(value)
 
@@ -187,7 +188,7 @@ def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(fold
         assert "s3cret" not in server.example
         words = shlex.split(server.example.replace("$PREFIXCACHE_API_KEY", "s3cret"))
         headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
-        answer = httpx.post(words[1], content=words[-1], headers=headers, timeout=60).json()
+        answer = httpx.post(words[1], content=words[-1], headers=headers, timeout=240).json()
         assert answer["model"] == json.loads(words[-1])["model"] == "tiny"
         assert json.loads(words[-1])["temperature"] == 0
         assert answer["choices"][0]["message"]["role"] == "assistant"
@@ -222,8 +223,8 @@ def test_the_command_serves_until_it_is_stopped(tiny_checkpoint, host, caplog, m
             wait_until(lambda: ports != [])
             address = f"http://127.0.0.1:{ports[0]}"
             wait_until(lambda: _is_healthy(address))
-            answers.append(httpx.get(f"{address}/v1/models", timeout=60).content)
-            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=60).content)
+            answers.append(httpx.get(f"{address}/v1/models", timeout=240).content)
+            answers.append(httpx.post(f"{address}/v1/completions", json=body, timeout=240).content)
             answers.append(_answer_to_the_larger_of_two_bodies(ports[0]))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -267,6 +268,6 @@ def _answer_to_the_larger_of_two_bodies(port: int) -> bytes:
 
 def _is_healthy(address: str) -> bool:
     try:
-        return httpx.get(f"{address}/health", timeout=60).is_success
+        return httpx.get(f"{address}/health", timeout=240).is_success
     except httpx.TransportError:
         return False

@@ -63,7 +63,7 @@ def stoppable(
 def stream(address: str, **fields: Any) -> Generator[tuple[str, Any], None, None]:
     """An open answer and its first event."""
     body = {**BODY, **fields}
-    with httpx.stream("POST", address + COMPLETIONS, json=body, timeout=60) as response:
+    with httpx.stream("POST", address + COMPLETIONS, json=body, timeout=240) as response:
         parts = response.iter_text()
         yield next(parts), parts
 
@@ -84,14 +84,14 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_while_answers_end_new_requests_and_probes_hear_503(tokenizer, caplog):
     script = Script()
-    with stoppable(script.engine, tokenizer, 60) as (server, address):
-        with httpx.Client(base_url=address, timeout=60) as idle, stream(address) as (first, parts):
+    with stoppable(script.engine, tokenizer, 600) as (server, address):
+        with httpx.Client(base_url=address, timeout=240) as idle, stream(address) as (first, parts):
             assert idle.get("/health").is_success
             server.stop()
             for response in (
                 idle.get("/health"),
-                httpx.get(f"{address}/health", timeout=60),
-                httpx.post(address + COMPLETIONS, json=BODY, timeout=60),
+                httpx.get(f"{address}/health", timeout=240),
+                httpx.post(address + COMPLETIONS, json=BODY, timeout=240),
             ):
                 assert response.status_code == 503
                 assert response.headers["retry-after"] == "1"
@@ -116,12 +116,12 @@ def _listens(address: str) -> bool:
 @pytest.mark.parametrize("second_signal", [False, True])
 def test_what_is_cut_says_so_to_client_and_log(tokenizer, caplog, second_signal):
     script = Script()
-    with stoppable(script.engine, tokenizer, 60 if second_signal else 0) as (server, address):
+    with stoppable(script.engine, tokenizer, 600 if second_signal else 0) as (server, address):
         whole: list[httpx.Response] = []
 
         def ask() -> None:
             body = {**BODY, "stream": False}
-            whole.append(httpx.post(address + COMPLETIONS, json=body, timeout=60))
+            whole.append(httpx.post(address + COMPLETIONS, json=body, timeout=240))
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -54,7 +54,7 @@ async def test_each_server_answers_what_is_its_own(tiny_checkpoint: Callable[...
     async with two_servers(tiny_checkpoint()) as (client, engines, (decode, _)):
         cold = await client.post("/v1/completions", json=body)
         assert answered_by(engines) == [0, 1]
-        async with httpx.AsyncClient(timeout=60) as direct:
+        async with httpx.AsyncClient(timeout=240) as direct:
             await direct.post(decode + "/v1/completions", json=body)
         warm = await client.post("/v1/completions", json=body)
         assert answered_by(engines) == [2, 1]

@@ -75,7 +75,9 @@ def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
 
 @given(case=st.sampled_from(_cases), number=_numbers, shape=st.integers(0, 4), stream=st.booleans())
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 async def test_no_number_makes_the_server_fail(app, case, number, shape, stream):
     path, good, name = case

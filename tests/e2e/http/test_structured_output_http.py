@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
@@ -15,9 +16,10 @@ import pytest
 from annotated_types import Le, MaxLen
 from pydantic import BaseModel
 
+from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.exceptions import GrammarError
 from prefixcache.text.grammar.compiler import Matcher
-from support.serving import MODEL, client_of, serve_folder
+from support.serving import MODEL, client_of, serve_folder, until
 
 Short = Annotated[str, MaxLen(6)]
 
@@ -79,15 +81,26 @@ async def test_vllms_fields_hold_for_every_prompt_and_choice(http, fields, patte
     assert all(re.fullmatch(pattern, answer["text"]) for answer in answers)
 
 
-async def test_others_are_served_while_a_grammar_is_compiled(http: httpx.AsyncClient) -> None:
+async def test_others_are_served_while_a_grammar_is_compiled(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, compile_grammar = threading.Event(), threading.Event(), AsyncEngine.compile
+
+    def held(*given: Any, **options: Any) -> Any:
+        begun.set()
+        assert may_end.wait(60), "nobody was served meanwhile"
+        return compile_grammar(*given, **options)
+
+    monkeypatch.setattr(AsyncEngine, "compile", held)
     slow = {"structured_outputs": {"json": {"enum": [f"v {i}" for i in range(20_000)]}}}
     compiled = asyncio.create_task(
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 20, **slow})
     )
-    await asyncio.sleep(0)
+    await until(begun.is_set)
     free = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
     assert free.status_code == 200
     assert not compiled.done()
+    may_end.set()
     assert (await compiled).json()["choices"][0]["text"].startswith('"v ')
 
 

@@ -182,7 +182,7 @@ def test_hits_change_no_bit_whatever_is_asked(
     body |= {} if mode is None else {"prompt_cache_options": mode}
     reported = []
     for _ in range(2):
-        answer = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=60).json()
+        answer = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=240).json()
         reported.append((_without_ids(answer["choices"]), answer["usage"]["prompt_tokens_details"]))
     assert reported[0][0] == reported[1][0]
     read, written = reported[1][1]["cached_tokens"], reported[0][1]["cache_write_tokens"]
@@ -234,8 +234,8 @@ async def test_variables_of_the_template_have_defaults(tiny_checkpoint):
 
 def test_prompts_are_described_with_their_tools(smollm2):
     body = {"messages": [*QUESTION, assistant(("c", "get_time", {}))], "tools": TOOLS}
-    counted = httpx.post(f"{smollm2}/tokenize", json=body, timeout=60).json()["count"]
-    answer = httpx.post(f"{smollm2}{CHAT}", json=body | {"max_tokens": 1}, timeout=60).json()
+    counted = httpx.post(f"{smollm2}/tokenize", json=body, timeout=240).json()["count"]
+    answer = httpx.post(f"{smollm2}{CHAT}", json=body | {"max_tokens": 1}, timeout=240).json()
     assert answer["usage"]["prompt_tokens"] == counted
 
 
@@ -253,7 +253,7 @@ def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, reported):
     bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
     for stream in (False, True):
         body = {"messages": QUESTION, "tools": [CLOCK, bad], "stream": stream}
-        response = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=60)
+        response = httpx.post(f"{smollm2}{CHAT}", json=body, timeout=240)
         error = response.json()["error"]
         assert response.status_code == 400
         assert error["param"] == "tools[1].function.parameters"

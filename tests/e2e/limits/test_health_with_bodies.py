@@ -6,6 +6,7 @@ import asyncio
 import gc
 import http.client
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -199,8 +200,10 @@ server.serve_forever()
     "name", [one if one in USUAL else pytest.param(one, marks=pytest.mark.long) for one in BODIES]
 )
 async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatch):
-    """Counted in the loop's own processor time, which a busy machine does not lengthen."""
-    longest, run = 0.0, asyncio.Handle._run
+    """Counted in the loop's own processor time. Other processes lengthen it now and then; a loop
+    that is held up takes it each time, so one try of several must stay below.
+    """
+    longest, run = math.inf, asyncio.Handle._run
 
     def timed(handle: asyncio.Handle) -> None:
         nonlocal longest
@@ -214,13 +217,17 @@ async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatc
     async with served_folder(folder, num_blocks=20_000) as (client, _):
         await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         gc.disable()  # of the objects of all tests
-        monkeypatch.setattr(asyncio.Handle, "_run", timed)
-        await asyncio.sleep(0)
-        response = await client.post(path, content=body, headers=headers)
-        await asyncio.sleep(0)
-        monkeypatch.undo()
+        for _ in range(_TRIES):
+            longest = 0.0
+            monkeypatch.setattr(asyncio.Handle, "_run", timed)
+            await asyncio.sleep(0)
+            response = await client.post(path, content=body, headers=headers)
+            await asyncio.sleep(0)
+            monkeypatch.undo()
+            assert response.status_code == status, response.text[:500]
+            if longest <= _LONGEST_HANDLE:
+                break
         gc.enable()
-    assert response.status_code == status, response.text[:500]
     assert 0 < longest <= _LONGEST_HANDLE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -46,11 +47,18 @@ def in_use(engine: AsyncEngine) -> int:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
 async def test_an_answer_that_takes_too_long_is_a_504_and_gives_its_blocks_back(
-    tiny_checkpoint: Callable[..., Path], path: str
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    access = {"limits": ServerLimits(request_seconds=0.2)}
+    access = {"limits": ServerLimits(request_seconds=600)}
     body = {**BODY, "messages": [{"role": "user", "content": "hi"}]}
     async with served_folder(tiny_checkpoint(), access=access) as (client, engine):
+        begin = engine.generate_batches
+
+        async def soon_over(*given: Any, deadline: float, **options: Any) -> Any:
+            assert 0 < deadline - time.monotonic() <= 600
+            return await begin(*given, deadline=time.monotonic() + 0.05, **options)
+
+        monkeypatch.setattr(engine, "generate_batches", soon_over)
         await engine.run(lambda control: control.pause())
         whole = await client.post(path, json=body)
         streamed = await client.post(path, json={**body, "stream": True})

@@ -80,14 +80,14 @@ def test_https_is_spoken_and_nothing_else(files: Files) -> None:
     certificates = Certificates(files.options)
     with serving(echoes, Lifecycle(), certificates=certificates) as (_, address):
         url = address.replace("http:", "https:")
-        with httpx.Client(verify=files.client(), timeout=60) as client:
+        with httpx.Client(verify=files.client(), timeout=240) as client:
             assert client.get(url).text == "https "
             long = "x" * 1_000_000
             assert client.post(url, content=long).text == f"https {long}"
         with pytest.raises(httpx.TransportError):
-            httpx.get(address, timeout=60)
+            httpx.get(address, timeout=240)
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            httpx.get(url, verify=ssl.create_default_context(), timeout=60)
+            httpx.get(url, verify=ssl.create_default_context(), timeout=240)
 
 
 def test_a_client_that_speaks_with_its_last_handshake_message_is_heard(files: Files) -> None:
@@ -115,7 +115,7 @@ def test_stalled_handshakes_make_room(files: Files) -> None:
     with _stalled(files, limit_concurrency=3, timeout_read=600) as (stalled, state, url):
         assert _is_closed(stalled[0])  # the limit was met by the handshakes alone
         assert len(state.connections) == 3
-        assert httpx.get(url, verify=files.client(), timeout=60).text == "https "
+        assert httpx.get(url, verify=files.client(), timeout=240).text == "https "
         assert _is_closed(stalled[1])
         wait_until(lambda: len(state.connections) == 2)
 
@@ -156,7 +156,7 @@ def test_a_certificate_is_renewed_while_serving_and_a_broken_one_is_not_taken(
     certificates = Certificates(files.options)
     with serving(echoes, Lifecycle(), certificates=certificates) as (_, address):
         url = address.replace("http:", "https:")
-        with httpx.Client(verify=files.client(), timeout=60) as open_before:
+        with httpx.Client(verify=files.client(), timeout=240) as open_before:
             first = _serial(url, open_before)
             key = files.key.read_bytes()
             files.issue()
@@ -191,7 +191,7 @@ def _serial(url: str, client: httpx.Client) -> str:
 
 
 def _new_serial(url: str, files: Files) -> str:
-    with httpx.Client(verify=files.client(), timeout=60) as client:
+    with httpx.Client(verify=files.client(), timeout=240) as client:
         return _serial(url, client)
 
 
@@ -211,9 +211,9 @@ def test_clients_show_certificates_where_they_must(files: Files, ca: trustme.CA)
     with serving(echoes, Lifecycle(), certificates=Certificates(options)) as (_, address):
         url, client = address.replace("http:", "https:"), files.client()
         with pytest.raises(httpx.TransportError):
-            httpx.get(url, verify=client, timeout=60)
+            httpx.get(url, verify=client, timeout=240)
         ca.issue_cert("client@example.com").configure_cert(client)
-        assert httpx.get(url, verify=client, timeout=60).is_success
+        assert httpx.get(url, verify=client, timeout=240).is_success
 
 
 def _encrypt(files: Files) -> None:

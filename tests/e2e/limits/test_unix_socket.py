@@ -44,7 +44,7 @@ def test_clients_use_the_socket_and_it_goes_with_the_server(tmp_path: Path) -> N
     with _serving(path, Tokenizer.from_folder(tmp_path)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as http:
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=240) as http:
             client = openai.OpenAI(
                 base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
             )

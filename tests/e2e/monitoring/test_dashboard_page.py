@@ -269,7 +269,7 @@ def test_the_page_of_the_api_shows_every_endpoint(
     headers = {"Authorization": f"Bearer {ADMIN_KEY}".encode()}
     try:
         with running(app) as address:
-            paths = httpx.get(f"{address}/openapi.json", headers=headers, timeout=60).json()[
+            paths = httpx.get(f"{address}/openapi.json", headers=headers, timeout=240).json()[
                 "paths"
             ]
             tab.go(f"{address}/docs")

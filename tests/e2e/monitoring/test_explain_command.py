@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prefixcache.cli.main import app as command
+from prefixcache.scheduler import loading
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.options.header_lines import HeaderLines
@@ -43,7 +44,7 @@ def server(
         **{"num_blocks": 4000, **flags},
     )
     try:
-        with running(application) as address, httpx.Client(base_url=address, timeout=60) as client:
+        with running(application) as address, httpx.Client(base_url=address, timeout=240) as client:
             yield client
     finally:
         asyncio.run(engine.shutdown())
@@ -188,6 +189,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
 def test_clients_see_what_lies_on_a_disk(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)  # Loads are never late.
+    monkeypatch.setattr(loading, "_MOST_SECONDS", 600)
     body = {"model": "tiny", "max_tokens": 1, "ignore_eos": True}
     prompt, other = list(range(10, 160)), list(range(140, 370))
     file = tmp_path / "body.json"

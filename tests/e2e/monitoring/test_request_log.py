@@ -210,7 +210,7 @@ async def test_what_the_event_loop_finds_shows_no_message(tokenizer: Tokenizer) 
         await send({"type": "http.response.body", "body": b""})
 
     with log() as written, running(app) as address:
-        httpx.get(address, timeout=60)
+        httpx.get(address, timeout=240)
         wait_until(lambda: "never retrieved" in written.getvalue())
     assert seen
     assert CANARY not in written.getvalue()

@@ -202,6 +202,7 @@ def test_sizes() -> None:
         (("--disk-memory", "x"), "--disk-memory must be blocks or percent"),
         (("--disk-memory", "5%", "--sizes", "9", "--no-bounds"), "--disk-memory must be blocks"),
         (("--disk-memory", "5", "--ttft-model", "m"), "--disk-memory excludes --ttft-model"),
+        (("--disk-cache-min-uses", "2"), "--disk-cache-min-uses needs --disk-memory"),
         (("--snapshots", "ends"), "--snapshots needs --snapshot-bytes and --token-bytes"),
         (("--snapshot-bytes", "9MB"), "--snapshot-bytes and --token-bytes are given together"),
         (("--goodput", "ttft:500"), "--goodput is a prediction, which needs --ttft-model"),

@@ -33,7 +33,7 @@ print(Cpu(2).threads)
 
 def test_more_threads_than_the_system_gives() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", TOO_MANY], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", TOO_MANY], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     warning, threads = done.stdout.splitlines()
@@ -49,6 +49,7 @@ def machine(folder: Path, cores: list[str], limit: dict[str, str]) -> None:
         (folder / f"cpu{number}/topology/thread_siblings_list").write_text(f"{siblings}\n")
     (folder / "cpu").mkdir()
     for name, text in limit.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{text}\n")
 
 
@@ -62,6 +63,19 @@ def machine(folder: Path, cores: list[str], limit: dict[str, str]) -> None:
         (["0", "1", "2", "3"], {"cpu.max": "5000 100000"}, 1),
         (["0", "1"], {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 2),
         (["0", "1"], {"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        # Of a service, and of the slice that it is in.
+        (["0", "1", "2"], {"own": "0::/a/b", "a/b/cpu.max": "200000 100000"}, 2),
+        (["0", "1", "2"], {"own": "0::/a/b", "a/cpu.max": "9 9", "a/b/cpu.max": "max 9"}, 1),
+        (["0", "1", "2"], {"own": "9:name=systemd:/a\n0::/b", "b/cpu.max": "2 1"}, 2),
+        (
+            ["0", "1", "2"],
+            {
+                "own": "4:cpuset:/a\n3:cpu,cpuacct:/b",
+                "cpu/b/cpu.cfs_quota_us": "150000",
+                "cpu/b/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
     ],
 )
 def test_threads_are_the_cores_that_the_process_may_use(
@@ -74,6 +88,7 @@ def test_threads_are_the_cores_that_the_process_may_use(
     machine(tmp_path, cores, limit)
     monkeypatch.setattr(threads, "_TOPOLOGY", tmp_path)
     monkeypatch.setattr(threads, "_CGROUP", tmp_path)
+    monkeypatch.setattr(threads, "_OWN_CGROUPS", tmp_path / "own")
     processors = set(range(len(cores)))
     monkeypatch.setattr(threads.os, "sched_getaffinity", mock.Mock(return_value=processors))
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 64)
@@ -81,3 +96,15 @@ def test_threads_are_the_cores_that_the_process_may_use(
     assert threads.default_threads() == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads.default_threads() == 7
+
+
+def test_more_threads_than_may_run_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(tmp_path, ["0", "1"], {"cpu.max": "200000 100000"})
+    monkeypatch.setattr(threads, "_CGROUP", tmp_path)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", mock.Mock(return_value={0, 1, 2, 3}))
+    assert (threads.num_threads(2), caplog.messages) == (2, [])
+    assert threads.num_threads(3) == 3
+    assert caplog.messages[0].startswith("--cpu-threads 3: the process may use 2 processors")

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
     for name, parameter in model.named_parameters():
         numbers = np.arange(parameter.numel(), dtype=np.uint32) + zlib.crc32(name.encode())
-        numbers = (numbers * np.uint32(2654435761) >> 8).astype(np.float32) / 2**23 - 1
+        numbers = (numbers * np.uint32(2654435761) >> 8).astype(np.float32) / np.float32(2**23) - 1
         numbers = torch.from_numpy(numbers).view(parameter.shape) / parameter.shape[-1] ** 0.5
         parameter.data = 1 + numbers if parameter.dim() == 1 else numbers
     file = write_gguf(place / "tiny.gguf", model, formats=("F16", *QUANT_FORMATS))

@@ -98,7 +98,7 @@ def test_tables_without_a_page_that_a_query_sees_are_refused(name, window, first
 @settings(
     deadline=None,
     max_examples=6,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(window=st.sampled_from([5, 20, 70]), chunk=st.integers(5, 60), data=st.data())
 def test_torch_and_the_cpus_kernel_agree_on_a_model_of_two_kinds(

@@ -23,6 +23,7 @@ from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.kv.tiers.disk_tier import DiskTier
+from prefixcache.scheduler import loading
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
@@ -51,8 +52,8 @@ class Served:
         # Of the first prompt, of 150 tokens; a state is kept eight tokens before its end.
         self.hit = 128 if self.engine._cache.has_states else 144
 
-    def add(self, name: str, prompt: list[int], **options: Any) -> None:
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+    def add(self, name: str, prompt: list[int], max_tokens: int = 6, **options: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
         self.outputs[name] = []
         cache = CacheOptions(**options)
         self.engine.add_request(
@@ -90,7 +91,7 @@ class Served:
         disk.nudge()
         with disk._changed:
             where = partial(self.engine.locate_prefix, PROMPT)
-            assert disk._changed.wait_for(lambda: where() in locations, 60)
+            assert disk._changed.wait_for(lambda: where() in locations, 240)
             return where().disk_tokens
 
     def evict(self, *, whole: bool = True) -> None:
@@ -112,6 +113,7 @@ def model(tiny_checkpoint: TinyCheckpoint) -> Path:
 @pytest.fixture(autouse=True)
 def _loads_are_taken_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimeModel, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(loading, "_MOST_SECONDS", 600)
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, get = threading.Event(), DiskStore.get
 
     def wait(store: DiskStore, keys: list[bytes]) -> list[bytes]:
-        assert go.wait(60)
+        assert go.wait(600)
         return get(store, keys)
 
     monkeypatch.setattr(DiskStore, "get", wait)
@@ -182,6 +184,15 @@ def test_a_hit_needs_the_window_and_the_state_at_its_end(
         for kind in kinds
     ]
     assert [groups[group] for group in range(len(kinds))] == wanted
+    served.engine.close()
+
+
+def test_a_prompt_without_an_answer_tells_what_came_from_the_disk(model, tmp_path):
+    served = Served(model, tmp_path / "disk")
+    served.evict()
+    served.add("alone", PROMPT, max_tokens=0)
+    served.run()
+    assert served.from_disk("alone") == served.hit
     served.engine.close()
 
 

@@ -329,6 +329,15 @@ def test_metrics_count_what_happened() -> None:
     assert value("prefixcache:request_success_total", {"finished_reason": "length"}) == 2
 
 
+def test_a_prompt_alone_counts_no_generated_token() -> None:
+    engine, _, _ = make_engine()
+    run(engine, make_request("a", range(18), max_tokens=0))
+    value = engine.metrics.registry.get_sample_value
+    assert value("prefixcache:request_prompt_tokens_sum") == 18
+    assert value("prefixcache:request_generation_tokens_sum") == 0
+    assert value("prefixcache:generation_tokens_total") == 0
+
+
 def test_metrics_show_running_and_waiting_requests() -> None:
     engine, _, _ = make_engine(max_num_seqs=1, num_blocks=11)
     engine.add_request(make_request("a", range(8), max_tokens=20))

@@ -95,7 +95,7 @@ def test_a_clear_is_one_for_the_next_process_too(make):
 def test_a_clear_does_not_wait_for_a_disk_that_hangs(make, monkeypatch):
     first, go = make(), threading.Event()
     hashes, get = evicted(first), DiskStore.get
-    monkeypatch.setattr(DiskStore, "get", lambda *given: go.wait(60) and get(*given))
+    monkeypatch.setattr(DiskStore, "get", lambda *given: go.wait(600) and get(*given))
     load = first.tier.load([1], keys_of(hashes[:1]))
     first.cache.clear_cache_index()
     assert first.count(hashes) == 0
@@ -114,8 +114,8 @@ def test_a_clear_waits_a_bounded_time_and_says_so(make, monkeypatch, caplog):
     void, clear = tiered.tier._void_store, DiskStore.clear
     hashes = evicted(tiered)
     monkeypatch.setattr(disk_tier, "_FORGET_SECONDS", 0.01)
-    monkeypatch.setattr(tiered.tier, "_void_store", lambda: go.wait(60) and void())
-    monkeypatch.setattr(DiskStore, "clear", lambda store: go.wait(60) and clear(store))
+    monkeypatch.setattr(tiered.tier, "_void_store", lambda: go.wait(600) and void())
+    monkeypatch.setattr(DiskStore, "clear", lambda store: go.wait(600) and clear(store))
     tiered.cache.clear_cache_index()
     tiered.tier.forget()
     assert "may find what was cleared" in caplog.text
@@ -279,7 +279,7 @@ def test_two_processes_may_share_the_folder(folder):
 def test_the_end_does_not_wait_for_a_disk_that_hangs(make, monkeypatch, caplog):
     caplog.set_level("INFO")
     tiered, go, put = make(), threading.Event(), DiskStore.put
-    monkeypatch.setattr(DiskStore, "put", lambda *given: go.wait(60) and put(*given))
+    monkeypatch.setattr(DiskStore, "put", lambda *given: go.wait(600) and put(*given))
     monkeypatch.setattr(disk_tier, "_QUIET_SECONDS", 0)
     monkeypatch.setattr(disk_tier, "_CLOSE_SECONDS", 0)
     hashes = tiered.compute(100)

@@ -70,7 +70,10 @@ def tensors(draw: st.DrawFn) -> list[Tensor]:
     ]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(all_tensors=tensors(), data=st.data())
 def test_one_file_and_shards_have_the_digest_of_the_reference(home, all_tensors, data):
     folder = home / "shards"

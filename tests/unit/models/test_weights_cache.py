@@ -222,8 +222,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return resolve_model(str(file))
 
 
-def started(folder: Path, **flags: object) -> tuple[Said, int]:
-    """What a server says, and how many bytes of weights it reads."""
+def started(folder: Path, **flags: object) -> tuple[Said, int, int]:
+    """What a server says, and how many bytes of weights it reads and maps."""
     read: list[int] = []
 
     def read_bytes(stream: Any, start: int, length: int) -> Any:
@@ -236,18 +236,20 @@ def started(folder: Path, **flags: object) -> tuple[Said, int]:
         config = EngineConfig.from_flags(model=str(folder), device="cpu", num_blocks=64, **flags)
         engine = build(config, folder)
     said, _ = answer(engine, tokens(70), num_tokens=8)
+    mapped = engine.engine.metrics.registry.get_sample_value("prefixcache:weights_mapped_bytes")
     engine.engine.close()
-    return said, sum(read)
+    return said, sum(read), int(mapped or 0)
 
 
 @pytest.mark.parametrize("flags", [{}, {"cpu_activations": "int8", "dtype": "bfloat16"}])
 def test_the_next_start_says_the_same_and_reads_no_matrix(folder, flags, tmp_path, monkeypatch):
     monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "home"))
     flags = {**flags, "weights_cache_dir": str(tmp_path / "kept")}
-    said, read = started(folder, **flags)
-    mapped, small = started(folder, **flags)
-    assert mapped == said
+    said, read, none = started(folder, **flags)
+    again, small, mapped = started(folder, **flags)
+    assert again == said
     assert small < read / 100
+    assert (none, mapped > 20 * small) == (0, True)
     forms = [started(folder, **flags, cpu_instructions="portable") for _ in range(2)]
     assert forms[0][0] == forms[1][0]
     assert [one[1] for one in forms] == [read, small]

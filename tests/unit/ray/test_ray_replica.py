@@ -373,7 +373,7 @@ async def test_a_replica_starts_as_all_others_are(monkeypatch, folder, other_wei
 
 async def test_a_replica_of_other_weights_does_not_start(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
-    commands = Commands(timeout=60)
+    commands = Commands(timeout=240)
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Handle())
     async with replica_of(monkeypatch, folder, commands=commands) as first:
         names = [(await first.about())["prefix_hash"]["weights_name"]]
@@ -461,7 +461,7 @@ async def test_a_replica_that_missed_a_command_is_replaced(replica: EngineReplic
 
 async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, other_weights):
     enter_replica(monkeypatch, "c")
-    commands, handle = Commands(timeout=60), Handle()
+    commands, handle = Commands(timeout=240), Handle()
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
     async with (
         replica_of(monkeypatch, folder, "a", commands=commands) as first,
@@ -508,7 +508,7 @@ class Deployed:
 
 @pytest.fixture
 async def deployed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncGenerator[Deployed, None]:
-    commands = Commands(timeout=60)
+    commands = Commands(timeout=240)
     handle = Handle(commands)
     replicas = Handle()
     found = mock.Mock(side_effect=lambda *_: replicas)
@@ -642,13 +642,13 @@ async def test_commands_go_on_without_a_replica(monkeypatch: pytest.MonkeyPatch)
     enter_replica(monkeypatch, "c")
     handle = Handle(Gone(), Here())
     monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
-    assert (await Commands(timeout=60).state()).number == 2
+    assert (await Commands(timeout=240).state()).number == 2
     late = mock.Mock(side_effect=TimeoutError)
     handle = mock.Mock(broadcast=lambda *_: mock.Mock(results=late))
     # Nobody runs yet: the first replica to start says what all are to be.
     served = Served("weights tag:b", "float32/avx2/r1", "bb")
     expected = ReplicaState(common="weights tag:b", roots={"float32/avx2/r1": "bb"})
-    assert await Commands(timeout=60).state(served) == expected
+    assert await Commands(timeout=240).state(served) == expected
 
 
 # The application.

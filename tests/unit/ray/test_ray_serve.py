@@ -278,7 +278,7 @@ def _update(path: str) -> Command:
 
 
 def _commands(*replicas: Replica) -> Commands:
-    commands = Commands(timeout=60)
+    commands = Commands(timeout=240)
 
     async def ask(method: str, *args: Any) -> list[Any]:
         return [await getattr(one, method)(*args) for one in replicas]

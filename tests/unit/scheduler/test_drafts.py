@@ -174,6 +174,23 @@ def test_a_restarted_answer_begins_a_new_text() -> None:
     assert not drafter._texts
 
 
+def test_a_request_that_may_not_come_back_leaves_no_text() -> None:
+    engine = drafting_engine()
+    serve(engine, make_request("warm", PROMPT, max_tokens=1))
+    asked = make_request("a", PROMPT, max_tokens=LONG)
+    engine.add_request(replace(asked, cache=CacheOptions(hit_threshold=0.5)))
+    for _ in range(10):
+        engine.step()
+    drafter = engine._scheduler.drafter
+    assert drafter is not None
+    assert drafter._texts
+    engine.control.reset_prefix_cache()
+    engine._scheduler.requeue_running()
+    ended = [output.finish_reason for output in engine.step() if output.finished]
+    assert ended == ["cache_threshold"]
+    assert not drafter._texts
+
+
 def test_a_step_is_read_before_the_next_is_guessed_at() -> None:
     engine, runner, _ = make_engine(drafter=plain_drafter(), ahead=True)
     for name in "ab":

@@ -8,6 +8,7 @@ import json
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +110,14 @@ class Script:
 
     def push(self, text: str, *, finished: bool) -> MessageDelta:
         return next(self._deltas)
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [('{"a": 1}', "tool_calls"), ('{"a": "', "stop")])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason: str) -> None:
+    call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
+    choice = Choice(0, 3, lambda: Script([call]))
+    choice.add(RequestOutput(request_id="r", finish_reason="stop", stop_reason="city"))
+    assert choice.finish_reason == reason
 
 
 def _job(reason: str) -> Job:

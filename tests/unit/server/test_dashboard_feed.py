@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -83,6 +84,24 @@ async def test_a_cancelled_reader_gives_its_place_back() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not source.feed.is_full
+
+
+@pytest.mark.parametrize("computes", [False, True])
+async def test_the_loop_rests_by_what_it_computes(computes, monkeypatch):
+    """CPU seconds count, and not those in which other processes had the processor."""
+    sleep, rests = asyncio.sleep, list[float]()
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: rests.append(seconds) or sleep(0))
+
+    def take() -> dict[str, bytes]:
+        ends = time.thread_time() + 0.02
+        while computes and time.thread_time() < ends:
+            pass
+        time.sleep(0.02)
+        return {"a": b"a"}
+
+    feed = Feed(take, lambda: b"hello", lambda: len(rests) > 0, period=0.5)
+    assert [event async for event in feed.events()] == [b"hello", b"a"]
+    assert rests[0] >= 50 * 0.02 if computes else rests == [0.5]
 
 
 @pytest.mark.parametrize("why", ["stopping", "error"])

@@ -32,7 +32,7 @@ async def test_a_silent_stream_sends_comments_until_an_event_comes():
             enough.set()
 
     stream = EventStream(events(), ping_seconds=_SECONDS)
-    await asyncio.wait_for(stream(_SCOPE, _receive, send), timeout=60)
+    await asyncio.wait_for(stream(_SCOPE, _receive, send), timeout=240)
     assert sent[0]["type"] == "http.response.start"
     bodies = [message["body"] for message in sent[1:]]
     assert bodies[:2] == [b": ping\n\n"] * 2

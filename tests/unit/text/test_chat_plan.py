@@ -376,6 +376,8 @@ def test_allowed_tools_are_the_ones_that_may_be_called():
         (assistant(("c", "f", '{"a": NaN}')), "tool_calls[0].function.arguments"),
         (assistant(("c", "f", '{"a":' + "[" * 100_000)), "tool_calls[0].function.arguments"),
         ({"role": "assistant", "reasoning": 1}, "reasoning"),
+        ({"role": "user"}, "content"),
+        ({"role": "developer", "content": None}, "content"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -188,10 +188,19 @@ def test_stop_strings_wait_for_min_tokens():
     ids = BYTE_LEVEL.encode("zzzzzz", add_special_tokens=False).tolist()
     params = SamplingParams(stop=("z",), min_tokens=len(ids) - 1, max_tokens=99)
     stream = IncrementalDetokenizer(BYTE_LEVEL, params)
-    assert stream.push(ids[:-1]) == BYTE_LEVEL.decode(ids[:-1])
+    shown = stream.push(ids[:-1])
     assert stream.stopped_by is None
-    assert stream.push(ids[-1:]) == ""
+    assert shown + stream.push(ids[-1:]) == BYTE_LEVEL.decode(ids[:-1])
     assert stream.stopped_by == "z"
+
+
+def test_a_stop_string_may_begin_within_min_tokens():
+    first, last = (BYTE_LEVEL.encode(text, add_special_tokens=False).tolist() for text in "zy")
+    params = SamplingParams(stop=("zy",), min_tokens=2 * len(first) + len(last), max_tokens=99)
+    stream = IncrementalDetokenizer(BYTE_LEVEL, params)
+    assert stream.push([*first, *last, *first]) == "zy"
+    assert stream.push(last) == ""
+    assert stream.stopped_by == "zy"
 
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "hi"), (True, f"hi{EOS}")])

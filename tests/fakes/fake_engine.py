@@ -78,6 +78,8 @@ def make_engine(
     runner: FakeRunner | None = None,
     drafter: Drafter | None = None,
     make_cache: Callable[..., CacheManager] = CacheManager,
+    make_runner: Callable[..., FakeRunner] | None = None,
+    make_memory: Callable[[Any], Any] = lambda _: None,
     **parts: Any,
 ) -> tuple[Engine, FakeRunner, CacheManager]:
     """With `max_blocks` the pool can be resized up to there; `pool_options` are of `make_pool`.
@@ -100,13 +102,13 @@ def make_engine(
         share_in_flight=share_in_flight,
         **(rules or {}),
     )
-    runner = runner or (LateRunner if ahead else FakeRunner)(
+    runner = runner or (make_runner or (LateRunner if ahead else FakeRunner))(
         max_blocks or num_blocks,
         block_size,
         max_tokens=max_num_batched_tokens,
         max_seqs=max_num_seqs,
         max_pages=-(-max_model_len // block_size),
-        groups=groups,
+        **({} if groups == ("full",) else {"groups": groups}),
     )
     all_parts: dict[str, Any] = {
         "scheduler": Scheduler(
@@ -122,6 +124,7 @@ def make_engine(
         "clock": clock,
         "cache": cache,
         "runner": runner,
+        "memory": make_memory(runner),
         "make_detokenizer": IdText,
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": eos_token_ids,

@@ -174,42 +174,13 @@ class FakeMemory:
 
 
 def make_versioned_engine(
-    *,
-    num_blocks: int = 65,
-    block_size: int = 4,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = 128,
-    ahead: bool = False,
-    groups: Sequence[GroupKind] = ("full",),
-    max_blocks: int | None = None,
-    max_weight_staleness: int = 0,
-    **options: Any,
-) -> tuple[Engine, VersionedRunner, CacheManager]:
+    *, ahead: bool = False, max_weight_staleness: int = 0, **options: Any
+) -> tuple[Engine, Any, CacheManager]:
     """An engine whose weights can be replaced and given up."""
-    runner = (LateVersionedRunner if ahead else VersionedRunner)(
-        max_blocks or num_blocks,
-        block_size,
-        max_tokens=max_num_batched_tokens,
-        max_seqs=max_num_seqs,
-        max_pages=-(-max_model_len // block_size),
-        groups=groups,
-    )
-    engine, _, cache = make_engine(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        groups=groups,
-        max_blocks=max_blocks,
-        runner=runner,
-        memory=FakeMemory(runner),
-        make_cache=partial(
-            CacheManager,
-            weights=content_name("0"),
-            max_weight_staleness=max_weight_staleness,
-        ),
+    cache = {"weights": content_name("0"), "max_weight_staleness": max_weight_staleness}
+    return make_engine(
+        make_runner=LateVersionedRunner if ahead else VersionedRunner,
+        make_memory=FakeMemory,
+        make_cache=partial(CacheManager, **cache),
         **options,
     )
-    return engine, runner, cache

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+from fakes.fake_engine import make_engine
 from fakes.fake_runner import FakeRunner
-from prefixcache.config.engine_config import SchedulerConfig
-from prefixcache.kv.cache_manager import CacheManager, GroupKind
-from prefixcache.kv.retention import Retention
-from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import StepPlan
@@ -21,48 +18,14 @@ class Bench:
 
     make_runner: Callable[..., Any] = FakeRunner
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 65,
-        block_size: int = 4,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 64,
-        max_model_len: int = 128,
-        enable_prefix_caching: bool = True,
-        groups: Sequence[GroupKind] = ("full",),
-        retention: Retention | None = None,
-        retention_budget: float = 0.2,
-        clock: Callable[[], float] = time.monotonic,
-        **rules: Any,
-    ) -> None:
-        self.cache = CacheManager(
-            num_blocks,
-            block_size,
-            groups=groups,
-            retention=retention,
-            retention_budget=retention_budget,
+    def __init__(self, **options: Any) -> None:
+        """Options are those of `make_engine`, and fields of `SchedulerConfig`."""
+        names = options.keys() & inspect.signature(make_engine).parameters
+        parts = {name: options.pop(name) for name in names}
+        engine, self.runner, self.cache = make_engine(
+            make_runner=self.make_runner, rules=options, **parts
         )
-        config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            **{"share_in_flight": False, **rules},
-        )
-        self.scheduler = Scheduler(
-            config,
-            self.cache,
-            max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-            clock=clock,
-        )
-        self.runner = self.make_runner(
-            num_blocks,
-            block_size,
-            max_tokens=max_num_batched_tokens,
-            max_seqs=max_num_seqs,
-            max_pages=-(-max_model_len // block_size),
-            **({} if groups == ("full",) else {"groups": groups}),
-        )
+        self.scheduler = engine._scheduler
         self.answers: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
 

@@ -115,7 +115,6 @@ class Engine:
         self._records = parts.records
         if self._records is not None:
             self._close_records = weakref.finalize(self, self._records.close)
-            self._close_records.atexit = False  # its thread has ended then, and written everything
         if parts.residency is not None:
             self.metrics.of_blocks = parts.residency.families
         if self._pool is not None:

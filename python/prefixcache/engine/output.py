@@ -94,6 +94,7 @@ class Answer:
                 self.end(Ending("length")),
                 num_disk_tokens=num_disk_tokens,
                 num_window_missed_tokens=num_window_missed_tokens,
+                started_at=self._begun,
                 hit_staleness=hit_staleness,
             )
         token_id, first = output.token_id, not self._num_tokens

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -94,8 +95,11 @@ class RequestRecords:
         self._open: dict[str, _Open] = {}
         self._put = self._taken = 0
         self._has_stopped = False
-        self._writer = ThreadPoolExecutor(1, "request-recording")
-        self._writer.submit(self._guarded, self._file.begin)
+        # Of C, so that `close` may be called while garbage is collected in the middle of any call.
+        self._waiting = SimpleQueue[Callable[[], None] | None]()
+        self._waiting.put(self._file.begin)
+        self._thread = threading.Thread(target=self._run, name="request-recording", daemon=True)
+        self._thread.start()
         logger.info("Requests and answers are recorded, with their text, in %s.", self.path)
 
     def add(self, request: Request, seed: int) -> None:
@@ -129,9 +133,10 @@ class RequestRecords:
         self._open.clear()
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
-        self._writer.submit(self._file.close)
-        self._writer.shutdown()
+        """Writes what waits, and closes the file. Also while garbage is collected."""
+        self._waiting.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _write(self, one: _Open) -> None:
         if self._has_stopped:
@@ -140,15 +145,19 @@ class RequestRecords:
         if self._put - self._taken > MAX_WAITING_TOKENS:
             self._stop("more waits to be written than may")
         else:
-            self._writer.submit(self._guarded, partial(self._write_now, one))
+            self._waiting.put(partial(self._write_now, one))
 
     def _write_now(self, one: _Open) -> None:
         self._taken += one.size
         self._file.write([one.line()])
         self._file.check()
 
+    def _run(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            self._guarded(write)
+        self._file.close()
+
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Runs on the writing thread."""
         try:
             if not self._has_stopped:
                 write()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -47,7 +48,8 @@ class TraceWriter:
         self.path = self._parts.path
         self._events: deque[Event] = deque()
         self._tokens_put = self._tokens_taken = 0
-        self._closing = threading.Event()
+        # Of C, so that `close` may be called while garbage is collected in the middle of any call.
+        self._closing = SimpleQueue[None]()
         self._reason: str | None = None
         self._lines: TraceLines
         self._thread = threading.Thread(target=self._run, name="trace-recording", daemon=True)
@@ -95,9 +97,10 @@ class TraceWriter:
             self._events.append(event)
 
     def close(self) -> None:
-        """Writes what waits, and the last line."""
-        self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
+        """Writes what waits, and the last line. Also while garbage is collected."""
+        self._closing.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_SECONDS)
 
     def _stop(self, reason: str) -> None:
         """Ends the recording before its time."""
@@ -107,7 +110,7 @@ class TraceWriter:
     def _run(self) -> None:
         try:
             self._parts.begin()
-            while not (self._closing.wait(_PERIOD) or self._reason):
+            while not (self._is_closed() or self._reason):
                 self._write_waiting()
             self._write_waiting()
             last_ms = self._lines.last_ms
@@ -122,6 +125,14 @@ class TraceWriter:
             self._parts.close()
             # `put` adds no more, now that there is a reason.
             self._events.clear()
+
+    def _is_closed(self) -> bool:
+        """Whether that is so within a short time."""
+        try:
+            self._closing.get(timeout=_PERIOD)
+        except Empty:
+            return False
+        return True
 
     def _write_waiting(self) -> None:
         """Writes the events that are there; after a few of them the step loop may run."""

@@ -254,7 +254,7 @@ class RequestOutput:
     guessed, and `num_refused_drafts` guesses were wrong.
     `error_code` tells errors that are no failure of the engine: a cache that has become too small
     for the request, a grammar that cannot be followed any further. `started_at`, in seconds of
-    `time.monotonic`, comes with the first token: when its first step was submitted. `restarted`
+    `time.monotonic`, comes with the first output: when its first step was submitted. `restarted`
     says that the weights were replaced: all that came before is void, the answer begins again.
     `weight_version` is that of the weights that the tokens came from, and `hit_staleness` how many
     updates before the request's start the oldest of its hits was computed.

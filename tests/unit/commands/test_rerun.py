@@ -8,7 +8,9 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import thread
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,17 @@ def test_what_spans_an_update_is_marked(tmp_path: Path) -> None:
     }
     assert found["abort"]["finish"] == "abort"
     assert [len(found[name]["tokens"]) for name in ("before", "keep", "recompute")] == [1, 8, 8]
+
+
+def test_garbage_may_be_collected_while_a_thread_is_started(tmp_path: Path) -> None:
+    """An engine that nobody closed closes its records then, under a lock of all executors."""
+    records = RequestRecords(tmp_path / "day.jsonl", {})
+    closing = threading.Thread(target=records.close, daemon=True)
+    with thread._global_shutdown_lock:
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    assert read_records(records.path) == ({"prefixcache_requests": 1, "part": 0}, [])
 
 
 @pytest.mark.parametrize("failure", ["full disk", "deleted", "too slow"])

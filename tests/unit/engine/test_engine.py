@@ -331,7 +331,8 @@ def test_metrics_count_what_happened() -> None:
 
 def test_a_prompt_alone_counts_no_generated_token() -> None:
     engine, _, _ = make_engine()
-    run(engine, make_request("a", range(18), max_tokens=0))
+    (ended,) = run_one(engine, prompt=range(18), max_tokens=0)
+    assert ended.started_at is not None
     value = engine.metrics.registry.get_sample_value
     assert value("prefixcache:request_prompt_tokens_sum") == 18
     assert value("prefixcache:request_generation_tokens_sum") == 0

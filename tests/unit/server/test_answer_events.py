@@ -118,6 +118,9 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
     choice = Choice(0, 3, lambda: Script([call]))
     choice.add(RequestOutput(request_id="r", finish_reason="stop", stop_reason="city"))
     assert choice.finish_reason == reason
+    form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
+    (item,) = form.body(_job(reason), choice)["output"]
+    assert item["status"] == ("incomplete" if reason == "stop" else "completed")
 
 
 def _job(reason: str) -> Job:

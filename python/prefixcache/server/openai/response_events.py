@@ -140,7 +140,7 @@ class ResponseForm:
         for delta, logprobs in choice.message.parts():
             self._take(delta, logprobs)
         status = _status(job, choice)
-        for _ in self._output.end(status):
+        for _ in self._output.end(_last_status(choice, status)):
             pass
         return self._complete(job, choice, status)
 
@@ -158,7 +158,7 @@ class ResponseForm:
             yield self._numbered(job, event)
         if output.finished:
             status = _status(job, choice)
-            for event in self._output.end(status):
+            for event in self._output.end(_last_status(choice, status)):
                 yield self._numbered(job, event)
             complete = self._complete(job, choice, status)
             kind = status if status in ("completed", "incomplete") else "failed"
@@ -216,6 +216,12 @@ def _status(job: Job, choice: Choice) -> str:
     if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
         return "completed"
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
+
+
+def _last_status(choice: Choice, status: str) -> str:
+    """The status of the last item: a call that a stop string cut is not to be made."""
+    is_cut = choice.finish_reason == "stop" and choice.message.tool_calls
+    return "incomplete" if is_cut else status
 
 
 def _diagnosis(job: Job) -> dict[str, Any]:

@@ -15,7 +15,6 @@ MINUTES        ?= 1
 WORKERS        ?= $(shell expr $$(nproc) + 1)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
-RERUNS         ?= 0
 COVERAGE       ?=
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 HOST     = $(shell rustc -vV | sed -n 's/host: //p')
@@ -37,7 +36,7 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
   $(1)/bin/pip install --disable-pip-version-check --no-compile $(2)
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-PYTEST   := $(BIN)/pytest --reruns=$(RERUNS) --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
+PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
@@ -75,20 +74,20 @@ model: setup                       ## the default model, fetched once
 environments: .venv/.dev .venv-clients/.built .venv-docs/.built .venv-release/.built
 
 # Features of dependencies are those of the packages that are named: with others `pip` and `clippy` compile all again.
-rust-builds:                       ## what the set-up and Rust's tests compile, for .ci/run to do while packages come
+rust-builds:                       ## compile what the set-up and Rust's tests need, while .ci/run fetches packages
 	cargo build --release --package prefixcache-py --features pyo3/extension-module --quiet
 	$(RUST_TESTS) --no-run
 
-test: checks test-python           ## what a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
+test: checks test-python           ## all that a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
 
 checks: setup-dev                  ## lints and Rust tests
 	$(PARALLEL) lint-python lint-rust test-rust
 
-test-long: setup-dev model         ## the same tests in their long forms
+test-long: setup-dev model         ## the tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
-nightly: test-long test-lowest shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, hours of load
+nightly: test-long test-lowest shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, an hour of load
 	$(MAKE) --no-print-directory test-python COVERAGE=1
 	$(MAKE) --no-print-directory stress sanitize STRESS_SECONDS=600
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
@@ -106,11 +105,11 @@ test-lowest: setup-dev model       ## an answer and the unit tests with the lowe
 	printf '%s\n' $(CURDIR)/python $(CURDIR)/.venv/lib/python*/site-packages >$$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth
 	$(LOWEST)/bin/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup tests/unit
 
-test-ray: setup-dev                ## three replicas under Ray Serve, killed and commanded in mid-traffic
-	cd tests/ray_serve && ../../$(BIN)/pytest --reruns=$(RERUNS) --timeout=900 --durations=5
+test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
+	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5
 
-test-clients: setup model .venv-clients/.built ## clients that people use, against a server (own environment)
-	cd tests/clients && ../../.venv-clients/bin/pytest --reruns=$(RERUNS) --durations=5
+test-clients: setup model .venv-clients/.built ## popular clients against a server (own environment)
+	cd tests/clients && ../../.venv-clients/bin/pytest --durations=5
 
 .venv-clients/.built: requirements/clients.txt requirements/clients-no-deps.txt | .venv/bin/uv
 	$(PYTHON) -m venv .venv-clients
@@ -132,11 +131,12 @@ test-wheel: setup model            ## the wheel in empty environments: the cache
 AARCH64 := aarch64-unknown-linux-gnu
 KERNELS := $(patsubst %,--package prefixcache-%,cpu ops attention decoder sampler)
 
-lint: lint-rust lint-python
+lint: lint-rust lint-python         ## format, clippy, documentation, types, imports
 
 lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	python3 release/licences.py --check
 	@if rustup target list --installed 2>/dev/null | grep -q '^$(AARCH64)$$'; \
 	  then cargo clippy --target $(AARCH64) $(KERNELS) --quiet -- -D warnings; \
 	  else echo "not installed: rustup target add $(AARCH64), to check the kernels' portable form"; fi
@@ -162,7 +162,7 @@ stress:                            ## two writers, two probers (STRESS_SECONDS=6
 sanitize: fuzz-build               ## the stress test under AddressSanitizer, as the fuzz targets are built
 	PREFIXCACHE_STRESS_SECONDS=$(STRESS_SECONDS) $(FUZZ_CARGO) test $(FUZZ_PROFILE) --test stress_pool
 
-proofs:                            ## loom, sanitize and fuzz, whose builds leave a core idle
+proofs:                            ## loom, sanitize and fuzz in parallel
 	$(PARALLEL) loom sanitize fuzz
 
 # The flags that cargo-fuzz gives; compiling that tool first takes longer than the targets.
@@ -176,7 +176,7 @@ fuzz-run-%:
 	mkdir -p fuzz/target/found/$* fuzz/artifacts/$*
 	$(FUZZ_BIN)/$* fuzz/target/found/$* fuzz/corpus/$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=fuzz/artifacts/$*/
 
-fuzz-merge: fuzz-build             ## adds to the committed corpus what runs here have found, minimised
+fuzz-merge: fuzz-build             ## minimise the corpus with what runs here have found
 	for target in $(FUZZ_TARGETS); do rm -rf fuzz/target/merged && mkdir -p fuzz/target/merged fuzz/target/found/$$target && \
 	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
 	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
@@ -202,13 +202,13 @@ bench-core: setup                  ## the core's operations from Rust and from P
 	cargo bench --package prefixcache-oracle
 	$(BIN)/python benches/core/bench_python.py
 
-bench-hybrid: setup-dev            ## prefixes in turn on a model with windows (ARGS=--simulate)
+bench-hybrid: setup-dev            ## hit rates of returning prefixes on a model with windows (ARGS=--simulate)
 	$(BIN)/python benches/serving/hybrid.py $(ARGS)
 
 bench-restart: setup-dev            ## first token after kill -9 of a server that keeps its cache (ARGS="--tokens 1024")
 	$(BIN)/python benches/serving/restart.py $(ARGS)
 
-bench-disk: setup-dev              ## first token of a prompt on a disk, next to computed and in memory (ARGS="--tokens 4000")
+bench-disk: setup-dev              ## first token of a prompt from the disk, from memory, and computed (ARGS="--tokens 4000")
 	$(BIN)/python benches/serving/disk.py $(ARGS)
 
 bench-elastic: setup-dev           ## what a resize costs, and two servers that share a budget (ARGS="--phases 6")
@@ -222,7 +222,7 @@ bench-replicas: setup-dev          ## three replicas under Ray Serve: hit rates 
 bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router
 	$(BIN)/python benches/core/recorded.py fleet $(ARGS)
 
-bench-eviction:                    ## public traces: hit rates of orders of eviction (ARGS="taubench --as-json")
+bench-eviction:                    ## public traces: hit rates of eviction policies (ARGS="taubench --as-json")
 	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)
 
 bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on the CPU
@@ -245,7 +245,6 @@ docs: setup .venv-docs/.built       ## the site in target/site, with its generat
 	touch $@
 
 dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; lists of what they depend on
-	python3 release/licences.py --check
 	rm -rf dist && mkdir dist
 	.venv-release/bin/maturin sdist --out dist
 	MATURIN_PEP517_ARGS="--profile dist --zig --compatibility manylinux2014" \
@@ -254,14 +253,14 @@ dist: .venv-release/.built          ## sdist, and from it the manylinux wheel; l
 	.venv-release/bin/auditwheel show dist/prefixcache-*.whl
 	.venv-release/bin/cyclonedx-py requirements requirements/runtime.txt --output-file dist/python.cyclonedx.json
 
-audit: .venv-release/.built         ## known advisories: what the note says; ARGS=--run asks cargo-deny and pip-audit again
+audit: .venv-release/.built         ## known advisories, as recorded; ARGS=--run asks cargo-deny and pip-audit again
 	PATH="$(CURDIR)/.venv-release/bin:$(PATH)" python3 release/audit.py $(ARGS)
 
-licences:                          ## of the Rust crates in the wheel; cargo-deny says whether they may be
+licences:                          ## write the licences of the Rust crates in the wheel; cargo-deny checks them
 	python3 release/licences.py
 	command -v cargo-deny && cargo deny check licenses bans sources
 
-lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the systems; passes over tools that are not installed
+lint-deploy: .venv-release/.built   ## check the files in deploy/ with the tools that are installed
 	.venv-release/bin/hadolint deploy/docker/Dockerfile
 	.venv-release/bin/kubernetes-validate deploy/kubernetes/prefixcache.yaml
 	deploy/lint.sh
@@ -271,10 +270,10 @@ lint-deploy: .venv-release/.built   ## deploy/, as far as it goes without the sy
 	$(call install,.venv-release,-r $<)
 	touch $@
 
-format:
+format:                            ## format Rust and Python
 	cargo fmt --all
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean:
+clean:                             ## remove environments and builds
 	rm -rf .venv .venv-clients .venv-docs .venv-release target fuzz/target

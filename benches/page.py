@@ -175,13 +175,13 @@ def chart(tone: str) -> str:
         out.append(f'<text x="{left}" y="{top + 14}" fill="{quiet}">{escape(title)}</text>')
         for j, (name, x) in enumerate(zip(asked["contenders"], values, strict=True)):
             y = top + 24 + j * (bar + 4)
-            length = max(1, round(185 * x / max(values), 1))
+            length = max(1, round(170 * x / max(values), 1))
             weight = ' font-weight="600"' if j == 0 else ""
-            box = f'x="{left + 92}" y="{y}" width="{length}" height="{bar}" rx="2"'
+            box = f'x="{left + 112}" y="{y}" width="{length}" height="{bar}" rx="2"'
             out += [
                 f'<text x="{left}" y="{y + 13}"{weight}>{name}</text>',
                 f'<rect {box} fill="{fills[j]}"/>',
-                f'<text x="{left + 98 + length}" y="{y + 13}"{weight}>{number(x)}</text>',
+                f'<text x="{left + 118 + length}" y="{y + 13}"{weight}>{number(x)}</text>',
             ]
     about = f"{asked['about']} {machine(record)}."
     out.append(f'<text x="0" y="{height - 6}" font-size="11" fill="{quiet}">{escape(about)}</text>')

@@ -1,4 +1,4 @@
-"""Whether this tree may be published: `python release/publishable.py v0.1.0` names what lacks.
+"""Whether this tree may be published: `python release/publishable.py v0.1.0` names what is missing.
 
 Exit status 1 until the package has addresses and people, security reports have somewhere to go,
 and the tag is the version that pyproject.toml, Cargo.toml and a dated entry of the changelog have.

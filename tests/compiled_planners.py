@@ -19,7 +19,7 @@ import pytest
 import torch
 import tvm_ffi
 
-from native_flashinfer import replace_native_modules
+from fakes.native_flashinfer import replace_native_modules
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention
 from reference.paged_attention import SlowSequence, batch_of

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-pytest_plugins = ["repeatable", "workers", "checkpoints"]
+pytest_plugins = ["support.repeatable", "support.workers", "support.checkpoints"]
 
 
 @pytest.fixture(autouse=True)

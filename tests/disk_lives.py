@@ -98,7 +98,7 @@ class Tiered:
     def until(self, condition: Callable[[], object]) -> None:
         """Waits for what the tier's thread does."""
         with self.tier._changed:
-            assert self.tier._changed.wait_for(condition, 60)
+            assert self.tier._changed.wait_for(condition, 240)
 
     def settle(self) -> None:
         """All that waits is written, unless the store has failed."""

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fake_engine import RandomChunks
-from fake_runner import tokens_of_plan
-from plain_drafts import HostileDrafter, plain_drafter
+from fakes.fake_engine import RandomChunks
+from fakes.fake_runner import tokens_of_plan
+from fakes.plain_drafts import HostileDrafter, plain_drafter
 from prefixcache.config.engine_config import (
     Activations,
     CacheConfig,
@@ -56,7 +56,7 @@ from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import InFlightStep, ScheduledSequence, StepPlan
 from prefixcache.types.structured_output import StructuredOutput
-from tiny_models import VOCAB_SIZE, make_checkpoint
+from support.tiny_models import VOCAB_SIZE, make_checkpoint
 
 # Widths for which torch's own linears round differently with the number of rows.
 WIDE = {
@@ -556,7 +556,7 @@ def make_engine(
             merge_duplicate_blocks=schedule.merge_duplicate_blocks,
             disk_cache_memory=None if schedule.disk is None else 1 << 28,
             disk_cache_dir=schedule.disk,
-            disk_cache_min_uses=1 + schedule.seed % 2,
+            disk_cache_min_uses=1 if schedule.disk is None else 1 + schedule.seed % 2,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=schedule.max_num_batched_tokens,

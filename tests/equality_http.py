@@ -24,14 +24,14 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dialogues import read_dialogues, requests_of
 from prefixcache import LLM, SamplingParams
 from prefixcache.config.engine_config import DEFAULT_MODEL, Activations
 from prefixcache.llm import CompletionOutput
 from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.tools.bench.servers import run_server
-from serving import metric
+from support.dialogues import read_dialogues, requests_of
+from support.serving import metric
 
 Body = dict[str, Any]
 Reply = dict[str, Any]

@@ -21,6 +21,7 @@ from prefixcache.kv.kv_folder import FileLayout, KeptFile, open_kept_file
 from prefixcache.runner.cpu.file_memory import FileMemory
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_TENSORS, NUM_PROMPTS = 64, 8192, 3, 12
+MOST_PROMPTS = 80  # of a process, before it is killed
 LAYOUT = FileLayout(
     facts={"test": 1}, num_tensors=NUM_TENSORS, block_bytes=BLOCK_BYTES, max_blocks=NUM_BLOCKS
 )
@@ -58,6 +59,7 @@ class KilledCache:
 
     def ask(self, tokens: np.ndarray) -> int:
         """Hits what there is, checks it, computes the rest; how much hit."""
+        self.shared[16:24] = (self.read(16) + 1).to_bytes(8, "little")
         sequence = self.cache.new_sequence(tokens)
         hits = self.cache.count_prefix_hits(sequence)
         taken = self.cache.commit_prefix_plan(sequence, hits, len(tokens) - hits or 16)
@@ -110,15 +112,23 @@ def live(folder: Path, shared: mmap.mmap, seed: int) -> None:
         os._exit(1)
 
 
+def _is_alive(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def main(folder: Path, count: int) -> int:
     choose = random.Random(count)
     shared = mmap.mmap(-1, 4096)
     shared[0] = 5
     for seed in range(count):
+        shared[16:24] = bytes(8)
         child = os.fork()
         if child == 0:
             live(folder, shared, seed)
-        time.sleep(choose.random() * 0.05)
+        num_prompts = choose.randrange(MOST_PROMPTS)
+        while int.from_bytes(shared[16:24], "little") < num_prompts and _is_alive(child):
+            time.sleep(0.0005)
+        time.sleep(choose.random() * 0.01)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if status != signal.SIGKILL:

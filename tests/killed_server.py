@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
-NUM_CLIENTS, NUM_PROMPTS, MOST_SECONDS = 3, 12, 2.0
+NUM_CLIENTS, NUM_PROMPTS, MOST_ANSWERS = 3, 12, 100
 PROMPTS = [" ".join(f"{name}{place}" for place in range(12)) for name in "abcdefghijkl"]
 FLAGS = ("--dtype", "float32", "--num-blocks", "90", "--served-model-name", "tiny")
 Answer = tuple[str, Any]
@@ -68,7 +68,7 @@ class Kills:
             self.num_restored += metric(server, "restored_blocks")
             assert metric(server, "failed_checks") == 0, "a kill tears no block"
             traffic = Traffic(self, server, model, random.Random(self.choose.random()))
-            traffic.run(self.choose.random() * MOST_SECONDS)
+            traffic.run(self.choose.randrange(1, MOST_ANSWERS))
         assert not traffic.wrong, traffic.wrong
         self.num_asked += traffic.num_asked
 
@@ -85,13 +85,15 @@ class Traffic:
         self.wrong: list[str] = []
         self.num_asked = 0
 
-    def run(self, seconds: float) -> None:
-        """All clients and the commands, and the kill after so long."""
+    def run(self, answers: int) -> None:
+        """All clients and the commands, and the kill soon after the clients have these answers."""
         threads = [threading.Thread(target=self._ask) for _ in range(NUM_CLIENTS)]
         threads.append(threading.Thread(target=self._command))
         for thread in threads:
             thread.start()
-        time.sleep(seconds)
+        while self.num_asked < answers and threads[0].is_alive():
+            time.sleep(0.001)
+        time.sleep(self._choose.random() * 0.05)
         self._server.process.send_signal(signal.SIGKILL)
         for thread in threads:
             thread.join()
@@ -130,7 +132,7 @@ class Traffic:
 
 
 def post(server: ServerProcess, path: str, body: Mapping[str, Any] | None = None) -> None:
-    answer = httpx.post(server.address + path, json=body, timeout=60)
+    answer = httpx.post(server.address + path, json=body, timeout=240)
     assert answer.status_code < 300, answer.text
 
 
@@ -139,14 +141,14 @@ def ask(server: ServerProcess, prompt: int, salt: str | None = None) -> tuple[An
     body = {"prompt": PROMPTS[prompt], "max_tokens": 8, "temperature": 0, "logprobs": 3}
     if salt is not None:
         body["cache_salt"] = salt
-    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=240).json()
     (choice,) = answer["choices"]
     hit = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return (choice["text"], choice["logprobs"]), hit
 
 
 def metric(server: ServerProcess, name: str) -> int:
-    text = httpx.get(f"{server.address}/metrics", timeout=60).text
+    text = httpx.get(f"{server.address}/metrics", timeout=240).text
     found = re.search(rf"^prefixcache:kv_file_{name}_total\S* (\S+)$", text, re.MULTILINE)
     assert found, f"no {name}"
     return int(float(found[1]))
@@ -162,7 +164,7 @@ def kill_servers(models: list[Path], folder: Path, count: int, seed: int) -> Kil
 
 
 def main(count: int, seed: int = 0) -> None:
-    from tiny_models import make_checkpoint
+    from support.tiny_models import make_checkpoint
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with TemporaryDirectory() as scratch:

@@ -22,7 +22,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from server_process import server_process
+from support.server_process import server_process
 
 ROOT = Path(__file__).parents[1]
 QUESTION = {
@@ -92,7 +92,7 @@ def ask(address: str) -> tuple[str, int]:
         data=json.dumps(QUESTION).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         reply: dict[str, Any] = json.load(response)
     cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
     return reply["choices"][0]["message"]["content"], cached

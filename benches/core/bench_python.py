@@ -66,45 +66,51 @@ def cached(cache: Any, prompt: Any) -> Any:
     return sequence
 
 
+def again(work: Work, undo: Work = lambda: None) -> Iterator[Work]:
+    """The same work any number of times, and what makes it possible once more."""
+    while True:
+        yield work
+        undo()
+
+
 def hash_prompt(count: int) -> Callable[[Make], Iterator[Work]]:
     def setup(make: Make) -> Iterator[Work]:
         cache, prompt = make(2), tokens(0, count)
         if isinstance(cache, ReferenceCache):
             plain = prompt.tolist()
-            yield lambda: block_hashes(Root().hash(), BLOCK, plain)
-        while True:
-            yield lambda: cache.compute_block_hashes(prompt)
+            return again(lambda: block_hashes(Root().hash(), BLOCK, plain))
+        return again(lambda: cache.compute_block_hashes(prompt))
 
     return setup
 
 
 def hash_list(make: Make) -> Iterator[Work]:
     cache, prompt = make(2), tokens(0).tolist()
-    while True:
-        yield lambda: cache.compute_block_hashes(prompt)
+    return again(lambda: cache.compute_block_hashes(prompt))
 
 
 def match(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS)
     sequence = cached(cache, tokens(0))
-    while True:
-        yield lambda: cache.count_prefix_hits(sequence)
+    return again(lambda: cache.count_prefix_hits(sequence))
 
 
 def first_look(make: Make) -> Iterator[Work]:
-    cache = make(NUM_BLOCKS)
-    prompt = tokens(0)
+    cache, prompt = make(NUM_BLOCKS), tokens(0)
     cached(cache, prompt)
-    while True:
-        yield lambda: cache.count_prefix_hits(cache.new_sequence(prompt))
+    return again(lambda: cache.count_prefix_hits(cache.new_sequence(prompt)))
+
+
+def committed(cache: Any, sequence: Any, *plan: int) -> Iterator[Work]:
+    """Commits the plan each time, and releases it."""
+    return again(
+        lambda: cache.commit_prefix_plan(sequence, *plan), lambda: cache.release([sequence])
+    )
 
 
 def allocate_cold(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS)
-    sequence = cache.new_sequence(tokens(0))
-    while True:
-        yield lambda: cache.commit_prefix_plan(sequence, 0, PROMPT)
-        cache.release([sequence])
+    return committed(cache, cache.new_sequence(tokens(0)), 0, PROMPT)
 
 
 def fill_with(cache: Any, prompts: int, blocks: int) -> None:
@@ -124,10 +130,7 @@ def allocate_evicting(make: Make) -> Iterator[Work]:
 
 def allocate_warm(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS)
-    sequence = cached(cache, tokens(0))
-    while True:
-        yield lambda: cache.commit_prefix_plan(sequence, PROMPT, 0)
-        cache.release([sequence])
+    return committed(cache, cached(cache, tokens(0)), PROMPT, 0)
 
 
 def publish(make: Make) -> Iterator[Work]:
@@ -167,49 +170,39 @@ def commit_each(cache: Any, sequences: list[Any]) -> None:
         cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
 
 
-def decode_256(make: Make) -> Iterator[Work]:
-    cache = make(NUM_BLOCKS)
+def decoding(make: Make, *groups: Any) -> tuple[Any, list[Any]]:
+    """A cache, and 256 sequences in it of about 100 tokens."""
+    cache = make(NUM_BLOCKS, *groups)
     sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
-    for sequence in sequences:
-        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
-    ones = [1] * len(sequences)
-    while True:
-        yield lambda: cache.append_slots(sequences, ones)
+    return cache, sequences
+
+
+def decode_256(make: Make, *groups: Any) -> Iterator[Work]:
+    cache, sequences = decoding(make, *groups)
+    commit_each(cache, sequences)
+    return again(lambda: cache.append_slots(sequences, [1] * 256))
 
 
 def append_tokens_256(make: Make) -> Iterator[Work]:
-    cache = make(NUM_BLOCKS)
-    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
+    cache, sequences = decoding(make)
     sampled = tokens(0, len(sequences))
-    while True:
-        yield lambda: cache.append_tokens(sequences, sampled)
+    return again(lambda: cache.append_tokens(sequences, sampled))
 
 
 def match_hybrid(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS, HYBRID)
     sequence = cached(cache, tokens(0))
-    while True:
-        yield lambda: cache.count_prefix_hits(sequence, PROMPT - 1)
+    return again(lambda: cache.count_prefix_hits(sequence, PROMPT - 1))
 
 
 def allocate_hybrid_warm(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS, HYBRID)
-    sequence = cached(cache, tokens(0))
-    while True:
-        yield lambda: cache.commit_prefix_plan(sequence, PROMPT - BLOCK, BLOCK)
-        cache.release([sequence])
+    return committed(cache, cached(cache, tokens(0)), PROMPT - BLOCK, BLOCK)
 
 
 def allocate_hybrid_cold(make: Make) -> Iterator[Work]:
     cache = make(NUM_BLOCKS, HYBRID)
-    sequence = cache.new_sequence(tokens(0))
-    while True:
-        yield lambda: cache.commit_prefix_plan(sequence, 0, PROMPT, 2048)
-        cache.release([sequence])
-
-
-def decode_256_hybrid(make: Make) -> Iterator[Work]:
-    return decode_256(lambda num_blocks: make(num_blocks, HYBRID))
+    return committed(cache, cache.new_sequence(tokens(0)), 0, PROMPT, 2048)
 
 
 def drop_of(interval: int | None) -> Callable[[Make], Iterator[Work]]:
@@ -227,13 +220,10 @@ def drop_of(interval: int | None) -> Callable[[Make], Iterator[Work]]:
 
 
 def drop_nothing_256(make: Make) -> Iterator[Work]:
-    cache = make(NUM_BLOCKS, HYBRID)
-    sequences = [cache.new_sequence(tokens(seed, 100 + seed % BLOCK)) for seed in range(256)]
-    for sequence in sequences:
-        cache.commit_prefix_plan(sequence, 0, sequence.num_tokens)
+    cache, sequences = decoding(make, HYBRID)
+    commit_each(cache, sequences)
     upto = [sequence.num_tokens for sequence in sequences]
-    while True:
-        yield lambda: cache.drop_unneeded(sequences, upto)
+    return again(lambda: cache.drop_unneeded(sequences, upto))
 
 
 ROWS = [
@@ -257,7 +247,7 @@ ROWS = [
     Row("7 groups: match, fully cached", match_hybrid),
     Row("7 groups: allocate warm", allocate_hybrid_warm),
     Row("7 groups: allocate cold, chunked", allocate_hybrid_cold),
-    Row("7 groups: slots for 256 sequences", decode_256_hybrid),
+    Row("7 groups: slots for 256 sequences", lambda make: decode_256(make, HYBRID)),
     Row("7 groups: drop nothing, 256 seqs", drop_nothing_256),
     Row("7 groups: drop 11,904, registered", drop_of(None), for_reference=False),
     Row("7 groups: drop 11,898, forgotten", drop_of(0), for_reference=False),

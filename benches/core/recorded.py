@@ -14,7 +14,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 
 COMMANDS = {
     "policies": "cargo bench --package prefixcache-replay --bench eviction -- --as-json",
@@ -31,9 +31,8 @@ def main() -> None:
     command = COMMANDS[asked.name]
     bench = subprocess.run(command.split(), check=True, stdout=subprocess.PIPE, text=True)
     lines = [line for line in bench.stdout.splitlines() if line.startswith("{")]
-    made = run_facts(command) | {"rows": [json.loads(line) for line in lines]}
     record = asked.record or Path("benches/record") / f"{asked.name}.json"
-    record.write_text(json.dumps(made, indent=1) + "\n")
+    write_record(record, command, rows=[json.loads(line) for line in lines])
     print(f"wrote {record}")
 
 

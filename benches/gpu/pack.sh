@@ -53,7 +53,7 @@ else
 fi
 
 (cd "$root" && git ls-files -z --cached --others --exclude-standard benches/gpu tests/gpu \
-    tests/reference ':(glob)tests/*.py' pyproject.toml | xargs -0 tar --create) | tar --extract --directory "$folder"
+    tests/reference tests/support tests/fakes ':(glob)tests/*.py' pyproject.toml | xargs -0 tar --create) | tar --extract --directory "$folder"
 if [ -n "$kernels" ]; then
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT

@@ -54,9 +54,8 @@ class Scale:
     @property
     def max_model_len(self) -> int:
         """Room for the longest sequence of any section."""
-        return (
-            max(self.shared + self.own + max(self.outputs), self.context + self.decode_steps) + 16
-        )
+        whole = self.shared + self.own + max(self.outputs)
+        return max(whole, self.context + self.decode_steps) + 16
 
 
 SCALES = {
@@ -161,11 +160,6 @@ def _checked(what: str, check: Callable[[], bool]) -> Iterator[Row]:
     yield {"section": "smoke", "what": what, "value": seconds, "unit": "s", "ok": ok}
 
 
-def kernels(options: Options) -> Iterator[Part]:
-    """FlashInfer against its torch reference, one layer, a mixed step; prebuilt kernels."""
-    return _kernel_parts(compiled.PREBUILT_CASES, options)
-
-
 def jit_build(options: Options) -> Iterator[Part]:
     """All kernels that FlashInfer must compile, at once."""
     if options.device == "cuda":
@@ -178,12 +172,8 @@ def jit_keep(options: Options) -> Iterator[Part]:
         yield "", partial(compiled.keep_all, Path(options.folder))
 
 
-def compiled_kernels(options: Options) -> Iterator[Part]:
-    """`kernels` with those that FlashInfer has compiled."""
-    return _kernel_parts(compiled.COMPILED_CASES, options)
-
-
-def _kernel_parts(cases: tuple[dict[str, Any], ...], options: Options) -> Iterator[Part]:
+def _kernels(cases: tuple[dict[str, Any], ...], options: Options) -> Iterator[Part]:
+    """FlashInfer against its torch reference, one layer, a mixed step."""
     for case in cases:
         what = ", ".join(f"{key} {value}" for key, value in case.items())
         yield what, partial(_kernel_rows, what, compiled.spec_of(case), options.torch_device)
@@ -320,17 +310,12 @@ def _first_token_rows(options: Options, eager: bool, kind: str) -> Iterator[Row]
 
 def fast_steps(options: Options) -> Iterator[Part]:
     """Decode steps that keep no bits, next to those of `steps`."""
-    setup = _setup(
-        SCALES[options.scale],
-        attention=_fast(options.torch_device),
-        batch_invariant=False,
-        prefix_caching=False,
-    )
-    yield "", partial(_fast_rows, options, setup)
+    yield "", partial(_fast_rows, options)
 
 
-def _fast_rows(options: Options, setup: Setup) -> Iterator[Row]:
-    scale = SCALES[options.scale]
+def _fast_rows(options: Options) -> Iterator[Row]:
+    scale, attention = SCALES[options.scale], _fast(options.torch_device)
+    setup = _setup(scale, attention=attention, batch_invariant=False, prefix_caching=False)
     system = System(_model(options, scale), setup)
     for batch in (1, scale.requests):
         prompts = random_prompts(batch, 0, scale.context, _vocab(options), seed=batch)
@@ -360,17 +345,8 @@ def _peer_rows(options: Options) -> Iterator[Row]:
         }
 
 
-def profiles(options: Options) -> Iterator[Part]:
-    """The longest kernels of a prefill and of a decode step."""
-    return _explained(options, details.profiles)
-
-
-def sampling(options: Options) -> Iterator[Part]:
-    """Sampled against greedy steps, and the host's time to plan one."""
-    return _explained(options, details.sampling)
-
-
-def _explained(options: Options, rows: Callable[..., Iterator[Row]]) -> Iterator[Part]:
+def _explained(rows: Callable[..., Iterator[Row]], options: Options) -> Iterator[Part]:
+    """What a step's time is made of, as `rows` of details tell."""
     scale, shape = SCALES[options.scale], SHAPES[options.shape]
     setup = _setup(scale, attention=_fast(options.torch_device), prefix_caching=False)
     yield "", lambda: rows(shape, _model(options, scale), setup, scale.context)
@@ -384,17 +360,8 @@ def attention(options: Options) -> Iterator[Part]:
     return details.attention(shape, device, batches, scale.context)
 
 
-def matmuls(options: Options) -> Iterator[Part]:
-    """Each linear as torch runs it."""
-    return _matmuls(options, "as they come")
-
-
-def pinned_matmuls(options: Options) -> Iterator[Part]:
-    """Each linear as batch-invariant mode runs it."""
-    return _matmuls(options, "pinned")
-
-
-def _matmuls(options: Options, kind: str) -> Iterator[Part]:
+def _matmuls(kind: str, options: Options) -> Iterator[Part]:
+    """Each linear, as torch or as batch-invariant mode runs it."""
     rows = SCALES[options.scale].matmul_rows
     return details.matmuls(SHAPES[options.shape], options.torch_device, rows, kind)
 
@@ -403,20 +370,20 @@ def _matmuls(options: Options, kind: str) -> Iterator[Part]:
 UNPINNED = ("fast_steps", "matmuls")
 SECTIONS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "smoke": smoke,
-    "kernels": kernels,
+    "kernels": partial(_kernels, compiled.PREBUILT_CASES),
     "jit_build": jit_build,
     "jit_keep": jit_keep,
-    "compiled_kernels": compiled_kernels,
+    "compiled_kernels": partial(_kernels, compiled.COMPILED_CASES),
     "equality": equality,
     "workload": workload,
     "steps": steps,
     "fast_steps": fast_steps,
     "peer": peer,
-    "profiles": profiles,
-    "sampling": sampling,
+    "profiles": partial(_explained, details.profiles),
+    "sampling": partial(_explained, details.sampling),
     "attention": attention,
-    "matmuls": matmuls,
-    "pinned_matmuls": pinned_matmuls,
+    "matmuls": partial(_matmuls, "as they come"),
+    "pinned_matmuls": partial(_matmuls, "pinned"),
 }
 
 
@@ -435,14 +402,9 @@ def _vocab(options: Options) -> int:
 
 
 def _setup(scale: Scale, **changes: Any) -> Setup:
-    return dataclasses.replace(
-        Setup(
-            max_seqs=scale.requests,
-            max_tokens=scale.step_tokens,
-            max_model_len=scale.max_model_len,
-        ),
-        **changes,
-    )
+    longest, step = scale.max_model_len, scale.step_tokens
+    setup = Setup(max_seqs=scale.requests, max_tokens=step, max_model_len=longest)
+    return dataclasses.replace(setup, **changes)
 
 
 def _fast(device: torch.device) -> str:
@@ -467,10 +429,7 @@ def _step_kinds(device: torch.device) -> tuple[bool, ...]:
 
 def _decode_row(options: Options, batch: int, ms: float, contender: str) -> Row:
     row = _step_row(options, f"decode of {batch}, {contender}", ms, str(batch))
-    return row | {
-        "setting": f"{options.shape}: decode of {batch} (ms)",
-        "contender": contender,
-    }
+    return row | {"setting": f"{options.shape}: decode of {batch} (ms)", "contender": contender}
 
 
 def _step_row(options: Options, what: str, ms: float, floor: str = "") -> Row:
@@ -561,9 +520,8 @@ def main() -> None:
     names, options_json, record = sys.argv[1:]
     options = Options(**json.loads(options_json))
     if options.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = (
-            "1"  # tiny models gain nothing from more, and lose much to waiting
-        )
+        # Tiny models gain nothing from more, and lose much to waiting.
+        os.environ["OMP_NUM_THREADS"] = "1"
     if names not in UNPINNED and options.device == "cuda":
         pin_matmul()
     progress = Progress(Path(options.progress), options.begun)

@@ -20,28 +20,17 @@ class Shape:
     floors_ms: dict[str, float] = field(default_factory=dict)
 
 
+_Sizes = tuple[int, int, int, int, int, int, int]
+"""Hidden and intermediate size, layers, heads, KV heads, head size, vocabulary."""
+
+
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def _gemma3(*, num_layers: int, window: int, **values: Any) -> dict[str, Any]:
-    """Five layers with a window to one without."""
-    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)]
-    return _config(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        hidden_activation="gelu_pytorch_tanh",
-        num_hidden_layers=num_layers,
-        layer_types=kinds,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"full_attention": _rope(1e6), "sliding_attention": _rope(1e4)},
-        tie_word_embeddings=True,
-        **values | {"sliding_window": window},
-    )
-
-
-def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]:
+def _config(architecture: str, model_type: str, sizes: _Sizes, **values: Any) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "vocab_size")
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -52,48 +41,52 @@ def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]
         "attention_bias": False,
         "mlp_bias": False,
         "sliding_window": None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        **dict(zip(names, sizes, strict=True)),
     } | values
 
 
+def _qwen(version: int, sizes: _Sizes, theta: float = 1e6, **values: Any) -> dict[str, Any]:
+    return _config(
+        f"Qwen{version}ForCausalLM", f"qwen{version}", sizes, rope_parameters=_rope(theta), **values
+    )
+
+
+def _gemma3(sizes: _Sizes, window: int) -> dict[str, Any]:
+    """Five layers with a window to one without."""
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(sizes[2])]
+    return _config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        sizes,
+        hidden_activation="gelu_pytorch_tanh",
+        layer_types=kinds,
+        query_pre_attn_scalar=sizes[5],
+        rope_parameters={"full_attention": _rope(1e6), "sliding_attention": _rope(1e4)},
+        sliding_window=window,
+    )
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape(
             "qwen2.5-7b",
-            _config(
-                "Qwen2ForCausalLM",
-                "qwen2",
-                hidden_size=3584,
-                intermediate_size=18944,
-                num_hidden_layers=28,
-                num_attention_heads=28,
-                num_key_value_heads=4,
-                head_dim=128,
-                vocab_size=152064,
-                max_position_embeddings=32768,
-                rms_norm_eps=1e-6,
-                rope_parameters=_rope(1e6),
-                tie_word_embeddings=False,
-            ),
+            _qwen(2, (3584, 18944, 28, 28, 4, 128, 152064), tie_word_embeddings=False),
             {"prefill": 17.2, "1": 3.30, "64": 4.16, "256": 6.78},
         ),
         Shape(
             "qwen3-0.6b",
-            _config(
-                "Qwen3ForCausalLM",
-                "qwen3",
-                hidden_size=1024,
-                intermediate_size=3072,
-                num_hidden_layers=28,
-                num_attention_heads=16,
-                num_key_value_heads=8,
-                head_dim=128,
-                vocab_size=151936,
-                max_position_embeddings=40960,
-                rms_norm_eps=1e-6,
-                rope_parameters=_rope(1e6),
-                tie_word_embeddings=True,
-            ),
+            _qwen(3, (1024, 3072, 28, 16, 8, 128, 151936), max_position_embeddings=40960),
             {"prefill": 1.29, "1": 0.30, "64": 2.03, "256": 7.27},
         ),
         Shape(
@@ -101,92 +94,27 @@ SHAPES = {
             _config(
                 "LlamaForCausalLM",
                 "llama",
-                hidden_size=2048,
-                intermediate_size=8192,
-                num_hidden_layers=16,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                head_dim=64,
-                vocab_size=128256,
+                (2048, 8192, 16, 32, 8, 64, 128256),
                 max_position_embeddings=131072,
                 rms_norm_eps=1e-5,
                 rope_theta=5e5,
-                rope_scaling={
-                    "rope_type": "llama3",
-                    "factor": 32.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-                tie_word_embeddings=True,
+                rope_scaling=_LLAMA3_ROPE,
             ),
             {"prefill": 2.61, "1": 0.58, "64": 1.07, "256": 2.57},
         ),
+        # The attention of qwen2.5-7b and little else.
         Shape(
-            # The attention of qwen2.5-7b and little else.
             "two-layers",
-            _config(
-                "Qwen2ForCausalLM",
-                "qwen2",
-                hidden_size=3584,
-                intermediate_size=1024,
-                num_hidden_layers=2,
-                num_attention_heads=28,
-                num_key_value_heads=4,
-                head_dim=128,
-                vocab_size=1024,
+            _qwen(
+                2,
+                (3584, 1024, 2, 28, 4, 128, 1024),
                 max_position_embeddings=512,
-                rms_norm_eps=1e-6,
-                rope_parameters=_rope(1e6),
                 tie_word_embeddings=False,
             ),
         ),
-        Shape(
-            # Gemma 3 with heads of 128, whose kernels without a window are prebuilt.
-            "hybrid",
-            _gemma3(
-                num_layers=12,
-                window=512,
-                hidden_size=1024,
-                intermediate_size=4096,
-                num_attention_heads=16,
-                num_key_value_heads=8,
-                head_dim=128,
-                query_pre_attn_scalar=128,
-                vocab_size=32768,
-            ),
-        ),
-        Shape(
-            "tiny-hybrid",
-            _gemma3(
-                num_layers=7,
-                window=24,
-                hidden_size=64,
-                intermediate_size=96,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                query_pre_attn_scalar=32,
-                vocab_size=384,
-            ),
-        ),
-        Shape(
-            "tiny",
-            _config(
-                "Qwen3ForCausalLM",
-                "qwen3",
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                vocab_size=384,
-                max_position_embeddings=512,
-                rms_norm_eps=1e-6,
-                rope_parameters=_rope(1e4),
-                tie_word_embeddings=True,
-            ),
-        ),
+        # Gemma 3 with heads of 128, whose kernels without a window are prebuilt.
+        Shape("hybrid", _gemma3((1024, 4096, 12, 16, 8, 128, 32768), window=512)),
+        Shape("tiny-hybrid", _gemma3((64, 96, 7, 4, 2, 32, 384), window=24)),
+        Shape("tiny", _qwen(3, (64, 96, 2, 4, 2, 32, 384), 1e4, max_position_embeddings=512)),
     )
 }

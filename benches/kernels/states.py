@@ -10,13 +10,10 @@ that it takes. All in turns.
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -29,13 +26,13 @@ from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.specs import STATE_BYTES, kv_layout
 from prefixcache.models.hub import read_config
-from prefixcache.tools.bench.machine import machine_facts
+from prefixcache.tools.bench.machine import write_record
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from tiny_models import make_checkpoint
+from support.tiny_models import make_checkpoint
 
 VOCAB = 4096
 KNOWN, ASKED = 4032, 64
@@ -148,11 +145,7 @@ def main(
     for compared, times in values.items():
         for name, ms in times.items():
             print(f"{compared}, {name}: {statistics.median(ms):.1f} ms")
-    if output is not None:
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        command = shlex.join(["python", "benches/kernels/states.py", *sys.argv[1:]])
-        about = {"command": command, "date": date, "machine": machine_facts()}
-        output.write_text(json.dumps(about | {"values": values}) + "\n")
+    write_record(output, values=values)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.parameters import EMBEDDING, OWN_EMBEDDING
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.tools.bench.machine import run_facts, usable_cores
+from prefixcache.tools.bench.machine import usable_cores, write_record
 from prefixcache.tools.bench.prompts import SOURCE_TEXT
 
 HERE = Path(__file__).parent
@@ -178,6 +178,12 @@ class Results:
     def add(self, row: str, label: str, value: float) -> None:
         self.values[row][label].append(value)
 
+    def rounded(self) -> dict[str, dict[str, list[float]]]:
+        return {
+            row: {label: [round(value, 3) for value in values] for label, values in columns.items()}
+            for row, columns in self.values.items()
+        }
+
     def median(self, row: str, label: str) -> str:
         values = self.values[row].get(label)
         return f"{statistics.median(values):,.1f}" if values else "-"
@@ -241,10 +247,9 @@ def main(
                 results.add(MEMORY, worker.label, weights / 1e6)
             Console(stderr=True).print(f"{worker.label}: {worker.version}")
     Console(width=200).print(table(results, [entry.label for entry in entries], rounds))
-    if output is not None:
-        versions = {worker.label: worker.version for worker in workers}
-        made = _to_json(results, rounds, threads) | {"versions": versions}
-        output.write_text(json.dumps(made, indent=1) + "\n")
+    versions = {worker.label: worker.version for worker in workers}
+    facts = {"rounds": rounds, "threads": threads, "versions": versions}
+    write_record(output, **facts, values=results.rounded())
 
 
 class Forms:
@@ -464,17 +469,6 @@ def _agreement(results: Results, labels: Sequence[str]) -> list[str]:
         equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         counts.append(f"{equal} of {len(expected)}" if results.greedy[label] else "-")
     return counts
-
-
-def _to_json(results: Results, rounds: int, threads: int) -> dict[str, Any]:
-    return run_facts() | {
-        "rounds": rounds,
-        "threads": threads,
-        "values": {
-            row: {label: [round(value, 3) for value in values] for label, values in columns.items()}
-            for row, columns in results.values.items()
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ a tmpfs shows what the tier costs without a disk.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -25,11 +24,11 @@ import httpx
 import psutil
 
 from prefixcache.kv.tiers.disk_store import FILE_NAME
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
 LAST = 32
 """Tokens of each prompt that no other one has."""
@@ -131,8 +130,7 @@ def main() -> None:
             medians = {name: statistics.median(times) for name, times in rounds.items()}
             print(f"{kind_of(parent)}, {tokens} tokens (ms): {medians}", flush=True)
             values[kind_of(parent)][str(tokens)] = rounds
-    if given.output is not None:
-        given.output.write_text(json.dumps(run_facts() | {"values": values}, indent=2) + "\n")
+    write_record(given.output, values=values)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from typing import Any
 
 import httpx
 
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, server_process
-from tiny_models import make_checkpoint
+from support.server_process import PREFIXCACHE, server_process
+from support.tiny_models import make_checkpoint
 
 MIB = 1 << 20
 BUDGET = 1 << 30
@@ -145,13 +145,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run(asked.seconds, asked.phases, Path(folder))
     most = max(sum(sample["mapped_mib"]) for sample in found["samples"])
-    about = run_facts() | {
-        "budget_mib": BUDGET // MIB,
-        "most_mib": most,
-        "under_budget": most <= BUDGET / MIB,
-    }
-    asked.output.write_text(json.dumps(about | found, indent=1, default=str) + "\n")
-    print(json.dumps(about | {"failures": len(found["failures"])}, default=str))
+    about = {"budget_mib": BUDGET // MIB, "most_mib": most, "under_budget": most <= BUDGET / MIB}
+    write_record(asked.output, **about, **found)
+    print(json.dumps(about | {"failures": len(found["failures"])}))
 
 
 if __name__ == "__main__":

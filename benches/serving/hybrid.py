@@ -27,10 +27,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from prefixcache.config.engine_config import EngineConfig
@@ -48,9 +44,9 @@ from prefixcache.types.step_plan import SequenceOutput, StepPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from fake_engine import IdText
-from plain_runner import PlainRunner
-from tiny_models import save_tokenizer
+from fakes.fake_engine import IdText
+from fakes.plain_runner import PlainRunner
+from support.tiny_models import save_tokenizer
 
 BLOCK = 16
 WINDOW = 128
@@ -123,10 +119,6 @@ class Cell:
         return self.row + "".join(more)
 
     @property
-    def num_requests(self) -> int:
-        return PASSES * self.k + (PASSES - 1) * self.num_short
-
-    @property
     def expected(self) -> tuple[int, int] | None:
         """Tokens that a request should compute in passes 2 and 3, where that is known."""
         return EXPECTED.get((self.row, self.k)) if self.title == self.row else None
@@ -183,20 +175,18 @@ def serve(engine: Engine, name: str, tokens: Sequence[int], num_output: int) -> 
     return Served(len(tokens) - cached, first - sent, time.perf_counter() - first)
 
 
-def measure(engine: Engine, cell: Cell, advance: Callable[[], None]) -> dict[str, Any]:
+def measure(engine: Engine, cell: Cell) -> dict[str, Any]:
     """The means of each pass over the prefixes of a cell, and the cache's counts after them."""
     passes = []
     for turn, prefixes in enumerate(cell.passes()):
         for number in range(cell.num_short if turn else 0):
             name = f"short {turn} {number}"
             serve(engine, name, text(name, SHORT), 2)
-            advance()
         begun = time.perf_counter()
         served: list[Served] = []
         for prefix in prefixes:
             tokens = prompt(prefix, turn)
             served.append(serve(engine, f"{prefix}-{turn}", tokens, cell.num_output))
-            advance()
         seconds = sum(one.first + one.rest for one in served)
         passes.append(
             {
@@ -330,42 +320,26 @@ def computed(cell: dict[str, Any]) -> tuple[int, int]:
     return second, third
 
 
-def show(record: dict[str, Any]) -> None:
-    """Prints the cells that are there; a number above the expected one is marked."""
-    times = {} if record["settings"]["simulated"] else TIMES
-    table = Table(box=MARKDOWN)
-    for title in ("", "k", "computed", "expected", *times):
-        table.add_column(title, justify="left" if not title else "right")
-    for cell in CELLS:
-        done = find(record, cell)
-        if done is not None:
-            expected = cell.expected
-            mark = " !" if expected and is_more(computed(done), expected) else ""
-            shown = in_passes(expected or ()) + mark
-            shown_times = (tell(done) for tell in times.values())
-            table.add_row(cell.title, str(cell.k), in_passes(computed(done)), shown, *shown_times)
-    Console(width=160).print(table)
+def shown(cell: Cell, done: dict[str, Any], *, simulated: bool) -> str:
+    """A row of the table; a number above the expected one is marked."""
+    second, third = done["passes"][1:]
+
+    def both(field: str) -> str:
+        return f"{second[field]:,.0f} / {third[field]:,.0f}"
+
+    expected = cell.expected
+    mark = " !" if expected and is_more(computed(done), expected) else ""
+    cells = [cell.title, f"{cell.k}", both("computed")]
+    cells.append(" / ".join(f"{number:,}" for number in expected or ()) + mark)
+    if not simulated:
+        between = statistics.fmean((second["inter_token_ms"], third["inter_token_ms"]))
+        cells += [both("ttft_ms"), both("tokens_per_second"), f"{between:.2f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def is_more(done: tuple[int, int], expected: tuple[int, int]) -> bool:
     """Whether some pass computed more than was expected."""
     return any(one > most for one, most in zip(done, expected, strict=True))
-
-
-def in_passes(numbers: Sequence[float]) -> str:
-    return " / ".join(f"{number:,.0f}" for number in numbers)
-
-
-def each(done: dict[str, Any], field: str) -> list[float]:
-    """The field in passes 2 and 3."""
-    return [one[field] for one in done["passes"][1:]]
-
-
-TIMES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "TTFT (ms)": lambda done: in_passes(each(done, "ttft_ms")),
-    "tokens/s": lambda done: in_passes(each(done, "tokens_per_second")),
-    "between tokens (ms)": lambda done: f"{statistics.fmean(each(done, 'inter_token_ms')):.2f}",
-}
 
 
 def run(
@@ -374,23 +348,19 @@ def run(
     make: Callable[[str], Engine],
     save: Callable[[], None],
 ) -> None:
-    """Measures the cells that the record lacks, and saves it after each."""
+    """Shows the cells, of which it measures those that the record lacks; saves it after each."""
+    simulated = record["settings"]["simulated"]
+    titles = ["", "k", "computed", "expected"]
+    titles += [] if simulated else ["TTFT (ms)", "tokens/s", "between tokens (ms)"]
+    print(f"| {' | '.join(titles)} |\n|---{'|--:' * (len(titles) - 1)}|")
     # One k after another, so that the rows of each are measured close together.
-    by_count = sorted(cells, key=lambda cell: cell.k)
-    missing = [cell for cell in by_count if find(record, cell) is None]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=sum(cell.num_requests for cell in missing))
-        for cell in missing:
-            progress.update(task, description=f"{cell.title}, {cell.k} prefixes")
-            engine = make(cell.row)
-            record["cells"].append(measure(engine, cell, lambda: progress.advance(task)))
+    for cell in sorted(cells, key=lambda cell: cell.k):
+        done = find(record, cell)
+        if done is None:
+            done = measure(make(cell.row), cell)
+            record["cells"].append(done)
             save()
-
-
-def write(record: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+        print(shown(cell, done, simulated=simulated), flush=True)
 
 
 def main(
@@ -398,7 +368,6 @@ def main(
     simulate: Annotated[bool, typer.Option(help="Compute nothing; count tokens.")] = False,
     counts: Annotated[list[int] | None, typer.Option("--k", help="Only these k.")] = None,
     record: Annotated[Path, typer.Option(help="JSON of all cells.")] = RECORD,
-    no_measure: Annotated[bool, typer.Option(help="Show the record alone.")] = False,
     write_model: Annotated[Path | None, typer.Option(help="Write the model alone.")] = None,
 ) -> None:
     if write_model is not None:
@@ -408,13 +377,11 @@ def main(
     cells = [cell for cell in CELLS if not counts or cell.k in counts]
     if simulate:
         run(results, cells, simulated, lambda: None)
-    elif not no_measure:
-        with tempfile.TemporaryDirectory() as folder:
-            model = make_model(Path(folder))
-            run(results, cells, lambda row: real(row, model), lambda: write(results, record))
-    show(results)
-    if not simulate:
-        print(f"wrote {record}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        save = lambda: record.write_text(json.dumps(results, indent=1) + "\n")  # noqa: E731
+        run(results, cells, lambda row: real(row, model), save)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What activations of eight bits change in answers: log probabilities and greedy tokens.
 
 `python benches/serving/int8_quality.py [--chats 20] [--tokens 512]`, on the default model and
-recorded chats (tau-bench, `tests/dialogues.py`), the turns after the policy. All read the same
-tokens; each tells the log probability of the token that follows and its own favourite. Then each
-goes on by itself, greedily, from half of the text.
+recorded chats (tau-bench, `tests/support/dialogues.py`), the turns after the policy. All read the
+same tokens; each tells the log probability of the token that follows and its own favourite. Then
+each goes on by itself, greedily, from half of the text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from dialogues import read_dialogues
-from loaded import cpu_model
-from paged_driver import CpuDriver
+from support.dialogues import read_dialogues
+from support.loaded import cpu_model
+from support.paged_driver import CpuDriver
 
 GREEDY = 32
 

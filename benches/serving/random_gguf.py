@@ -6,8 +6,8 @@
     python benches/serving/random_gguf.py mxfp4_moe MODEL.gguf --shape gpt-oss-20b --layers 6
 
 By default it has TinyLlama's shape, 1.1 billion weights; the shapes are those of
-`tests/public_shapes.py`. What a tensor is quantized to follows llama.cpp's mixes; scales are such
-that activations keep their size. llama.cpp reads it too.
+`tests/support/public_shapes.py`. What a tensor is quantized to follows llama.cpp's mixes; scales
+are such that activations keep their size. llama.cpp reads it too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from public_shapes import SHAPES, Mix, num_bytes, skeleton, tensors_of
-from tiny_gguf import add_metadata, architecture_of, random_blocks
+from support.public_shapes import SHAPES, Mix, num_bytes, skeleton, tensors_of
+from support.tiny_gguf import add_metadata, architecture_of, random_blocks
 
 _NUMPY = {Type.F32: np.dtype("<f4"), Type.F16: np.dtype("<f2")}
 _SAMPLE_BLOCKS = 65_537

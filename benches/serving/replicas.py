@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -32,8 +31,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests")]
 
 from prefixcache.config.engine_config import EngineConfig  # noqa: E402
 from prefixcache.ray_serve.environment import prepare_environment  # noqa: E402
-from prefixcache.tools.bench.machine import run_facts  # noqa: E402
-from tiny_models import make_checkpoint  # noqa: E402
+from prefixcache.tools.bench.machine import write_record  # noqa: E402
+from support.tiny_models import make_checkpoint  # noqa: E402
 
 BLOCK_SIZE = 16
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 192, 40, 8
@@ -190,14 +189,6 @@ def run(folder: str, name: str, address: str, args: argparse.Namespace) -> Row:
         serve.delete("bench")
 
 
-def recorded(rows: list[Row]) -> dict[str, object]:
-    shown = [
-        asdict(row) | {"hit_percent": 100 * row.hit_rate, "spread": row.spread} for row in rows
-    ]
-    command = "make bench-replicas ARGS=" + shlex.quote(shlex.join(sys.argv[1:]))
-    return run_facts(command) | {"rows": shown}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=24)
@@ -220,8 +211,11 @@ def main() -> None:
                 row.computed_tokens,
                 flush=True,
             )
-            if args.json:
-                args.json.write_text(json.dumps(recorded(rows), indent=1) + "\n")
+    shown = [
+        asdict(row) | {"hit_percent": 100 * row.hit_rate, "spread": row.spread} for row in rows
+    ]
+    command = "make bench-replicas ARGS=" + shlex.quote(shlex.join(sys.argv[1:]))
+    write_record(args.json, command, rows=shown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ in turns with one without, and what the start costs that restores 100,000 blocks
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import signal
 import statistics
@@ -34,11 +33,11 @@ from prefixcache._core import PrefixCache
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.kv.kv_folder import FileLayout, open_kept_file
 from prefixcache.models.hub import resolve_model
-from prefixcache.tools.bench.machine import run_facts, usable_cores
+from prefixcache.tools.bench.machine import usable_cores, write_record
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from server_process import PREFIXCACHE, ServerProcess, server_process
+from support.server_process import PREFIXCACHE, ServerProcess, server_process
 
 LAST = 32
 """Tokens of the prompt that no earlier prompt has."""
@@ -225,8 +224,7 @@ def main() -> None:
             print(f"a request with the folder, over one without, {name}: {interval(ratios)}")
         values["100,000 blocks"] = restore_ms(Path(scratch) / "many")
         print(f"100,000 blocks (ms): {values['100,000 blocks']}", flush=True)
-    if given.output is not None:
-        given.output.write_text(json.dumps(run_facts() | {"values": values}, indent=2) + "\n")
+    write_record(given.output, values=values)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Runs examples/grpo.py on prompts that share about 100 tokens of instructions.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import convert_model
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 SHOT = "After the digit {} a good answer is {}, and one with an even digit is wrong. "
@@ -59,8 +58,7 @@ def main() -> None:
                 row = {"kl": kl, "step (s)": seconds, "rollouts (s)": sampled / speed}
                 for what, value in (row | {"prompt tokens computed": 1 - cached}).items():
                     values[what].setdefault(name, []).append(round(value, 4))
-    if options.output is not None:
-        options.output.write_text(json.dumps(run_facts() | {"values": values}) + "\n")
+    write_record(options.output, values=values)
 
 
 if __name__ == "__main__":

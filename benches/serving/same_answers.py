@@ -26,7 +26,7 @@ from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.models.conversion import dequantize_folder
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
-from prefixcache.tools.bench.machine import run_facts
+from prefixcache.tools.bench.machine import write_record
 from prefixcache.types.request import CacheOptions
 
 CHATS = Path(__file__).parents[2] / "tests" / "data" / "taubench_airline.jsonl.gz"
@@ -155,9 +155,7 @@ def main() -> None:
         values[name] = counts(pairs)
         answers[name] = [asdict(pair) for pair in pairs]
         print(row(name, values[name], pairs), flush=True)
-    if options.output is not None:
-        record = run_facts() | {"values": values, "answers": answers}
-        options.output.write_text(json.dumps(record) + "\n")
+    write_record(options.output, values=values, answers=answers)
 
 
 def counts(pairs: list[Pair]) -> dict[str, int]:

@@ -34,9 +34,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from fake_engine import make_engine
-from fake_runner import FakeRunner
-from plain_runner import KnownStep
+from fakes.fake_engine import make_engine
+from fakes.fake_runner import FakeRunner
+from fakes.plain_runner import KnownStep
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.engine import Engine
 from prefixcache.server.app import create_app
@@ -46,8 +46,8 @@ from prefixcache.tools.bench.machine import run_facts
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SequenceOutput, StepPlan, StepResult
-from serving import running
-from tiny_models import save_tokenizer
+from support.serving import running
+from support.tiny_models import save_tokenizer
 
 _BLOCK = 16
 _PROMPT = 16
@@ -276,11 +276,8 @@ def main(
     """Prints one JSON record."""
     measure, count = (measure_requests, requests) if requests else (measure_streams, streams)
     found = measure(count, tokens, step_ms / 1e3, rounds)
-    record = run_facts() | {
-        "device_ms": step_ms,
-        **{name: round(value, 4) for name, value in found.items()},
-    }
-    print(json.dumps(record, default=str, indent=1))
+    rounded = {name: round(value, 4) for name, value in found.items()}
+    print(json.dumps(run_facts() | {"device_ms": step_ms, **rounded}, indent=1))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
 from prefixcache.scheduler.drafts import Drafter, DraftStream
 from prefixcache.scheduler.step_time import RowTimes
-from prefixcache.tools.bench.machine import run_facts, usable_cores
+from prefixcache.tools.bench.machine import usable_cores, write_record
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput
@@ -429,11 +429,7 @@ def write(path: Path, rows: Sequence[Row], threads: int) -> None:
     names = ("text", "model", "activations", "streams", "force", "which_pass")
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in old if tuple(str(row[name]) for name in names) not in keys]
-    record = run_facts() | {
-        "threads": threads,
-        "rows": kept + [asdict(row) for row in rows],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, threads=threads, rows=kept + [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

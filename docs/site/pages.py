@@ -106,6 +106,7 @@ def metrics() -> str:
     from prefixcache.engine.residency import BlockResidency
     from prefixcache.events.publisher import EventPublisher
     from prefixcache.kv.trace_writer import TraceWriter
+    from prefixcache.types.modes import WeightsInfo
 
     parts: dict[str, Any] = {
         name: kind(**dict.fromkeys(kind.__dataclass_fields__, 0))
@@ -116,9 +117,9 @@ def metrics() -> str:
             ("loads", of.LoadCounts),
         )
     }
-    count = {"x": 0}
+    count, weights = {"x": 0}, WeightsInfo((), 0)
     parts["drafts"] = of.DraftCounts(drafts=0, drafted=count, accepted=count)
-    gauges = of.Gauges(weights_bytes=0, num_below_threshold=count, num_stale_tokens={1: 0}, **parts)
+    gauges = of.Gauges(weights=weights, num_below_threshold=count, num_stale_tokens={1: 0}, **parts)
     made = of.Metrics(lambda: gauges)
     made.miss_counts = count
     made.finished["stop"] = 0

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from prefixcache.types.modes import WeightsInfo
 from prefixcache.types.request import FinishReason
 
 PREFIX = "prefixcache:"
@@ -134,7 +135,7 @@ class Gauges:
     disk: DiskCounts | None = None
     loads: LoadCounts | None = None
     drafts: DraftCounts | None = None
-    weights_bytes: int | None = None
+    weights: WeightsInfo | None = None
 
 
 class Histogram:
@@ -374,9 +375,12 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
         ("pinned_blocks", "Blocks that are evicted last.", gauges.num_pinned_blocks),
         ("hinted_blocks", "Blocks that a hint ranks.", gauges.num_hinted_blocks),
     )
-    if gauges.weights_bytes is not None:
+    if (weights := gauges.weights) is not None:
+        mapped = "Weights that the start mapped from a file."
         yield from _families(
-            GaugeMetricFamily, ("weights_bytes", "Memory of the weights.", gauges.weights_bytes)
+            GaugeMetricFamily,
+            ("weights_bytes", "Memory of the weights.", weights.bytes),
+            ("weights_mapped_bytes", mapped, weights.mapped_bytes),
         )
 
 

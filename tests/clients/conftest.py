@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server_process import server_process
+from support.server_process import server_process
 
 ROOT = Path(__file__).parents[2]
 SERVER = os.environ.get("PREFIXCACHE_PYTHON", str(ROOT / ".venv/bin/python"))

@@ -76,7 +76,7 @@ def test_streams_are_as_they_are_described(
     described = schemathesis.openapi.from_url(f"{address}/openapi.json")
     body = {**question, "max_tokens": 2, "max_output_tokens": 2, "stream": True}
     case = described[path]["POST"].Case(body=body, media_type="application/json")
-    response = case.call(timeout=60)
+    response = case.call(timeout=240)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"][0].startswith("text/event-stream")
     case.validate_response(response, checks=CHECKS)
@@ -87,7 +87,7 @@ def test_commands_answer_as_they_are_described(address: str) -> None:
     for method, path, body, status in COMMANDS:
         given = {} if body is None else {"body": body, "media_type": "application/json"}
         case = described[path][method].Case(**given)
-        response = case.call(timeout=60)
+        response = case.call(timeout=240)
         assert response.status_code == status, (path, response.text)
         case.validate_response(response, checks=CHECKS)
 
@@ -104,7 +104,7 @@ def _try_many(operation: Any) -> None:
     )
     def one(case: Any) -> None:
         _bound(case.body)
-        response = case.call(timeout=60)
+        response = case.call(timeout=240)
         case.validate_response(response, checks=CHECKS)
 
     one()

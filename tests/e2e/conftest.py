@@ -1,4 +1,4 @@
-"""A server of a tiny model, one for each module that asks for it, and a client of it."""
+"""A server of a tiny model, one for each module that asks for it, a client, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import client_of, serve_folder
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from support.serving import client_of, serve_folder
+from support.tiny_models import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,14 @@ def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
     app, engine = serve_folder(tiny_checkpoint())
     yield app
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """That of tiny models, for servers of no model."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer.from_folder(folder)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import tiny_checkpoint  # noqa: F401 (a fixture: the parent's conftest is not read)
+from support.checkpoints import tiny_checkpoint  # noqa: F401 (a fixture: the parent's conftest is not read)
 
 HERE = Path(__file__).parent
 

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from paged_models import PagedServer
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer import FlashInferAttention, make_flashinfer
@@ -17,6 +16,7 @@ from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
+from support.paged_models import PagedServer
 
 PAGE = 16
 SPECS = {

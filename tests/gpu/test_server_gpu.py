@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from server_process import PREFIXCACHE, server_process
+from support.server_process import PREFIXCACHE, server_process
 
 SERVE = ("serve", "--device", "cuda", "--dtype", "bfloat16", "--port", "0", "--num-blocks", "4000")
 FLAGS = {
@@ -37,7 +37,7 @@ def test_the_server_answers_and_its_cache_changes_nothing(
     promised = flags != "fastest" and torch.cuda.get_device_capability(device)[0] == 9
     command = [*PREFIXCACHE, *SERVE, "--model", model, *FLAGS[flags]]
     with server_process(command, tmp_path / "log") as server:
-        with httpx.Client(base_url=server.address, timeout=60) as client:
+        with httpx.Client(base_url=server.address, timeout=240) as client:
             first, second = (_chat(client) for _ in range(2))
             assert first["choices"][0]["message"]["content"]
             assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 16

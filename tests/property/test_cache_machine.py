@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefixcache._core import PrefixCache
 from reference.cache import ReferenceCache
-from repeatable import bounded
+from support.repeatable import bounded
 
 BASES = [[7] * 40, list(range(40))]  # prompts share a prefix of one of these
 FULL = "full"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_engine import make_engine, make_request
-from fake_runner import answer_alone
+from fakes.fake_engine import make_engine, make_request
+from fakes.fake_runner import answer_alone
 from prefixcache.kv.cache_manager import GroupKind
 from prefixcache.types.request import CacheOptions, RequestOutput
-from repeatable import bounded
+from support.repeatable import bounded
 
 BLOCK = 4
 

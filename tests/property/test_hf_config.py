@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
-from repeatable import bounded
+from support.repeatable import bounded
 
 LAYERS = 6  # the last of which is not sliding by default in Gemma 3
 _SHAPE = {

@@ -25,10 +25,10 @@ from equality import (
     random_schedule,
     with_windows,
 )
-from loaded import cpu_model, torch_model
-from paged_driver import CpuDriver, Driver, PagedDriver
 from prefixcache._core import Cpu
-from repeatable import bounded
+from support.loaded import cpu_model, torch_model
+from support.paged_driver import CpuDriver, Driver, PagedDriver
+from support.repeatable import bounded
 
 Checkpoint = Callable[..., Path]
 Work = list[tuple[int, int, int]]
@@ -104,7 +104,7 @@ LENGTH = 200
 SLOW = settings(
     deadline=None,
     max_examples=bounded(usual=3, long=150),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_blocks import slow_clock
-from fake_engine import RandomChunks, make_engine
-from fake_runner import FakeRunner, answer_alone
-from late_runner import LateRunner, LateStep
-from plain_drafts import MOST_DRAFTS, HostileDrafter
-from plain_runner import VOCAB_SIZE
+from fakes.fake_blocks import slow_clock
+from fakes.fake_engine import RandomChunks, make_engine
+from fakes.fake_runner import FakeRunner, answer_alone
+from fakes.late_runner import LateRunner, LateStep
+from fakes.plain_drafts import MOST_DRAFTS, HostileDrafter
+from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
@@ -32,7 +32,7 @@ from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from reference.cache import ReferenceCache
-from repeatable import bounded
+from support.repeatable import bounded
 
 EOS = 3
 BLOCK = 4

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fake_engine import make_request
-from fake_memory import fake_checkpoint, lone_answer, make_versioned_engine
+from fakes.fake_engine import make_request
+from fakes.fake_memory import fake_checkpoint, lone_answer, make_versioned_engine
 from prefixcache import LLM, SamplingParams
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
@@ -29,7 +29,7 @@ from prefixcache.exceptions import EngineHaltedError
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
-from repeatable import bounded
+from support.repeatable import bounded
 
 ROUNDS = bounded(usual=1, long=30)
 STEM = [*range(20, 60)]

@@ -41,7 +41,7 @@ class Cluster:
 
     def kill_busiest(self) -> int:
         """Kills the replica with the most requests; its process."""
-        page = httpx.get(f"{self.address}/metrics", timeout=60).text
+        page = httpx.get(f"{self.address}/metrics", timeout=240).text
         running = re.findall(r'num_requests_running{.*replica="(\w+)".*} (\S+)', page)
         busiest = max(running, key=lambda one: float(one[1]))[0]
         pid = next(one["pid"] for one in self.replicas() if one["replica"] == busiest)
@@ -62,7 +62,7 @@ class Cluster:
 
     def replicas(self) -> list[dict[str, Any]]:
         """What each replica says of itself."""
-        response = httpx.get(f"{self.address}/server_info", timeout=60)
+        response = httpx.get(f"{self.address}/server_info", timeout=240)
         return response.json()["replicas"] if response.is_success else []
 
     def post(self, path: str, **body: Any) -> httpx.Response:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from tiny_models import make_checkpoint
+from support.tiny_models import make_checkpoint
 
 FLAGS = ("--served-model-name", "tiny", "--num-blocks", "160", "--dtype", "float32")
 

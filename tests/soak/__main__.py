@@ -22,7 +22,7 @@ from soak.report import write_report
 from soak.tally import OVERLOAD_ENDS, Tally
 from soak.verdict import verdicts
 from soak.watch import Kept, Watch
-from tiny_models import make_checkpoint
+from support.tiny_models import make_checkpoint
 
 ADMIN, KEYS = "admin-key", ("first-key", "second-key", "third-key")
 _BANK_SIZE = 126

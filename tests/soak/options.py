@@ -51,7 +51,7 @@ def parse_options() -> Options:
         "--overload-seconds", type=float, help="when all ask as fast as they can (60, or a tenth)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--architecture", default="gemma3", help="of tests/tiny_models.py")
+    parser.add_argument("--architecture", default="gemma3", help="of tests/support/tiny_models.py")
     parser.add_argument("--report", type=Path, help="folder for report.md and record.json")
     parser.add_argument("--keep", type=Path, help="folder for the servers' logs")
     parser.add_argument(

@@ -42,7 +42,10 @@ def bench(given: Given) -> None:
 
 
 def compare(given: Given) -> None:
-    """Compare two results of `bench --output`, and say how many times better B is."""
+    """Compare two results of `bench --output`.
+
+    Ratios above 1 are in favour of B.
+    """
     from rich.console import Console
 
     from prefixcache.tools.bench.reports.compare import compare_files

@@ -29,22 +29,22 @@ class ChatOptions(Checked):
     """Whom to talk to, and how it answers."""
 
     url: str = flag("http://127.0.0.1:8000", "OpenAI-compatible server to talk to.", "Server")
-    api_key: str | None = flag(None, "Key to ask with.", "Server", secret=True, shown="none")
+    api_key: str | None = flag(None, "Key of the server.", "Server", secret=True, shown="none")
     model: str | None = flag(
         None, "Name of the model.", "Server", shown="the first that the server lists"
     )
     system: str | None = flag(None, "System message of the conversation.", "Answer", shown="none")
     max_tokens: PositiveInt = flag(1024, "Most tokens of an answer.", "Answer")
     temperature: float | None = flag(
-        None, "0 takes the likeliest token.", "Answer", shown="the server's"
+        None, "0 always takes the likeliest token.", "Answer", shown="the server's"
     )
 
 
 def chat(given: Given) -> None:
     """Chat with a running server.
 
-    Each answer comes as it is computed. After it stand the prompt's cached tokens and the speed:
-    with a prefix cache, each turn computes what is new alone.
+    Answers are streamed. After each answer, the cached tokens of its prompt and the speed are
+    shown: with a prefix cache, a turn computes only its new tokens.
     """
     import httpx
 

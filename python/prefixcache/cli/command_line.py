@@ -131,7 +131,7 @@ class FlagCommand(click.Command):
         params: list[click.Parameter] = [*arguments, *found.values(), config]
         params += foreign
         name = run.__name__.replace("_", "-")
-        super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES)
+        super().__init__(name, params=params, help=run.__doc__, epilog=_SOURCES if found else None)
 
     def invoke(self, ctx: click.Context) -> None:
         """Runs the command.

@@ -16,8 +16,8 @@ SHELLS = ("bash", "zsh", "fish")
 def completion(given: Given) -> None:
     """Print the completion script of a shell.
 
-    In bash and zsh `eval "$(prefixcache completion)"` takes it over, in fish
-    `prefixcache completion | source`. Without SHELL it is for the shell of the environment.
+    In bash and zsh, `eval "$(prefixcache completion)"` loads it, in fish
+    `prefixcache completion | source`. The default is the shell in the variable SHELL.
     """
     from click.shell_completion import get_completion_class
 

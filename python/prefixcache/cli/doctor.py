@@ -49,7 +49,8 @@ def doctor(given: Given) -> None:
     for heading, values in found.items():
         click.echo(f"{heading}:")
         for name, value in values.items():
-            click.echo(f"  {name:<22}{value}")
+            label = name.replace("_gib", " (GiB)")
+            click.echo(f"  {label:<22}{'missing' if value is None else value}")
 
 
 def _machine() -> Mapping[str, Any]:

@@ -30,13 +30,13 @@ class ExplainOptions(Checked):
     url: str = flag("http://127.0.0.1:8000", "Server to ask.", "Server")
     api_key: str | None = flag(
         None,
-        "Key to ask with: the admin key, or for one prompt any.",
+        "Key of the server: an admin key, or for one prompt any.",
         "Server",
         secret=True,
         shown="none, which is enough on the server's own machine without keys",
     )
     limit: PositiveInt = flag(10, "Most lines of advice.", "Answer")
-    json: bool = flag(False, "Show the server's answer as it is.", "Answer")
+    json: bool = flag(False, "Show the server's answer as JSON.", "Answer")
 
 
 def explain(given: Given) -> None:

@@ -21,7 +21,7 @@ _MIB = 1 << 20
 _FOLDER = click.Argument(
     ["folder"],
     required=False,
-    help="As --kv-cache-dir or --weights-cache-dir, whose default it has.",
+    help="As --kv-cache-dir or --weights-cache-dir.  [default: that of --weights-cache-dir]",
     type=click.Path(path_type=Path),
 )
 # So that a command that is not finished removes nothing.
@@ -29,12 +29,15 @@ _NAMED_FOLDER = click.Argument(
     ["folder"], help="As --kv-cache-dir or --weights-cache-dir.", type=click.Path(path_type=Path)
 )
 _NAMES = click.Argument(
-    ["names"], metavar="[FILE]...", nargs=-1, help="Files as `ls` shows them; all otherwise."
+    ["names"], metavar="[FILE]...", nargs=-1, help="Files as `ls` shows them; all without one."
 )
 
 
 def ls(given: Given) -> None:
-    """List the files of a folder: bytes on the disk, age, content, and what it is of."""
+    """List the files of a folder.
+
+    Each line has the bytes on the disk, the age, and the content.
+    """
     for info, state in _survey(given, reads=False):
         click.echo(_line(info, state))
 
@@ -52,7 +55,7 @@ def verify(given: Given) -> None:
 
 
 def rm(given: Given) -> None:
-    """Remove files, but for the KV of running servers."""
+    """Remove files, except the KV of running servers."""
     names = set(given.values["names"])
     for folder in _opened(given.values["folder"]):
         for info in folder.files():
@@ -94,7 +97,7 @@ def _line(info: FileInfo, state: FileState) -> str:
 def cache(_: Given) -> None:
     """See, check and remove kept KV and weights.
 
-    They are in --kv-cache-dir and --weights-cache-dir.
+    They are in the folders of --kv-cache-dir and --weights-cache-dir.
     """
     click.echo(click.get_current_context().get_help())
 

@@ -54,11 +54,19 @@ class GenerateOptions(Checked):
     chat: bool = flag(False, "Answer the prompt as a chat message.", "Answer")
     system: str | None = flag(None, "System message of the chat; implies --chat.", "Answer")
     max_tokens: int = flag(256, "Most tokens of the answer.", "Answer")
-    temperature: float | None = flag(None, "0 takes the likeliest token.", "Answer")
-    top_p: float | None = flag(None, "Share of likely tokens.", "Answer")
-    top_k: int | None = flag(None, "Number of likely tokens.", "Answer")
-    min_p: float | None = flag(None, "Least share of the likeliest.", "Answer")
-    repetition_penalty: float | None = flag(None, "1 is none.", "Answer")
+    temperature: float | None = flag(None, "0 always takes the likeliest token.", "Answer")
+    top_p: float | None = flag(
+        None, "Sample from the likeliest tokens with this total probability.", "Answer"
+    )
+    top_k: int | None = flag(None, "Sample from this number of likeliest tokens.", "Answer")
+    min_p: float | None = flag(
+        None,
+        "Sample from tokens with at least this share of the likeliest one's probability.",
+        "Answer",
+    )
+    repetition_penalty: float | None = flag(
+        None, "Penalty for tokens that occurred before; 1 is none.", "Answer"
+    )
     stop: tuple[Annotated[str, MinLen(1)], ...] = flag((), "Text that ends the answer.", "Answer")
     log_level: LogLevel = flag("warning", LOG_LEVEL_HELP, "Answer")
 
@@ -69,19 +77,19 @@ class ConvertOptions(Checked):
 
     quantize: str | None = flag(
         None,
-        "Quantize matrices to this format: a third to a half of bfloat16's memory.",
+        "Format for the weight matrices, of a third to a half of bfloat16's size.",
         "Conversion",
         metavar=f"[{'|'.join(QUANTIZABLE)}]",
     )
     dequantize: Literal["bfloat16", "float32"] | None = flag(
         None,
-        "Write unquantized safetensors of this type, for example of a GGUF file.",
+        "Write unquantized safetensors of this type, for example from a GGUF file.",
         "Conversion",
         aliases=("widen",),
     )
     output: Path | None = flag(
         None,
-        "Folder to write, which must not be there yet.",
+        "Folder to write, which must not exist yet.",
         "Conversion",
         shown="the model's name and the format, in the current folder",
     )
@@ -238,7 +246,11 @@ _RECORD = click.Argument(
 _IDS = click.Argument(["ids"], metavar="[ID]...", nargs=-1, help="Requests; all without one.")
 _BODY = click.Argument(["body"], metavar="[BODY]", required=False, help="File, - for stdin.")
 _SHELL = click.Argument(
-    ["shell"], metavar="[SHELL]", required=False, type=click.Choice(SHELLS), help="Of the script."
+    ["shell"],
+    metavar="[SHELL]",
+    required=False,
+    type=click.Choice(SHELLS),
+    help="Shell to complete in.",
 )
 _HELP = """An LLM server around a prefix KV cache.
 
@@ -318,7 +330,7 @@ app = App(
             replay,
             ReplayOptions,
             arguments=[_TRACES],
-            examples=["prefixcache replay recording.jsonl --sizes 1GiB,4GiB"],
+            examples=["prefixcache replay recording.jsonl --sizes 10%,50%"],
         ),
         FlagCommand(
             rerun,

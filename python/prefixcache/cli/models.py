@@ -53,7 +53,8 @@ def models(given: Given) -> None:
 
 
 def _row(model: KnownModel) -> tuple[str, str, str, str]:
-    size = "not fetched" if model.size is None else f"{model.size / 2**20:,.0f} MiB"
+    absent = "not fetched" if model.source == "alias" else "file is gone"
+    size = absent if model.size is None else f"{model.size / 2**20:,.0f} MiB"
     return model.name, model.source, size, model.folder or ""
 
 

@@ -34,11 +34,11 @@ _FLAGS = {
 
 
 def rerun(given: Given) -> None:
-    """Ask recorded requests again, and compare the answers.
+    """Repeat recorded requests and compare answers.
 
-    They are compared bit for bit. RECORD is a file of --record-requests; an ID is a request's, or
-    what it begins with up to a dash. Model and arithmetic are those of the record where no flag
-    says otherwise. It fails where an answer differs, and where one cannot be compared.
+    They are compared bit for bit. RECORD is a file of --record-requests; ID is the id of a request,
+    or its part before a dash. Model and arithmetic are those of the record unless a flag changes
+    them. The command fails if an answer differs or cannot be compared.
     """
     path, ids = given.values["record"], given.values["ids"]
     check_can_read("RECORD", path)

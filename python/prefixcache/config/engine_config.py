@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -97,9 +98,17 @@ def parse_path(value: object) -> Path:
     return Path(value)
 
 
-def parse_folder(value: object) -> Path | Literal["none"]:
-    """A path, or "none". Raises `ValueError`."""
-    return "none" if value == "none" else parse_path(value)
+def parse_folder(value: object) -> Path:
+    """A path at which no file is in the way of a folder. Raises `ValueError`."""
+    path = parse_path(value)
+    if any(os.path.isfile(part) for part in (path, *path.parents)):
+        raise ValueError("must be a folder or a new path, not a file")
+    return path
+
+
+def parse_folder_or_none(value: object) -> Path | Literal["none"]:
+    """A folder as in `parse_folder`, or "none". Raises `ValueError`."""
+    return "none" if value == "none" else parse_folder(value)
 
 
 def parse_interval(value: object) -> int | Literal["none"]:
@@ -159,7 +168,8 @@ ByteSize = Annotated[int, ReadBy(parse_bytes)]
 TokenCount = Annotated[int, ReadBy(parse_tokens)]
 Staleness = Annotated[int, Ge(-1), Le(64)]
 FilePath = Annotated[Path, ReadBy(parse_path)]
-CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder)]
+FolderPath = Annotated[Path, ReadBy(parse_folder)]
+CacheFolder = Annotated[Path | Literal["none"], ReadBy(parse_folder_or_none)]
 SpeculativeConfig = Annotated[tuple[Speculation, int | None], ReadBy(parse_speculative_config)]
 RetentionInterval = Annotated[int | Literal["none"], ReadBy(parse_interval)]
 
@@ -185,8 +195,8 @@ class CacheConfig(Checked):
     )
     state_block_size: Annotated[PositiveInt, Le(MAX_BLOCK_SIZE)] = flag(
         64,
-        "Least tokens of a cache block where layers have states, as in Qwen3.5: a snapshot of "
-        "them stands at the end of a block.",
+        "Least tokens of a cache block in models with states, such as Qwen3.5, which store a "
+        "snapshot at the end of a block.",
         "Cache",
     )
     num_blocks: Annotated[PositiveInt, Ge(2)] | None = flag(
@@ -198,9 +208,9 @@ class CacheConfig(Checked):
     )
     kv_cache_memory: MemorySize | None = flag(
         None,
-        "Memory of the cache instead of --num-blocks: bytes, a size as 2GiB or 512MiB, or as 0.5 a "
-        "share of what is free before the model is loaded: on a CPU of the memory that the system "
-        "and the container's limit have left, on CUDA of the GPU's.",
+        "Memory of the cache instead of --num-blocks: bytes, a size such as 2GiB, or a share "
+        "such as 0.5 of what is free before the model loads (on a CPU of the memory left to "
+        "the system and the container, on CUDA of the GPU's).",
         "Cache",
         aliases=("kv_cache_memory_bytes",),
         shown="0.5 and at most 4GiB on a CPU, by --gpu-memory-utilization on CUDA",
@@ -209,23 +219,22 @@ class CacheConfig(Checked):
     )
     kv_cache_max_memory: MemorySize | None = flag(
         None,
-        "Most memory of the cache: it can grow up to here while it serves. A size or share as "
-        "with --kv-cache-memory.",
+        "Memory that the cache may grow to while it serves; a size or share as with "
+        "--kv-cache-memory.",
         "Cache",
         shown="the size at the start",
         metavar="<bytes, size or share>",
     )
     kv_cache_min_memory: MemorySize | None = flag(
         None,
-        "Least memory of the cache: it is never shrunk below. A size or share as with "
-        "--kv-cache-memory.",
+        "Memory below which the cache never shrinks; a size or share as with --kv-cache-memory.",
         "Cache",
         shown="one block",
         metavar="<bytes, size or share>",
     )
     prefix_cache_max_blocks: Count | None = flag(
         None,
-        "Most blocks that are cached and held by no request; 0 keeps none.",
+        "Most cached blocks that no request uses; 0 keeps none.",
         "Cache",
         shown="all of the cache",
     )
@@ -237,57 +246,57 @@ class CacheConfig(Checked):
     )
     eviction_policy: EvictionPolicy = flag(
         "lru",
-        "Which cached block is evicted first. lru: the least recently used; reuse-queue: the one "
-        "with the fewest expected hits for the time that it is kept.",
+        "Which cached block is evicted first. lru: the least recently used; reuse-queue: the "
+        "one with the fewest expected hits per unit of time.",
         "Cache",
         common=True,
     )
     kv_cache_metrics: bool = flag(
         False,
-        "Tell in /metrics how long blocks stay cached, how long they are idle before they are "
-        "evicted, and how long content waits between two uses.",
+        "Report in /metrics how long blocks stay cached, how long they are idle before "
+        "eviction, and how much time passes between two uses.",
         "Cache",
     )
     record_trace: FilePath | None = flag(
         None,
-        "File to record what the cache is asked for, without any text, so that it can be replayed "
-        "at other sizes; docs/reference/recording.md describes it.",
+        "File to record the cache's requests in, without text, for replays at other sizes; "
+        "see docs/reference/recording.md.",
         "Cache",
         shown="nothing is recorded",
         metavar="<file>",
     )
     record_trace_max_size: ByteSize = flag(
         2**30,
-        "Size from which a recording goes on in another file.",
+        "Size at which a recording continues in another file.",
         "Cache",
         shown="1GiB",
         metavar="<bytes or size>",
     )
-    kv_cache_dir: FilePath | None = flag(
+    kv_cache_dir: FolderPath | None = flag(
         None,
-        "Folder to keep the cache in, on a CPU, so that it outlives the server, kill -9 included; "
-        "docs/guides/restart.md says what lies there.",
+        "Folder to keep the cache in, on a CPU, so that it survives restarts and kill -9; see "
+        "docs/guides/restart.md.",
         "Cache",
         shown="the cache is kept in memory alone",
         metavar="<folder>",
     )
     kv_cache_dir_size: ByteSize | None = flag(
         None,
-        "Most bytes in --kv-cache-dir; files of other models or versions go first, the oldest "
-        "first.",
+        "Most bytes in --kv-cache-dir; the oldest files of other models or versions are "
+        "removed first.",
         "Cache",
         shown="the cache's own and one older file",
         metavar="<bytes or size>",
     )
     disk_cache_memory: ByteSize | None = flag(
         None,
-        "Most bytes on a disk for blocks that memory has no room for, on a CPU; "
-        "docs/guides/disk.md says how it works.",
+        "Most bytes on a disk for blocks that do not fit into memory, on a CPU; see "
+        "docs/guides/disk.md.",
         "Cache",
         shown="the cache is kept in memory alone",
         metavar="<bytes or size>",
     )
-    disk_cache_dir: FilePath | None = flag(
+    disk_cache_dir: FolderPath | None = flag(
         None,
         "Folder of --disk-cache-memory.",
         "Cache",
@@ -296,47 +305,49 @@ class CacheConfig(Checked):
     )
     disk_cache_min_uses: PositiveInt = flag(
         1,
-        "Uses of a block, its computing counted, from which it is put on the disk; one that a "
-        "retention hint raises is in any case. 2 writes less where most prompts never come again.",
+        "Uses from which a block is written to the disk, its computation included; blocks "
+        "that a retention hint raises are always written. 2 writes less if most prompts never "
+        "return.",
         "Cache",
     )
     merge_duplicate_blocks: bool = flag(
-        True, "Keep one of several blocks that were filled with the same.", "Cache"
+        True, "Keep one of several blocks with the same content.", "Cache"
     )
     prefix_cache_retention_interval: RetentionInterval | None = flag(
         None,
-        "With sliding windows: keep a window for later requests at every multiple of this number "
-        "of tokens too; 0 only where they are likely to begin (the end of a prompt, of an answer, "
-        "and of what requests share), none every block of every window.",
+        "With sliding windows: also keep a window at every multiple of this number of tokens. "
+        "0 keeps only those where requests are likely to resume (the end of a prompt, of an "
+        "answer, of a shared prefix), none keeps every block of every window.",
         "Cache",
         shown="0, or none where all layers have a window; --max-num-batched-tokens with "
         "--pin-swa-tokens",
         metavar="<none or tokens>",
     )
     pin_swa_tokens: bool = flag(
-        False, "With sliding windows: evict the windows that are kept last.", "Cache"
+        False, "With sliding windows: evict the kept windows last.", "Cache"
     )
     pin_max_share: Fraction = flag(
-        0.2, "Most of the cache that is pinned; beyond it the oldest pins end.", "Cache"
+        0.2, "Largest share of the cache that is pinned; beyond it the oldest pins end.", "Cache"
     )
     pin_min_drop_size: Count = flag(
-        16, "A kept window fewer blocks than this past the one before is not pinned.", "Cache"
+        16, "Least distance in blocks between a pinned window and the kept one before it.", "Cache"
     )
     pin_prefix_blocks: bool = flag(
         True,
-        "Pin the blocks of full attention before a pinned window too: it is no use without them.",
+        "Also pin the blocks of full attention before a pinned window, without which it is "
+        "useless.",
         "Cache",
     )
     max_weight_staleness: Staleness = flag(
         0,
-        "Updates of the weights after which what older weights computed may still be hit, by "
-        "requests that ask for no less; 0: never, -1: always. See docs/tutorials/rl.md.",
+        "Most weight updates since the KV that a request hits was computed; requests may ask "
+        "for fewer. 0: only KV of the newest weights, -1: no limit. See docs/tutorials/rl.md.",
         "Cache",
     )
     retention_budget: Fraction = flag(
         0.2,
-        "Most of the cache that the retention hints of one salt or API key raise; beyond it its "
-        "oldest ones end.",
+        "Largest share of the cache that the retention hints of one salt or API key raise; "
+        "beyond it the oldest hints end.",
         "Cache",
     )
 
@@ -377,6 +388,8 @@ class CacheConfig(Checked):
         ):
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise FieldError(name, f"needs {needed}.")
+        if self.disk_cache_min_uses > 1 and self.disk_cache_memory is None:
+            raise FieldError("disk_cache_min_uses", "needs disk_cache_memory.")
 
     def _check_range(self) -> None:
         """The floor, the start and the ceiling ascend, as far as they can be compared yet."""
@@ -394,24 +407,23 @@ class ElasticConfig(Checked):
 
     kv_cache_idle_release: PositiveFloat | None = flag(
         None,
-        "Seconds without work after which the cache shrinks step by step to its least memory; it "
-        "grows again with demand.",
+        "Seconds without work after which the cache shrinks step by step to its least memory; "
+        "it grows again on demand.",
         "Cache",
         shown="never",
         metavar="<seconds>",
     )
     min_free_memory: ByteSize | None = flag(
         None,
-        "Memory that the cache leaves free for others: where less is available it gives cached "
-        "blocks back, and takes them again when there is room.",
+        "Memory to leave free for other programs: if less is available the cache shrinks, and "
+        "it grows again when there is room.",
         "Cache",
         shown="off",
         metavar="<bytes or size>",
     )
     available_memory_file: FilePath | None = flag(
         None,
-        "File to read the available bytes from for --min-free-memory, instead of asking the "
-        "system.",
+        "File with the available bytes for --min-free-memory, instead of asking the system.",
         "Cache",
         shown="the system and the container's limit",
     )
@@ -463,8 +475,8 @@ class SchedulerConfig(Checked):
 
     scheduling_policy: SchedulingPolicy = flag(
         "fcfs",
-        "fcfs serves in order of arrival, API keys in turns; priority lets clients choose who is "
-        "first; cache-aware serves requests first of which much is cached.",
+        "fcfs serves in order of arrival, API keys in turns; priority lets clients choose who "
+        "is first; cache-aware serves the longest hits first.",
         "Scheduling",
     )
     max_queue_delay: NonNegativeFloat = flag(
@@ -494,7 +506,7 @@ class SchedulerConfig(Checked):
     )
     max_running_per_key: PositiveInt | None = flag(
         None,
-        "Most sequences of one API key in a step; its others wait.",
+        "Most sequences of one API key in a step; others of the key wait.",
         "Scheduling",
         shown="no limit",
     )
@@ -564,22 +576,22 @@ class SpeculationConfig(Checked):
 
     speculate: Speculation = flag(
         "off",
-        "Where guesses at an answer's next tokens come from. prompt: its own prompt and text; "
+        "Source of guesses at an answer's next tokens. prompt: its own prompt and text; "
         "cache: also other requests under the same salt and API key. Answers do not change.",
         "Scheduling",
         common=True,
     )
     speculate_tokens: Annotated[PositiveInt, Le(MAX_DRAFTS)] = flag(
-        7, "Most tokens of an answer that are guessed in a step.", "Scheduling"
+        7, "Most tokens guessed in a step for one answer.", "Scheduling"
     )
     speculate_history: Annotated[int, Ge(64), Le(2**24)] = flag(
         2**20,
-        "Tokens of recent requests that guesses are taken from, about 17 bytes each.",
+        "Tokens of recent requests to take guesses from, about 17 bytes each.",
         "Scheduling",
     )
     speculative_config: SpeculativeConfig | None = flag(
         None,
-        "The same as vLLM says it: method ngram is --speculate prompt, suffix is cache.",
+        "vLLM's form of --speculate: method ngram is prompt, suffix is cache.",
         "Scheduling",
         aliases=("sc",),
         shown="off",
@@ -629,21 +641,21 @@ class EngineConfig(Checked):
     )
     requantize: bool = flag(
         False,
-        "On a weight update, quantize unquantized tensors to the format that they replace: q8_0, "
-        "q4_0, q4_1, q5_0, q5_1 or mxfp4.",
+        "On a weight update, quantize unquantized tensors to the format of those that they "
+        "replace: q8_0, q4_0, q4_1, q5_0, q5_1 or mxfp4.",
         "Model",
     )
     weights_cache_dir: CacheFolder | None = flag(
         None,
-        "Folder to keep weights in as a CPU's kernels read them, so that the next start maps them; "
-        "none for none. See docs/guides/weights.md.",
+        "Folder for weights in the layout of the CPU's kernels, which the next start maps; "
+        "none keeps none. See docs/guides/weights.md.",
         "Model",
         shown="~/.cache/prefixcache/weights, for weights of 32MiB and more",
         metavar="<none or folder>",
     )
     weights_cache_size: ByteSize = flag(
         32 << 30,
-        "Most bytes in --weights-cache-dir; what was not used for the longest time goes first.",
+        "Most bytes in --weights-cache-dir; the least recently used weights are removed first.",
         "Model",
         shown="32GiB",
         metavar="<bytes or size>",
@@ -651,30 +663,31 @@ class EngineConfig(Checked):
     device: Device = flag("auto", "Where to compute.", "Model", common=True)
     cpu_activations: ActivationChoice = flag(
         "exact",
-        "Activations that quantized weights are multiplied with on a CPU: exact, or int8, which "
-        "is faster and changes answers; auto is int8 where weights are quantized.",
+        "Activation precision for quantized weights on a CPU: exact, or int8, which is faster "
+        "and changes answers; auto is int8 if weights are quantized.",
         "Model",
         common=True,
     )
     cpu_threads: Annotated[PositiveInt, Le(1024)] | None = flag(
         None,
-        "Threads that a step computes with on a CPU; the cores that the process may use otherwise.",
+        "Threads of a step on a CPU.",
         "Model",
+        shown="the cores that the process may use",
         common=True,
     )
     cpu_instructions: str | None = flag(
         None,
-        "Instructions that a CPU computes with instead of its best: portable, avx2, avx512 or "
-        "avx512_bf16, of those that it has.",
+        "Instruction set of the CPU's kernels instead of the best one: portable, avx2, avx512 "
+        "or avx512_bf16, if the CPU has it.",
         "Model",
     )
     seed: Annotated[int, Ge(0), Le(2**64 - 1)] = flag(
-        0, "For requests without a seed of their own.", "Model"
+        0, "Seed of requests that give none.", "Model"
     )
     record_requests: FilePath | None = flag(
         None,
-        "File to record requests and answers in, token by token, so that `prefixcache rerun` can "
-        "ask them again. It holds users' text.",
+        "File to record requests and answers in, token by token, for `prefixcache rerun`. It "
+        "holds users' text.",
         "Model",
         shown="nothing is recorded",
         metavar="<file>",
@@ -682,7 +695,7 @@ class EngineConfig(Checked):
     attention: Attention = flag("auto", "Attention backend.", "Model")
     batch_invariant: bool | None = flag(
         None,
-        "Answers whose bits do not depend on the batch; an error where they would.",
+        "Compute answers whose bits do not depend on the batch; fail if that is not possible.",
         "Model",
         shown="on for a CPU and for Hopper GPUs",
     )

@@ -268,7 +268,7 @@ def _grams(ids: TokenIds) -> npt.NDArray[np.uint64]:
 
 
 def _key(miss: _Recomputed) -> object:
-    """The same for misses at the same place behind the same beginning."""
+    """The same for misses at the same position after the same prefix."""
     difference, source = miss.difference, miss.prompt.source
     if difference is None or difference.character is None or source is None:
         return miss.reason, _scope(miss.prompt), miss.position

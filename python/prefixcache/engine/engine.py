@@ -591,14 +591,13 @@ class Engine:
 
     def _gauges(self) -> Gauges:
         scheduler, core = self._scheduler, self._cache.stats()
-        weights = self.control.weights_info()
         return Gauges(
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
             file=self._cache.file_counts,
             disk=None if self._cache.disk is None else self._cache.disk.counts(),
             loads=None if scheduler.loads is None else scheduler.loads.counts(),
             drafts=None if scheduler.drafter is None else scheduler.drafter.counts(),
-            weights_bytes=None if weights is None else weights.bytes,
+            weights=self.control.weights_info(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,

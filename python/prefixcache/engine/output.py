@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from prefixcache.metrics import Metrics
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
@@ -88,12 +89,17 @@ class Answer:
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))
         self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
+        if not self._max_tokens:  # nothing but the prompt was asked for
+            return replace(
+                self.end(Ending("length")),
+                num_disk_tokens=num_disk_tokens,
+                num_window_missed_tokens=num_window_missed_tokens,
+                hit_staleness=hit_staleness,
+            )
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
         stop_id = token_id in self.request.params.stop_token_ids
         ended_by_token = stop_id or token_id in self._eos_token_ids
-        if not self._max_tokens:  # nothing but the prompt was asked for
-            return self.end(Ending("length"))
         text = self._detokenizer.push((token_id,), ended_by_token=ended_by_token)
         finish_reason = self._finish_reason(ended_by_token)
         if finish_reason is not None and self._detokenizer.stopped_by is None:

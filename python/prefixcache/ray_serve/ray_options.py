@@ -36,7 +36,7 @@ NOT_SERVED = (
 class RayOptions(Checked):
     """How many replicas there are, and in which cluster."""
 
-    num_replicas: PositiveInt = flag(1, "Engines, each with a cache of its own.", "Ray")
+    num_replicas: PositiveInt = flag(1, "Number of engines, each with its own cache.", "Ray")
     address: Annotated[str, MinLen(1)] | None = flag(
         None,
         "Cluster to join, as 10.0.0.1:6379 or auto.",
@@ -47,18 +47,18 @@ class RayOptions(Checked):
         None, "Fewest replicas, with --max-replicas.", "Ray", shown="--num-replicas"
     )
     max_replicas: PositiveInt | None = flag(
-        None, "Most replicas: with it their number follows the requests.", "Ray", shown="fixed"
+        None, "Most replicas; with it their number follows the load.", "Ray", shown="fixed"
     )
     target_ongoing_requests: PositiveFloat = flag(
-        16, "Requests running and waiting for each replica, which scaling aims at.", "Ray"
+        16, "Running and waiting requests per replica that scaling aims at.", "Ray"
     )
     num_ingress: PositiveInt = flag(
         1, "Processes that take HTTP requests, encode prompts and choose replicas.", "Ray"
     )
     command_timeout: PositiveFloat = flag(
         600,
-        "Seconds for each replica to do a command, as an update of the weights: one that takes "
-        "longer is replaced.",
+        "Seconds in which each replica must carry out an admin operation, such as a weight "
+        "update; a slower one is replaced.",
         "Ray",
         metavar="<seconds>",
     )

@@ -633,6 +633,8 @@ class Scheduler:
             return
         self._rejected.append((state.request_id, self._ending(state, verdict)))
         del self._states[state.request_id]
+        if self.drafter is not None:
+            self.drafter.end(state)
         self._jobs.remove(state.request, waited=True)
         self._cache.free([state.request_id])
 

@@ -12,7 +12,11 @@ MemoryTag = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """The weights as they are kept: types and formats of blocks, and bytes of memory."""
+    """The weights as they are kept: types and formats of blocks, and bytes of memory.
+
+    `mapped_bytes` of them were mapped from a file at the start; 0 once any was replaced.
+    """
 
     formats: tuple[str, ...]
     bytes: int
+    mapped_bytes: int = 0

@@ -92,6 +92,8 @@ pub(crate) struct Holding {
     pub(crate) turn: Turn,
     /// Full blocks that the sequence had when it was committed.
     pub(crate) num_prompt: usize,
+    /// The place of its scope where ends are counted.
+    pub(crate) ends: usize,
 }
 
 /// A sequence's blocks in one group: block `i` holds positions from `i * block_size` on.

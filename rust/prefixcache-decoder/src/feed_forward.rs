@@ -5,7 +5,7 @@ use prefixcache_cpu::Rows;
 use prefixcache_cpu::memory::OutOfMemory;
 use prefixcache_ops::PackedLinear;
 use prefixcache_ops::experts::{self, Experts};
-use prefixcache_ops::rowwise::{Gate, RmsNorm, gated};
+use prefixcache_ops::rowwise::{Gate, RmsNorm};
 
 use crate::{Buffer, Step, Sum};
 
@@ -127,9 +127,8 @@ impl Step<'_> {
         sum: Sum<'_, E>,
     ) -> Result<(), OutOfMemory> {
         let (wide, inner) = (dense.gate_up.outputs(), dense.down.inputs());
-        self.linear(dense.gate_up, x, None, &gate_up.write(wide))?;
-        let (gates, out) = (gate_up.read(wide), opened.write(inner));
-        gated(self.form, self.team, dense.gate, gates, &out);
+        let (mut wide, out) = (gate_up.write(wide), opened.write(inner));
+        (dense.gate_up).forward_gated(self.form, self.team, x, dense.gate, &mut wide, &out)?;
         let opened = opened.read(inner);
         self.add(sum, |residual, out| {
             self.linear(dense.down, opened, residual, out)

@@ -11,10 +11,13 @@
 //! Processors with AMX run the same code: AMX adds in blocks of 16 rows with an order of its own,
 //! and would have to be used for every row count or for none.
 
+#[cfg(test)]
+mod balance;
 mod groups;
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile};
@@ -29,14 +32,16 @@ use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
 use crate::quant::packed::{Line, PackedBlocks, words_of};
+use crate::rowwise::{Gate, GatedPart, gated};
 
 pub use groups::RowGroup;
 
 /// Rows below which a task is not worth splitting.
 const MIN_TASK_ROWS: usize = 24;
 
-/// Tasks wanted for an even split over a few threads.
+/// Tasks wanted for an even split over a few threads, and of each of many.
 const ENOUGH_TASKS: usize = 24;
+const TASKS_OF_A_THREAD: usize = 3;
 
 /// Lines of a panel that are dequantized before they are multiplied: 16 KiB, so that the first cache holds
 /// them.
@@ -320,6 +325,61 @@ impl<E: Element> PackedLinear<E> {
         residual: Option<Rows<'_, O>>,
         out: &RowsMut<'_, O>,
     ) -> Result<(), OutOfMemory> {
+        self.multiply(form, team, x, residual, out, |_, _| {})
+    }
+
+    /// Writes `x W^T + b` to `wide`, and to `out` what [`gated`] makes of it, bit for bit. For few rows the
+    /// threads wait for each other once: who makes the last of a panel's gates and values opens them.
+    ///
+    /// # Errors
+    /// There is no memory for quantized activations; nothing is written.
+    ///
+    /// # Panics
+    /// The shapes do not fit.
+    pub fn forward_gated(
+        &self,
+        form: Form,
+        team: &Team,
+        x: Rows<'_, E>,
+        gate: Gate,
+        wide: &mut RowsMut<'_, E>,
+        out: &RowsMut<'_, E>,
+    ) -> Result<(), OutOfMemory> {
+        let width = out.width();
+        let whole = |part: &Part<E>| part.outputs.len().is_multiple_of(PANEL);
+        let fits = width.is_multiple_of(PANEL) && self.parts.iter().all(whole);
+        // Columns of many rows are read more slowly than the rows.
+        if !fits || x.rows() > MIN_TASK_ROWS {
+            self.forward(form, team, x, None, wide)?;
+            gated(form, team, gate, wide.read(), out);
+            return Ok(());
+        }
+        assert_eq!(wide.shape(), (out.rows(), gate.width() * width), "wide");
+        let made: Vec<AtomicUsize> = (0..width / PANEL).map(|_| AtomicUsize::new(0)).collect();
+        let wide = &*wide;
+        self.multiply(form, team, x, None, wide, |panel, rows| {
+            let panel = panel % made.len();
+            // AcqRel: who counts last sees the columns that another thread has made.
+            if made[panel].fetch_add(1, Ordering::AcqRel) + 1 == gate.width() {
+                let columns = panel * PANEL..(panel + 1) * PANEL;
+                // SAFETY: few rows are one task a panel, so the panels of both halves have been made, and
+                // one task counts last.
+                form.run(unsafe { GatedPart::new(gate, wide, out, rows, columns) });
+            }
+        })
+    }
+
+    /// Writes `x W^T + b + residual` to `out`, and calls `then` with the panel and the rows of each task that
+    /// was done.
+    fn multiply<O: Element>(
+        &self,
+        form: Form,
+        team: &Team,
+        x: Rows<'_, E>,
+        residual: Option<Rows<'_, O>>,
+        out: &RowsMut<'_, O>,
+        then: impl Fn(usize, Range<usize>) + Sync,
+    ) -> Result<(), OutOfMemory> {
         assert_eq!(x.shape(), (out.rows(), self.inputs), "shape of x");
         assert_eq!(out.width(), self.outputs, "width of out");
         assert!(E::PER_WORD > 1 || O::PER_WORD == 1, "type of out");
@@ -335,11 +395,12 @@ impl<E: Element> PackedLinear<E> {
             quantized: self.quantized(form, team, x)?,
         };
         let panels = self.parts.iter().map(Part::panels).sum();
-        let split = Split::new(x.rows(), panels);
+        let split = Split::new(x.rows(), panels, team.threads());
         team.run(split.tasks(), |task| {
-            let (panel, rows) = split.task(team.in_order(task, split.tasks()));
-            let (part, panel) = self.part_of(panel);
-            product.multiply_part(part, panel, 0, rows);
+            let (number, rows) = split.task(team.in_order(task, split.tasks()));
+            let (part, panel) = self.part_of(number);
+            product.multiply_part(part, panel, 0, rows.clone());
+            then(number, rows);
         });
         Ok(())
     }
@@ -379,8 +440,9 @@ struct Split {
 }
 
 impl Split {
-    fn new(rows: usize, panels: usize) -> Self {
-        let wanted = ENOUGH_TASKS
+    fn new(rows: usize, panels: usize, threads: usize) -> Self {
+        let wanted = (TASKS_OF_A_THREAD * threads)
+            .max(ENOUGH_TASKS)
             .div_ceil(panels.max(1))
             .max(rows.div_ceil(MAX_TASK_ROWS));
         let chunk = rows.div_ceil(wanted).max(MIN_TASK_ROWS).next_multiple_of(6);
@@ -761,8 +823,8 @@ mod tests {
     #[test]
     fn tasks_cover_every_row_of_every_panel_once() {
         for rows in 0..400 {
-            for panels in [1, 3, 9, 48, 768] {
-                let split = Split::new(rows, panels);
+            for (panels, threads) in [(1, 1), (3, 16), (9, 64), (48, 2), (768, 4)] {
+                let split = Split::new(rows, panels, threads);
                 let mut seen = vec![0; rows * panels];
                 for task in 0..split.tasks() {
                     let (panel, rows_of_task) = split.task(task);

@@ -355,12 +355,74 @@ impl<E: Element> RowWork<E> for Gated {
     #[inline(always)]
     fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
         let (gates, values) = (&x[..out.len()], &x[x.len() - out.len()..]);
+        self.gate.pass(lanes, gates, values, out);
+    }
+}
+
+/// Columns of some rows of a gated layer, whose gates and values other threads may have written before.
+pub(crate) struct GatedPart<'a, E> {
+    gate: Gate,
+    wide: &'a RowsMut<'a, E>,
+    out: &'a RowsMut<'a, E>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl<'a, E: Element> GatedPart<'a, E> {
+    /// Columns `columns` of rows `rows` of `out`, of x in `wide`: see [`gated`].
+    ///
+    /// # Safety
+    /// While it is used, nobody else uses that part of `out`, and nobody writes what it is made of.
+    pub(crate) unsafe fn new(
+        gate: Gate,
+        wide: &'a RowsMut<'a, E>,
+        out: &'a RowsMut<'a, E>,
+        rows: Range<usize>,
+        columns: Range<usize>,
+    ) -> Self {
+        Self {
+            gate,
+            wide,
+            out,
+            rows,
+            columns,
+        }
+    }
+}
+
+impl<E: Element> Kernel for GatedPart<'_, E> {
+    type Output = ();
+
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let (first, count) = (self.columns.start, self.columns.len());
+        let second = self.wide.width() - self.out.width() + first;
+        for row in self.rows {
+            // SAFETY: the maker vouches for all three.
+            let (gates, values, out) = unsafe {
+                (
+                    self.wide.shared_part(row, first, count),
+                    self.wide.shared_part(row, second, count),
+                    self.out.part(row, first, count),
+                )
+            };
+            self.gate.pass(lanes, gates, values, out);
+        }
+    }
+}
+
+impl Gate {
+    /// Writes what the gates let pass of the values.
+    #[inline(always)]
+    fn pass<E: Element, L: Lanes>(self, lanes: L, gates: &[E], values: &[E], out: &mut [E]) {
         for (at, count) in vectors::<L>(values.len()) {
             // SAFETY: `count` numbers stand at `at` in each of the three.
             unsafe {
                 let x = E::load_some(lanes, gates[at..].as_ptr(), count);
                 let v = E::load_some(lanes, values[at..].as_ptr(), count);
-                let y = match self.gate {
+                let y = match self {
                     Gate::ClampedSwiglu => clamped_swiglu(lanes, x, v),
                     gate => lanes.mul(opened(lanes, gate, x), v),
                 };

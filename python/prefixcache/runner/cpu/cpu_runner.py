@@ -24,7 +24,11 @@ from prefixcache.models.checkpoint import (
     read_checkpoint,
     remembered_checkpoint,
 )
-from prefixcache.models.laid_out.weights_folder import WeightsCache, default_folder
+from prefixcache.models.laid_out.weights_folder import (
+    WeightsCache,
+    default_folder,
+    num_bytes_of,
+)
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
@@ -43,7 +47,7 @@ from prefixcache.runner.sizing import (
     layout_of,
     pool_sizes,
 )
-from prefixcache.runner.threads import default_threads
+from prefixcache.runner.threads import num_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
 KERNEL_REVISION = 1
@@ -69,7 +73,7 @@ class CpuRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config.on("cpu")
-        self._cpu = _make_cpu(config.cpu_threads or default_threads(), config.cpu_instructions)
+        self._cpu = _make_cpu(num_threads(config.cpu_threads), config.cpu_instructions)
 
     @property
     def block_tables(self) -> Sequence[BlockTableBuffers]:
@@ -88,8 +92,9 @@ class CpuRunner:
         layout_on_disk = _file_layout(config.cache, specs, facts)
         make = partial(CpuModel, model, cpu, dtype, max_model_len, config.activations)
         cache = _weights_cache(config, model, dtype, cpu)
-        loaded, checkpoint = _load_weights(make, model, folder, cache, cpu.threads)
+        loaded, checkpoint, mapped = _load_weights(make, model, folder, cache, cpu.threads)
         weights = ReplaceableModel(loaded, make, checkpoint, requantize=config.requantize)
+        weights.info = replace(weights.info, mapped_bytes=mapped)
         _check_quantized(config, weights.info.formats)
         specs = replace(specs, file=_kept_file(config.cache, layout_on_disk, specs))
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
@@ -180,14 +185,22 @@ def _load_weights(
     folder: Path,
     cache: WeightsCache | None,
     threads: int,
-) -> tuple[CpuModel, Checkpoint]:
-    """The filled model; what is not mapped from `cache` is read, for its digest in parallel."""
+) -> tuple[CpuModel, Checkpoint, int]:
+    """The filled model, and how many bytes of it are mapped from `cache`.
+
+    What is not is read, for its digest in parallel.
+    """
     known = remembered_checkpoint(folder)
+    mapped = 0
 
     def restore(made: CpuModel) -> Collection[str]:
+        nonlocal mapped
         if cache is None or known is None:
             return ()
-        return cache.restore(known.digest, made.laid_out())
+        parts = made.laid_out()
+        names = cache.restore(known.digest, parts)
+        mapped = num_bytes_of({name: parts[name] for name in names})
+        return names
 
     with ThreadPoolExecutor(1) as digests:
         reading = digests.submit(lambda: known or read_checkpoint(folder, threads))
@@ -196,7 +209,7 @@ def _load_weights(
     checkpoint.check_unchanged()
     if cache is not None:
         cache.keep(checkpoint.digest, loaded.laid_out())
-    return loaded, checkpoint
+    return loaded, checkpoint, mapped
 
 
 def _weights_cache(

@@ -38,7 +38,7 @@ from prefixcache.runner.cuda.ops.arrays import given_tensor
 from prefixcache.runner.cuda.ops.sets import Ops
 from prefixcache.runner.cuda.results import LaunchedStep
 from prefixcache.runner.sizing import choose_num_blocks, fitting_model_len, layout_of, pool_sizes
-from prefixcache.runner.threads import default_threads
+from prefixcache.runner.threads import num_threads
 from prefixcache.types.step_plan import StepPlan, StepResult
 
 
@@ -90,7 +90,7 @@ class TorchRunner:
                 f"{config.attention} on {device}.",
             )
         dtype = _choose_dtype(config, model, device)
-        threads = config.cpu_threads or default_threads()
+        threads = num_threads(config.cpu_threads)
         if device.type == "cpu":
             torch.set_num_threads(threads)
         with ThreadPoolExecutor(1) as digests:

@@ -155,7 +155,9 @@ class Choice:
         self.content_logprobs = self.message.add(self.delta, logprobs, finished=output.finished)
         if reasoned or parser.in_reasoning:
             self.num_reasoning_tokens += len(output.token_ids)
-        if self.message.tool_calls and self.finish_reason == "stop":
+        calls = self.message.tool_calls
+        cut = isinstance(output.stop_reason, str)  # by a stop string, perhaps within a call
+        if calls and self.finish_reason == "stop" and not (cut and not calls[-1].is_whole):
             self.finish_reason = "tool_calls"
 
     def _restart(self) -> None:

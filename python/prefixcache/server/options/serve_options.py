@@ -35,7 +35,7 @@ _FORM = (
 )
 _PERMISSIONS = re.compile(r"0?[0-7]{3}")
 
-LOG_LEVEL_HELP = "debug shows what the cache does."
+LOG_LEVEL_HELP = "Least level of log lines; debug also shows what the cache does."
 
 
 def _parse_variables(value: object) -> Mapping[str, Any] | None:
@@ -51,17 +51,17 @@ def _parse_variables(value: object) -> Mapping[str, Any] | None:
 class TlsOptions(Checked):
     """The files of a server that speaks HTTPS alone; without a certificate it speaks HTTP."""
 
-    ssl_certfile: Path | None = flag(
-        None, "Certificate and those it was signed with, in PEM: serve HTTPS.", "TLS"
-    )
+    ssl_certfile: Path | None = flag(None, "Certificate and its chain, in PEM: serve HTTPS.", "TLS")
     ssl_keyfile: Path | None = flag(
         None, "Key of the certificate, in PEM.", "TLS", shown="in --ssl-certfile"
     )
     ssl_ca_certs: Path | None = flag(
-        None, "Certificates in PEM that must have signed those of clients.", "TLS"
+        None, "CA certificates, in PEM, that must have signed those of clients.", "TLS"
     )
     ssl_cert_reqs: Annotated[int, Ge(0), Le(2)] = flag(
-        0, "Certificates of clients: 0 asks for none, 1 checks given ones, 2 needs one.", "TLS"
+        0,
+        "Certificates of clients: 0 asks for none, 1 checks those that are sent, 2 requires one.",
+        "TLS",
     )
 
     def check_together(self) -> None:
@@ -137,7 +137,7 @@ class ServeOptions(Checked):
     )
     served_model_name: tuple[Annotated[str, MinLen(1)], ...] = flag(
         (),
-        "Names for clients; * answers to any other, too.",
+        "Names for clients; * also accepts any other.",
         "Server",
         shown="--model",
         greedy=True,
@@ -145,37 +145,38 @@ class ServeOptions(Checked):
     )
     load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
         "auto",
-        "What the model's weights must be in: safetensors (hf is the same), or blocks of a GGUF "
-        "file or of prefixcache convert.",
+        "Required format of the weights: safetensors (hf is the same), or gguf for quantized "
+        "ones, of a GGUF file or of prefixcache convert.",
         "Model",
     )
     quantization: Literal["auto", "none", "gguf"] = flag(
         "auto",
-        "What the weights must be: quantized (gguf) or not (none); they are served as they are.",
+        "Require quantized weights (gguf) or unquantized ones (none); weights are served as "
+        "they are.",
         "Model",
     )
-    strict: bool = flag(False, "Reject unknown fields of requests, instead of a warning.", "Server")
+    strict: bool = flag(False, "Reject requests with unknown fields, instead of warning.", "Server")
     clamp_max_tokens: bool = flag(
-        False, "Shorten max_tokens to what the context has room for.", "Server"
+        False, "Shorten a max_tokens that the context has no room for.", "Server"
     )
     tool_call_parser: ToolCallParserName = flag(
         "auto",
-        "Form in which the model calls tools; auto goes by its chat template, and lists tools in "
-        f"the prompt where that shows none. One of {', '.join(get_args(ToolCallParserName))}.",
+        "Format of the model's tool calls; auto takes that of its chat template, and lists tools "
+        f"in the prompt if that shows none. One of {', '.join(get_args(ToolCallParserName))}.",
         "Server",
         metavar="<name>",
     )
     reasoning_parser: ReasoningParserName = flag(
         "auto",
-        "Form in which the model reasons before it answers; auto goes by its chat template, none "
-        f"leaves reasoning in the content. One of {', '.join(get_args(ReasoningParserName))}.",
+        "Format of the model's reasoning; auto takes that of its chat template, none leaves "
+        f"reasoning in the content. One of {', '.join(get_args(ReasoningParserName))}.",
         "Server",
         metavar="<name>",
     )
     default_chat_template_kwargs: Annotated[Mapping[str, Any] | None, ReadBy(_parse_variables)] = (
         flag(
             None,
-            "Variables for the chat template of requests that do not say otherwise, as "
+            "Variables of the chat template for requests that do not set them, as "
             '{"enable_thinking": false}.',
             "Server",
             metavar="<json>",
@@ -183,42 +184,42 @@ class ServeOptions(Checked):
     )
     drain_seconds: Count = flag(
         10,
-        "Time for open answers to end when the server stops.",
+        "Seconds that open answers get to end when the server stops.",
         "Server",
         aliases=("shutdown_timeout",),
     )
     request_timeout: PositiveFloat | None = flag(
         None,
-        "Seconds from a request to the last token of its answer, which is then cut with a 504.",
+        "Most seconds from a request to the last token of its answer; then it ends with a 504.",
         "Server",
         shown="no limit",
         metavar="<seconds>",
     )
     max_total_body_bytes: Annotated[ByteSize, Ge(MAX_BODY_BYTES)] = flag(
         8 * MAX_BODY_BYTES,
-        "Most memory of all bodies that are being read and checked, and of log probabilities that "
-        "whole answers keep; more get a 503.",
+        "Most memory of all bodies that are being read and checked, and of the log "
+        "probabilities of answers that are not streamed; more get a 503.",
         "Server",
         shown="256MiB",
         metavar="<bytes or size>",
     )
     limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
     timeout_keep_alive: PositiveInt = flag(
-        5, "Seconds that a connection stays open without a request.", "Server"
+        5, "Seconds that an idle connection stays open.", "Server"
     )
     timeout_read: PositiveFloat = flag(
-        20, "Seconds for a request's head to come, and each part of its body.", "Server"
+        20, "Most seconds for a request's head, and for each part of its body.", "Server"
     )
     timeout_write: PositiveFloat = flag(
-        30, "Seconds for a client to read some of what it was sent.", "Server"
+        30, "Most seconds that a client may read nothing of what was sent.", "Server"
     )
     log_level: LogLevel = flag("info", LOG_LEVEL_HELP, "Server", common=True)
-    log_format: LogFormat = flag("text", "json writes an object a line.", "Server")
+    log_format: LogFormat = flag("text", "json writes one object a line.", "Server")
     log_file: Path | None = flag(
-        None, "File for the log, which may be rotated.", "Server", shown="stderr"
+        None, "File for the log; it may be rotated.", "Server", shown="stderr"
     )
     log_prompts: bool = flag(
-        False, "Put prompts into the log, and messages of errors that may quote them.", "Server"
+        False, "Write prompts to the log, and error messages that may quote them.", "Server"
     )
     max_log_len: PositiveInt = flag(
         2048, "Most characters of a request's prompts in the log.", "Server"
@@ -253,41 +254,41 @@ class ServeOptions(Checked):
     tls: TlsOptions = field(default_factory=TlsOptions)
     cross_origin: CrossOrigin = field(default_factory=CrossOrigin)
     metrics_prefix: Literal["prefixcache", "vllm"] = flag(
-        "prefixcache", "What names in /metrics begin with; vllm for its dashboards.", "Server"
+        "prefixcache", "Prefix of the names in /metrics; vllm fits dashboards for vLLM.", "Server"
     )
     strip_header_pattern: tuple[Annotated[str, MinLen(1)], ...] = flag(
         (),
-        "Leave lines in which this is found out of system messages and plain prompts, as a header "
-        "that varies: '^x-anthropic-billing-header:'. May be given several times.",
+        "Remove matching lines from system messages and plain prompts, such as a header that "
+        "varies: '^x-anthropic-billing-header:'. May be given several times.",
         "Cache",
         metavar="<regex>",
     )
     diagnostics_memory: ByteSize = flag(
         16 * 2**20,
-        "Most memory for the last prompts and evicted blocks, by which /prefix_cache/explain says "
-        "why a prompt missed; 0 remembers nothing.",
+        "Most memory for recent prompts and evicted blocks, from which /prefix_cache/explain "
+        "says why a prompt missed; 0 keeps none.",
         "Cache",
         shown="16MiB",
         metavar="<bytes or size>",
     )
     prompt_text: bool = flag(
-        True, "Remember the text of the last prompts too, to say which of it differs.", "Cache"
+        True, "Also keep the text of recent prompts, to show which part differs.", "Cache"
     )
     kv_events_config: Annotated[KVEventsConfig | None, ReadBy(parse_kv_events)] = flag(
         None,
-        "Publish what the cache stores and removes, for routers, in the form of vLLM's option, as "
-        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": '
-        '"tcp://127.0.0.1:5558"}.',
+        "Publish stored and removed blocks for routers, in vLLM's form: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", '
+        '"replay_endpoint": "tcp://127.0.0.1:5558"}.',
         "Cache",
         shown="none",
         metavar="<json>",
     )
     kv_events_public: bool = flag(
-        False, "Let other machines read KV events, which tell the tokens of prompts.", "Access"
+        False, "Let other machines read KV events, which contain the tokens of prompts.", "Access"
     )
     public_metrics: bool = flag(False, "Let everybody read /metrics.", "Access")
     client_warming: bool = flag(
-        False, "Let clients, and not only administrators, call /prefix_cache/warm.", "Access"
+        False, "Let clients call /prefix_cache/warm, not only administrators.", "Access"
     )
     allowed_model_dirs: tuple[Path, ...] = flag(
         (),
@@ -297,13 +298,13 @@ class ServeOptions(Checked):
     )
     max_queue: Count = flag(
         512,
-        "Most requests that wait; more get a 503 with Retry-After. One with many prompts counts "
-        "once for every --max-num-seqs of them. 0 sets no limit.",
+        "Most waiting requests; more get a 503 with Retry-After. A request with many prompts "
+        "counts once for every --max-num-seqs of them. 0 sets no limit.",
         "Scheduling",
     )
     max_waiting_per_key: PositiveInt | None = flag(
         None,
-        "Most requests of one API key that wait; more get a 429 with Retry-After.",
+        "Most waiting requests of one API key; more get a 429 with Retry-After.",
         "Scheduling",
         shown="no limit",
     )

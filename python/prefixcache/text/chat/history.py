@@ -58,6 +58,8 @@ def _read_message(
         read["content"] = ""  # templates add it to other text
     calls = read.pop("tool_calls", None)
     if calls is None or calls == []:
+        if read.get("content") is None and read.get("role") in ("system", "developer", "user"):
+            raise wrong(f"{field}.content", "must be text or a list of parts, and is missing")
         return read
     if read.get("role") != "assistant":
         raise wrong(f"{field}.tool_calls", "is for messages of the role 'assistant'")

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic_core import from_json
+
 from prefixcache.types.request import TokenLogprobs
 
 
@@ -74,6 +76,15 @@ class ToolCall:
     def arguments(self) -> str:
         """JSON text."""
         return "".join(self._arguments)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are JSON that has ended."""
+        try:
+            from_json(self.arguments)
+        except ValueError:
+            return False
+        return True
 
     def add(self, arguments: str) -> None:
         """Takes more of the arguments."""

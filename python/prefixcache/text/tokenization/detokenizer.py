@@ -87,9 +87,9 @@ class IncrementalDetokenizer:
         self._num_tokens += 1
         skipped = token_id in self._skipped
         text = "" if skipped else self._utf8.decode(self._token_bytes(token_id))
-        if self._held is None or self._num_tokens <= self._min_tokens:
+        if self._held is None:
             return text
-        return self._held.push(text)
+        return self._held.push(text, may_end=self._num_tokens > self._min_tokens)
 
 
 class _HeldBack:
@@ -102,13 +102,14 @@ class _HeldBack:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, may_end: bool) -> str:
+        """Text that is certain. A stop string that ends in `text` counts if the answer may end."""
         if self.matched is not None:
             return ""
         before = len(self._held)
         self._held += text
         found = self._stream.push(text)
-        if found is not None:
+        if found is not None and may_end:
             start, index = found
             return self._end_at(before + start, self._texts[index])
         return self._release(len(self._held) - self._stream.num_held)

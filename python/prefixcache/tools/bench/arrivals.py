@@ -19,18 +19,19 @@ class LoadConfig(Checked):
 
     concurrency: Count | None = flag(
         None,
-        "Sessions at once, a request of its own being one; 0: no limit.",
+        "Most sessions at once, where a single request is a session; 0: no limit.",
         "Benchmark",
         shown=f"{_DEFAULT_CONCURRENCY}; no limit with a rate or a trace's times",
     )
     request_rate: NonNegativeFloat = flag(
         0.0,
-        "Sessions begun a second on average (Poisson); 0: as others end, or as recorded.",
+        "Sessions started per second on average (Poisson); 0: when others end, or as recorded.",
         "Benchmark",
     )
     time_scale: NonNegativeFloat = flag(
         1.0,
-        "Multiplies a trace's times: 0.1 is ten times as fast, 0 as fast as others end.",
+        "Factor for a trace's times: 0.1 is ten times as fast, 0 starts each request when "
+        "another ends.",
         "Benchmark",
     )
     seed: Count = 0

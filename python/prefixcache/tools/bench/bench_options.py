@@ -51,28 +51,28 @@ class BenchOptions(Checked):
     api_key: str | None = flag(None, "Key for the server at --base-url.", "Benchmark", secret=True)
     prompts: Literal["auto", "tokens", "text", "chat"] = flag(
         "auto",
-        "How prompts are sent to --base-url; auto: the first of these that the server takes.",
+        "Form of the prompts for --base-url; auto: the first that the server accepts.",
         "Benchmark",
     )
     baseline: bool = flag(
-        True, "Also with the cache off, where the server is of this project.", "Benchmark"
+        True, "Also measure with the cache off, if the server is prefixcache.", "Benchmark"
     )
-    sharing: bool = flag(False, "Also with no request waiting for another's blocks.", "Benchmark")
+    sharing: bool = flag(
+        False, "Also measure without requests that wait for blocks of others.", "Benchmark"
+    )
     goodput: tuple[str, ...] = flag(
         (),
-        "Objectives in milliseconds, of ttft, itl, tpot, e2el, as in ttft:500 itl:50. Reports "
-        "which share of the requests keeps within all.",
+        "Limits in milliseconds for ttft, itl, tpot or e2el, as in ttft:500 itl:50; the share "
+        "of requests within all of them is shown.",
         "Benchmark",
         greedy=True,
         metavar="<metric:ms>...",
     )
-    output: Path | None = flag(None, "Where to write the results (JSON).", "Benchmark")
-    html: Path | None = flag(
-        None, "Where to write a page with table and pictures (HTML).", "Benchmark"
-    )
+    output: Path | None = flag(None, "File for the results (JSON).", "Benchmark")
+    html: Path | None = flag(None, "File for a page with table and pictures (HTML).", "Benchmark")
     plot: Path | None = flag(
         None,
-        "Where to draw the picture (png, svg or pdf).",
+        "File for the picture (png, svg or pdf).",
         "Benchmark",
         shown=str(DEFAULT_PICTURE),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -23,6 +24,12 @@ def run_facts(command: str | None = None) -> dict[str, Any]:
         "date": now(),
         "machine": machine_facts(),
     }
+
+
+def write_record(path: Path | None, command: str | None = None, **found: Any) -> None:
+    """Writes what a bench found, behind its `run_facts`; nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(run_facts(command) | found) + "\n")
 
 
 def now() -> str:

@@ -52,7 +52,7 @@ _DEFAULT_REQUESTS = 16
 class WorkloadConfig(Checked):
     """Which workload, and its sizes where they are not its own. Lengths are in tokens."""
 
-    workload: WorkloadName = flag("shared-prefix", "What is asked.", "Benchmark")
+    workload: WorkloadName = flag("shared-prefix", "Kind of requests.", "Benchmark")
     trace: Path | None = flag(
         None,
         "Trace to send: Mooncake's JSON lines, PTT or a recording, plain, gzip or xz.",
@@ -60,15 +60,15 @@ class WorkloadConfig(Checked):
     )
     num_requests: PositiveInt | None = flag(
         None,
-        "Requests of each run of shared-prefix and documents; the most of a trace.",
+        "Requests of each run of shared-prefix and documents; at most of a trace.",
         "Benchmark",
         shown=f"{_DEFAULT_REQUESTS}; all of a trace",
     )
-    num_sessions: PositiveInt = flag(8, "Dialogues of multi-turn, agents.", "Benchmark")
-    num_documents: PositiveInt = flag(4, "Documents that are asked about.", "Benchmark")
+    num_sessions: PositiveInt = flag(8, "Dialogues of multi-turn and agents.", "Benchmark")
+    num_documents: PositiveInt = flag(4, "Number of documents.", "Benchmark")
     turns: PositiveInt | None = flag(
         None,
-        "Turns of a dialogue; of agents the median.",
+        "Turns of a dialogue; for agents the median.",
         "Benchmark",
         shown="5; of agents 43",
     )
@@ -80,21 +80,21 @@ class WorkloadConfig(Checked):
     )
     suffix_len: Count | None = flag(
         None,
-        "Prompt tokens of each turn's own; of agents the median of a tool's result.",
+        "New prompt tokens of each turn; for agents the median of a tool's result.",
         "Benchmark",
         shown="64; agents 3200",
     )
     output_len: PositiveInt | None = flag(
         None,
-        "Tokens generated for each request; of agents the median.",
+        "Tokens generated for each request; for agents the median.",
         "Benchmark",
         shown="32; agents 444",
     )
     scale_lengths: PositiveFloat = flag(
-        1.0, "Multiplies all lengths, so that they fit a model's context.", "Benchmark"
+        1.0, "Factor for all lengths, so that they fit the model's context.", "Benchmark"
     )
     pause: NonNegativeFloat = flag(
-        0.0, "Seconds between an answer and the session's next turn, on average.", "Benchmark"
+        0.0, "Mean seconds between an answer and the session's next turn.", "Benchmark"
     )
     seed: Count = flag(0, "Seed of prompts and arrivals.", "Benchmark")
 

@@ -52,7 +52,7 @@ class ReplayOptions(Checked):
     traces: Annotated[tuple[Path, ...], MinLen(1)]
     sizes: tuple[str, ...] = flag(
         ("1%..100%",),
-        "Sizes of the pool: blocks, percent of the blocks that a trace's prompts have, or a range "
+        "Pool sizes: blocks, percent of the distinct blocks in a trace's prompts, or a range "
         "in steps of 1, 2 and 5.",
         "Replay",
         metavar="<size>[,<size>...]",
@@ -60,46 +60,45 @@ class ReplayOptions(Checked):
         listed=True,
     )
     eviction_policy: tuple[EvictionPolicy, ...] = flag(
-        ("lru",), "Orders of eviction.", "Replay", shown="lru", listed=True
+        ("lru",), "Eviction policies.", "Replay", shown="lru", listed=True
     )
     hint: tuple[str, ...] = flag(
         (),
-        "Hint for a range of every prompt's tokens, instead of what the trace says: "
+        "Retention hint for a range of every prompt's tokens, instead of the trace's own: "
         "START:END=PRIORITY[:SECONDS].",
         "Replay",
         metavar="<hint>",
     )
     token_bytes: ByteSize | None = flag(
-        None, "Of a model with states: bytes of a token's keys and values.", "Replay"
+        None, "For a model with states: bytes of a token's keys and values.", "Replay"
     )
     snapshot_bytes: ByteSize | None = flag(
-        None, "Of a model with states: bytes of a snapshot of them.", "Replay"
+        None, "For a model with states: bytes of a snapshot.", "Replay"
     )
     snapshots: tuple[Snapshots, ...] = flag(
         ("anchors",),
-        "Where snapshots are kept: as the server does, where prompts and answers end, at each "
-        "block, or as Marconi does (arXiv 2411.19379).",
+        "Where snapshots are kept: as the server does (anchors), at the ends of prompts and "
+        "answers, at each block, or as Marconi does (arXiv 2411.19379).",
         "Replay",
         shown="anchors",
         listed=True,
     )
     disk_memory: str | None = flag(
         None,
-        "Size of a disk behind the pool, as --sizes says it; loads are taken to be sooner than "
-        "computing.",
+        "Size of a disk behind the pool, as in --sizes; loads count as faster than computing.",
         "Replay",
         metavar="<size>",
     )
     disk_cache_min_uses: PositiveInt = flag(
-        1, "Uses of a block, its computing counted, from which it is put on the disk.", "Replay"
+        1, "Uses from which a block is written to the disk, its computation included.", "Replay"
     )
     cache_answers: bool = flag(
-        False, "Also cache the blocks that answers fill, where the trace knows them.", "Replay"
+        False, "Also cache the blocks that answers fill, if the trace has them.", "Replay"
     )
     bounds: bool = flag(
         True,
-        "Also tell the offline optimum and the infinite cache, which takes memory for each block "
-        "of the trace. Without it, sizes are in blocks.",
+        "Also show the offline optimum and an unbounded cache, which takes memory for each "
+        "block of the trace. Without it, sizes are in blocks.",
         "Replay",
     )
     ttft_model: Path | None = flag(
@@ -108,13 +107,15 @@ class ReplayOptions(Checked):
         "Replay",
     )
     goodput: str | None = flag(
-        None, "Objective for the prediction, in milliseconds.", "Replay", metavar="ttft:<ms>"
+        None, "TTFT limit for the prediction, in milliseconds.", "Replay", metavar="ttft:<ms>"
     )
     scheduling_policy: SchedulingPolicy = flag(
-        "fcfs", "Which waiting request starts next in the prediction.", "Replay"
+        "fcfs", "Order of waiting requests in the prediction.", "Replay"
     )
     max_queue_delay: NonNegativeFloat = flag(
-        30.0, "Seconds of waiting after which cache-aware passes no request.", "Replay"
+        30.0,
+        "Longest time in seconds that a request may be overtaken under cache-aware scheduling.",
+        "Replay",
     )
     compare: str | None = flag(
         None,
@@ -123,8 +124,8 @@ class ReplayOptions(Checked):
         "Replay",
     )
     jobs: PositiveInt | None = flag(None, "Threads.", "Replay", shown="a thread for each core")
-    output: Path | None = flag(None, "Where to write the results (JSON).", "Replay")
-    plot: Path | None = flag(None, "Where to draw the curves (png, svg or pdf).", "Replay")
+    output: Path | None = flag(None, "File for the results (JSON).", "Replay")
+    plot: Path | None = flag(None, "File for the curves (png, svg or pdf).", "Replay")
 
     def check_together(self) -> None:
         """Raises `FieldError`."""
@@ -149,6 +150,8 @@ class ReplayOptions(Checked):
 
     def _check_disk(self) -> None:
         if self.disk_memory is None:
+            if self.disk_cache_min_uses > 1:
+                raise FieldError("disk_cache_min_uses", "needs --disk-memory.")
             return
         if self.snapshot_bytes is not None:
             raise FieldError("disk_memory", "is not for models with states.")

@@ -22,7 +22,7 @@ class VerifyOptions(Checked):
     """The questions, and how answers are compared. `url` is a server's address, with /v1 or not."""
 
     url: str
-    api: Api = flag("chat", "Ask as chats or as plain completions.", "Verification")
+    api: Api = flag("chat", "Send chats or plain completions.", "Verification")
     model: str | None = flag(
         None, "Model to ask.", "Verification", shown="the first that the server lists"
     )
@@ -31,17 +31,17 @@ class VerifyOptions(Checked):
     )
     num_questions: PositiveInt = flag(8, "Questions of each round.", "Verification")
     prompt_words: Annotated[int, Ge(16), Le(1_000_000)] = flag(
-        600, "Words of the longest question; the shortest has half of them.", "Verification"
+        600, "Words of the longest question; the shortest has half.", "Verification"
     )
     max_tokens: PositiveInt = flag(32, "Most tokens of an answer.", "Verification")
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] = flag(
-        5, "Likeliest tokens to compare at each position; 0: texts alone.", "Verification"
+        5, "Likeliest tokens to compare at each position; 0 compares texts alone.", "Verification"
     )
     tolerance: NonNegativeFloat = flag(
-        0.0, "By how much a log probability may change.", "Verification"
+        0.0, "Largest allowed difference of a log probability.", "Verification"
     )
     seed: Count | None = flag(
         None, "Seed of the questions.", "Verification", shown="a new one, so that none is cached"
     )
-    timeout: PositiveFloat = flag(300.0, "Seconds that an answer may take.", "Verification")
-    output: Path | None = flag(None, "Where to write the report (JSON).", "Verification")
+    timeout: PositiveFloat = flag(300.0, "Most seconds for an answer.", "Verification")
+    output: Path | None = flag(None, "File for the report (JSON).", "Verification")

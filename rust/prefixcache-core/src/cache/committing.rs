@@ -171,6 +171,7 @@ impl<S: BlockStore> PrefixCache<S> {
             num_published: complete,
             turn,
             num_prompt: sequence.hashes().len(),
+            ends: self.home.ends.place(&sequence.scope),
         });
         self.count_query(sequence.num_tokens(), complete * size);
         let Self { store, hints, .. } = self;

@@ -89,7 +89,7 @@ impl<S: BlockStore> PrefixCache<S> {
             holding.tables[whole].blocks[last],
             Marks::ANSWER.and(prompt),
         );
-        if is_answer && home.ends.are_prompts() {
+        if is_answer && home.ends.at(holding.ends).are_prompts() {
             let tables = holding.tables.iter_mut().zip(home.config.groups.specs());
             for (table, _) in tables.filter(|(_, spec)| spec.has_gaps()) {
                 let block = std::mem::replace(&mut table.blocks[last], BlockId::NULL);
@@ -111,6 +111,7 @@ impl<S: BlockStore> PrefixCache<S> {
     ) -> Vec<(usize, Fate)> {
         let size = self.block_size();
         let Self { store, home, .. } = self;
+        let counts = home.ends.at(holding.ends);
         let ends = home.config.groups.state_and_whole();
         let (Some((state, whole)), true) = (ends, anchors.matter()) else {
             return Vec::new();
@@ -127,7 +128,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let before = store.marks(blocks[index]);
             let is_passed = before.has(Marks::PASSED);
             let ends_prompt = anchors.end_prompt_with(index, size);
-            home.ends.note(before);
+            counts.note(before);
             let mark = if ends_prompt {
                 Marks::PROMPT
             } else {
@@ -136,7 +137,7 @@ impl<S: BlockStore> PrefixCache<S> {
             store.mark(blocks[index], mark);
             let goes_first = match own {
                 Fate::Unneeded => !is_passed,
-                Fate::Kept => ends_prompt && !is_hit && !is_passed && home.ends.are_answers(),
+                Fate::Kept => ends_prompt && !is_hit && !is_passed && counts.are_answers(),
                 Fate::Pinned => false,
             };
             (

@@ -4,6 +4,9 @@
 //! prompt that is asked again begins with itself. So each end may be worth a snapshot of the states, and mostly one of
 //! the two is never hit.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use crate::hash::Scope;
 use crate::store::Marks;
 use crate::sync::{AtomicU64, Ordering};
 
@@ -14,6 +17,36 @@ const FACTOR: u64 = 8;
 
 /// Uses after which old ones count half.
 const MEMORY: u64 = 256;
+
+/// Scopes that are counted apart; salts whose hashes agree share a place, so that the table is bounded.
+const PLACES: usize = 64;
+
+/// What each scope's requests do, so that one client's do not decide about those of another.
+#[derive(Debug)]
+pub(crate) struct EndsByScope([Ends; PLACES]);
+
+impl Default for EndsByScope {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| Ends::default()))
+    }
+}
+
+impl EndsByScope {
+    /// The place of a scope; of all that have no salt it is the same one.
+    pub(crate) fn place(&self, scope: &Scope) -> usize {
+        let Some(salt) = &scope.cache_salt else {
+            return 0;
+        };
+        let mut hasher = DefaultHasher::new();
+        salt.hash(&mut hasher);
+        1 + (hasher.finish() as usize) % (self.0.len() - 1)
+    }
+
+    /// The counts of a place.
+    pub(crate) fn at(&self, place: usize) -> &Ends {
+        &self.0[place]
+    }
+}
 
 /// How often requests went on from either kind of end.
 #[derive(Debug, Default)]

@@ -3,7 +3,7 @@
 use crossbeam_queue::SegQueue;
 
 use super::Holding;
-use super::ends::Ends;
+use super::ends::EndsByScope;
 use crate::hash::{self, HashConfig, Scope};
 use crate::id::BlockHash;
 use crate::policy::NameBlocks;
@@ -26,7 +26,7 @@ pub(crate) struct Home {
     /// What sequences held when they were dropped, until the next call that changes the pool.
     pub(crate) abandoned: SegQueue<Abandoned>,
     /// Where requests go on, for snapshots of states.
-    pub(crate) ends: Ends,
+    pub(crate) ends: EndsByScope,
 }
 
 /// What a sequence held when it was dropped.
@@ -47,7 +47,7 @@ impl Home {
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             abandoned: SegQueue::new(),
-            ends: Ends::default(),
+            ends: EndsByScope::default(),
         }
     }
 

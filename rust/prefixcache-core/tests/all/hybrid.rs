@@ -47,8 +47,18 @@ fn serve(
     retention: Retention,
     chunk: usize,
 ) -> (usize, Sequence) {
+    serve_in(Scope::default(), cache, tokens, retention, chunk)
+}
+
+fn serve_in(
+    scope: Scope,
+    cache: &mut Cache,
+    tokens: &[u32],
+    retention: Retention,
+    chunk: usize,
+) -> (usize, Sequence) {
     let len = tokens.len();
-    let mut sequence = cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
+    let mut sequence = cache.new_sequence(tokens.to_vec(), scope, vec![]);
     sequence.set_retention(retention);
     sequence.add_prompt_end(len - 1);
     let hits = cache.count_prefix_hits_within(&mut sequence, len - 1);
@@ -304,9 +314,9 @@ fn a_snapshot_goes_first_once_one_request_went_on_from_it_and_stays_where_prompt
     }
 }
 
-/// Serves a prompt and an answer of these tokens.
-fn finish_with_answer(cache: &mut Cache, tokens: &[u32], answer: &[u32]) {
-    let (_, mut sequence) = serve(cache, tokens, ANCHORS, 8);
+/// Serves a prompt and an answer of these tokens, which may be none.
+fn finish_with_answer(scope: &Scope, cache: &mut Cache, tokens: &[u32], answer: &[u32]) {
+    let (_, mut sequence) = serve_in(scope.clone(), cache, tokens, ANCHORS, 8);
     sequence.extend(answer);
     let upto = [sequence.num_tokens()];
     let batch = &mut [&mut sequence];
@@ -323,17 +333,28 @@ fn the_end_that_requests_do_not_go_on_from_goes_before_other_content() {
     let other = prompt(60, 17);
     for (keeps_answers, hits) in [(true, [0, 28]), (false, [16, 16])] {
         let mut cache = cache(&[FULL, STATE], SIZE, 800);
-        let turn = |seed| match keeps_answers {
+        let turn = |seed, keeps_answers| match keeps_answers {
             true => [prompt(seed, 17), answer.clone(), prompt(80, 16)].concat(),
             false => [prompt(seed, 17), prompt(80, 20)].concat(),
         };
-        for seed in 1..12 {
-            finish_with_answer(&mut cache, &prompt(seed, 17), &answer);
-            finish(&mut cache, &turn(seed), ANCHORS);
+        let own = Scope::default();
+        let salted = Scope {
+            cache_salt: Some("b".into()),
+            ..Scope::default()
+        };
+        // What others do says nothing.
+        for (scope, keeps_answers, seeds) in [
+            (&salted, !keeps_answers, 1..40),
+            (&own, keeps_answers, 1..12),
+        ] {
+            for seed in seeds {
+                finish_with_answer(scope, &mut cache, &prompt(seed, 17), &answer);
+                finish_with_answer(scope, &mut cache, &turn(seed, keeps_answers), &[]);
+            }
         }
         cache.clear_cache_index();
         finish(&mut cache, &other, ANCHORS);
-        finish_with_answer(&mut cache, &prompt(50, 17), &answer);
+        finish_with_answer(&own, &mut cache, &prompt(50, 17), &answer);
         // The keys and values of both, and a snapshot of each.
         press(&mut cache, 4 + 7 + 2);
         assert_eq!(probe(&mut cache, &other), 16);

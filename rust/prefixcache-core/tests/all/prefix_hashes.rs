@@ -1,5 +1,5 @@
 //! Hashes are those of the oracle, and the same in whatever steps a sequence grows.
-//! The vectors that the readable reference in Python wrote are checked by tests/unit/test_core_vectors.py.
+//! The vectors that the readable reference in Python wrote are checked by tests/unit/core/test_core_vectors.py.
 
 use std::sync::Arc;
 

@@ -198,11 +198,10 @@ impl<E: Element> Experts<'_, E> {
         let ((rows, hidden), size) = (x.shape(), self.shared_size());
         let none = None::<Rows<'_, f32>>;
         let mut gate_up = rows_mut(&mut scratch.gate_up, rows, 2 * size);
+        let mut opened = rows_mut(&mut scratch.opened, rows, size);
         shared
             .gate_up
-            .forward(form, team, x, None::<Rows<'_, E>>, &gate_up)?;
-        let mut opened = rows_mut(&mut scratch.opened, rows, size);
-        gated(form, team, shared.gate, gate_up.read(), &opened);
+            .forward_gated(form, team, x, shared.gate, &mut gate_up, &opened)?;
         let made = rows_mut(&mut scratch.shared, rows, hidden);
         shared
             .down

@@ -184,6 +184,54 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
     assert_near(&out, &want);
 }
 
+/// Gates that are opened as their columns are made, against a gate that follows its layer; the rounds that
+/// the threads took.
+fn check_forward_gated<E: Element + PartialEq + std::fmt::Debug>(
+    form: Form,
+    rows: usize,
+    width: usize,
+    is_one_part: bool,
+    gate: Gate,
+) -> u64 {
+    let (inputs, wide) = (6, gate.width() * width);
+    let parts = if is_one_part {
+        vec![wide]
+    } else {
+        vec![width; gate.width()]
+    };
+    let mut layer = PackedLinear::new(inputs, &parts, false).expect("memory");
+    let (weight, x) = (noise::<E>(1, inputs * wide), noise::<E>(2, rows * inputs));
+    let (weight, x) = (Rows::new(&weight, inputs), Rows::new(&x, inputs));
+    layer
+        .copy_rows(&WeightMemory::default(), 0, weight)
+        .expect("memory");
+    let room = || {
+        (
+            vec![E::from_f32(f32::NAN); rows * wide],
+            vec![E::from_f32(f32::NAN); rows * width],
+        )
+    };
+    let (mut made, mut want) = room();
+    let mut made = RowsMut::new(&mut made, wide);
+    let team = Team::new(3).expect("threads");
+    layer.forward(form, &team, x, None, &made).expect("memory");
+    gated(
+        form,
+        &team,
+        gate,
+        made.read(),
+        &RowsMut::new(&mut want, width),
+    );
+    let (mut made, mut out) = room();
+    let (mut made, passed) = (RowsMut::new(&mut made, wide), RowsMut::new(&mut out, width));
+    let rounds = team.rounds();
+    layer
+        .forward_gated(form, &team, x, gate, &mut made, &passed)
+        .expect("memory");
+    assert_eq!(out, want);
+    team.rounds() - rounds
+}
+
 fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     form: Form,
     threads: usize,
@@ -266,6 +314,10 @@ proptest! {
         check_norm::<Bf16>(form, threads, rows, (half, heads), offset);
         check_gated::<f32>(form, threads, rows, half, gate);
         check_gated::<Bf16>(form, threads, rows, half, gate);
+        for width in [64 * heads, half] {
+            check_forward_gated::<f32>(form, rows, width, copied == 0, gate);
+            check_forward_gated::<Bf16>(form, 5 * rows, width, copied == 0, gate);
+        }
         check_rotate::<f32>(form, threads, rows, (half, copied), heads);
         check_rotate::<Bf16>(form, threads, rows, (half, copied), heads);
     }
@@ -276,6 +328,14 @@ fn many_rows_are_cut_into_tasks_without_a_trace() {
     for form in Form::available() {
         check_linear::<Bf16>(form, 2, (431, 64, 130), (true, true));
         check_norm::<Bf16>(form, 2, 300, (64, 3), 1.0);
+    }
+}
+
+#[test]
+fn gates_of_few_rows_are_opened_in_the_round_of_their_layer() {
+    for (rows, rounds) in [(24, 1), (25, 2)] {
+        let found = check_forward_gated::<f32>(Form::detect(), rows, 576, false, Gate::Silu);
+        assert_eq!(found, rounds, "{rows} rows");
     }
 }
 

@@ -14,7 +14,8 @@ const CHARTS = [
 ];
 const CLASSES = ["first", "second", "third"];
 const DASHES = [[], [5, 3], [1, 3]];
-const back = (time) => (time < 120 ? `${Math.round(time)} s` : `${Math.round(time / 6) / 10} min`);
+const SPANS = [60, 120, 300, 600];
+const back = (time) => (time <= 60 ? `${time} s` : `${time / 60} min`);
 const MARGIN = { left: 56, bottom: 18, top: 8 };
 
 export class Charts {
@@ -78,9 +79,10 @@ export class Charts {
     this.draw();
   }
 
+  // The chosen time, or a shorter one that has all points.
   #span() {
-    const [first, last] = [this.points[0], this.points.at(-1)];
-    return Math.min(this.window, Math.max(60, last.time - first.time));
+    const known = this.points.at(-1).time - this.points[0].time;
+    return Math.min(this.window, SPANS.find((span) => span >= known) ?? this.window);
   }
 
   #draw(chart) {

@@ -108,7 +108,7 @@ function fillPrefix(item, prefix) {
   const scope = prefix.salted && !prefix.depth ? ", under a salt" : "";
   const uses = `hit by ${count(prefix.hits)} of ${count(prefix.requests)} requests, last ${ago(prefix.last_use)}`;
   show(counts, `${count(prefix.tokens)} tokens, ${uses}${scope}`);
-  show(text, prefix.text ?? "");
+  show(text, prefix.text?.trim() ?? "");
   item.firstElementChild.classList.toggle("leaf", !prefix.children.length);
   showTree(children, prefix.children);
 }
@@ -131,7 +131,7 @@ const PRESSURES = {
 function reason(miss) {
   const words = [miss.reason.replaceAll("_", " ")];
   const lost = miss.detail;
-  if (lost?.ago_s != null) words.push(`${seconds(lost.ago_s)} before`);
+  if (lost?.ago_s != null) words.push(`${seconds(lost.ago_s)} earlier`);
   if (lost?.age_s != null) words.push(`at an age of ${seconds(lost.age_s)}`);
   if (lost?.pressure in PRESSURES) words.push(PRESSURES[lost.pressure]);
   return words.join(", ");
@@ -139,7 +139,8 @@ function reason(miss) {
 
 export function showMisses(misses) {
   byId("no-misses").hidden = misses.length > 0;
-  sync(byId("misses"), misses, {
+  const newestFirst = [...misses].sort((one, other) => other.time - one.time);
+  sync(byId("misses"), newestFirst, {
     key: (miss) => `${miss.time} ${miss.request_id}`,
     create: () => cells("word", "id", "word", "count", "count", ""),
     fill: (row, miss) => {

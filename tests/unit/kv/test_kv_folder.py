@@ -1,0 +1,394 @@
+"""The folder of `--kv-cache-dir`: who may use it, how large it becomes, and damaged files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from prefixcache._core import KVFile, PrefixCache
+from prefixcache.cli.main import app
+from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.kv_folder import FileLayout, KeptFile, KVFolder, open_kept_file
+from prefixcache.runner.cpu.file_memory import FileMemory
+
+_BLOCK_BYTES = 4096
+_NUM_BLOCKS = 8
+
+
+def layout(kind: str = "one", max_blocks: int = _NUM_BLOCKS) -> FileLayout:
+    return FileLayout(
+        facts={"kind": kind},
+        num_tensors=2,
+        block_bytes=_BLOCK_BYTES,
+        max_blocks=max_blocks,
+        block_tokens=16,
+    )
+
+
+def opened(folder: Path, wanted: FileLayout | None = None, most: int | None = None) -> KeptFile:
+    file = open_kept_file(folder, wanted or layout(), _NUM_BLOCKS, most)
+    assert file is not None
+    return file
+
+
+def cache_in(file: KeptFile, weights: str = "blake3:a") -> tuple[PrefixCache, tuple[int, int]]:
+    cache = PrefixCache(_NUM_BLOCKS, 16, weights=weights)
+    return cache, cache.keep_in(file.core)
+
+
+def memories(file: KeptFile) -> list[FileMemory]:
+    return [FileMemory(file, tensor, _NUM_BLOCKS * _BLOCK_BYTES) for tensor in range(2)]
+
+
+def compute(
+    cache: PrefixCache, file: KeptFile, tokens: np.ndarray, salt: str | None = None
+) -> list[int]:
+    """Fills the blocks of a prompt with numbers of its tokens, and publishes them."""
+    sequence = cache.new_sequence(tokens, cache_salt=salt)
+    assert cache.commit_prefix_plan(sequence, 0, len(tokens)) == 0
+    for memory in memories(file):
+        rows = memory.rows(_NUM_BLOCKS)
+        for place, block in enumerate(sequence.block_table()):
+            rows[block] = tokens[16 * place] % 251
+    cache.mark_blocks_filled([sequence], [len(tokens)])
+    blocks = sequence.block_table()
+    cache.release([sequence])
+    return blocks
+
+
+def wait_until_kept(file: KeptFile, count: int) -> None:
+    while file.core.counts()["kept"] < count:
+        pass
+
+
+def hits(cache: PrefixCache, tokens: np.ndarray) -> int:
+    sequence = cache.new_sequence(tokens)
+    asked = cache.count_prefix_hits(sequence)
+    taken = cache.commit_prefix_plan(sequence, asked, 16)
+    cache.release([sequence])
+    return taken
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def prompt() -> np.ndarray:
+    return np.arange(64, dtype=np.uint32)
+
+
+def test_blocks_are_found_by_the_next_cache(folder, prompt):
+    file = opened(folder)
+    cache, found = cache_in(file)
+    assert found == (0, 0)
+    blocks = compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    file = opened(folder)
+    cache, found = cache_in(file)
+    assert found == (4, 0)
+    assert hits(cache, prompt) == 64
+    assert file.core.counts() == {"kept": 0, "checked": 4, "failed": 0}
+    assert [memories(file)[0].rows(_NUM_BLOCKS)[block, 7] for block in blocks] == [0, 16, 32, 48]
+    cache.validate()
+
+
+def test_a_damaged_block_ends_the_hits_and_is_dropped(folder, prompt):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    blocks = compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    memories(file)[1].rows(_NUM_BLOCKS)[blocks[2], 5] ^= 1
+    file.close()
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    assert hits(cache, prompt) == 32
+    assert file.core.counts()["failed"] == 1
+    assert cache.count_prefix_hits(cache.new_sequence(prompt)) == 32
+    cache.validate()
+
+
+def test_what_was_cleared_or_is_not_named_by_content_is_not_found(folder, prompt):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    cache.clear_cache_index()
+    compute(cache, file, prompt[:32])
+    wait_until_kept(file, 6)
+    del cache
+    file.close()
+    file = opened(folder)
+    cache, found = cache_in(file)
+    assert found[0] == 2
+    cache.new_weight_version("tag:mine")
+    compute(cache, file, prompt)
+    del cache
+    file.close()
+    file = opened(folder)
+    cache, found = cache_in(file)
+    assert found[0] == 0
+    cache.new_weight_version("quantized:ab:blake3:cd")
+    compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    assert cache_in(opened(folder), "tag:other")[1][0] == 0
+    assert cache_in(opened(folder, layout("other")))[1][0] == 0
+
+
+def test_a_reader_of_events_is_given_what_was_restored(folder, prompt):
+    """Parents first, with their tokens; no salted block, and none of a process without events."""
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    cache.keep_events()
+    compute(cache, file, prompt)
+    compute(cache, file, prompt[:32], salt="mine")
+    stored = cache.take_events(100)
+    assert [event[0] for event in stored] == ["stored"]
+    wait_until_kept(file, 6)
+    cache.resize(6)  # The salted blocks stood first in line.
+    del cache
+    file.close()
+    for _ in range(2):
+        file = opened(folder)
+        cache, found = cache_in(file)
+        assert found[0] >= 4
+        cache.keep_events()
+        assert cache.snapshot_events() is None
+        assert cache.take_events(100) == stored
+        snapshot = cache.snapshot_events()
+        assert snapshot is not None
+        assert snapshot.take(100) == stored
+        del cache
+        file.close()
+    cache, _ = cache_in(opened(folder))
+    cache.clear_cache_index()
+    cache.keep_events()
+    assert cache.take_events(100) == []
+
+
+def test_what_was_computed_without_events_is_not_reported(folder, prompt):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    cache, found = cache_in(opened(folder))
+    assert found == (4, 0)
+    cache.keep_events()
+    assert cache.take_events(100) == []
+    assert hits(cache, prompt) == 64
+
+
+def test_keeping_is_once_and_before_the_first_use(folder, prompt):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    with pytest.raises(RuntimeError):
+        cache.keep_in(file.core)
+    used = PrefixCache(_NUM_BLOCKS, 16)
+    used.commit_prefix_plan(used.new_sequence(prompt), 0, 16)
+    with pytest.raises(RuntimeError):
+        used.keep_in(file.core)
+    shared = PrefixCache(_NUM_BLOCKS, 16, threads="shared")
+    with pytest.raises(ValueError, match="single_writer"):
+        shared.keep_in(file.core)
+
+
+def test_a_file_in_use_is_left_to_its_process(folder):
+    one, other = opened(folder), opened(folder)
+    assert one.path != other.path
+    one.close()
+    again = opened(folder)
+    assert again.path == one.path
+
+
+def test_the_oldest_files_go_first(folder):
+    for age, kind in enumerate(["oldest", "older", "old"]):
+        file = opened(folder, layout(kind), 1 << 40)
+        file.close()
+        os.utime(file.path, (1000 + age, 1000 + age))
+    names = {info.name for info in KVFolder(folder).files()}
+    assert len(names) == 3
+    room = sum(info.num_bytes for info in KVFolder(folder).files()) + (1 << 16)
+    file = opened(folder, layout("new"), room)
+    left = [info.name for info in KVFolder(folder).files()]
+    assert len(left) == 3
+    assert len(names & {*left}) == 2
+    assert sum(info.num_bytes for info in KVFolder(folder).files()) <= room
+    file.close()
+    opened(folder, layout("new"))
+    assert len(KVFolder(folder).files()) == 2
+
+
+def test_files_of_others_that_leave_no_room_mean_no_file(folder, caplog):
+    one = opened(folder, layout("one"))
+    size = one.path.stat().st_blocks * 512
+    assert open_kept_file(folder, layout("other"), _NUM_BLOCKS, size + 100) is None
+    assert "take the room" in caplog.text
+
+
+def spoil(folder: Path) -> dict[str, Callable[[], object]]:
+    target = folder.parent / "elsewhere"
+
+    def link() -> None:
+        target.mkdir(mode=0o700)
+        folder.symlink_to(target)
+
+    def a_file() -> None:
+        folder.write_text("")
+
+    def open_to_others() -> None:
+        folder.mkdir(mode=0o755)
+
+    def linked_file() -> None:
+        opened(folder).close()
+        (own,) = folder.iterdir()
+        own.unlink()
+        target.write_text("precious")
+        own.symlink_to(target)
+
+    def a_pipe() -> None:
+        opened(folder).close()
+        (own,) = folder.iterdir()
+        own.unlink()
+        os.mkfifo(own, 0o600)
+
+    def readable_file() -> None:
+        opened(folder).close()
+        (own,) = folder.iterdir()
+        own.chmod(0o644)
+
+    return {
+        function.__name__: function
+        for function in (link, a_file, open_to_others, linked_file, a_pipe, readable_file)
+    }
+
+
+@pytest.mark.parametrize("what", spoil(Path()))
+def test_what_is_not_the_users_own_is_not_used(what, folder, caplog):
+    spoil(folder)[what]()
+    assert open_kept_file(folder, layout(), _NUM_BLOCKS, None) is None
+    assert "kept in memory alone" in caplog.text
+
+
+def test_a_file_of_another_user_is_not_used(folder, caplog, monkeypatch):
+    opened(folder).close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert open_kept_file(folder, layout(), _NUM_BLOCKS, None) is None
+    assert "belongs to another user" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "random", "version", "larger"])
+def test_a_damaged_file_starts_empty(damage, folder, prompt, caplog):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    wanted = layout()
+    if damage == "cut":
+        os.truncate(file.path, file.path.stat().st_size // 2)
+    elif damage == "larger":
+        wanted = layout(max_blocks=1000)
+    else:
+        with file.path.open("r+b") as data:
+            data.seek(0 if damage == "random" else 8)
+            data.write(os.urandom(4096) if damage == "random" else bytes([9]))
+    file = opened(folder, wanted)
+    assert "starts empty" in caplog.text
+    assert cache_in(file)[1] == (0, 0)
+
+
+def test_a_full_disk_means_no_file_and_no_crash(folder, caplog):
+    """A limit on the size of files stands for the disk's end."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        assert open_kept_file(folder, layout(), _NUM_BLOCKS, None) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "kept in memory alone" in caplog.text
+    assert cache_in(opened(folder))[1] == (0, 0)
+
+
+class _FullDisk:
+    """A file whose disk has no space left."""
+
+    def __init__(self, core: KVFile) -> None:
+        self.tensor_at = core.tensor_at
+
+    def allocate(self, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_growing_on_a_full_disk_is_refused(folder):
+    file = opened(folder)
+    memory = memories(file)[0]
+    memory.provide(_NUM_BLOCKS * _BLOCK_BYTES)
+    file.core = _FullDisk(file.core)
+    with pytest.raises(OutOfMemoryError, match="No space left"):
+        memory.provide(_NUM_BLOCKS * _BLOCK_BYTES)
+
+
+def test_memory_that_is_given_back_leaves_the_disk(folder):
+    file = opened(folder)
+    memory = memories(file)[0]
+    memory.rows(_NUM_BLOCKS)[:] = 7
+    before = os.fstat(file.descriptor).st_blocks
+    assert memory.give_back(_BLOCK_BYTES, 5 * _BLOCK_BYTES) == 4 * _BLOCK_BYTES
+    assert os.fstat(file.descriptor).st_blocks == before - 4 * _BLOCK_BYTES // 512
+    memory.provide(_NUM_BLOCKS * _BLOCK_BYTES)
+    assert memory.rows(_NUM_BLOCKS)[:, 0].tolist() == [7, 0, 0, 0, 0, 7, 7, 7]
+    file.can_give_back = False
+    assert memory.give_back(0, _BLOCK_BYTES) == 0
+
+
+def test_the_command_shows_checks_and_removes(folder, prompt):
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["cache", *arguments])
+        return result.exit_code, result.output
+
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    blocks = compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    code, text = run("ls", str(folder))
+    assert (code, "in use by a server" in text) == (0, True)
+    del cache
+    file.close()
+    assert "4 blocks; kind one" in run("ls", str(folder))[1]
+    code, text = run("verify", str(folder))
+    assert (code, "4 blocks, 0 of them damaged" in text) == (0, True)
+    with file.path.open("r+b") as data:
+        data.seek(file.core.tensor_at(0) + blocks[0] * _BLOCK_BYTES)
+        data.write(b"x")
+    code, text = run("verify", str(folder))
+    assert (code, "1 of them damaged" in text) == (1, True)
+    assert run("rm", str(folder), "no.kv")[0] == 1
+    assert "removed" in run("rm", str(folder))[1]
+    assert list(folder.iterdir()) == []
+    assert run("ls", str(folder / "none"))[0] == 2
+
+
+def test_a_killed_process_leaves_nothing_wrong(folder):
+    script = Path(__file__).parents[2] / "killed_cache.py"
+    command = [sys.executable, str(script), str(folder), "60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert int(done.stdout.split()[-1]) > 100

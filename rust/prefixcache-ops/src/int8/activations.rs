@@ -170,18 +170,31 @@ impl<E: Element> ByteKernel for Quantize<'_, E> {
 
     #[inline(always)]
     fn run<L: ByteLanes>(self, _lanes: L) {
+        let blocks_per_row = self.x.width() / BLOCK;
         for row in self.rows {
-            let blocks = self.x.row(row).chunks_exact(BLOCK).map(|from| {
+            let first = row * self.stride;
+            for (block, from) in self.x.row(row).chunks_exact(BLOCK).enumerate() {
                 let mut numbers = [0.0; BLOCK];
                 for (number, from) in numbers.iter_mut().zip(from) {
                     *number = from.to_f32();
                 }
-                ActivationBlock::quantized(&numbers)
-            });
-            let unused = std::iter::once(ActivationBlock::of_zeros(0.0));
-            for (i, block) in blocks.chain(unused).take(self.stride).enumerate() {
-                // SAFETY: there is room for the blocks of every row, and each is written once.
-                unsafe { self.to.0.add(row * self.stride + i).write(block) };
+                let block = first + block;
+                // SAFETY: there is room for the blocks of every row, and this one is written once.
+                unsafe {
+                    self.to
+                        .0
+                        .add(block)
+                        .write(ActivationBlock::quantized(&numbers))
+                };
+            }
+            for unused in blocks_per_row..self.stride {
+                // SAFETY: as above.
+                unsafe {
+                    self.to
+                        .0
+                        .add(first + unused)
+                        .write(ActivationBlock::of_zeros(0.0))
+                };
             }
         }
     }

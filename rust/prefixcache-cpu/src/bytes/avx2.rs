@@ -95,11 +95,9 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
         fn and(self, a: __m256i, b: __m256i) -> __m256i { _mm256_and_si256(a, b) }
         fn or(self, a: __m256i, b: __m256i) -> __m256i { _mm256_or_si256(a, b) }
         fn pairs(self, codes: __m256i, x: __m256i) -> __m256i { _mm256_maddubs_epi16(codes, x) }
-        fn pairs_less_128(self, bytes: __m256i, x: __m256i) -> __m256i {
-            // As numbers with signs, which are moved to x: the magnitude 128 has a byte of its own.
-            let signed = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
-            _mm256_maddubs_epi16(_mm256_abs_epi8(signed), _mm256_sign_epi8(x, signed))
-        }
+        fn less_128(self, bytes: __m256i) -> __m256i { _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)) }
+        fn magnitudes(self, bytes: __m256i) -> __m256i { _mm256_abs_epi8(bytes) }
+        fn with_signs(self, x: __m256i, signs: __m256i) -> __m256i { _mm256_sign_epi8(x, signs) }
         fn add_pairs(self, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi16(a, b) }
         fn pair(self, low: __m256i, high: __m256i) -> __m256i {
             _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high))

@@ -119,14 +119,22 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// The same for any unsigned bytes.
     fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
 
-    /// The products of four unsigned bytes of `codes`, at most 63, and four signed ones of `x`: two sums a lane,
-    /// of 16 bits. This and the next two are for forms without [`Self::DOT_OF_FOUR`].
+    /// The products of four unsigned bytes of `codes`, at most 128, and four signed ones of `x`, above -128: two sums
+    /// a lane, of 16 bits. This and the next four are for forms without [`Self::DOT_OF_FOUR`].
     fn pairs(self, _codes: Self::I, _x: Self::I) -> Self::I {
         unreachable!("a dot product of bytes is one instruction")
     }
-    /// The same for any unsigned bytes less 128, and for `x` above -128.
-    fn pairs_less_128(self, bytes: Self::I, x: Self::I) -> Self::I {
-        self.pairs(bytes, x)
+    /// Unsigned bytes less 128, as signed ones.
+    fn less_128(self, bytes: Self::I) -> Self::I {
+        self.pairs(bytes, bytes)
+    }
+    /// The magnitudes of signed bytes, unsigned: up to 128.
+    fn magnitudes(self, bytes: Self::I) -> Self::I {
+        self.pairs(bytes, bytes)
+    }
+    /// The bytes of `x`, above -128, times the signs of those of `signs`.
+    fn with_signs(self, x: Self::I, signs: Self::I) -> Self::I {
+        self.pairs(signs, x)
     }
     /// a + b, half by half of the lanes, modulo 2^16.
     fn add_pairs(self, a: Self::I, b: Self::I) -> Self::I {

@@ -44,6 +44,7 @@ impl ByteLanes for Portable {
                 })
             })
         }
+        fn less_128(self, bytes: I) -> I { bytes.map(|word| word ^ 0x8080_8080_u32.cast_signed()) }
         fn add_pairs(self, a: I, b: I) -> I {
             each(|i| halves(a[i].wrapping_add(b[i]), (a[i] >> 16).wrapping_add(b[i] >> 16)))
         }
@@ -81,26 +82,31 @@ impl ByteLanes for Portable {
         unsafe fn store(self, to: *mut f32, v: F) { to.cast::<F>().write_unaligned(v) }
     }
 
-    // Not inlined: they would be compiled again for each format.
-
+    // Not inlined: it would be compiled again for each format.
     #[inline(never)]
     fn pairs(self, codes: I, x: I) -> I {
-        pairs_less(0, codes, x)
+        each(|i| {
+            let (codes, x) = (codes[i].to_le_bytes(), x[i].to_le_bytes());
+            let product = |k: usize| i32::from(codes[k]) * i32::from(x[k] as i8);
+            halves(product(0) + product(1), product(2) + product(3))
+        })
     }
 
     #[inline(never)]
-    fn pairs_less_128(self, bytes: I, x: I) -> I {
-        pairs_less(128, bytes, x)
+    fn magnitudes(self, bytes: I) -> I {
+        bytes.map(|word| {
+            i32::from_le_bytes(word.to_le_bytes().map(|byte| (byte as i8).unsigned_abs()))
+        })
     }
-}
 
-/// See [`ByteLanes::pairs`].
-fn pairs_less(less: i32, codes: I, x: I) -> I {
-    each(|i| {
-        let (codes, x) = (codes[i].to_le_bytes(), x[i].to_le_bytes());
-        let product = |k: usize| (i32::from(codes[k]) - less) * i32::from(x[k] as i8);
-        halves(product(0) + product(1), product(2) + product(3))
-    })
+    #[inline(never)]
+    fn with_signs(self, x: I, signs: I) -> I {
+        each(|i| {
+            let (x, signs) = (x[i].to_le_bytes(), signs[i].to_le_bytes());
+            let byte = |k: usize| (x[k] as i8 * (signs[k] as i8).signum()) as u8;
+            i32::from_le_bytes([byte(0), byte(1), byte(2), byte(3)])
+        })
+    }
 }
 
 /// The lower halves of two words.

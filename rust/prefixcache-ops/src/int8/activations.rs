@@ -91,6 +91,9 @@ impl ActivationBlock {
 pub struct QuantizedRows {
     blocks: Vec<ActivationBlock>,
     blocks_per_row: usize,
+    /// Blocks from one row to the next: an odd number, since rows a multiple of a page apart would share a few
+    /// lines of the first cache.
+    stride: usize,
 }
 
 impl QuantizedRows {
@@ -108,7 +111,8 @@ impl QuantizedRows {
     ) -> Result<Self, OutOfMemory> {
         assert!(x.width().is_multiple_of(BLOCK), "whole blocks");
         let blocks_per_row = x.width() / BLOCK;
-        let count = x.rows().checked_mul(blocks_per_row).ok_or(OutOfMemory)?;
+        let stride = blocks_per_row | 1;
+        let count = x.rows().checked_mul(stride).ok_or(OutOfMemory)?;
         let mut blocks = Vec::new();
         blocks.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
         let to = Destination(blocks.as_mut_ptr());
@@ -118,6 +122,7 @@ impl QuantizedRows {
             form.run(Quantize {
                 x,
                 rows: first..(first + chunk).min(x.rows()),
+                stride,
                 to: &to,
             });
         });
@@ -126,6 +131,7 @@ impl QuantizedRows {
         Ok(Self {
             blocks,
             blocks_per_row,
+            stride,
         })
     }
 
@@ -135,7 +141,13 @@ impl QuantizedRows {
     /// There is no such row.
     #[inline(always)]
     pub fn row(&self, row: usize) -> &[ActivationBlock] {
-        &self.blocks[row * self.blocks_per_row..(row + 1) * self.blocks_per_row]
+        &self.blocks[row * self.stride..][..self.blocks_per_row]
+    }
+
+    /// Blocks from one row to the next.
+    #[inline(always)]
+    pub fn stride(&self) -> usize {
+        self.stride
     }
 }
 
@@ -149,6 +161,7 @@ unsafe impl Sync for Destination {}
 struct Quantize<'a, E> {
     x: Rows<'a, E>,
     rows: std::ops::Range<usize>,
+    stride: usize,
     to: &'a Destination,
 }
 
@@ -159,18 +172,28 @@ impl<E: Element> ByteKernel for Quantize<'_, E> {
     fn run<L: ByteLanes>(self, _lanes: L) {
         let blocks_per_row = self.x.width() / BLOCK;
         for row in self.rows {
+            let first = row * self.stride;
             for (block, from) in self.x.row(row).chunks_exact(BLOCK).enumerate() {
                 let mut numbers = [0.0; BLOCK];
                 for (number, from) in numbers.iter_mut().zip(from) {
                     *number = from.to_f32();
                 }
-                let block = row * blocks_per_row + block;
+                let block = first + block;
                 // SAFETY: there is room for the blocks of every row, and this one is written once.
                 unsafe {
                     self.to
                         .0
                         .add(block)
                         .write(ActivationBlock::quantized(&numbers))
+                };
+            }
+            for unused in blocks_per_row..self.stride {
+                // SAFETY: as above.
+                unsafe {
+                    self.to
+                        .0
+                        .add(first + unused)
+                        .write(ActivationBlock::of_zeros(0.0))
                 };
             }
         }

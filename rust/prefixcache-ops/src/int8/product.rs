@@ -57,6 +57,9 @@ impl Int8Weight {
 /// cache.
 const SUMMED_ROWS: usize = 24;
 
+/// Rows from which on [`Panel::multiply_tiles`] is the faster way.
+const MANY: usize = 16;
+
 /// A format as a type, so that a kernel is compiled for it.
 trait Packed {
     const LAYOUT: Layout;
@@ -110,7 +113,17 @@ impl PanelTask<'_> {
             if let ([sums], true) = (&mut *self.sums, const { !L::DOT_OF_FOUR }) {
                 return panel.multiply_one(self.x.row(first), sums);
             }
-            for sums in self.sums.chunks_mut(SUMMED_ROWS) {
+            let in_tiles = match const { tile_rows::<P, L>() } {
+                0 => 0,
+                _ if self.sums.len() < MANY => 0,
+                rows => self.sums.len() / rows * rows,
+            };
+            let (many, few) = self.sums.split_at_mut(in_tiles);
+            for sums in many.chunks_mut(SUMMED_ROWS) {
+                panel.multiply_tiles(self.x, first, sums);
+                first += sums.len();
+            }
+            for sums in few.chunks_mut(SUMMED_ROWS) {
                 panel.multiply_in_memory(self.x, first, sums);
                 first += sums.len();
             }
@@ -214,7 +227,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
     fn multiply_in_memory(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
         let (lanes, layout) = (self.lanes, const { P::LAYOUT });
         sums.fill([0.0; PANEL]);
-        let (row, stride) = (x.row(first).as_ptr(), x.row(first).len());
+        let (row, stride) = (x.row(first).as_ptr(), x.stride());
         for number in 0..self.depth * self.width {
             let (d, tile) = (number / self.width, number % self.width);
             let unit = self.units.wrapping_add(number * layout.unit());
@@ -234,6 +247,35 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
                             lanes.store(to, block.add_row(lanes, &*x, acc));
                             x = x.wrapping_add(stride);
                         }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Multiplies it with whole tiles of rows: both vectors of a unit share what is loaded of x, and rows what is loaded
+    /// of the weight.
+    #[inline(always)]
+    fn multiply_tiles(&self, x: &QuantizedRows, first: usize, sums: &mut [Sums]) {
+        let (lanes, layout) = (self.lanes, const { P::LAYOUT });
+        sums.fill([0.0; PANEL]);
+        let (row, stride) = (x.row(first).as_ptr(), x.stride());
+        for number in 0..self.depth * self.width {
+            let (d, tile) = (number / self.width, number % self.width);
+            let unit = self.units.wrapping_add(number * layout.unit());
+            // SAFETY: the panel has the unit.
+            let headers = unsafe { headers::<P, L>(lanes, unit) };
+            for b in 0..layout.blocks {
+                self.fetch_block(unit, b);
+                let at = layout.header() + b * layout.block();
+                let x = row.wrapping_add(d * layout.blocks + b);
+                // SAFETY: the unit has such a block, and each row as many blocks.
+                unsafe {
+                    let block = UnpackedBlock::<P, L>::new(lanes, unit, at, &headers);
+                    if const { tile_rows::<P, L>() == 2 } {
+                        block.add_all::<2>(x, stride, sums, tile);
+                    } else {
+                        block.add_all::<4>(x, stride, sums, tile);
                     }
                 }
             }
@@ -360,9 +402,170 @@ impl<P: Packed, L: ByteLanes> Unpacked<P, L> {
                 dots::<P, L>(lanes, &self.codes, words, None)
             }
         };
-        let sum = self.scaling.less_offset(lanes, sum, x);
-        self.scaling.add(lanes, sum, x, acc)
+        let x = Factors::new(lanes, x);
+        let sum = self.scaling.less_offset(lanes, sum, &x);
+        self.scaling.add(lanes, sum, &x, acc)
     }
+}
+
+/// The numbers of a block of 16 outputs, to be multiplied with many rows.
+struct UnpackedBlock<P, L: ByteLanes> {
+    lanes: L,
+    /// Eight, which the compiler is not to know: unrolled, most sums would not stay in registers.
+    words: usize,
+    vectors: [Unpacked<P, L>; VECTORS],
+    /// Of codes that have signs.
+    magnitudes: [[L::I; 8]; VECTORS],
+}
+
+impl<P: Packed, L: ByteLanes> UnpackedBlock<P, L> {
+    /// # Safety
+    /// The unit has codes at `at`; `headers` are its own.
+    #[inline(always)]
+    unsafe fn new(lanes: L, unit: *const u8, at: usize, headers: &[(L::F, L::F); VECTORS]) -> Self {
+        // SAFETY: the caller's promise is the same; a form with tiles has as many vectors.
+        let vectors: [Unpacked<P, L>; VECTORS] = unsafe {
+            [
+                Unpacked::new(lanes, unit, at, 0, headers[0]),
+                Unpacked::new(lanes, unit, at, TILE / VECTORS, headers[1]),
+            ]
+        };
+        let mut magnitudes = [vectors[0].codes, vectors[1].codes];
+        if const { has_signs::<P, L>() } {
+            for magnitudes in magnitudes.as_flattened_mut() {
+                *magnitudes = lanes.magnitudes(*magnitudes);
+            }
+        }
+        Self {
+            lanes,
+            words: std::hint::black_box(8),
+            vectors,
+            magnitudes,
+        }
+    }
+
+    /// Adds the products with rows in tiles of `R`, of which `x` is the first one's block, to their sums of unit `tile`.
+    ///
+    /// # Safety
+    /// Each of the rows has a block, `stride` blocks after that of the row before it.
+    #[inline(always)]
+    unsafe fn add_all<const R: usize>(
+        &self,
+        mut x: *const ActivationBlock,
+        stride: usize,
+        sums: &mut [Sums],
+        tile: usize,
+    ) {
+        for sums in sums.as_chunks_mut::<R>().0 {
+            // SAFETY: the caller's promise is the same.
+            unsafe { self.add_rows(x, stride, sums, tile) };
+            x = x.wrapping_add(R * stride);
+        }
+    }
+
+    /// Adds the products with `R` rows.
+    ///
+    /// # Safety
+    /// As of [`Self::add_all`].
+    #[inline(always)]
+    unsafe fn add_rows<const R: usize>(
+        &self,
+        x: *const ActivationBlock,
+        stride: usize,
+        sums: &mut [Sums; R],
+        tile: usize,
+    ) {
+        let (lanes, run) = (self.lanes, const { run::<P>() });
+        // Unrolled it keeps sums of pairs of half the words in registers.
+        let count = if run == 4 { 8 } else { self.words };
+        let mut words = [x.cast::<i32>(); R];
+        for (r, words) in words.iter_mut().enumerate() {
+            *words = x.wrapping_add(r * stride).cast();
+        }
+        let [mut totals, mut pairs] = [[[lanes.splat(0); VECTORS]; R]; 2];
+        let mut step = 0;
+        loop {
+            for i in [step, step + 1] {
+                for r in 0..R {
+                    // SAFETY: a block begins with its codes, which are eight words.
+                    let x = lanes.splat(unsafe { words[r].add(i).read_unaligned() });
+                    for (v, vector) in self.vectors.iter().enumerate() {
+                        // SAFETY: there are eight words here too.
+                        let more = unsafe {
+                            let codes = *vector.codes.as_ptr().add(i);
+                            let magnitudes = match const { has_signs::<P, L>() } {
+                                true => *self.magnitudes[v].as_ptr().add(i),
+                                false => codes,
+                            };
+                            products::<P, L>(lanes, codes, magnitudes, x)
+                        };
+                        if run == 1 {
+                            let sum = vector.scaling.sum(lanes, more, 0);
+                            totals[r][v] = lanes.add(totals[r][v], sum);
+                        } else {
+                            pairs[r][v] = lanes.add_pairs(pairs[r][v], more);
+                        }
+                    }
+                }
+            }
+            if matches!(run, 2 | 4) && (step + 2) % run == 0 {
+                for (totals, pairs) in totals.iter_mut().zip(&mut pairs) {
+                    for (v, vector) in self.vectors.iter().enumerate() {
+                        let sum = vector.scaling.sum(lanes, pairs[v], step / 4);
+                        totals[v] = lanes.add(totals[v], sum);
+                        pairs[v] = lanes.splat(0);
+                    }
+                }
+            }
+            step += 2;
+            if step == count {
+                break;
+            }
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: the caller vouches for the block.
+            let x = Factors::new(lanes, unsafe { &*x.wrapping_add(r * stride) });
+            for (v, vector) in self.vectors.iter().enumerate() {
+                let sum = match run {
+                    8 => vector.scaling.sum(lanes, pairs[r][v], 0),
+                    _ => totals[r][v],
+                };
+                let sum = vector.scaling.less_offset(lanes, sum, &x);
+                let to = sums[tile * TILE + v * L::LANES..][..L::LANES].as_mut_ptr();
+                // SAFETY: the slice holds LANES numbers.
+                unsafe {
+                    let acc = lanes.load_f32(to);
+                    lanes.store(to, vector.scaling.add(lanes, sum, &x, acc));
+                }
+            }
+        }
+    }
+}
+
+/// Words of four steps whose products with a row are summed in pairs before they are multiplied with a factor, or
+/// before 16 bits no longer hold them.
+const fn run<P: Packed>() -> usize {
+    match most_pairs(P::LAYOUT.dot_bits) {
+        8 if P::LAYOUT.halves() => 4,
+        most => most,
+    }
+}
+
+/// Rows that are multiplied at once where there are many; 0 where [`Panel::multiply_in_memory`] is as fast.
+const fn tile_rows<P: Packed, L: ByteLanes>() -> usize {
+    match (P::LAYOUT.halves(), run::<P>()) {
+        _ if L::DOT_OF_FOUR => 0,
+        (true, 4) => 0,
+        // Sums of pairs and of words both stay in registers so.
+        (_, 2) => 2,
+        _ => 4,
+    }
+}
+
+/// Whether codes are multiplied as signed numbers: those of eight bits, of which two products less 128 fit into 16
+/// bits.
+const fn has_signs<P: Packed, L: ByteLanes>() -> bool {
+    P::LAYOUT.dot_bits == 8 && !L::DOT_OF_FOUR
 }
 
 /// The products of codes with numbers of x, times factors where there are some.
@@ -389,7 +592,7 @@ unsafe fn dots<P: Packed, L: ByteLanes>(
             sum = dot::<P, L>(lanes, sum, codes_of_four, x);
             continue;
         }
-        let more = products::<P, L>(lanes, codes_of_four, x);
+        let more = products_of::<P, L>(lanes, codes_of_four, x);
         pairs = match i % most {
             0 => more,
             _ => lanes.add_pairs(pairs, more),
@@ -416,11 +619,21 @@ const fn most_pairs(bits: usize) -> usize {
 
 /// The products of codes and x in pairs.
 #[inline(always)]
-fn products<P: Packed, L: ByteLanes>(lanes: L, codes: L::I, x: L::I) -> L::I {
-    match const { P::LAYOUT.dot_bits } {
-        8 => lanes.pairs_less_128(codes, x),
-        _ => lanes.pairs(codes, x),
+fn products<P: Packed, L: ByteLanes>(lanes: L, codes: L::I, magnitudes: L::I, x: L::I) -> L::I {
+    match const { has_signs::<P, L>() } {
+        true => lanes.pairs(magnitudes, lanes.with_signs(x, codes)),
+        false => lanes.pairs(codes, x),
     }
+}
+
+/// The same of codes whose magnitudes nobody has kept.
+#[inline(always)]
+fn products_of<P: Packed, L: ByteLanes>(lanes: L, codes: L::I, x: L::I) -> L::I {
+    let magnitudes = match const { has_signs::<P, L>() } {
+        true => lanes.magnitudes(codes),
+        false => codes,
+    };
+    products::<P, L>(lanes, codes, magnitudes, x)
 }
 
 /// Adds the products of a unit's block and one row to the sums of the unit's vectors.
@@ -454,8 +667,8 @@ unsafe fn add_one<P: Packed, L: ByteLanes>(
             for v in 0..TILE / L::LANES {
                 let from = unit.add(at + 4 * v * L::LANES);
                 let (low, upper) = four_steps::<P, L>(lanes, from, g, &mut high[v]);
-                let low = products::<P, L>(lanes, low, x_low);
-                let upper = products::<P, L>(lanes, upper, x_upper);
+                let low = products_of::<P, L>(lanes, low, x_low);
+                let upper = products_of::<P, L>(lanes, upper, x_upper);
                 if g % most == 0 {
                     (low_pairs[v], upper_pairs[v]) = (low, upper);
                 } else {
@@ -475,10 +688,30 @@ unsafe fn add_one<P: Packed, L: ByteLanes>(
                 }
             }
         }
+        let x = Factors::new(lanes, x);
         for v in 0..TILE / L::LANES {
             let scaling = Scaling::<P, L>::new(lanes, unit, at, v * L::LANES, headers[v]);
-            let sum = scaling.less_offset(lanes, sums[v], x);
-            acc[v] = scaling.add(lanes, sum, x, acc[v]);
+            let sum = scaling.less_offset(lanes, sums[v], &x);
+            acc[v] = scaling.add(lanes, sum, &x, acc[v]);
+        }
+    }
+}
+
+/// What a block of x multiplies the sums of each output with.
+struct Factors<L: ByteLanes> {
+    scale: L::F,
+    sum: L::F,
+    /// [`ActivationBlock::minus_halves`].
+    minus: L::I,
+}
+
+impl<L: ByteLanes> Factors<L> {
+    #[inline(always)]
+    fn new(lanes: L, x: &ActivationBlock) -> Self {
+        Self {
+            scale: lanes.splat_f32(x.scale),
+            sum: lanes.splat_f32(x.sum),
+            minus: lanes.splat(x.minus_pair()),
         }
     }
 }
@@ -518,38 +751,47 @@ impl<P: Packed, L: ByteLanes> Scaling<P, L> {
         }
     }
 
+    /// What pairs of products add to the sum of a block: those of half `half`, where halves have factors.
+    #[inline(always)]
+    fn sum(&self, lanes: L, pairs: L::I, half: usize) -> L::I {
+        let factor = self.factors[half];
+        match const { P::LAYOUT.halves() } {
+            true => lanes.dot_pairs(pairs, lanes.pair(factor, factor)),
+            false => lanes.dot_pairs(pairs, lanes.splat(0x0001_0001)),
+        }
+    }
+
     /// Sums of a block's codes as they are stored, less those of their offset.
     #[inline(always)]
-    fn less_offset(&self, lanes: L, sum: L::I, x: &ActivationBlock) -> L::I {
+    fn less_offset(&self, lanes: L, sum: L::I, x: &Factors<L>) -> L::I {
         let layout = const { P::LAYOUT };
-        // Pairs of products are of codes of eight bits less 128.
-        if layout.offset == 0 || layout.dot_bits == 8 && !L::DOT_OF_FOUR {
+        if layout.offset == 0 || const { has_signs::<P, L>() } {
             return sum;
         }
         if !layout.halves() {
-            return lanes.add(sum, lanes.splat(x.minus_sum * layout.offset));
+            let offset = lanes.splat(layout.offset << 16 | layout.offset);
+            return lanes.add(sum, lanes.dot_pairs(x.minus, offset));
         }
         let [first, second] = self.factors;
-        let minus = lanes.dot_pairs(lanes.pair(first, second), lanes.splat(x.minus_pair()));
+        let minus = lanes.dot_pairs(lanes.pair(first, second), x.minus);
         lanes.add(sum, lanes.mul(minus, lanes.splat(layout.offset)))
     }
 
     /// `acc` and the sum of a block.
     #[inline(always)]
-    fn add(&self, lanes: L, sum: L::I, x: &ActivationBlock, acc: L::F) -> L::F {
+    fn add(&self, lanes: L, sum: L::I, x: &Factors<L>, acc: L::F) -> L::F {
         let layout = const { P::LAYOUT };
         let p = lanes.mul_f32(lanes.to_f32(sum), self.scale);
-        let acc = lanes.mul_add(p, lanes.splat_f32(x.scale), acc);
+        let acc = lanes.mul_add(p, x.scale, acc);
         if !layout.minimums() {
             return acc;
         }
         if layout.halves() {
-            let minus = lanes.splat(x.minus_pair());
-            let sums = lanes.to_f32(lanes.dot_pairs(self.minimum_factors, minus));
+            let sums = lanes.to_f32(lanes.dot_pairs(self.minimum_factors, x.minus));
             let sums = lanes.mul_f32(self.minimum, sums);
-            return lanes.mul_add(sums, lanes.splat_f32(x.scale), acc);
+            return lanes.mul_add(sums, x.scale, acc);
         }
-        lanes.mul_add(self.minimum, lanes.splat_f32(x.sum), acc)
+        lanes.mul_add(self.minimum, x.sum, acc)
     }
 }
 
@@ -681,7 +923,8 @@ unsafe fn add_block<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
             let header = header_of::<P, L>(lanes, unit, lane);
             let scaling = Scaling::<P, L>::new(lanes, unit, at, lane, header);
             for r in 0..H {
-                acc[r][j] = scaling.add(lanes, sums[r][j], &*x[r], acc[r][j]);
+                let x = Factors::new(lanes, &*x[r]);
+                acc[r][j] = scaling.add(lanes, sums[r][j], &x, acc[r][j]);
             }
         }
     }
@@ -757,6 +1000,20 @@ fn dot<P: Packed, L: ByteLanes>(lanes: L, acc: L::I, codes: L::I, x: L::I) -> L:
     }
 }
 
+/// What codes are looked up in, if they are.
+const fn table<P: Packed, L: ByteLanes>() -> Option<[u8; 16]> {
+    let (mut table, mut i) = (P::LAYOUT.table, 0);
+    if let Some(table) = &mut table
+        && has_signs::<P, L>()
+    {
+        while i < table.len() {
+            table[i] = table[i].wrapping_sub(128);
+            i += 1;
+        }
+    }
+    table
+}
+
 /// The codes of steps `4 g..` and `16 + 4 g..`; `high` is what is left of the upper bits.
 ///
 /// # Safety
@@ -794,7 +1051,11 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
         let vector = |g: usize| lanes.load(codes.add(64 * g));
         let packed = vector(g);
         if bits == 8 {
-            return (packed, vector(4 + g));
+            let both = (packed, vector(4 + g));
+            return match const { has_signs::<P, L>() } {
+                true => (lanes.less_128(both.0), lanes.less_128(both.1)),
+                false => both,
+            };
         }
         if bits == 6 {
             let six = lanes.splat(0x3f3f_3f3f);
@@ -815,7 +1076,7 @@ unsafe fn four_steps<P: Packed, L: ByteLanes>(
         let nibbles = lanes.splat(0x0f0f_0f0f);
         let low = lanes.and(packed, nibbles);
         let upper = lanes.and(lanes.shift_down::<4>(packed), nibbles);
-        if let Some(table) = const { &P::LAYOUT.table } {
+        if let Some(table) = const { &table::<P, L>() } {
             return (lanes.lookup(table, low), lanes.lookup(table, upper));
         }
         if bits == 4 {

@@ -283,6 +283,16 @@ fn many_rows_are_cut_into_tasks_without_a_trace() {
 }
 
 #[test]
+fn tiles_of_rows_are_those_of_the_definition() {
+    for format in Format::ALL {
+        // More than the kernel sums at once, and a row that is left over.
+        let mut x: Vec<f32> = noise(6, 45 * format.block());
+        x[..format.block()].fill(1.0);
+        Case::new(format, 7, (1, 70), x).check_forms();
+    }
+}
+
+#[test]
 fn what_is_no_number_spoils_its_row_alone() {
     for number in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for format in Format::ALL {

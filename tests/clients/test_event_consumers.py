@@ -25,7 +25,9 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 48
 FREE_PORT = "tcp://127.0.0.1:*"
 EVENTS = {"enable_kv_cache_events": True, "endpoint": FREE_PORT, "replay_endpoint": FREE_PORT}
-WRITE_MODEL = "import sys, tiny_models; tiny_models.make_checkpoint(sys.argv[1])"
+WRITE_MODEL = (
+    "import sys; from support.tiny_models import make_checkpoint; make_checkpoint(sys.argv[1])"
+)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import httpx
@@ -100,6 +101,11 @@ def _load(cluster: Cluster) -> int:
     return httpx.get(f"{cluster.address}/load", timeout=240).json()["server_load"]
 
 
+def _generated(cluster: Cluster) -> float:
+    page = httpx.get(f"{cluster.address}/metrics", timeout=240).text
+    return sum(map(float, re.findall(r"generation_tokens_total{.*} (\S+)", page)))
+
+
 async def test_new_weights_reach_all_and_no_answer_mixes_them(
     cluster: Cluster, model: Path, other_weights: Path
 ) -> None:
@@ -177,7 +183,10 @@ async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> 
     cluster.post("/reset_prefix_cache")  # else a replica that is new here may get none of them
     expected = [said(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies, stream=True) as traffic:
+        # Each has begun, since another replica takes a stream that sent nothing yet.
         await until(lambda: _load(cluster) == len(bodies))
+        begun = _generated(cluster) + 20 * len(bodies)
+        await until(lambda: _generated(cluster) > begun)
         killed = cluster.kill_busiest()
         num_before = len(traffic.answers)
         await until(lambda: len(traffic.answers) > num_before + len(bodies))

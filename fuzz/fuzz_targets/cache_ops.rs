@@ -8,13 +8,13 @@ use std::time::Duration;
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{HashConfig, Extras, Scope};
+use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
 use prefixcache_core::retention::RetentionTable;
-use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
-use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::Sequence;
+use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{BlockKey, BlockStore, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::plain_retention::{Hinting, PlainRetention};
@@ -28,7 +28,8 @@ fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let (choice, calls) = input;
     let window = |window| GroupSpec::SlidingWindow { window };
     let full = GroupSpec::FullAttention;
-    let groups = [vec![full], vec![full, window(7)], vec![window(1), full, window(16)], vec![window(9)]];
+    let groups =
+        [vec![full], vec![full, window(7)], vec![window(1), full, window(16)], vec![window(9)]];
     let groups = Groups::new(groups[usize::from(choice >> 1 & 3)].clone()).unwrap();
     let num_blocks = 8 + usize::from(choice >> 3) * 3;
     let config = PoolConfig::new(num_blocks).with_max_blocks(num_blocks + ROOM);
@@ -133,7 +134,8 @@ impl<S: BlockStore, H: Hinting> Side<S, H> {
                 let hash = sequence.hashes().get(index);
                 let hits = hash.and_then(|&hash| cache.store().lookup(&BlockKey::new(hash, group)));
                 // Now and then a block that does not hit.
-                let block = hits.filter(|_| b & 0x70 != 0).unwrap_or(BlockId::new(u32::from(b & 7)));
+                let block =
+                    hits.filter(|_| b & 0x70 != 0).unwrap_or(BlockId::new(u32::from(b & 7)));
                 format!("{:?}", cache.replace_block(sequence, group, index, block))
             }
             8 if a & 3 == 0 => {

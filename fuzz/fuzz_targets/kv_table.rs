@@ -8,11 +8,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
+use prefixcache_core::Writer;
 use prefixcache_core::backing::BlockTokens;
 use prefixcache_core::events::ShortHash;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
-use prefixcache_core::Writer;
 use prefixcache_file::{KvFile, Layout, describe};
 
 const NUM_BLOCKS: usize = 8;
@@ -71,13 +71,17 @@ fuzz_target!(|input: Input| {
         file.write_all_at(&word.to_le_bytes(), at).unwrap();
     }
     file.write_all_at(&header[..header.len().min(4096)], 0).unwrap();
-    let Ok(layout) = describe(&file).map(|found| Layout { capacity: NUM_BLOCKS as u64, ..found }) else {
+    let Ok(layout) = describe(&file).map(|found| Layout { capacity: NUM_BLOCKS as u64, ..found })
+    else {
         return;
     };
     let Ok(kv) = KvFile::open(file.try_clone().unwrap(), &layout) else {
         return;
     };
-    assert!(file.metadata().unwrap().len() >= kv.tensor_at(layout.num_tensors), "tensors behind the end");
+    assert!(
+        file.metadata().unwrap().len() >= kv.tensor_at(layout.num_tensors),
+        "tensors behind the end"
+    );
     let _ = kv.survey(true);
     let kept = kv.take_kept(NUM_BLOCKS, NUM_GROUPS);
     let mut pool = Writer::new(PoolConfig::new(NUM_BLOCKS)).unwrap();

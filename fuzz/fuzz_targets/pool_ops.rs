@@ -8,7 +8,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{Writer, Mode, Shared, SingleWriter};
+use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 
@@ -17,7 +17,11 @@ const SHORT_RING: usize = 8;
 
 fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let (choice, steps) = input;
-    if choice & 1 == 0 { run::<Shared>(choice, &steps) } else { run::<SingleWriter>(choice, &steps) }
+    if choice & 1 == 0 {
+        run::<Shared>(choice, &steps)
+    } else {
+        run::<SingleWriter>(choice, &steps)
+    }
 });
 
 fn run<M: Mode>(choice: u8, steps: &[[u8; 3]]) {

@@ -17,10 +17,7 @@ fn seconds() -> f64 {
 }
 
 fn main() {
-    let given: Vec<usize> = std::env::args()
-        .skip(1)
-        .filter_map(|one| one.parse().ok())
-        .collect();
+    let given: Vec<usize> = std::env::args().skip(1).filter_map(|one| one.parse().ok()).collect();
     let mut heads = DeltaHeads {
         key_heads: 16,
         value_heads: 16,
@@ -42,9 +39,7 @@ fn main() {
         };
     }
     let numbers = |count: usize| -> Vec<f32> {
-        (0..count)
-            .map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5)
-            .collect()
+        (0..count).map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5).collect()
     };
     let (conv, small) = (numbers(4 * heads.channels()), numbers(128));
     let decay = [0.5; 64];
@@ -59,11 +54,7 @@ fn main() {
         eps: 1e-6,
     };
     let (form, team) = (Form::detect(), Team::new(1).expect("a thread"));
-    for tokens in if given.is_empty() {
-        vec![1, 64, 512]
-    } else {
-        given
-    } {
+    for tokens in if given.is_empty() { vec![1, 64, 512] } else { given } {
         let pages = tokens.div_ceil(BLOCK) + 1;
         let indices: Vec<i32> = (0..pages as i32).collect();
         let tables = BlockTables {
@@ -75,31 +66,21 @@ fn main() {
         };
         let attention = Attention::new(1, 1, 16, 1.0).expect("a shape that fits");
         let plan = Plan::new(tables, pages, BLOCK, &attention).expect("a sound step");
-        let mut states: Vec<_> = (0..LAYERS)
-            .map(|_| numbers(pages * heads.state()))
-            .collect();
+        let mut states: Vec<_> = (0..LAYERS).map(|_| numbers(pages * heads.state())).collect();
         let x = numbers(tokens * heads.inputs());
         let mut out = vec![0.0; tokens * heads.values()];
         let mut times = Vec::new();
         for _ in 0..5 {
             let begun = seconds();
             for state in &mut states {
-                let part = StatePart {
-                    plan: &plan,
-                    pages: RowsMut::new(state, heads.state()),
-                };
-                let (x, out) = (
-                    Rows::new(&x, heads.inputs()),
-                    RowsMut::new(&mut out, heads.values()),
-                );
+                let part = StatePart { plan: &plan, pages: RowsMut::new(state, heads.state()) };
+                let (x, out) =
+                    (Rows::new(&x, heads.inputs()), RowsMut::new(&mut out, heads.values()));
                 delta_rule(form, &team, &rule, &[part], &[], x, &out).expect("memory");
             }
             times.push((seconds() - begun) * 1e3);
         }
         times.sort_by(f64::total_cmp);
-        println!(
-            "{tokens} tokens: {:.3} ms a token at best",
-            times[0] / tokens as f64
-        );
+        println!("{tokens} tokens: {:.3} ms a token at best", times[0] / tokens as f64);
     }
 }

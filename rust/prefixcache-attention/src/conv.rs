@@ -61,10 +61,7 @@ pub fn short_conv<E: Element>(
     }
     let kept = cache.width() / channels;
     assert_eq!(cache.width(), kept * channels, "width of the cache");
-    assert!(
-        kept >= (taps - 1).min(plan.block_size()) && kept > 0,
-        "kept tokens"
-    );
+    assert!(kept >= (taps - 1).min(plan.block_size()) && kept > 0, "kept tokens");
     let chunk = (TASK_NUMBERS / channels).max(1);
     let each_chunk = |work: &(dyn Fn(Range<usize>) + Sync)| {
         team.run(rows.div_ceil(chunk), |task| {
@@ -75,14 +72,7 @@ pub fn short_conv<E: Element>(
     each_chunk(&|rows| form.run(Inputs { bcx: inputs, rows }));
     let (bcx, before) = (bcx.read(), cache.read());
     each_chunk(&|rows| {
-        form.run(Outputs {
-            plan,
-            conv,
-            before,
-            bcx,
-            out,
-            rows,
-        });
+        form.run(Outputs { plan, conv, before, bcx, out, rows });
     });
     keep(plan, slots, kept, bcx.columns(0..channels), cache);
 }
@@ -212,7 +202,5 @@ fn load<E: Element, L: Lanes>(lanes: L, numbers: &[E], at: usize, count: usize) 
 /// Starts of the vectors of `width` numbers, and how many numbers each really has.
 #[inline(always)]
 fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..width)
-        .step_by(L::LANES)
-        .map(move |at| (at, (width - at).min(L::LANES)))
+    (0..width).step_by(L::LANES).map(move |at| (at, (width - at).min(L::LANES)))
 }

@@ -81,12 +81,7 @@ pub struct DeltaHeads {
 impl DeltaHeads {
     /// Whether the kernel can compute them, and their sizes can be counted.
     pub fn are_sound(&self) -> bool {
-        let sizes = [
-            self.key_heads,
-            self.value_heads,
-            self.key_dim,
-            self.value_dim,
-        ];
+        let sizes = [self.key_heads, self.value_heads, self.key_dim, self.value_dim];
         let dims = [self.key_dim, self.value_dim];
         sizes.iter().all(|size| (1..=1 << 14).contains(size))
             && self.value_heads.is_multiple_of(self.key_heads)
@@ -142,11 +137,7 @@ impl DeltaHeads {
 
     /// The number of a key head's value head.
     fn value_head(&self, head: usize, number: usize) -> usize {
-        if self.tiled {
-            head + number * self.key_heads
-        } else {
-            head * self.group() + number
-        }
+        if self.tiled { head + number * self.key_heads } else { head * self.group() + number }
     }
 
     /// Where queries, keys and values of a key head stand in a token's row.
@@ -281,14 +272,7 @@ fn each_head<E: Element, O: Element>(
 ) -> Result<(), OutOfMemory> {
     let heads = rule.heads.key_heads;
     team.try_run(runs.len() * heads, |task| {
-        form.run(HeadRun {
-            rule,
-            parts,
-            x,
-            out,
-            run: &runs[task / heads],
-            head: task % heads,
-        })
+        form.run(HeadRun { rule, parts, x, out, run: &runs[task / heads], head: task % heads })
     })
 }
 
@@ -335,9 +319,7 @@ impl<E: Element, O: Element> Kernel for HeadRun<'_, E, O> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Self::Output {
         let (heads, size) = (self.rule.heads, self.parts[0].plan.block_size());
-        let Run {
-            rows, start, kept, ..
-        } = self.run;
+        let Run { rows, start, kept, .. } = self.run;
         if rows.is_empty() {
             return Ok(());
         }
@@ -445,11 +427,7 @@ impl<E: Element, O: Element> HeadRun<'_, E, O> {
         let mut place = 0;
         for columns in heads.columns(self.head) {
             for at in columns.step_by(L::LANES) {
-                let channel = Channel {
-                    first: rows.start,
-                    at,
-                    place,
-                };
+                let channel = Channel { first: rows.start, at, place };
                 for token in 0..rows.len() {
                     let mut sum = match self.rule.conv_bias {
                         // SAFETY: a whole vector begins there.
@@ -541,10 +519,7 @@ impl<E: Element, O: Element> HeadRun<'_, E, O> {
             } else {
                 [lanes.splat(0.0); N]
             };
-            for (known, value) in change
-                .iter_mut()
-                .zip(qkv[first_value..].chunks_exact(L::LANES))
-            {
+            for (known, value) in change.iter_mut().zip(qkv[first_value..].chunks_exact(L::LANES)) {
                 // SAFETY: the chunk is a vector.
                 let value = unsafe { lanes.load(value.as_ptr()) };
                 let missing = lanes.sub(value, lanes.mul(decay, *known));
@@ -682,11 +657,6 @@ fn to_length<L: Lanes>(lanes: L, numbers: &mut [f32], length: f32) {
     let scale = lanes.splat(length / (sum_of_squares(lanes, numbers) + LENGTH_EPS).sqrt());
     for vector in numbers.chunks_exact_mut(L::LANES) {
         // SAFETY: the chunk is a vector.
-        unsafe {
-            lanes.store(
-                vector.as_mut_ptr(),
-                lanes.mul(lanes.load(vector.as_ptr()), scale),
-            )
-        };
+        unsafe { lanes.store(vector.as_mut_ptr(), lanes.mul(lanes.load(vector.as_ptr()), scale)) };
     }
 }

@@ -39,24 +39,12 @@ pub fn attend<E: KvElement>(
         2 * kv_heads * plan.block_size() * attention.head_dim,
         "width of the cache"
     );
-    assert!(
-        sinks.is_none_or(|sinks| sinks.len() == attention.heads),
-        "sinks"
-    );
+    assert!(sinks.is_none_or(|sinks| sinks.len() == attention.heads), "sinks");
     assert!(cache.rows() >= plan.num_pages(), "rows of the cache");
     let tasks = plan.tasks();
     team.try_run(tasks.len() * kv_heads, |number| {
         let (task, kv_head) = (&tasks[number / kv_heads], number % kv_heads);
-        let run = QueryRun {
-            attention,
-            plan,
-            cache,
-            queries,
-            sinks,
-            out,
-            task,
-            kv_head,
-        };
+        let run = QueryRun { attention, plan, cache, queries, sinks, out, task, kv_head };
         match (run.of_type(), run.of_type()) {
             (Some(run), _) => run_f32(form, run),
             (_, Some(run)) => run_bf16(form, run),
@@ -116,11 +104,8 @@ impl<E: KvElement> Kernel for QueryRun<'_, E> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Self::Output {
         let rows = self.task.queries.len() * self.attention.group();
-        let mut workspace = Workspace::new(
-            rows,
-            self.attention.head_dim,
-            holds_groups(self.plan.block_size()),
-        )?;
+        let mut workspace =
+            Workspace::new(rows, self.attention.head_dim, holds_groups(self.plan.block_size()))?;
         let end = self.task.start + self.task.queries.len();
         let first = self.attention.first_seen(self.task.start) / TILE * TILE;
         for tile in (first..end).step_by(TILE) {
@@ -162,10 +147,7 @@ impl<E: KvElement> QueryRun<'_, E> {
     /// Where the packed groups of the tile stand, of which `count` keys are seen.
     #[inline(always)]
     fn groups(&self, tile: usize, count: usize, workspace: &Workspace) -> Panels {
-        let hidden = self
-            .attention
-            .first_seen(self.task.start)
-            .saturating_sub(tile);
+        let hidden = self.attention.first_seen(self.task.start).saturating_sub(tile);
         let mut panels = Panels::of_zeros(workspace);
         for group in hidden / GROUP..count.div_ceil(GROUP) {
             let (key, value) = self.numbers(tile + group * GROUP, GROUP);
@@ -221,9 +203,8 @@ impl<E: KvElement> QueryRun<'_, E> {
         // `dims * TILE` words.
         unsafe { pack_keys(lanes, &keys, dims / E::PER_WORD, key_words) };
         let lines = value_words.chunks_exact_mut(dims);
-        for (pair, line) in values[..seen.end.next_multiple_of(E::PER_WORD)]
-            .chunks_exact(E::PER_WORD)
-            .zip(lines)
+        for (pair, line) in
+            values[..seen.end.next_multiple_of(E::PER_WORD)].chunks_exact(E::PER_WORD).zip(lines)
         {
             // SAFETY: as above; a line holds `dims` words.
             unsafe { E::pack_values(lanes, pair, dims, line.as_mut_ptr()) };
@@ -312,10 +293,7 @@ impl<E: KvElement> QueryRun<'_, E> {
     #[inline(always)]
     fn place(&self, row: usize) -> (usize, usize) {
         let group = self.attention.group();
-        (
-            self.task.queries.start + row / group,
-            self.head(row) * self.attention.head_dim,
-        )
+        (self.task.queries.start + row / group, self.head(row) * self.attention.head_dim)
     }
 
     /// The query head of a row.
@@ -404,11 +382,7 @@ impl Panels {
     #[inline(always)]
     fn of_zeros(workspace: &Workspace) -> Self {
         let zeros = workspace.zeros.as_slice().as_ptr();
-        Self {
-            keys: [zeros; TILE / GROUP],
-            values: [zeros; TILE / GROUP],
-            next_keys: None,
-        }
+        Self { keys: [zeros; TILE / GROUP], values: [zeros; TILE / GROUP], next_keys: None }
     }
 
     /// The first words of the keys from number `key` of the tile on.
@@ -437,15 +411,7 @@ struct Scores<'a, 'b, E, L> {
 impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
-        let Self {
-            fetch,
-            run,
-            lanes,
-            row,
-            column,
-            panels,
-            workspace,
-        } = self;
+        let Self { fetch, run, lanes, row, column, panels, workspace } = self;
         let dims = run.attention.head_dim;
         let mut rows: [*const u32; H] = from_fn(|r| {
             let (token, start) = run.place(row + r);
@@ -494,16 +460,7 @@ struct Sums<'a, 'b, E, L> {
 impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
     #[inline(always)]
     fn run<const H: usize, const W: usize>(self) {
-        let Self {
-            fetch,
-            run,
-            lanes,
-            row,
-            column,
-            depth,
-            panels,
-            workspace,
-        } = self;
+        let Self { fetch, run, lanes, row, column, depth, panels, workspace } = self;
         let dims = run.attention.head_dim;
         let probabilities = workspace.probabilities.as_slice();
         let mut acc = [[lanes.splat(0.0); W]; H];

@@ -76,14 +76,7 @@ impl Attention {
         if !head_dim.is_multiple_of(16) || !(16..=512).contains(&head_dim) {
             return Err(ShapeError::HeadDim(head_dim));
         }
-        Ok(Self {
-            heads,
-            kv_heads,
-            head_dim,
-            scale,
-            window_left: None,
-            softcap: None,
-        })
+        Ok(Self { heads, kv_heads, head_dim, scale, window_left: None, softcap: None })
     }
 
     /// Query heads.
@@ -108,7 +101,6 @@ impl Attention {
 
     /// The first position that a query at `position` sees.
     fn first_seen(&self, position: usize) -> usize {
-        self.window_left
-            .map_or(0, |left| position.saturating_sub(left))
+        self.window_left.map_or(0, |left| position.saturating_sub(left))
     }
 }

@@ -119,10 +119,7 @@ impl Plan {
         let count = tables.last_page_len.len();
         let queries = offsets("qo_indptr", tables.qo_indptr, count)?;
         let pages = offsets("kv_indptr", tables.kv_indptr, count)?;
-        let used = tables
-            .kv_indices
-            .get(..pages[count])
-            .ok_or(PlanError::Length("kv_indices"))?;
+        let used = tables.kv_indices.get(..pages[count]).ok_or(PlanError::Length("kv_indices"))?;
         if tables.first_pages.is_some_and(|pages| pages.len() != count) {
             return Err(PlanError::Length("first_pages"));
         }
@@ -132,10 +129,8 @@ impl Plan {
                 Sequence::new(s, &tables, queries, pages, block_size, attention)
             })
             .collect::<Result<_, _>>()?;
-        let pages: Vec<_> = used
-            .iter()
-            .map(|&page| checked_page(page, num_pages))
-            .collect::<Result<_, _>>()?;
+        let pages: Vec<_> =
+            used.iter().map(|&page| checked_page(page, num_pages)).collect::<Result<_, _>>()?;
         Ok(Self {
             attention: *attention,
             writes_apart: write_apart(&sequences, &pages, block_size),
@@ -220,12 +215,7 @@ impl Plan {
             assert!(accepted <= guesses, "accepted guesses of a sequence");
             let rows = first..first + accepted;
             first += guesses;
-            Run {
-                kept: rows.end,
-                start: run.start + run.kept - run.rows.start,
-                rows,
-                ..run
-            }
+            Run { kept: rows.end, start: run.start + run.kept - run.rows.start, rows, ..run }
         });
         runs.filter(|run| !run.rows.is_empty()).collect()
     }
@@ -245,10 +235,7 @@ impl Plan {
     pub(crate) fn place_of(&self, sequence: usize, position: usize) -> (usize, usize) {
         let sequence = &self.sequences[sequence];
         let pages = &self.pages[sequence.pages.clone()];
-        (
-            pages[position / self.block_size - sequence.first_page],
-            position % self.block_size,
-        )
+        (pages[position / self.block_size - sequence.first_page], position % self.block_size)
     }
 
     /// The sequence of a row of the query matrix, the row's position in it, and how many rows of the
@@ -298,9 +285,8 @@ impl Sequence {
         let first_page =
             usize::try_from(first_page).map_err(|_| PlanError::FirstPage(first_page))?;
         let last_page_len = tables.last_page_len[s];
-        let last = usize::try_from(last_page_len)
-            .ok()
-            .filter(|last| (1..=block_size).contains(last));
+        let last =
+            usize::try_from(last_page_len).ok().filter(|last| (1..=block_size).contains(last));
         let last = last.ok_or(PlanError::LastPage(last_page_len, block_size))?;
         let tokens = match pages.len().checked_sub(1) {
             None => 0,
@@ -309,19 +295,12 @@ impl Sequence {
                 .and_then(|full| full.checked_add(last))
                 .ok_or(PlanError::TooLong(s))?,
         };
-        let start = tokens
-            .checked_sub(queries.len())
-            .ok_or(PlanError::Queries(s))?;
+        let start = tokens.checked_sub(queries.len()).ok_or(PlanError::Queries(s))?;
         let first_seen = attention.first_seen(start);
         if !queries.is_empty() && first_page > first_seen / block_size {
             return Err(PlanError::LeftOut(s, first_page, first_seen));
         }
-        Ok(Self {
-            pages,
-            first_page,
-            queries,
-            start,
-        })
+        Ok(Self { pages, first_page, queries, start })
     }
 }
 
@@ -335,10 +314,7 @@ fn write_apart(sequences: &[Sequence], pages: &[usize], block_size: usize) -> bo
         let page = |block: usize| pages[sequence.pages.start + block - sequence.first_page];
         let blocks = sequence.start / block_size..sequence.pages.len() + sequence.first_page;
         written.extend(blocks.map(|block| (page(block), number)));
-        let before = sequence
-            .start
-            .checked_sub(1)
-            .map(|before| before / block_size);
+        let before = sequence.start.checked_sub(1).map(|before| before / block_size);
         // It may be left out where nothing is seen of it.
         if let Some(before) = before.filter(|&before| before >= sequence.first_page) {
             read.push((page(before), number));
@@ -347,9 +323,7 @@ fn write_apart(sequences: &[Sequence], pages: &[usize], block_size: usize) -> bo
     written.sort_unstable();
     let of_another = |&(page, number): &(usize, usize)| {
         let first = written.partition_point(|one| one.0 < page);
-        written
-            .get(first)
-            .is_some_and(|one| one.0 == page && one.1 != number)
+        written.get(first).is_some_and(|one| one.0 == page && one.1 != number)
     };
     let is_apart = |two: &[(usize, usize)]| two[0].0 != two[1].0 || two[0].0 == NO_PAGE;
     let reads_none = read.iter().any(|one| one.0 == NO_PAGE);
@@ -365,11 +339,7 @@ fn tasks(sequences: &[Sequence], attention: &Attention) -> Vec<Task> {
         for first in sequence.queries.clone().step_by(length) {
             let queries = first..(first + length).min(sequence.queries.end);
             let start = sequence.start + (first - sequence.queries.start);
-            tasks.push(Task {
-                sequence: number,
-                queries,
-                start,
-            });
+            tasks.push(Task { sequence: number, queries, start });
         }
     }
     tasks.sort_by_key(|task| {
@@ -394,10 +364,7 @@ mod tests {
     /// Three query heads that share a key-value head.
     fn attention(window_left: Option<usize>) -> Attention {
         let full = Attention::new(3, 1, 16, 1.0).expect("a shape that fits");
-        Attention {
-            window_left,
-            ..full
-        }
+        Attention { window_left, ..full }
     }
 
     fn plan(tables: BlockTables<'_>) -> Result<Plan, PlanError> {
@@ -422,34 +389,16 @@ mod tests {
         type Change<'a> = (&'a dyn Fn(&mut BlockTables<'static>), PlanError);
         let changes: [Change<'_>; 11] = [
             (&|t| t.qo_indptr = &[0, 3], PlanError::Length("qo_indptr")),
-            (
-                &|t| t.kv_indptr = &[0, 2, 5],
-                PlanError::Length("kv_indices"),
-            ),
-            (
-                &|t| t.kv_indptr = &[0, 2, 1],
-                PlanError::Offsets("kv_indptr"),
-            ),
-            (
-                &|t| t.qo_indptr = &[1, 3, 4],
-                PlanError::Offsets("qo_indptr"),
-            ),
+            (&|t| t.kv_indptr = &[0, 2, 5], PlanError::Length("kv_indices")),
+            (&|t| t.kv_indptr = &[0, 2, 1], PlanError::Offsets("kv_indptr")),
+            (&|t| t.qo_indptr = &[1, 3, 4], PlanError::Offsets("qo_indptr")),
             (&|t| t.kv_indices = &[4, 5, 2], PlanError::Page(5, 5)),
             (&|t| t.kv_indices = &[4, -1, 2], PlanError::Page(-1, 5)),
             (&|t| t.last_page_len = &[0, 16], PlanError::LastPage(0, 16)),
             (&|t| t.qo_indptr = &[0, 3, 20], PlanError::Queries(1)),
-            (
-                &|t| t.first_pages = Some(&[0]),
-                PlanError::Length("first_pages"),
-            ),
-            (
-                &|t| t.first_pages = Some(&[0, -1]),
-                PlanError::FirstPage(-1),
-            ),
-            (
-                &|t| t.first_pages = Some(&[0, 1]),
-                PlanError::LeftOut(1, 1, 0),
-            ),
+            (&|t| t.first_pages = Some(&[0]), PlanError::Length("first_pages")),
+            (&|t| t.first_pages = Some(&[0, -1]), PlanError::FirstPage(-1)),
+            (&|t| t.first_pages = Some(&[0, 1]), PlanError::LeftOut(1, 1, 0)),
         ];
         for (change, error) in changes {
             let mut tables = GOOD;
@@ -466,10 +415,7 @@ mod tests {
         let plan = Plan::new(tables, 5, 16, &attention(Some(14))).expect("good tables");
         let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
         assert_eq!(task.start, 46);
-        assert_eq!(
-            [32, 48].map(|position| plan.place(task, position)),
-            [(4, 0), (1, 0)]
-        );
+        assert_eq!([32, 48].map(|position| plan.place(task, position)), [(4, 0), (1, 0)]);
         let wider = Plan::new(tables, 5, 16, &attention(Some(15)));
         assert_eq!(wider.expect_err("a lie"), PlanError::LeftOut(0, 2, 31));
     }
@@ -520,11 +466,7 @@ mod tests {
             first_pages: None,
         };
         let plan = plan(tables).expect("good tables");
-        let runs: Vec<_> = plan
-            .tasks()
-            .iter()
-            .map(|t| (t.queries.clone(), t.start))
-            .collect();
+        let runs: Vec<_> = plan.tasks().iter().map(|t| (t.queries.clone(), t.start)).collect();
         assert_eq!(runs, [(42..84, 70), (0..42, 28), (84..100, 112)]);
     }
 }

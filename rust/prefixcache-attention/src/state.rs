@@ -52,11 +52,7 @@ pub(crate) struct Softmax {
 
 impl Default for Softmax {
     fn default() -> Self {
-        Self {
-            highest: [f32::NEG_INFINITY; 16],
-            factor: [0.0; 16],
-            totals: [0.0; 16],
-        }
+        Self { highest: [f32::NEG_INFINITY; 16], factor: [0.0; 16], totals: [0.0; 16] }
     }
 }
 
@@ -84,12 +80,8 @@ impl Softmax {
         probabilities: *mut E,
     ) {
         // SAFETY: the three arrays hold 16 numbers, at least LANES.
-        let (before, totals) = unsafe {
-            (
-                lanes.load(self.highest.as_ptr()),
-                lanes.load(self.totals.as_ptr()),
-            )
-        };
+        let (before, totals) =
+            unsafe { (lanes.load(self.highest.as_ptr()), lanes.load(self.totals.as_ptr())) };
         let mut highest = before;
         for v in 0..vectors {
             // SAFETY: v is below `vectors`.

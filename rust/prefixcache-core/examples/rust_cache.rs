@@ -30,9 +30,7 @@ impl Engine<'_> {
     /// How many tokens of the prompt hit, and [`NEW_TOKENS`] tokens after it.
     fn generate(&mut self, prompt: &[u32]) -> Outcome<(usize, Vec<u32>)> {
         let mut text = prompt.to_vec();
-        let mut sequence = self
-            .cache
-            .new_sequence(text.clone(), Scope::default(), Extras::new());
+        let mut sequence = self.cache.new_sequence(text.clone(), Scope::default(), Extras::new());
         let hits = self.admit(&mut sequence)?;
         for _ in 0..NEW_TOKENS {
             let token = self.step(&mut sequence, &text)?;
@@ -52,9 +50,7 @@ impl Engine<'_> {
         let count = sequence.num_tokens();
         let most = (count - 1) / BLOCK_SIZE * BLOCK_SIZE;
         let hits = self.cache.count_prefix_hits(sequence)?.min(most);
-        let taken = self
-            .cache
-            .commit_prefix_plan(sequence, hits, count - hits)?;
+        let taken = self.cache.commit_prefix_plan(sequence, hits, count - hits)?;
         taken.ok_or_else(|| "no free blocks: a larger engine lets the request wait here".into())
     }
 
@@ -72,8 +68,7 @@ impl Engine<'_> {
         };
         let (group, counts) = (GroupId::default(), [text.len() - start]);
         let pages =
-            self.cache
-                .fill_block_tables(&[sequence], &[start], &counts, group, &mut buffers)?;
+            self.cache.fill_block_tables(&[sequence], &[start], &counts, group, &mut buffers)?;
         let pages = &mut indices[..pages];
         pages.rotate_right(usize::from(self.wrong_table));
         let mut next = 0;
@@ -81,8 +76,7 @@ impl Engine<'_> {
             self.kv[slot as usize] = text[position];
             next = self.attend(pages, position);
         }
-        self.cache
-            .mark_blocks_filled(&mut [sequence], &[text.len()])?;
+        self.cache.mark_blocks_filled(&mut [sequence], &[text.len()])?;
         Ok(next)
     }
 
@@ -97,19 +91,12 @@ impl Engine<'_> {
 fn new_cache() -> Outcome<Cache> {
     let config = HashConfig::new(BLOCK_SIZE, Groups::new(vec![GroupSpec::FullAttention])?)
         .with_model("toy", "u32", "u32");
-    Ok(PrefixCache::new(
-        config,
-        Writer::new(PoolConfig::new(NUM_BLOCKS))?,
-    )?)
+    Ok(PrefixCache::new(config, Writer::new(PoolConfig::new(NUM_BLOCKS))?)?)
 }
 
 fn new_engine(cache: &mut Cache) -> Engine<'_> {
     let kv = vec![0; NUM_BLOCKS * BLOCK_SIZE];
-    Engine {
-        cache,
-        kv,
-        wrong_table: false,
-    }
+    Engine { cache, kv, wrong_table: false }
 }
 
 fn main() -> Outcome<()> {

@@ -148,11 +148,7 @@ impl State {
     /// The class whose ring the block stands in, or would join at its release.
     #[inline]
     pub(crate) fn class(self) -> Class {
-        if self.is_pinned() {
-            self.class_with_pin()
-        } else {
-            self.own_class()
-        }
+        if self.is_pinned() { self.class_with_pin() } else { self.own_class() }
     }
 
     #[cold]
@@ -163,10 +159,8 @@ impl State {
     /// Where the block stands, when it is queued.
     #[inline]
     pub(crate) fn place(self) -> Option<Place> {
-        self.has(QUEUED).then(|| Place {
-            class: self.class(),
-            ticket: Ticket::new(self.0 >> TICKET_SHIFT),
-        })
+        self.has(QUEUED)
+            .then(|| Place { class: self.class(), ticket: Ticket::new(self.0 >> TICKET_SHIFT) })
     }
 
     #[inline]
@@ -327,9 +321,7 @@ impl Block {
     /// Takes the block from its place for new content; what it held can be hit no more.
     #[inline]
     pub(crate) fn transition_to_evicted<M: Mode>(&self, place: Place) -> Transition {
-        self.leave::<M>(place, |_| {
-            State::HELD_ONCE.with(HASHED, planted(Fault::EvictHashed))
-        })
+        self.leave::<M>(place, |_| State::HELD_ONCE.with(HASHED, planted(Fault::EvictHashed)))
     }
 
     /// Takes the block from its place with its content, and the pin off.
@@ -442,9 +434,7 @@ impl Block {
             return Claim::Raced;
         }
         match self.exchange::<M>(held, State((held.holders() + 1) | REGISTERING)) {
-            Transition::Done => Claim::Claimed {
-                was_hashed: held.is_hashed(),
-            },
+            Transition::Done => Claim::Claimed { was_hashed: held.is_hashed() },
             Transition::Raced => Claim::Raced,
         }
     }

@@ -63,11 +63,7 @@ impl<S: Clone> Clone for PrefixCache<S> {
 impl<S> PrefixCache<S> {
     fn over<T>(&self, store: T) -> PrefixCache<T> {
         let home = Arc::clone(&self.home);
-        PrefixCache {
-            store,
-            home,
-            hints: None,
-        }
+        PrefixCache { store, home, hints: None }
     }
 }
 
@@ -97,8 +93,7 @@ impl PrefixCache<AnyWriter> {
         store: Box<dyn BackingStore>,
         kept: &[KeptBlock],
     ) -> Result<usize, ListenError> {
-        kept.iter()
-            .try_for_each(|one| self.check_group(one.key.group))?;
+        kept.iter().try_for_each(|one| self.check_group(one.key.group))?;
         let is_durable = weights::is_of_content(&self.weights_name());
         let AnyWriter::One(writer) = &mut self.store else {
             let reason = "must be single_writer for a cache that is kept in a file";
@@ -115,11 +110,7 @@ impl PrefixCache<AnyWriter> {
 
 impl From<PrefixCache<MultiWriter>> for PrefixCache<AnyWriter> {
     fn from(cache: PrefixCache<MultiWriter>) -> Self {
-        Self {
-            store: AnyWriter::Many(cache.store),
-            home: cache.home,
-            hints: None,
-        }
+        Self { store: AnyWriter::Many(cache.store), home: cache.home, hints: None }
     }
 }
 
@@ -259,9 +250,7 @@ impl<S: Lookup> PrefixCache<S> {
 
     fn check_committed(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
         self.check_owners(sequences)?;
-        let idle = sequences
-            .iter()
-            .position(|sequence| !sequence.is_committed());
+        let idle = sequences.iter().position(|sequence| !sequence.is_committed());
         idle.map_or(Ok(()), |index| {
             let argument = Argument::element("sequences", index);
             Err(fault(argument, SequenceFault::NotCommitted))
@@ -274,21 +263,14 @@ impl<S: BlockStore> PrefixCache<S> {
     pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
         hash_config.check()?;
         let home = Arc::new(Home::new(hash_config, None));
-        Ok(Self {
-            store,
-            home,
-            hints: None,
-        })
+        Ok(Self { store, home, hints: None })
     }
 
     /// This cache, before its first use, with a name for the weights that it begins with.
     #[must_use]
     pub fn with_weights(self, name: WeightsName) -> Self {
         let home = Home::new(self.home.config.clone(), Some(name));
-        Self {
-            home: Arc::new(home),
-            ..self
-        }
+        Self { home: Arc::new(home), ..self }
     }
 
     /// This cache with retention hints, which may raise up to this `share` of the pool, from 0 to 1, for each
@@ -390,9 +372,7 @@ impl<S: BlockStore> PrefixCache<S> {
     /// ended first. Returns how many moved. To be called before each step of a scheduler.
     pub fn demote_expired(&mut self, most: usize) -> usize {
         let Self { store, hints, .. } = self;
-        hints
-            .as_mut()
-            .map_or(0, |hints| hints.demote_expired(store, most))
+        hints.as_mut().map_or(0, |hints| hints.demote_expired(store, most))
     }
 
     /// Ends what `owner` asked for the sequence's full blocks from number `first` on, whoever released them. Returns
@@ -426,10 +406,7 @@ impl<S: BlockStore> PrefixCache<S> {
 }
 
 fn fault(argument: impl Into<Argument>, fault: SequenceFault) -> CacheError {
-    CacheError::Sequence {
-        argument: argument.into(),
-        fault,
-    }
+    CacheError::Sequence { argument: argument.into(), fault }
 }
 
 pub(crate) fn check_len(

@@ -19,10 +19,7 @@ struct Times {
 
 impl Default for Clock {
     fn default() -> Self {
-        Self(Arc::new(Times {
-            start: Instant::now(),
-            given: AtomicU64::new(0),
-        }))
+        Self(Arc::new(Times { start: Instant::now(), given: AtomicU64::new(0) }))
     }
 }
 

@@ -50,10 +50,7 @@ impl Argument {
     /// Element `index` of the list `name`.
     #[must_use]
     pub const fn element(name: &'static str, index: usize) -> Self {
-        Self {
-            name,
-            index: Some(index),
-        }
+        Self { name, index: Some(index) }
     }
 }
 
@@ -85,10 +82,7 @@ pub struct InvalidArgument {
 impl InvalidArgument {
     /// An error for `argument`; `reason` goes on the sentence that the name begins.
     pub fn new(argument: impl Into<Argument>, reason: impl Into<String>) -> Self {
-        Self {
-            argument: argument.into(),
-            reason: reason.into(),
-        }
+        Self { argument: argument.into(), reason: reason.into() }
     }
 }
 

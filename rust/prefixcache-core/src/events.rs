@@ -227,8 +227,7 @@ impl EventReader {
         self.is_resync_due |= self.num_unread > MAX_UNREAD;
         if self.is_resync_due {
             // A few at a time: the caller may be the writer.
-            self.unread
-                .truncate(self.unread.len().saturating_sub(DROPPED_AT_ONCE));
+            self.unread.truncate(self.unread.len().saturating_sub(DROPPED_AT_ONCE));
         }
     }
 

@@ -39,13 +39,8 @@ pub enum Cause {
 }
 
 impl Cause {
-    const ALL: [Self; 5] = [
-        Self::Evicted,
-        Self::Discarded,
-        Self::Dropped,
-        Self::Resized,
-        Self::Bounded,
-    ];
+    const ALL: [Self; 5] =
+        [Self::Evicted, Self::Discarded, Self::Dropped, Self::Resized, Self::Bounded];
 }
 
 /// A block that lost its content.
@@ -158,8 +153,7 @@ impl EvictionLog {
         let names = (band.index() as u64) << log::BAND_SHIFT | u64::from(content.group);
         let [a, b, c, d] = content.hash;
         let facts = u64::from(known.hits) << log::HITS_SHIFT | flags | names;
-        self.log
-            .push::<M>([a, b, c, d, facts, known.age, known.idle]);
+        self.log.push::<M>([a, b, c, d, facts, known.age, known.idle]);
     }
 
     /// The index was cleared.
@@ -186,18 +180,13 @@ fn unpack([a, b, c, d, facts, age, idle]: log::Words) -> Eviction {
     let Some(&cause) = Cause::ALL.get((kind as usize).wrapping_sub(1)) else {
         return Eviction::Everything;
     };
-    let content = Content {
-        hash: [a, b, c, d],
-        group: facts as u16,
-    };
+    let content = Content { hash: [a, b, c, d], group: facts as u16 };
     let BlockKey { hash, group } = content.key();
     Eviction::Block(EvictedBlock {
         hash,
         group,
         cause,
-        band: Band::all()
-            .nth((facts >> log::BAND_SHIFT & 7) as usize)
-            .unwrap_or_default(),
+        band: Band::all().nth((facts >> log::BAND_SHIFT & 7) as usize).unwrap_or_default(),
         hits: (facts >> log::HITS_SHIFT) as u32,
         age: Duration::from_micros(age),
         idle: Duration::from_micros(idle),

@@ -119,8 +119,7 @@ impl Groups {
     pub fn new(specs: Vec<GroupSpec>) -> Result<Self, InvalidArgument> {
         for (index, spec) in specs.iter().enumerate() {
             let argument = Argument::element("groups", index);
-            spec.check()
-                .map_err(|reason| InvalidArgument::new(argument, reason))?;
+            spec.check().map_err(|reason| InvalidArgument::new(argument, reason))?;
         }
         Self::check_count("groups", specs.len())?;
         Ok(Self(specs))

@@ -74,10 +74,7 @@ impl HashConfig {
     /// This, for the KV of another revision of the model's weights.
     #[must_use]
     pub fn with_revision(self, revision: &str) -> Self {
-        Self {
-            revision: revision.into(),
-            ..self
-        }
+        Self { revision: revision.into(), ..self }
     }
 
     /// Fails unless the block size is a power of two from 1 to 256.

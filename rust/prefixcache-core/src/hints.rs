@@ -42,10 +42,7 @@ impl Owner {
     #[must_use]
     pub fn named(name: &str) -> Self {
         let mut id = [0; 16];
-        blake3::Hasher::new()
-            .update(name.as_bytes())
-            .finalize_xof()
-            .fill(&mut id);
+        blake3::Hasher::new().update(name.as_bytes()).finalize_xof().fill(&mut id);
         Self(id)
     }
 }
@@ -74,11 +71,9 @@ impl Hints {
             return Err(InvalidArgument::new("hints", reason));
         }
         for (index, hint) in ranges.iter().enumerate() {
-            hint.check()
-                .and_then(|()| hint.check_apart(&ranges[..index]))
-                .map_err(|reason| {
-                    InvalidArgument::new(Argument::element("hints", index), reason)
-                })?;
+            hint.check().and_then(|()| hint.check_apart(&ranges[..index])).map_err(|reason| {
+                InvalidArgument::new(Argument::element("hints", index), reason)
+            })?;
         }
         ranges.sort_by_key(|hint| hint.start);
         Ok(Self { owner, ranges })
@@ -175,9 +170,7 @@ impl Raising {
 
     fn go_to(&mut self, index: usize) {
         let wishes = self.wishes.iter();
-        let bounds = wishes
-            .clone()
-            .flat_map(|(blocks, _)| [blocks.start, blocks.end]);
+        let bounds = wishes.clone().flat_map(|(blocks, _)| [blocks.start, blocks.end]);
         let start = bounds.clone().filter(|&bound| bound <= index).max();
         let end = bounds.filter(|&bound| bound > index).min();
         self.alike = start.unwrap_or(0)..end.unwrap_or(usize::MAX);
@@ -192,10 +185,7 @@ impl Hint {
     }
 
     fn wish(&self, band: Band) -> Wish {
-        Wish {
-            band,
-            ttl: self.ttl,
-        }
+        Wish { band, ttl: self.ttl }
     }
 
     /// Behind the last block that lies in the range whole, of `full` blocks.
@@ -231,8 +221,6 @@ impl Hint {
     fn check_apart(&self, others: &[Self]) -> Result<(), String> {
         let overlaps = |other: &Self| self.start < other.last() && other.start < self.last();
         let other = others.iter().position(overlaps);
-        other.map_or(Ok(()), |other| {
-            Err(format!("must not overlap range {other}"))
-        })
+        other.map_or(Ok(()), |other| Err(format!("must not overlap range {other}")))
     }
 }

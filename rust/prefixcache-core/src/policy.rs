@@ -179,8 +179,7 @@ impl ReuseQueue {
         let waiting = self.reuse.waiting(now);
         let scores = scores::scores(&self.reuse.take_counts(&waiting));
         let yields = self.reuse.trial.update(&scores, &waiting);
-        self.scores
-            .set(if yields { &scores::NONE } else { &scores });
+        self.scores.set(if yields { &scores::NONE } else { &scores });
     }
 
     /// How many leading blocks of a request lie on a prefix that several conversations share.
@@ -208,8 +207,7 @@ impl ReuseQueue {
         let now = self.now();
         self.reuse.released(head, Queue::SHARED, now);
         self.reuse.released(tail, Queue::of_turn(turn), now);
-        self.turns
-            .ended(&hashes[..num_prompt.min(hashes.len())], turn);
+        self.turns.ended(&hashes[..num_prompt.min(hashes.len())], turn);
         self.turns.ended(hashes, turn);
     }
 

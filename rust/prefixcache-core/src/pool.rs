@@ -234,9 +234,7 @@ struct Counters {
 impl<M: Mode> std::fmt::Debug for BlockPool<M> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = formatter.debug_struct("BlockPool");
-        out.field("config", &self.config)
-            .field("stats", &self.stats())
-            .finish_non_exhaustive()
+        out.field("config", &self.config).field("stats", &self.stats()).finish_non_exhaustive()
     }
 }
 
@@ -246,10 +244,7 @@ impl<M: Mode> BlockPool<M> {
     /// Fails when a size is out of range or there is no memory for `max_blocks` blocks.
     fn new(config: PoolConfig) -> Result<Self, PoolError> {
         config.check()?;
-        let slots = config
-            .max_blocks
-            .saturating_mul(SLOTS_PER_BLOCK)
-            .next_power_of_two();
+        let slots = config.max_blocks.saturating_mul(SLOTS_PER_BLOCK).next_power_of_two();
         Self::with_ring_capacity(config, slots.max(MIN_RING))
     }
 
@@ -325,9 +320,7 @@ impl<M: Mode> BlockPool<M> {
     /// The policy's time; of no meaning without one that asks for it.
     #[inline]
     fn tick(&self) -> Tick {
-        self.reuse
-            .as_ref()
-            .map_or_else(Tick::default, ReuseQueue::now)
+        self.reuse.as_ref().map_or_else(Tick::default, ReuseQueue::now)
     }
 
     #[inline]

@@ -164,10 +164,7 @@ impl RetentionTable {
             // Content of ended epochs can be hit no more.
             *self = Self {
                 epoch: store.epoch(),
-                stats: HintStats {
-                    hinted: 0,
-                    ..self.stats
-                },
+                stats: HintStats { hinted: 0, ..self.stats },
                 ..Self::empty(self.share)
             };
         }
@@ -370,9 +367,7 @@ impl RetentionTable {
             let (wishes, reason) = ranges[group.index()].at(index);
             let entry = self.entry(raise.hit, owner);
             self.note_use(&mut uses, entry, owner, reason, |levels| {
-                wishes
-                    .iter()
-                    .for_each(|&wish| levels.ask(wish, released.now));
+                wishes.iter().for_each(|&wish| levels.ask(wish, released.now));
             });
             let band = self.band(raise.hit);
             if band != raise.band {
@@ -385,13 +380,7 @@ impl RetentionTable {
 
     /// Lowers what the sequence itself has computed, and nobody asked for.
     fn lower(&mut self, store: &mut impl BlockStore, released: &Released) {
-        let Released {
-            sequence,
-            holding,
-            hints,
-            now,
-            ..
-        } = *released;
+        let Released { sequence, holding, hints, now, .. } = *released;
         let size = sequence.config().block_size;
         let mut uses = Uses::default();
         let mut end = holding.num_published;
@@ -421,10 +410,7 @@ impl RetentionTable {
 
     fn owner_of(&mut self, name: Owner) -> u32 {
         *self.names.entry(name).or_insert_with(|| {
-            self.owners.add(OwnerSpans {
-                name: Some(name),
-                ..OwnerSpans::default()
-            })
+            self.owners.add(OwnerSpans { name: Some(name), ..OwnerSpans::default() })
         })
     }
 
@@ -654,11 +640,7 @@ impl Uses {
     fn of(&mut self, owner: u32) -> &mut OwnerUses {
         let at = self.0.iter().position(|own| own.owner == owner);
         let at = at.unwrap_or_else(|| {
-            self.0.push(OwnerUses {
-                owner,
-                from: (NONE, 0),
-                spans: Vec::new(),
-            });
+            self.0.push(OwnerUses { owner, from: (NONE, 0), spans: Vec::new() });
             self.0.len() - 1
         });
         &mut self.0[at]

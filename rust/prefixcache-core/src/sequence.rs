@@ -240,8 +240,7 @@ impl Sequence {
     /// Hashes again under other weights.
     pub(crate) fn rehash(&mut self, weights: &Weights) {
         self.weight_version = weights.version;
-        self.hashes
-            .restart(hash::in_scope(weights.root, &self.scope));
+        self.hashes.restart(hash::in_scope(weights.root, &self.scope));
         self.hashes.extend_to(&self.tokens);
     }
 
@@ -294,9 +293,7 @@ impl Sequence {
     /// Tokens whose KV is there; 0 while the sequence holds nothing.
     #[must_use]
     pub fn num_filled(&self) -> usize {
-        self.holding
-            .as_ref()
-            .map_or(0, |holding| holding.num_filled)
+        self.holding.as_ref().map_or(0, |holding| holding.num_filled)
     }
 
     /// Leading tokens that were hits; 0 while the sequence holds nothing.
@@ -365,9 +362,7 @@ impl Sequence {
     pub(crate) fn names(&self) -> &[BlockHash] {
         let hashes = self.hashes.as_slice();
         let names = self.names.as_ref().map(Names::as_slice);
-        names
-            .filter(|names| names.len() == hashes.len())
-            .unwrap_or(hashes)
+        names.filter(|names| names.len() == hashes.len()).unwrap_or(hashes)
     }
 }
 

@@ -99,10 +99,7 @@ impl PoolConfig {
     /// This, under another eviction policy.
     #[must_use]
     pub fn with_eviction_policy(self, eviction_policy: EvictionPolicy) -> Self {
-        Self {
-            eviction_policy,
-            ..self
-        }
+        Self { eviction_policy, ..self }
     }
 
     /// Fails unless both sizes are within their limits.
@@ -341,15 +338,11 @@ pub trait Lookup: sealed::Sealed {
         }
         if let Some((id, count)) = counts.iter().find(|&(&id, &n)| self.num_holders(id) != n) {
             let held = self.num_holders(*id);
-            return Err(Broken(format!(
-                "block {id} counts {held} holders, {count} hold it"
-            )));
+            return Err(Broken(format!("block {id} counts {held} holders, {count} hold it")));
         }
         let (held, counted) = (counts.len(), self.stats().in_use);
         if held != counted {
-            return Err(Broken(format!(
-                "{counted} blocks are in use, {held} are held"
-            )));
+            return Err(Broken(format!("{counted} blocks are in use, {held} are held")));
         }
         Ok(())
     }

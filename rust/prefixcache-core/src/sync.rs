@@ -127,8 +127,7 @@ impl sealed::Words for Shared {
 
     #[inline]
     fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
-        word.compare_exchange(current, new, AcqRel, Acquire)
-            .map(drop)
+        word.compare_exchange(current, new, AcqRel, Acquire).map(drop)
     }
 
     #[inline]

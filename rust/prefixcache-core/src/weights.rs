@@ -19,9 +19,7 @@ impl WeightsName {
     pub fn new(name: &str) -> Result<Self, InvalidArgument> {
         let is_name = name.split_once(':').is_some_and(|(kind, rest)| {
             kind.starts_with(|first: char| first.is_ascii_lowercase())
-                && kind
-                    .bytes()
-                    .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
+                && kind.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
                 && !rest.is_empty()
         });
         if is_name {
@@ -47,9 +45,7 @@ impl WeightsName {
 
 /// [`WeightsName::is_of_content`], for the name that hashes have.
 pub(crate) fn is_of_content(name: &str) -> bool {
-    let quantized = name
-        .strip_prefix("quantized:")
-        .and_then(|rest| rest.split_once(':'));
+    let quantized = name.strip_prefix("quantized:").and_then(|rest| rest.split_once(':'));
     let name = quantized.map_or(name, |(_, name)| name);
     name.starts_with("blake3:")
 }
@@ -80,10 +76,8 @@ pub(crate) struct CurrentWeights {
 impl CurrentWeights {
     /// Version 0, by this name; `root_of` gives the root hash under weights of a name.
     pub(crate) fn new(name: Option<WeightsName>, root_of: impl Fn(&str) -> BlockHash) -> Self {
-        let new = Self {
-            version: AtomicU64::new(0),
-            segments: std::array::from_fn(|_| OnceLock::new()),
-        };
+        let new =
+            Self { version: AtomicU64::new(0), segments: std::array::from_fn(|_| OnceLock::new()) };
         let _ = new.slot(0).set(named(0, name, root_of));
         new
     }
@@ -126,9 +120,7 @@ impl CurrentWeights {
             let is_own = self.slot(before + 1).set(new).is_ok();
             // AcqRel: pairs with the load above, for the slot that is written. Whoever finds another thread's slot
             // tells its version too, so that nobody waits for that thread.
-            let _ = self
-                .version
-                .compare_exchange(before, before + 1, AcqRel, Acquire);
+            let _ = self.version.compare_exchange(before, before + 1, AcqRel, Acquire);
             if is_own {
                 return before + 1;
             }
@@ -138,11 +130,7 @@ impl CurrentWeights {
 
 fn named(version: u64, name: Option<WeightsName>, root_of: impl Fn(&str) -> BlockHash) -> Weights {
     let name = name.map_or_else(|| version.to_string(), |WeightsName(name)| name.to_string());
-    Weights {
-        version,
-        root: root_of(&name),
-        name,
-    }
+    Weights { version, root: root_of(&name), name }
 }
 
 #[cfg(test)]
@@ -154,17 +142,7 @@ mod tests {
         for good in ["tag:x", "blake3:00", "a:b:c", "tag: ", "tag:\u{e4}"] {
             assert!(WeightsName::new(good).is_ok(), "{good}");
         }
-        for bad in [
-            "",
-            "12",
-            "tag",
-            "tag:",
-            ":x",
-            "Tag:x",
-            "3:x",
-            "a b:x",
-            "t\u{e4}g:x",
-        ] {
+        for bad in ["", "12", "tag", "tag:", ":x", "Tag:x", "3:x", "a b:x", "t\u{e4}g:x"] {
             assert!(WeightsName::new(bad).is_err(), "{bad}");
         }
     }

@@ -58,11 +58,7 @@ mod lazy {
                 let _ = pages.advise_range(memmap2::Advice::HugePage, skip, whole);
             }
             let start = NonNull::new(pages[skip..].as_mut_ptr().cast())?;
-            Some(Self {
-                start,
-                len,
-                _pages: pages,
-            })
+            Some(Self { start, len, _pages: pages })
         }
     }
 

@@ -60,9 +60,7 @@ impl<M: Mode> World<M> {
         let writer = writer.unwrap();
         let world = Self {
             pool: writer.reader(),
-            memory: (0..config.max_blocks)
-                .map(|_| AtomicU64::new(BLANK))
-                .collect(),
+            memory: (0..config.max_blocks).map(|_| AtomicU64::new(BLANK)).collect(),
             stop: AtomicBool::new(false),
             hits: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
@@ -203,11 +201,7 @@ impl<M: Mode> World<M> {
     /// At rest nobody holds anything, and all is where it belongs.
     fn check_rest(&self) {
         self.pool.validate().expect("the pool is whole");
-        assert_eq!(
-            self.pool.num_free(),
-            self.pool.num_blocks() - 1,
-            "blocks were lost"
-        );
+        assert_eq!(self.pool.num_free(), self.pool.num_blocks() - 1, "blocks were lost");
         let stats = self.pool.stats();
         assert_eq!((stats.in_use, stats.free), (0, self.pool.num_blocks() - 1));
         let all = DOCUMENTS * LONGEST;
@@ -235,9 +229,7 @@ fn seed() -> u64 {
 /// A sixth of the time for each of the six tests.
 fn duration() -> Duration {
     let seconds = std::env::var("PREFIXCACHE_STRESS_SECONDS").ok();
-    let seconds: f64 = seconds
-        .and_then(|seconds| seconds.parse().ok())
-        .unwrap_or(5.0);
+    let seconds: f64 = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or(5.0);
     Duration::from_secs_f64(seconds / 6.0)
 }
 
@@ -321,10 +313,7 @@ fn two_writers_on_rings_that_fill_up() {
     world.run(vec![pool.clone(), pool.clone()], true, duration());
     pool.resize(BLOCKS).unwrap();
     world.check_rest();
-    assert!(
-        world.pool.content_drops() > 0,
-        "the rings were meant to fill up"
-    );
+    assert!(world.pool.content_drops() > 0, "the rings were meant to fill up");
 }
 
 #[test]

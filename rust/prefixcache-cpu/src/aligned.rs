@@ -100,10 +100,7 @@ pub struct WeightMemory {
 impl WordSource for WeightMemory {
     /// `len` zero words.
     fn words(&self, len: usize) -> Result<AlignedWords, OutOfMemory> {
-        let bytes = len
-            .div_ceil(WORDS)
-            .checked_mul(size_of::<Line>())
-            .ok_or(OutOfMemory)?;
+        let bytes = len.div_ceil(WORDS).checked_mul(size_of::<Line>()).ok_or(OutOfMemory)?;
         let mut filling = self.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let (chunk, at) = match filling.0.upgrade() {
             Some(chunk) if bytes <= chunk.bytes - filling.1 => (chunk, filling.1),
@@ -137,22 +134,14 @@ impl MappedWords {
         // SAFETY: the caller's promise.
         let file = unsafe { Mmap::map(file)? };
         let bytes = file.len() / size_of::<Line>() * size_of::<Line>();
-        Ok(Self {
-            file: Arc::new(file),
-            start: 0,
-            bytes,
-        })
+        Ok(Self { file: Arc::new(file), start: 0, bytes })
     }
 
     /// `bytes` bytes from byte `start` on, a multiple of a cache line; `None` where there are none.
     pub fn part(&self, start: usize, bytes: usize) -> Option<Self> {
         let end = start.checked_add(bytes)?;
         let is_inside = end <= self.bytes && start.is_multiple_of(size_of::<Line>());
-        is_inside.then(|| Self {
-            file: Arc::clone(&self.file),
-            start: self.start + start,
-            bytes,
-        })
+        is_inside.then(|| Self { file: Arc::clone(&self.file), start: self.start + start, bytes })
     }
 }
 
@@ -165,9 +154,7 @@ impl WordSource for MappedWords {
         Ok(AlignedWords {
             start: NonNull::from(&self.file[self.start..]).cast(),
             len,
-            memory: Memory::Mapped {
-                _file: Arc::clone(&self.file),
-            },
+            memory: Memory::Mapped { _file: Arc::clone(&self.file) },
         })
     }
 }
@@ -188,9 +175,7 @@ unsafe impl Sync for Chunk {}
 impl Chunk {
     /// At least `bytes`.
     fn new(bytes: usize) -> Result<Self, OutOfMemory> {
-        let bytes = bytes
-            .checked_next_multiple_of(LARGE_PAGE)
-            .ok_or(OutOfMemory)?;
+        let bytes = bytes.checked_next_multiple_of(LARGE_PAGE).ok_or(OutOfMemory)?;
         let mapped = bytes.checked_add(LARGE_PAGE).ok_or(OutOfMemory)?;
         let mut pages = MmapMut::map_anon(mapped).map_err(|_| OutOfMemory)?;
         let skip = pages.as_ptr().align_offset(LARGE_PAGE);
@@ -198,11 +183,7 @@ impl Chunk {
         #[cfg(target_os = "linux")]
         let _ = pages.advise_range(memmap2::Advice::HugePage, skip, bytes);
         let start = NonNull::from(&mut pages[skip..]).cast();
-        Ok(Self {
-            start,
-            bytes,
-            _pages: pages,
-        })
+        Ok(Self { start, bytes, _pages: pages })
     }
 }
 
@@ -226,10 +207,7 @@ mod tests {
     fn neighbours_keep_their_own_words() {
         let memory = WeightMemory::default();
         let sizes = [3, CHUNK / 8, 0, CHUNK / 8, 40, CHUNK / 4, 17];
-        let mut all: Vec<_> = sizes
-            .iter()
-            .map(|&len| memory.words(len).expect("memory"))
-            .collect();
+        let mut all: Vec<_> = sizes.iter().map(|&len| memory.words(len).expect("memory")).collect();
         for (value, words) in (1..).zip(&mut all) {
             words.as_mut_slice().fill(value);
         }

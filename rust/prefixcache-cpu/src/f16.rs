@@ -3,11 +3,8 @@
 /// The number with these bits of a float16; exact.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
-    let (sign, exponent, fraction) = (
-        u32::from(bits & 0x8000) << 16,
-        u32::from(bits >> 10 & 0x1f),
-        u32::from(bits & 0x3ff),
-    );
+    let (sign, exponent, fraction) =
+        (u32::from(bits & 0x8000) << 16, u32::from(bits >> 10 & 0x1f), u32::from(bits & 0x3ff));
     let size = match exponent {
         // Subnormal: a multiple of 2^-24.
         0 => (fraction as f32 / 16_777_216.0).to_bits(),
@@ -36,10 +33,7 @@ mod tests {
     #[test]
     fn every_exponent_is_half_of_its_power_of_two() {
         for bits in 0..=254 {
-            assert_eq!(
-                f64::from(e8m0_to_f32(bits)),
-                2f64.powi(i32::from(bits) - 128)
-            );
+            assert_eq!(f64::from(e8m0_to_f32(bits)), 2f64.powi(i32::from(bits) - 128));
         }
     }
 
@@ -55,10 +49,7 @@ mod tests {
                 _ => (1.0 + fraction) * 2.0_f32.powi(exponent - 15),
             };
             assert_eq!(got.is_sign_negative(), bits & 0x8000 != 0);
-            assert!(
-                got.abs() == size || got.is_nan() && size.is_nan(),
-                "{bits:#x}"
-            );
+            assert!(got.abs() == size || got.is_nan() && size.is_nan(), "{bits:#x}");
             assert_eq!(got.is_finite(), f16_is_finite(bits));
         }
     }

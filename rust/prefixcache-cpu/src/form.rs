@@ -45,9 +45,7 @@ pub trait Kernel {
 impl Form {
     /// The fastest form that this processor has.
     pub fn detect() -> Self {
-        *Self::available()
-            .last()
-            .expect("the portable form is always there")
+        *Self::available().last().expect("the portable form is always there")
     }
 
     /// Every form that this processor has, the slowest first.
@@ -168,9 +166,7 @@ impl FromStr for Form {
     type Err = UnknownForm;
 
     fn from_str(name: &str) -> Result<Self, UnknownForm> {
-        let found = Self::available()
-            .into_iter()
-            .find(|form| form.name() == name);
+        let found = Self::available().into_iter().find(|form| form.name() == name);
         found.ok_or_else(|| UnknownForm(name.to_owned()))
     }
 }

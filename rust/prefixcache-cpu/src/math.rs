@@ -84,19 +84,10 @@ mod tests {
     fn ln_is_that_of_the_standard_library() {
         let near_one = (-300_000..300_000).map(|i| 1.0 + f64::from(i) * 3.1e-6);
         let wide = (-1000..1000).map(|i| 1.37_f64.powi(i));
-        let least = [
-            2.0_f64.powi(-54),
-            2.0_f64.powi(-58),
-            1.0 - 2.0_f64.powi(-53),
-        ];
+        let least = [2.0_f64.powi(-54), 2.0_f64.powi(-58), 1.0 - 2.0_f64.powi(-53)];
         for x in near_one.chain(wide).chain(least) {
             let error = (ln(x) - x.ln()).abs();
-            assert!(
-                error <= 4e-16 * x.ln().abs(),
-                "ln {x}: {} {}",
-                ln(x),
-                x.ln()
-            );
+            assert!(error <= 4e-16 * x.ln().abs(), "ln {x}: {} {}", ln(x), x.ln());
         }
         assert_eq!(ln(1.0), 0.0);
     }

@@ -32,13 +32,7 @@ impl<'a, T> Rows<'a, T> {
     /// # Safety
     /// Each of them stays readable, and nobody writes to it, while `'a` lasts.
     pub unsafe fn from_raw(start: *const T, rows: usize, width: usize, stride: usize) -> Self {
-        Self {
-            start,
-            rows,
-            width,
-            stride,
-            owner: PhantomData,
-        }
+        Self { start, rows, width, stride, owner: PhantomData }
     }
 
     /// Number of rows.
@@ -154,10 +148,7 @@ impl<'a, T> RowsMut<'a, T> {
     /// # Panics
     /// There are no such columns.
     pub fn columns(&mut self, columns: Range<usize>) -> RowsMut<'_, T> {
-        RowsMut {
-            rows: self.rows.columns(columns),
-            owner: PhantomData,
-        }
+        RowsMut { rows: self.rows.columns(columns), owner: PhantomData }
     }
 
     /// The same rows, if they are of type `U`: see [`Rows::of_type`].
@@ -183,18 +174,9 @@ impl<'a, T> RowsMut<'a, T> {
     /// # Panics
     /// The part is not inside the matrix.
     #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "parts are disjoint, as the caller vouches"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "parts are disjoint, as the caller vouches")]
     pub unsafe fn part(&self, row: usize, from: usize, count: usize) -> &mut [T] {
-        let Rows {
-            start,
-            rows,
-            width,
-            stride,
-            ..
-        } = self.rows;
+        let Rows { start, rows, width, stride, .. } = self.rows;
         assert!(row < rows && count <= width && from <= width - count);
         let start = start.cast_mut();
         // SAFETY: inside what the maker vouched for, and disjoint from every other part.
@@ -210,13 +192,7 @@ impl<'a, T> RowsMut<'a, T> {
     /// The part is not inside the matrix.
     #[inline(always)]
     pub unsafe fn shared_part(&self, row: usize, from: usize, count: usize) -> &[T] {
-        let Rows {
-            start,
-            rows,
-            width,
-            stride,
-            ..
-        } = self.rows;
+        let Rows { start, rows, width, stride, .. } = self.rows;
         assert!(row < rows && count <= width && from <= width - count);
         // SAFETY: inside what the maker vouched for, and not written.
         unsafe { std::slice::from_raw_parts(start.add(row * stride + from), count) }

@@ -93,22 +93,15 @@ impl Team {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let shared = Arc::new(Shared {
-            job: UnsafeCell::new(Job {
-                task: &nothing,
-                tasks: 0,
-            }),
+            job: UnsafeCell::new(Job { task: &nothing, tasks: 0 }),
             gate: AtomicU64::new(0),
             next: AtomicUsize::new(0),
             asleep: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let mut team = Self {
-            shared,
-            members: Vec::new(),
-            sleepers: Vec::new(),
-            turn: Mutex::new(()),
-        };
+        let mut team =
+            Self { shared, members: Vec::new(), sleepers: Vec::new(), turn: Mutex::new(()) };
         // One by one: where a thread cannot be had, the team's drop ends those before it.
         for number in 1..threads {
             team.members.push(spawn(number, team.shared.clone())?);
@@ -134,11 +127,7 @@ impl Team {
     pub fn in_order(&self, number: usize, tasks: usize) -> usize {
         let threads = self.threads();
         let each = tasks / threads;
-        if number < each * threads {
-            number % threads * each + number / threads
-        } else {
-            number
-        }
+        if number < each * threads { number % threads * each + number / threads } else { number }
     }
 
     /// Calls `task` with each of `0..tasks`, once, on any thread and in any order; returns when all
@@ -293,9 +282,7 @@ impl Shared {
         let come_in = |gate| (round_of(gate) == round && gate & OPEN > 0).then_some(gate + 1);
         // Acquire: synchronizes with `open_round`, so that the job is visible. Relaxed: a failed
         // look is only a reason to look again.
-        self.gate
-            .fetch_update(Ordering::Acquire, Ordering::Relaxed, come_in)
-            .is_ok()
+        self.gate.fetch_update(Ordering::Acquire, Ordering::Relaxed, come_in).is_ok()
     }
 
     fn take_tasks_and_catch(&self) {
@@ -341,11 +328,7 @@ mod tests {
                 team.run(tasks, |i| {
                     counts[i].fetch_add(1, Ordering::Relaxed);
                 });
-                assert!(
-                    counts
-                        .iter()
-                        .all(|count| count.load(Ordering::Relaxed) == 1)
-                );
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
             }
         }
     }

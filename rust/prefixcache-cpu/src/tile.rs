@@ -96,12 +96,7 @@ pub fn heights(rows: usize) -> impl Iterator<Item = (usize, usize)> {
     let tiles = rows.div_ceil(MAX_HEIGHT).max(1);
     let (base, longer) = (rows / tiles, rows % tiles);
     (0..tiles)
-        .map(move |tile| {
-            (
-                tile * base + tile.min(longer),
-                base + usize::from(tile < longer),
-            )
-        })
+        .map(move |tile| (tile * base + tile.min(longer), base + usize::from(tile < longer)))
         .filter(|&(_, height)| height > 0)
 }
 

@@ -94,10 +94,7 @@ fn seconds(threads: usize) -> f64 {
         1 => libc::CLOCK_THREAD_CPUTIME_ID,
         _ => libc::CLOCK_MONOTONIC,
     };
-    let mut now = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec.
     let failed = unsafe { libc::clock_gettime(clock, &raw mut now) };
     assert_eq!(failed, 0, "the clock");
@@ -133,10 +130,7 @@ fn main() {
     };
     let (threads, turns) = (number(0, 2), number(1, 9));
     for (name, activations) in [("exact", Activations::Exact), ("int8", Activations::Int8)] {
-        if arguments
-            .get(2)
-            .is_some_and(|only| !only.split(',').any(|only| only == name))
-        {
+        if arguments.get(2).is_some_and(|only| !only.split(',').any(|only| only == name)) {
             continue;
         }
         let model = Model {
@@ -151,10 +145,8 @@ fn main() {
         let layers: Vec<Linears> = (0..LAYERS).map(|_| model.layer()).collect();
         let head = model.linear(Format::Q8_0, HIDDEN, &[VOCABULARY]);
         for step in arguments.get(3).map_or(STEPS, |steps| steps).split(',') {
-            let numbers: Vec<usize> = step
-                .split(['x', '@'])
-                .map(|n| n.parse().expect("a number"))
-                .collect();
+            let numbers: Vec<usize> =
+                step.split(['x', '@']).map(|n| n.parse().expect("a number")).collect();
             let [sequences, tokens, before] = numbers[..] else {
                 panic!("steps are like {STEPS}");
             };
@@ -194,22 +186,11 @@ fn measure(
     let slots: Vec<i64> = slots.collect();
     let weight = [1.0; HIDDEN];
     let angles = vec![0.5; rows * DIMS / 2];
-    let norm = RmsNorm {
-        weight: &weight,
-        offset: 0.0,
-        group: HIDDEN,
-        eps: 1e-5,
-    };
+    let norm = RmsNorm { weight: &weight, offset: 0.0, group: HIDDEN, eps: 1e-5 };
     let decoder: Vec<_> = layers.iter().map(|one| decoder_layer(norm, one)).collect();
-    let groups = [Group {
-        plan: &plan,
-        slots: &slots,
-    }];
+    let groups = [Group { plan: &plan, slots: &slots }];
     let angles = Rows::new(&angles, DIMS / 2);
-    let rotations = [Rotation {
-        cos: angles,
-        sin: angles,
-    }];
+    let rotations = [Rotation { cos: angles, sin: angles }];
     let step = Step {
         form: model.form,
         team: &model.team,
@@ -224,22 +205,19 @@ fn measure(
     let mut times = Vec::new();
     let (mut finite, mut rounds) = (true, 0);
     for _ in 0..turns {
-        let mut x: Vec<f32> = (0..rows * HIDDEN)
-            .map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0)
-            .collect();
+        let mut x: Vec<f32> =
+            (0..rows * HIDDEN).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
         let begun = seconds(model.team.threads());
         let counted = model.team.rounds();
         let mut x = RowsMut::new(&mut x, HIDDEN);
         for (layer, cache) in decoder.iter().zip(&mut caches) {
             let mut cache = RowsMut::new(cache, 2 * KV_HEADS * BLOCK * DIMS);
-            step.forward(layer, &mut cache, None, &mut x, &mut scratch)
-                .expect("memory");
+            step.forward(layer, &mut cache, None, &mut x, &mut scratch).expect("memory");
         }
         rounds = model.team.rounds() - counted;
         let last = x.read().row(rows - 1).repeat(sequences);
         let to = RowsMut::new(&mut logits, VOCABULARY);
-        head.forward(model.form, &model.team, Rows::new(&last, HIDDEN), None, &to)
-            .expect("memory");
+        head.forward(model.form, &model.team, Rows::new(&last, HIDDEN), None, &to).expect("memory");
         times.push(seconds(model.team.threads()) - begun);
         finite &= logits.iter().all(|x| x.is_finite());
     }

@@ -130,9 +130,7 @@ impl Step<'_> {
         let (mut wide, out) = (gate_up.write(wide), opened.write(inner));
         (dense.gate_up).forward_gated(self.form, self.team, x, dense.gate, &mut wide, &out)?;
         let opened = opened.read(inner);
-        self.add(sum, |residual, out| {
-            self.linear(dense.down, opened, residual, out)
-        })
+        self.add(sum, |residual, out| self.linear(dense.down, opened, residual, out))
     }
 
     /// Each reads the stream as its norm makes it.

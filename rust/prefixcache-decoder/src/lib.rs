@@ -170,9 +170,7 @@ impl<E: KvElement> Scratch<E> {
             delta: mixer::delta::Scratch::new(rows, of_delta)?,
             feed_forward: feed_forward::Scratch::new(
                 rows,
-                layers
-                    .iter()
-                    .filter_map(|layer| layer.feed_forward.as_ref()),
+                layers.iter().filter_map(|layer| layer.feed_forward.as_ref()),
             )?,
         })
     }
@@ -237,13 +235,7 @@ impl Step<'_> {
         self.linear(input.gate, x, None, &gates.columns(0..width))?;
         copy_rows(own, &gates.columns(width..2 * width));
         let opened = scratch.opened.write(width);
-        gated(
-            self.form,
-            self.team,
-            input.activation,
-            gates.read(),
-            &opened,
-        );
+        gated(self.form, self.team, input.activation, gates.read(), &opened);
         let projected = scratch.projected.write(hidden);
         self.linear(input.out, scratch.opened.read(width), None, &projected)?;
         let normed = scratch.residual.write(hidden);

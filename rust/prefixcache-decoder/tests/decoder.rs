@@ -44,8 +44,7 @@ impl<E: KvElement> Linear<E> {
 
     fn reference(&self, x: &[f64]) -> Vec<f64> {
         let rows = self.weight.chunks_exact(x.len());
-        rows.map(|row| row.iter().zip(x).map(|(&w, x)| number(w) * x).sum())
-            .collect()
+        rows.map(|row| row.iter().zip(x).map(|(&w, x)| number(w) * x).sum()).collect()
     }
 }
 
@@ -81,20 +80,12 @@ impl Family {
     }
 
     fn gate(self) -> Gate {
-        if matches!(self, Gemma3 | Gemma4) {
-            Gate::GeluTanh
-        } else {
-            Gate::Silu
-        }
+        if matches!(self, Gemma3 | Gemma4) { Gate::GeluTanh } else { Gate::Silu }
     }
 
     /// The window of each group of layers.
     fn windows(self) -> &'static [Option<usize>] {
-        if self == Gemma3 {
-            &[None, Some(WINDOW)]
-        } else {
-            &[None]
-        }
+        if self == Gemma3 { &[None, Some(WINDOW)] } else { &[None] }
     }
 
     /// The group of each layer, and its rotation.
@@ -120,12 +111,7 @@ impl Family {
     }
 
     fn norm<E: KvElement>(self, weight: &[E], group: usize) -> RmsNorm<'_, E> {
-        RmsNorm {
-            weight,
-            offset: self.norm_offset(),
-            group,
-            eps: EPS,
-        }
+        RmsNorm { weight, offset: self.norm_offset(), group, eps: EPS }
     }
 }
 
@@ -166,11 +152,7 @@ impl<E: KvElement> Layer<E> {
         let seed = 20 * seed;
         let kv_heads = if makes == Makes::Queries { 0 } else { KV_HEADS };
         let turned = (HEADS + kv_heads) * DIMS;
-        let values = if makes == Makes::All {
-            KV_HEADS * DIMS
-        } else {
-            0
-        };
+        let values = if makes == Makes::All { KV_HEADS * DIMS } else { 0 };
         Self {
             family,
             group,
@@ -194,9 +176,7 @@ impl<E: KvElement> Layer<E> {
 
     fn stack(family: Family) -> Vec<Self> {
         let layers = family.layers().iter().zip(1..);
-        layers
-            .map(|(&place, seed)| Self::random(seed, family, place))
-            .collect()
+        layers.map(|(&place, seed)| Self::random(seed, family, place)).collect()
     }
 
     fn borrowed(&self) -> DecoderLayer<'_, E> {
@@ -274,11 +254,7 @@ impl<E: KvElement> Layer<E> {
                 let heads = qkv[..turned].chunks_exact_mut(DIMS);
                 heads.enumerate().for_each(|(number, head)| {
                     let of_queries = number < HEADS;
-                    let rope = if of_queries {
-                        self.query_rope()
-                    } else {
-                        self.rope
-                    };
+                    let rope = if of_queries { self.query_rope() } else { self.rope };
                     turn(head, rope, position);
                 });
                 if self.makes == Makes::Queries {
@@ -291,9 +267,8 @@ impl<E: KvElement> Layer<E> {
         let window = self.family.windows()[self.group].unwrap_or(TOKENS);
         for (position, x) in x.iter_mut().enumerate() {
             let seen = (position + 1).saturating_sub(window)..=position;
-            let mut attended: Vec<f64> = (0..HEADS)
-                .flat_map(|head| attend(&qkv[seen.clone()], head))
-                .collect();
+            let mut attended: Vec<f64> =
+                (0..HEADS).flat_map(|head| attend(&qkv[seen.clone()], head)).collect();
             for (x, gate) in attended.iter_mut().zip(&gates[position]) {
                 *x *= opened(Gate::Silu, *gate) / gate;
             }
@@ -447,22 +422,13 @@ fn in_steps<E: KvElement>(
             .enumerate()
             .map(|(group, attention)| plan(group, attention, positions.clone()))
             .collect();
-        let groups: Vec<_> = plans
-            .iter()
-            .map(|(plan, slots)| Group { plan, slots })
-            .collect();
+        let groups: Vec<_> = plans.iter().map(|(plan, slots)| Group { plan, slots }).collect();
         let angles = [0, 1].map(|rope| angles(rope, positions.clone()));
         let rotations = angles.each_ref().map(|[cos, sin]| Rotation {
             cos: Rows::new(cos, DIMS / 2),
             sin: Rows::new(sin, DIMS / 2),
         });
-        let step = Step {
-            form,
-            team: &team,
-            groups: &groups,
-            rotations: &rotations,
-            guesses: &[],
-        };
+        let step = Step { form, team: &team, groups: &groups, rotations: &rotations, guesses: &[] };
         let rows = &mut x[start * HIDDEN..(start + length) * HIDDEN];
         let mut rows = RowsMut::new(rows, HIDDEN);
         let family = layers[0].family;
@@ -473,8 +439,7 @@ fn in_steps<E: KvElement>(
             let own = own_inputs::<E>(number);
             let own = Rows::new(&own[start * OWN..(start + length) * OWN], OWN);
             let own = layer.own_input.is_some().then_some(own);
-            step.forward(layer, &mut cache, own, &mut rows, &mut scratch)
-                .expect("memory");
+            step.forward(layer, &mut cache, own, &mut rows, &mut scratch).expect("memory");
         }
         start += length;
     }
@@ -516,10 +481,7 @@ fn check_steps<E: KvElement + PartialEq>(family: Family) {
         for lengths in [&[1; TOKENS][..], &[16, 16, 5], &[20, 1, 1, 15], &[36, 1]] {
             for threads in [1, 2] {
                 let parts = in_steps(&layers, form, threads, lengths);
-                assert!(
-                    parts == whole,
-                    "{family:?}, {form:?} in steps of {lengths:?}"
-                );
+                assert!(parts == whole, "{family:?}, {form:?} in steps of {lengths:?}");
             }
         }
     }

@@ -47,11 +47,7 @@ pub(crate) struct Rolling {
 
 impl Rolling {
     pub(crate) fn new() -> Self {
-        Self {
-            recent: [0; LONGEST],
-            count: 0,
-            hashes: [0; ORDERS.len()],
-        }
+        Self { recent: [0; LONGEST], count: 0, hashes: [0; ORDERS.len()] }
     }
 }
 
@@ -99,10 +95,7 @@ impl Grams {
     }
 
     pub(crate) fn num_bytes(&self) -> usize {
-        self.tables
-            .iter()
-            .map(|table| size_of_val(&table[..]))
-            .sum()
+        self.tables.iter().map(|table| size_of_val(&table[..])).sum()
     }
 
     /// The scope of that name; of one stream alone if it has a number. No one outside can make two that are the same,
@@ -112,9 +105,9 @@ impl Grams {
         let bytes = name.iter().chain(number.iter().flatten());
         let hash = |point| {
             let first = 1 + u64::from(of_one.is_some());
-            bytes.clone().fold(first, |hash, &byte| {
-                (mul(hash, point) + u64::from(byte) + 1) % PRIME
-            })
+            bytes
+                .clone()
+                .fold(first, |hash, &byte| (mul(hash, point) + u64::from(byte) + 1) % PRIME)
         };
         let [low, high] = self.scope_points.map(hash);
         (u128::from(high) << 64 | u128::from(low)).max(1)

@@ -144,10 +144,7 @@ impl Index {
         }
         let (ring, scope) = (&self.ring, stream.scope);
         let is_same = |place: &Place| ring.is_same(*place, scope, stream.tail, page);
-        let found = self
-            .grams
-            .places(&text, scope, ORDERS.len() - 1)
-            .find(is_same);
+        let found = self.grams.places(&text, scope, ORDERS.len() - 1).find(is_same);
         if let Some(place) = found {
             stream.tail = Some(self.ring.take(place, stream.serial));
             stream.text = text;
@@ -171,11 +168,7 @@ impl Index {
             false => Source::Cache,
         };
         self.ring.touch(place);
-        Draft {
-            tokens: self.follow(place, end, max_tokens.min(MAX_DRAFT)),
-            matched,
-            source,
-        }
+        Draft { tokens: self.follow(place, end, max_tokens.min(MAX_DRAFT)), matched, source }
     }
 
     fn longest(&self, stream: &Stream, end: Place) -> Option<(Place, usize)> {

@@ -61,14 +61,7 @@ impl Ring {
             older: page.wrapping_sub(1),
             newer: if page + 1 < count { page + 1 } else { NONE },
         }));
-        Ok(Self {
-            tokens,
-            pages,
-            oldest: 0,
-            newest: count - 1,
-            births: 0,
-            num_tokens: 0,
-        })
+        Ok(Self { tokens, pages, oldest: 0, newest: count - 1, births: 0, num_tokens: 0 })
     }
 
     pub(crate) fn num_tokens(&self) -> usize {
@@ -91,10 +84,7 @@ impl Ring {
 
     fn reference(&self, page: usize) -> PageRef {
         let born = self.pages[page].born;
-        PageRef {
-            page: page as u32,
-            born,
-        }
+        PageRef { page: page as u32, born }
     }
 
     /// Whether there is a token that this scope may read.

@@ -132,11 +132,7 @@ struct Both {
 
 impl Both {
     fn new(max_tokens: usize) -> Self {
-        Self {
-            index: index(max_tokens),
-            streams: Vec::new(),
-            plain: Plain::default(),
-        }
+        Self { index: index(max_tokens), streams: Vec::new(), plain: Plain::default() }
     }
 
     fn append(&mut self, i: usize, tokens: &[u32]) {
@@ -154,11 +150,7 @@ impl Both {
                 _ => (0, true),
             };
             self.streams.push(Some(self.index.stream(&[scope], shares)));
-            self.plain.0.push(Text {
-                scope: Some(scope),
-                shares,
-                tokens: Vec::new(),
-            });
+            self.plain.0.push(Text { scope: Some(scope), shares, tokens: Vec::new() });
         }
         match call {
             Call::Begin(..) => {}
@@ -271,11 +263,7 @@ fn texts_that_begin_alike_are_held_once() {
     let mut index = index(ROOMY);
     let shared = words(1, 10 * PAGE as u32);
     for i in 0..5 {
-        say(
-            &mut index,
-            b"",
-            &[shared.clone(), words(2 + i, 10)].concat(),
-        );
+        say(&mut index, b"", &[shared.clone(), words(2 + i, 10)].concat());
     }
     assert_eq!(index.num_tokens(), shared.len() + 5 * 10);
     say(&mut index, b"other", &shared);
@@ -296,11 +284,7 @@ fn no_match_goes_on_into_a_page_that_was_written_since() {
     say(&mut index, b"", &words(2, 5 * PAGE as u32));
     let in_place_of_first = words(3, PAGE as u32);
     say(&mut index, b"", &in_place_of_first);
-    let asking = say(
-        &mut index,
-        b"",
-        &[&in_place_of_first[40..], second].concat(),
-    );
+    let asking = say(&mut index, b"", &[&in_place_of_first[40..], second].concat());
     assert_eq!(index.draft(&asking, 1).matched, 24);
 }
 
@@ -395,9 +379,6 @@ fn as_many_tokens_as_asked_for() {
     let mut index = index(ROOMY);
     let stream = say(&mut index, b"", &words(1, 5).repeat(50));
     for asked in [0, 1, MAX_DRAFT, usize::MAX] {
-        assert_eq!(
-            index.draft(&stream, asked).tokens.len(),
-            asked.min(MAX_DRAFT)
-        );
+        assert_eq!(index.draft(&stream, asked).tokens.len(), asked.min(MAX_DRAFT));
     }
 }

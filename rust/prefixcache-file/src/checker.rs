@@ -20,14 +20,10 @@ pub(crate) struct Checker {
 impl Checker {
     pub(crate) fn start(table: Arc<Table>) -> io::Result<Self> {
         let shared = Arc::clone(&table);
-        let thread = thread::Builder::new()
-            .name("kv-checksums".into())
-            .spawn(move || work(&shared))?;
+        let thread =
+            thread::Builder::new().name("kv-checksums".into()).spawn(move || work(&shared))?;
         let _ = table.thread.set(thread.thread().clone());
-        Ok(Self {
-            table,
-            thread: Some(thread),
-        })
+        Ok(Self { table, thread: Some(thread) })
     }
 }
 

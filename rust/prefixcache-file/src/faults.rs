@@ -59,10 +59,7 @@ mod some {
 
     impl Default for Injected {
         fn default() -> Self {
-            Self {
-                fault: None,
-                writes_left: AtomicU64::new(u64::MAX),
-            }
+            Self { fault: None, writes_left: AtomicU64::new(u64::MAX) }
         }
     }
 

@@ -115,10 +115,9 @@ fn blocks_of(change: Change) -> Vec<(ShortHash, BlockTokens<'static>)> {
     };
     let parents = std::iter::once(run.parent).chain(run.hashes.iter().copied().map(Some));
     let tokens = run.tokens.chunks(BLOCK_TOKENS);
-    let blocks = parents.zip(tokens).map(|(parent, tokens)| BlockTokens {
-        parent,
-        tokens: tokens.to_vec().into(),
-    });
+    let blocks = parents
+        .zip(tokens)
+        .map(|(parent, tokens)| BlockTokens { parent, tokens: tokens.to_vec().into() });
     run.hashes.iter().copied().zip(blocks).collect()
 }
 
@@ -326,16 +325,10 @@ impl Process {
                 None => failures.push(format!("{number} was torn")),
             }
         }
-        let known: HashMap<ShortHash, u64> = (self.published.iter())
-            .map(|&number| ((&key(number).hash).into(), number))
-            .collect();
+        let known: HashMap<ShortHash, u64> =
+            (self.published.iter()).map(|&number| ((&key(number).hash).into(), number)).collect();
         for (name, tokens) in &self.reported {
-            if known
-                .get(name)
-                .and_then(|&number| tokens_of(number))
-                .as_ref()
-                != Some(tokens)
-            {
+            if known.get(name).and_then(|&number| tokens_of(number)).as_ref() != Some(tokens) {
                 failures.push(format!("{name:?} is reported with other tokens"));
             }
         }
@@ -458,11 +451,7 @@ fn order_pins_and_priorities_come_back() {
         let before = (line(&process.pool), process.pool.stats().pinned);
         drop(process.file);
         let next = Process::start(&file, None, u64::MAX);
-        assert_eq!(
-            before,
-            (line(&next.pool), next.pool.stats().pinned),
-            "seed {seed}"
-        );
+        assert_eq!(before, (line(&next.pool), next.pool.stats().pinned), "seed {seed}");
         let reported: HashSet<ShortHash> = next.reported.iter().map(|&(name, _)| name).collect();
         let open = before.0.iter().map(|(_, key, _)| key);
         let open = open.filter(|key| tokens_of(number(key)).is_some());
@@ -486,32 +475,19 @@ fn a_file_of_anything_else_is_refused_with_the_reason() {
     drop(Process::start(&file, None, u64::MAX));
     let open = |wanted: &Layout| KvFile::open(file.try_clone().unwrap(), wanted);
     let refused = |wanted: &Layout| open(wanted).unwrap_err().to_string();
-    let other = Layout {
-        digest: [8; 32],
-        ..layout()
-    };
+    let other = Layout { digest: [8; 32], ..layout() };
     assert!(matches!(open(&other), Err(OpenError::OtherLayout)));
-    let larger = Layout {
-        capacity: 13,
-        ..layout()
-    };
+    let larger = Layout { capacity: 13, ..layout() };
     assert!(refused(&larger).contains("room for 12 blocks"));
-    let smaller = Layout {
-        capacity: 8,
-        ..layout()
-    };
+    let smaller = Layout { capacity: 8, ..layout() };
     assert_eq!(open(&smaller).unwrap().layout().capacity, 12);
-    let impossible = Layout {
-        block_bytes: u64::MAX,
-        ..layout()
-    };
+    let impossible = Layout { block_bytes: u64::MAX, ..layout() };
     assert!(refused(&impossible).contains("no file can have"));
     let len = file.metadata().unwrap().len();
     file.set_len(len - 1).unwrap();
     assert!(refused(&layout()).contains(&format!("{} bytes", len - 1)));
     file.set_len(len).unwrap();
-    file.write_all_at(&(FORMAT_VERSION + 1).to_le_bytes(), 8)
-        .unwrap();
+    file.write_all_at(&(FORMAT_VERSION + 1).to_le_bytes(), 8).unwrap();
     assert!(refused(&layout()).contains("version 3, not 2"));
     file.write_all_at(&FORMAT_VERSION.to_le_bytes(), 8).unwrap();
     file.write_all_at(&[1], 33).unwrap(); // of the capacity

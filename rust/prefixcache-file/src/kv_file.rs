@@ -68,10 +68,7 @@ impl KvFile {
             return Err(OpenError::TooSmall(layout.capacity));
         }
         space::allocate(&file, 0, layout.table_bytes() as u64)?;
-        Ok(Self {
-            table: Arc::new(Table::new(file, layout)?),
-            _checker: None,
-        })
+        Ok(Self { table: Arc::new(Table::new(file, layout)?), _checker: None })
     }
 
     /// What the file is for.

@@ -132,13 +132,8 @@ impl Layout {
     /// The header of a new file of this layout.
     pub(crate) fn to_header(&self) -> Box<[u8; HEADER_BYTES]> {
         let mut bytes = Box::new([0; HEADER_BYTES]);
-        let words = [
-            MAGIC,
-            FORMAT_VERSION,
-            self.num_tensors.into(),
-            self.block_bytes,
-            self.capacity,
-        ];
+        let words =
+            [MAGIC, FORMAT_VERSION, self.num_tensors.into(), self.block_bytes, self.capacity];
         for (at, word) in words.into_iter().enumerate() {
             bytes[8 * at..8 * at + 8].copy_from_slice(&word.to_le_bytes());
         }

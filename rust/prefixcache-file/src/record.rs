@@ -139,11 +139,7 @@ impl Record {
     ) -> bool {
         // This thread alone writes sums, but for blocks that move, which have another state.
         put(&self.sum, sum, &survives);
-        let valid = Words {
-            sum,
-            ..self.words()
-        }
-        .valid(block, seed);
+        let valid = Words { sum, ..self.words() }.valid(block, seed);
         // AcqRel: the words are as they were when the writer stored `state`, and what follows sees the record.
         let exchange = || self.state.compare_exchange(state, valid, AcqRel, Acquire);
         survives() && exchange().is_ok()
@@ -184,9 +180,7 @@ impl Usage {
     }
 
     pub(crate) fn band(self) -> Band {
-        Band::all()
-            .nth((self.0 >> 48 & 7) as usize)
-            .unwrap_or_default()
+        Band::all().nth((self.0 >> 48 & 7) as usize).unwrap_or_default()
     }
 
     pub(crate) fn pinned(self) -> bool {
@@ -244,18 +238,11 @@ mod models {
                 name: word(),
                 usage: word(),
             };
-            Self {
-                record,
-                bytes: word(),
-            }
+            Self { record, bytes: word() }
         }
 
         fn publish(&self, content: u64, number: u64, wrong: Wrong, survives: &impl Fn() -> bool) {
-            let words = Words {
-                hash: [content, 0, 0, 0],
-                sum: 0,
-                name: 0,
-            };
+            let words = Words { hash: [content, 0, 0, 0], sum: 0, name: 0 };
             let is_early = wrong == Wrong::PublishEarly;
             if is_early {
                 self.record.write(&words, number, survives);

@@ -312,11 +312,7 @@ impl Staging {
     #[must_use]
     pub fn take(&self, most: usize, era: u64) -> Vec<(BlockKey, Vec<u8>)> {
         let mut state = self.0.state();
-        let count = if state.era == era {
-            most.min(state.queue.len())
-        } else {
-            0
-        };
+        let count = if state.era == era { most.min(state.queue.len()) } else { 0 };
         let taken: Vec<_> = state.queue.drain(..count).collect();
         drop(state);
         taken.into_iter().map(with_checksum).collect()
@@ -418,10 +414,7 @@ impl Staging {
                 self.0.state().counts.damaged += 1;
                 break;
             };
-            for (place, part) in memory
-                .places(block)
-                .zip(bytes.chunks_exact(memory.block_bytes))
-            {
+            for (place, part) in memory.places(block).zip(bytes.chunks_exact(memory.block_bytes)) {
                 // SAFETY: the tensors live by the promise of `new`, and the caller has the block to itself.
                 unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), place.as_ptr(), part.len()) };
             }
@@ -651,12 +644,8 @@ mod tests {
         const LARGE: usize = 32 << 20;
         let mut tensor = vec![7_u8; 2 * LARGE];
         let start = NonNull::new(tensor.as_mut_ptr()).expect("memory");
-        let memory = Memory {
-            tensors: vec![start],
-            block_bytes: LARGE,
-            num_blocks: 2,
-            owner: Box::new(()),
-        };
+        let memory =
+            Memory { tensors: vec![start], block_bytes: LARGE, num_blocks: 2, owner: Box::new(()) };
         // SAFETY: the tensor outlives the staging, and is touched through it or its address alone.
         let staging = unsafe { Staging::new(memory, 0, 1) };
         let block = BlockId::new(1);

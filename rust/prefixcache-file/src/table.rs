@@ -68,9 +68,7 @@ pub(crate) struct Table {
 impl Table {
     /// Maps the table of a file of this checked layout, whose length was checked too.
     pub(crate) fn new(file: File, layout: Layout) -> io::Result<Self> {
-        let map = MmapOptions::new()
-            .len(layout.table_bytes())
-            .map_raw(&file)?;
+        let map = MmapOptions::new().len(layout.table_bytes()).map_raw(&file)?;
         let unread = (0..layout.capacity).map(|_| AtomicBool::new(false));
         Ok(Self {
             unread: unread.collect(),
@@ -351,9 +349,8 @@ impl BackingStore for Table {
             return None;
         }
         let pairs = (TOKENS_HEAD..words.len()).map(load);
-        let mut tokens: Vec<u32> = pairs
-            .flat_map(|pair| [pair as u32, (pair >> 32) as u32])
-            .collect();
+        let mut tokens: Vec<u32> =
+            pairs.flat_map(|pair| [pair as u32, (pair >> 32) as u32]).collect();
         tokens.truncate(self.layout.block_tokens as usize);
         Some(BlockTokens {
             parent: (load(1) != 0).then(|| ShortHash(load(2))),

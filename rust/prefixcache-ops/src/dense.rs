@@ -23,11 +23,7 @@ impl<E: Element> PackedDense<E> {
     ) -> Result<Self, OutOfMemory> {
         let padded = outputs.checked_next_multiple_of(PANEL).ok_or(OutOfMemory)?;
         let words = padded.checked_mul(inputs / E::PER_WORD);
-        Ok(Self {
-            words: memory.words(words.ok_or(OutOfMemory)?)?,
-            inputs,
-            element: PhantomData,
-        })
+        Ok(Self { words: memory.words(words.ok_or(OutOfMemory)?)?, inputs, element: PhantomData })
     }
 
     /// Their words, as they lie in memory.

@@ -89,23 +89,16 @@ impl<E: Element> PackedLinear<E> {
     /// # Panics
     /// `inputs` does not fill whole words (bfloat16: it is odd).
     pub fn new(inputs: usize, parts: &[usize], with_bias: bool) -> Result<Self, OutOfMemory> {
-        assert!(
-            inputs.is_multiple_of(E::PER_WORD),
-            "inputs must fill whole words"
-        );
+        assert!(inputs.is_multiple_of(E::PER_WORD), "inputs must fill whole words");
         let mut outputs = 0_usize;
         let mut made = Vec::new();
         for &count in parts {
             let end = outputs.checked_add(count).ok_or(OutOfMemory)?;
-            made.push(Part {
-                outputs: outputs..end,
-                storage: Storage::Zeros,
-            });
+            made.push(Part { outputs: outputs..end, storage: Storage::Zeros });
             outputs = end;
         }
-        let bytes = outputs
-            .checked_mul(inputs)
-            .and_then(|numbers| numbers.checked_mul(size_of::<E>()));
+        let bytes =
+            outputs.checked_mul(inputs).and_then(|numbers| numbers.checked_mul(size_of::<E>()));
         if bytes.is_none_or(|bytes| bytes > MOST_BYTES) {
             return Err(OutOfMemory);
         }
@@ -122,10 +115,7 @@ impl<E: Element> PackedLinear<E> {
 
     /// The layer with these activations, whose weight is not written yet.
     pub fn with_activations(self, activations: Activations) -> Self {
-        Self {
-            activations,
-            ..self
-        }
+        Self { activations, ..self }
     }
 
     /// Packs rows of the weight, the first of which belongs to output `first`.
@@ -238,10 +228,7 @@ impl<E: Element> PackedLinear<E> {
             return Err(BlocksError::Inputs(format));
         }
         let is_part = |part: &Part<E>| part.outputs.start == first && part.outputs.len() == rows;
-        self.parts
-            .iter()
-            .position(is_part)
-            .ok_or(BlocksError::NoPart)
+        self.parts.iter().position(is_part).ok_or(BlocksError::NoPart)
     }
 
     /// Writes rows `ids` of the weight to the rows of `out`, in the layer's type.
@@ -280,19 +267,14 @@ impl<E: Element> PackedLinear<E> {
     /// # Panics
     /// The layer has no bias, or there are no such outputs.
     pub fn copy_bias(&mut self, first: usize, bias: &[E]) {
-        assert!(
-            self.has_bias() && self.has_outputs(first, bias.len()),
-            "outputs with a bias"
-        );
+        assert!(self.has_bias() && self.has_outputs(first, bias.len()), "outputs with a bias");
         for (to, from) in self.bias[first..].iter_mut().zip(bias) {
             *to = from.to_f32();
         }
     }
 
     fn has_outputs(&self, first: usize, count: usize) -> bool {
-        first
-            .checked_add(count)
-            .is_some_and(|end| end <= self.outputs)
+        first.checked_add(count).is_some_and(|end| end <= self.outputs)
     }
 
     /// Whether a bias is added.
@@ -446,12 +428,7 @@ impl Split {
             .div_ceil(panels.max(1))
             .max(rows.div_ceil(MAX_TASK_ROWS));
         let chunk = rows.div_ceil(wanted).max(MIN_TASK_ROWS).next_multiple_of(6);
-        Self {
-            rows,
-            chunk,
-            chunks: rows.div_ceil(chunk),
-            panels,
-        }
+        Self { rows, chunk, chunks: rows.div_ceil(chunk), panels }
     }
 
     fn tasks(&self) -> usize {
@@ -461,10 +438,7 @@ impl Split {
     /// The panel and the rows of a task; neighbours share the panel.
     fn task(&self, task: usize) -> (usize, Range<usize>) {
         let first = task % self.chunks * self.chunk;
-        (
-            task / self.chunks,
-            first..(first + self.chunk).min(self.rows),
-        )
+        (task / self.chunks, first..(first + self.chunk).min(self.rows))
     }
 }
 
@@ -562,16 +536,7 @@ impl<E: Element> Kernel for AddLines<'_, E> {
         for (row, height) in heights(self.sums.len()) {
             for column in (0..self.used).step_by(L::WIDTH * L::LANES) {
                 let task = &mut self;
-                run_tile::<L>(
-                    height,
-                    true,
-                    Tile {
-                        task,
-                        lanes,
-                        row,
-                        column,
-                    },
-                );
+                run_tile::<L>(height, true, Tile { task, lanes, row, column });
             }
         }
     }
@@ -618,16 +583,7 @@ impl<'a, E: Element, O: Element> PanelTask<'a, E, O> {
     fn multiply_dense(self, form: Form, lines: &[u32]) {
         let (rows, used) = (self.rows(), self.results.used());
         self.finish_sums(form, |sums| {
-            add_lines(
-                form,
-                AddLines {
-                    rows,
-                    lines,
-                    start: 0,
-                    used,
-                    sums,
-                },
-            );
+            add_lines(form, AddLines { rows, lines, start: 0, used, sums });
         });
     }
 
@@ -647,25 +603,13 @@ impl<'a, E: Element, O: Element> PanelTask<'a, E, O> {
                 blocks.dequantize::<E>(form, panel, start, lines);
                 // SAFETY: all of them were just written.
                 let lines = unsafe { words_of(lines) };
-                add_lines(
-                    form,
-                    AddLines {
-                        rows,
-                        lines,
-                        start,
-                        used,
-                        sums,
-                    },
-                );
+                add_lines(form, AddLines { rows, lines, start, used, sums });
             }
         });
     }
 
     fn rows(&self) -> TaskRows<'a, E> {
-        TaskRows {
-            x: self.x,
-            first: self.results.rows.start,
-        }
+        TaskRows { x: self.x, first: self.results.rows.start }
     }
 
     fn multiply_int8(self, form: Form, weight: &Int8Weight, x: &QuantizedRows) {
@@ -764,37 +708,13 @@ impl<O: Element> Results<'_, O> {
 }
 
 fn add_lines<E: Element>(form: Form, task: AddLines<'_, E>) {
-    let AddLines {
-        rows: TaskRows { x, first },
-        lines,
-        start,
-        used,
-        sums,
-    } = task;
+    let AddLines { rows: TaskRows { x, first }, lines, start, used, sums } = task;
     if let Some(x) = x.of_type() {
         let rows = TaskRows { x, first };
-        add_f32_lines(
-            form,
-            AddLines {
-                rows,
-                lines,
-                start,
-                used,
-                sums,
-            },
-        );
+        add_f32_lines(form, AddLines { rows, lines, start, used, sums });
     } else if let Some(x) = x.of_type() {
         let rows = TaskRows { x, first };
-        add_bf16_lines(
-            form,
-            AddLines {
-                rows,
-                lines,
-                start,
-                used,
-                sums,
-            },
-        );
+        add_bf16_lines(form, AddLines { rows, lines, start, used, sums });
     }
 }
 
@@ -830,10 +750,7 @@ mod tests {
                     let (panel, rows_of_task) = split.task(task);
                     rows_of_task.for_each(|row| seen[panel * rows + row] += 1);
                 }
-                assert!(
-                    seen.iter().all(|&count| count == 1),
-                    "{rows} rows, {panels} panels"
-                );
+                assert!(seen.iter().all(|&count| count == 1), "{rows} rows, {panels} panels");
             }
         }
     }

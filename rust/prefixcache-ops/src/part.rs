@@ -58,8 +58,7 @@ impl<E: Element> Part<E> {
 
     /// Bytes of the weight.
     pub fn num_bytes(&self) -> usize {
-        self.words()
-            .map_or(0, |words| size_of_val(words.as_slice()))
+        self.words().map_or(0, |words| size_of_val(words.as_slice()))
     }
 
     /// Whether it may be written where it lies.
@@ -116,8 +115,7 @@ impl<E: Element> Part<E> {
         if self.is_own() && self.format() == Some(format) {
             return Ok(None);
         }
-        self.blocks_in(memory, form, inputs, format, activations)
-            .map(Some)
+        self.blocks_in(memory, form, inputs, format, activations).map(Some)
     }
 
     /// Blocks of this format that lie in `memory`.

@@ -173,9 +173,7 @@ impl<E: Element, O: Element, W: RowWork<E, O>> Kernel for Chunk<'_, E, O, W> {
 /// Starts of the vectors of `width` numbers, and how many numbers each really has.
 #[inline(always)]
 pub(crate) fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..width)
-        .step_by(L::LANES)
-        .map(move |at| (at, (width - at).min(L::LANES)))
+    (0..width).step_by(L::LANES).map(move |at| (at, (width - at).min(L::LANES)))
 }
 
 /// Adds rows to those of x, where there are some, then multiplies each number, in place.
@@ -196,12 +194,7 @@ pub fn add_and_scale<E: Element>(
     let x = &*x;
     team.run(x.rows().div_ceil(chunk), |task| {
         let rows = task * chunk..((task + 1) * chunk).min(x.rows());
-        form.run(Scaled {
-            more,
-            factor,
-            x,
-            rows,
-        });
+        form.run(Scaled { more, factor, x, rows });
     });
 }
 
@@ -305,11 +298,7 @@ impl<E: Element> RmsNorm<'_, E> {
     fn run_group<L: Lanes, O: Element>(&self, lanes: L, x: &[E], weight: &[E], out: &mut [O]) {
         let scale = lanes.splat(1.0 / (mean_square(lanes, x) + self.eps).sqrt());
         // Adding -0 changes no number, while adding 0 makes 0 of a weight of -0.
-        let offset = lanes.splat(if self.offset == 0.0 {
-            -0.0
-        } else {
-            self.offset
-        });
+        let offset = lanes.splat(if self.offset == 0.0 { -0.0 } else { self.offset });
         for (at, count) in vectors::<L>(x.len()) {
             // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
             unsafe {
@@ -380,13 +369,7 @@ impl<'a, E: Element> GatedPart<'a, E> {
         rows: Range<usize>,
         columns: Range<usize>,
     ) -> Self {
-        Self {
-            gate,
-            wide,
-            out,
-            rows,
-            columns,
-        }
+        Self { gate, wide, out, rows, columns }
     }
 }
 
@@ -500,9 +483,7 @@ impl<E: Element> RowWork<E> for Rotate<'_> {
     #[inline(always)]
     fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
         let (cos, sin) = (self.cos.row(row), self.sin.row(row));
-        let heads = x
-            .chunks_exact(self.head)
-            .zip(out.chunks_exact_mut(self.head));
+        let heads = x.chunks_exact(self.head).zip(out.chunks_exact_mut(self.head));
         for (head, out) in heads {
             let (turned, copied) = head.split_at(2 * cos.len());
             let (out, rest) = out.split_at_mut(turned.len());

@@ -21,9 +21,7 @@ const REQUEST: usize = 2048;
 const PROBE: usize = 8;
 
 fn keys(first: usize, count: usize) -> Vec<BlockKey> {
-    (first..first + count)
-        .map(|number| key(number as u64))
-        .collect()
+    (first..first + count).map(|number| key(number as u64)).collect()
 }
 
 /// Takes blocks, registers them under `keys` and releases them.
@@ -97,20 +95,11 @@ fn probe_with_writer() {
     fill(&mut single, 1 << 17);
     let reader = single.reader();
     let probe = || reader.count_leading(hot[..PROBE].iter().copied());
-    with_writer(
-        "single writer",
-        |turn| write_turn(&mut single, &hot, turn),
-        probe,
-    );
+    with_writer("single writer", |turn| write_turn(&mut single, &hot, turn), probe);
     let mutex = Mutex::new(PlainPool::new(config).unwrap());
     fill(&mut *mutex.lock().unwrap(), 1 << 17);
     let write = |turn| write_turn(&mut *mutex.lock().unwrap(), &hot, turn);
-    let probe = || {
-        mutex
-            .lock()
-            .unwrap()
-            .count_leading(hot[..PROBE].iter().copied())
-    };
+    let probe = || mutex.lock().unwrap().count_leading(hot[..PROBE].iter().copied());
     with_writer("mutex around the plain pool", write, probe);
 }
 
@@ -127,11 +116,7 @@ const EVICTED: usize = 16;
 /// Tells the policy of requests of which every other one is asked again ten seconds later.
 fn inform(reuse: &ReuseQueue, round: usize) {
     reuse.set_time(Duration::from_millis(100 * round as u64));
-    let hashes = |round| {
-        keys(EVICTED * round, EVICTED)
-            .into_iter()
-            .map(|key| key.hash)
-    };
+    let hashes = |round| keys(EVICTED * round, EVICTED).into_iter().map(|key| key.hash);
     let again: Vec<_> = hashes(round.saturating_sub(100) / 2 * 2).collect();
     let turn = reuse.begin(&again);
     reuse.end(&hashes(round).collect::<Vec<_>>(), turn, EVICTED, 0);
@@ -162,11 +147,7 @@ fn evictions(pool: &mut impl BlockStore, cached: usize, between: impl Fn()) -> V
 /// The lock-free pool's forms: a name, the order of eviction, and whether somebody listens to evictions.
 const FORMS: [(&str, EvictionPolicy, bool); 3] = [
     ("lock-free", EvictionPolicy::Lru, false),
-    (
-        "lock-free, evictions are reported",
-        EvictionPolicy::Lru,
-        true,
-    ),
+    ("lock-free, evictions are reported", EvictionPolicy::Lru, true),
     ("lock-free, reuse-queue", EvictionPolicy::ReuseQueue, false),
 ];
 
@@ -217,10 +198,8 @@ fn print_policy_calls() {
         let mut times = [const { Vec::new() }; 3];
         for round in 0..500 {
             policy.set_time(Duration::from_millis(100 * round as u64));
-            let hashes: Vec<BlockHash> = keys(REQUEST * round, REQUEST)
-                .into_iter()
-                .map(|key| key.hash)
-                .collect();
+            let hashes: Vec<BlockHash> =
+                keys(REQUEST * round, REQUEST).into_iter().map(|key| key.hash).collect();
             let start = Instant::now();
             let turn = policy.begin(&hashes);
             let begun = Instant::now();

@@ -80,9 +80,7 @@ impl<M: Named> Subject for Writer<M> {
 
 /// The keys of a request's blocks, head first.
 fn keys(request: usize) -> Vec<BlockKey> {
-    (0..REQUEST)
-        .map(|at| key((request * REQUEST + at) as u64))
-        .collect()
+    (0..REQUEST).map(|at| key((request * REQUEST + at) as u64)).collect()
 }
 
 fn register_all(pool: &mut impl BlockStore, blocks: &[BlockId], keys: &[BlockKey]) {

@@ -38,17 +38,12 @@ fn key(number: u8) -> BlockKey {
     let number = number % KEYS;
     let mut hash = [0; 32];
     hash[usize::from(number) % 32] = 1 + number / 2;
-    BlockKey::new(
-        BlockHash::from_bytes(hash),
-        GroupId::new(u16::from(number & 1)),
-    )
+    BlockKey::new(BlockHash::from_bytes(hash), GroupId::new(u16::from(number & 1)))
 }
 
 /// A run of keys, as a request would ask for.
 fn keys(first: u8, count: u8) -> Vec<BlockKey> {
-    (0..count)
-        .map(|step| key(first.wrapping_add(2 * step)))
-        .collect()
+    (0..count).map(|step| key(first.wrapping_add(2 * step))).collect()
 }
 
 /// What one request holds, in the order in which it got it.
@@ -81,9 +76,7 @@ impl Script {
     }
 
     fn blocks(&self, number: u8) -> Vec<BlockId> {
-        self.request(number)
-            .map(|at| self.requests[at].blocks.clone())
-            .unwrap_or_default()
+        self.request(number).map(|at| self.requests[at].blocks.clone()).unwrap_or_default()
     }
 
     /// A block that a request holds, and the epoch in which it got it.
@@ -110,20 +103,14 @@ impl Script {
                 let epoch = pool.epoch();
                 let outcome =
                     pool.commit(keys(a, b % 9).into_iter(), usize::from(b / 9) % 9, &mut out);
-                taken = outcome.is_ok().then(|| Request {
-                    blocks: out.clone(),
-                    epoch,
-                });
+                taken = outcome.is_ok().then(|| Request { blocks: out.clone(), epoch });
                 format!("{outcome:?} {out:?}")
             }
             4..8 => match self.block(a, b) {
                 None => "nothing held".into(),
                 Some((block, epoch)) => {
                     pool.begin_registrations();
-                    format!(
-                        "{:?}",
-                        pool.register(block, key(a ^ b.rotate_left(3)), epoch)
-                    )
+                    format!("{:?}", pool.register(block, key(a ^ b.rotate_left(3)), epoch))
                 }
             },
             8..11 => {
@@ -144,9 +131,7 @@ impl Script {
             12 => {
                 let key = key(a);
                 let held = self.block(b, b).map_or(BlockId::NULL, |(block, _)| block);
-                let band = Band::all()
-                    .nth(usize::from(b >> 2) % Band::COUNT)
-                    .unwrap_or_default();
+                let band = Band::all().nth(usize::from(b >> 2) % Band::COUNT).unwrap_or_default();
                 format!("{:?} {}", pool.band(&key), pool.set_band(&key, held, band))
             }
             13 if a >= 128 => mover.shrink(pool, a, usize::from(b) % 44),
@@ -183,23 +168,14 @@ impl Script {
     /// Blocks of which at least one cannot be released: the last of a request is named twice more
     /// than it is held, or is nobody's.
     fn bad_blocks(&self, a: u8, b: u8) -> Vec<BlockId> {
-        let held = |block| {
-            self.requests
-                .iter()
-                .flat_map(|r| &r.blocks)
-                .filter(|&&h| h == block)
-                .count()
-        };
+        let held =
+            |block| self.requests.iter().flat_map(|r| &r.blocks).filter(|&&h| h == block).count();
         let wrong = match b % 3 {
             0 => BlockId::NULL,
             1 => BlockId::new(u32::MAX),
             _ => BlockId::new(u32::from(b)),
         };
-        let wrong = if self.moving.contains(&wrong) {
-            BlockId::NULL
-        } else {
-            wrong
-        };
+        let wrong = if self.moving.contains(&wrong) { BlockId::NULL } else { wrong };
         let repeats = if held(wrong) > 0 { held(wrong) + 1 } else { 1 };
         self.blocks(a)
             .into_iter()
@@ -315,11 +291,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
 fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
     pool.validate().expect("the lock-free pool is whole");
     assert_eq!(pool.free_order(), plain.free_order(), "the free order");
-    assert_eq!(
-        pool.cached_blocks(),
-        plain.cached_blocks(),
-        "the cached blocks"
-    );
+    assert_eq!(pool.cached_blocks(), plain.cached_blocks(), "the cached blocks");
     assert_eq!(pool.stats(), plain.stats());
     assert_eq!(pool.num_blocks(), plain.num_blocks());
     assert_eq!(pool.num_free(), plain.num_free());
@@ -378,18 +350,8 @@ fn check_taken(
     let num_new = usize::from(b / 9) % 9;
     let (hits, new) = request.blocks.split_at(request.blocks.len() - num_new);
     for (hit, key) in hits.iter().zip(keys(a, b % 9)) {
-        assert!(
-            contents.get(hit) == Some(&key),
-            "block {hit} is a wrong hit"
-        );
+        assert!(contents.get(hit) == Some(&key), "block {hit} is a wrong hit");
     }
-    let mut held = script
-        .requests
-        .iter()
-        .flat_map(|request| &request.blocks)
-        .chain(hits);
-    assert!(
-        !held.any(|block| new.contains(block)),
-        "a held block was handed out again"
-    );
+    let mut held = script.requests.iter().flat_map(|request| &request.blocks).chain(hits);
+    assert!(!held.any(|block| new.contains(block)), "a held block was handed out again");
 }

@@ -52,8 +52,5 @@ fn prefix(root: [u8; 32], leaves: &[[u8; 32]]) -> [u8; 32] {
         width *= 8;
     }
     let (before, last) = leaves.split_at(leaves.len() - width);
-    hash(
-        "prefixcache v2 prefix",
-        &[prefix(root, before), node(last)].concat(),
-    )
+    hash("prefixcache v2 prefix", &[prefix(root, before), node(last)].concat())
 }

@@ -73,11 +73,7 @@ impl Block {
         before: BlockId::NULL,
         after: BlockId::NULL,
         next_in_bucket: BlockId::NULL,
-        life: Life {
-            born: Duration::ZERO,
-            used: Duration::ZERO,
-            hits: 0,
-        },
+        life: Life { born: Duration::ZERO, used: Duration::ZERO, hits: 0 },
     };
 
     /// The tier that the block stands in, or joins at its release, while it has content.
@@ -110,11 +106,7 @@ struct Line {
 }
 
 impl Line {
-    const EMPTY: Self = Self {
-        front: BlockId::NULL,
-        back: BlockId::NULL,
-        len: 0,
-    };
+    const EMPTY: Self = Self { front: BlockId::NULL, back: BlockId::NULL, len: 0 };
 }
 
 /// A pool for one owner.
@@ -185,10 +177,7 @@ impl PlainPool {
 
     /// What was lost since the last call, in this order.
     pub fn take_evictions(&mut self) -> Vec<Eviction> {
-        self.evictions
-            .as_mut()
-            .map(std::mem::take)
-            .unwrap_or_default()
+        self.evictions.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// What `BlockPool::map` tells, found by looking for each cell's blocks among all.
@@ -199,18 +188,9 @@ impl PlainPool {
         for cell in 0..cells {
             let in_cell = |id: &BlockId| (id.index() - 1) * cells / num_blocks == cell;
             let blocks: Vec<BlockId> = self.ids().filter(in_cell).collect();
-            let count = |what| {
-                blocks
-                    .iter()
-                    .filter(|&&id| self.what_is(id) == what)
-                    .count()
-            };
-            let states = [
-                BlockState::Free,
-                BlockState::Cached,
-                BlockState::Pinned,
-                BlockState::Held,
-            ];
+            let count = |what| blocks.iter().filter(|&&id| self.what_is(id) == what).count();
+            let states =
+                [BlockState::Free, BlockState::Cached, BlockState::Pinned, BlockState::Held];
             map.states.push(states.map(|what| count(what) as u32));
             let mut lower = None;
             for upper in age_bounds.iter().copied().map(Some).chain([None]) {
@@ -218,8 +198,7 @@ impl PlainPool {
                     lower.is_none_or(|lower| lower < age) && upper.is_none_or(|upper| age <= upper)
                 };
                 let ages = blocks.iter().filter_map(|&id| self.age(id));
-                map.ages
-                    .push(ages.filter(|&age| is_between(age)).count() as u32);
+                map.ages.push(ages.filter(|&age| is_between(age)).count() as u32);
                 lower = upper;
             }
         }
@@ -306,11 +285,7 @@ impl Lookup for PlainPool {
         tiers.try_for_each(|tier| self.validate_line(tier))?;
         self.validate_index()?;
         self.ids().try_for_each(|id| self.validate_block(id))?;
-        let in_tiers = self
-            .blocks
-            .iter()
-            .filter(|block| block.tier.is_some())
-            .count();
+        let in_tiers = self.blocks.iter().filter(|block| block.tier.is_some()).count();
         let in_line = self.num_free() + self.leaving_in_line;
         ensure(in_tiers == in_line, || {
             format!("{in_tiers} blocks say that they are free, {in_line} stand in line")
@@ -386,10 +361,8 @@ impl BlockStore for PlainPool {
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
-            let has_priority = !matches!(
-                self.blocks[id.index()].own_tier(),
-                Tier::Regular(_) | Tier::Unneeded
-            );
+            let has_priority =
+                !matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_) | Tier::Unneeded);
             self.blocks[id.index()].unneeded = self.is_cached(id) && !has_priority;
         }
         self.join_line(&freed);
@@ -758,9 +731,7 @@ impl PlainPool {
                 _ => vec![],
             };
             changed += usize::from(if pinned {
-                copies
-                    .first()
-                    .is_some_and(|&first| self.set_pin(first, true))
+                copies.first().is_some_and(|&first| self.set_pin(first, true))
             } else {
                 let unpin = |copy: &&BlockId| self.set_pin(**copy, false);
                 copies.iter().chain([&id]).filter(unpin).count() > 0
@@ -806,18 +777,14 @@ impl PlainPool {
                 self.unlink(id);
             }
         }
-        let comes_back = (self.end..end)
-            .rev()
-            .map(|index| BlockId::new(index as u32));
+        let comes_back = (self.end..end).rev().map(|index| BlockId::new(index as u32));
         self.end = end;
         for id in comes_back {
             if self.is_free(id) && self.blocks[id.index()].tier.is_none() {
                 self.push_front(id);
             }
         }
-        let leaving = self.blocks[end..]
-            .iter()
-            .filter(|block| block.tier.is_some());
+        let leaving = self.blocks[end..].iter().filter(|block| block.tier.is_some());
         self.leaving_in_line = leaving.count();
     }
 
@@ -874,20 +841,13 @@ impl PlainPool {
         if !is_worse {
             // What stands before it is leaving too, and goes before all that stays.
             if self.num_free() > 0 {
-                order[..last]
-                    .iter()
-                    .for_each(|&id| self.evict(id, Cause::Resized));
+                order[..last].iter().for_each(|&id| self.evict(id, Cause::Resized));
             }
             return None;
         }
         let to = self.hand_out_next(Cause::Resized);
         let (key, epoch) = self.blocks[from.index()].content?;
-        Some(Move {
-            from,
-            to,
-            key,
-            epoch,
-        })
+        Some(Move { from, to, key, epoch })
     }
 
     /// Puts a block in the place of another: in line, in its bucket, and with its content.
@@ -939,10 +899,7 @@ impl PlainPool {
         }
         let mut later = copies[1..].iter().rev();
         if let Some(&surplus) = later.find(|id| {
-            matches!(
-                self.blocks[id.index()].tier,
-                Some(Tier::Regular(_) | Tier::Unneeded)
-            )
+            matches!(self.blocks[id.index()].tier, Some(Tier::Regular(_) | Tier::Unneeded))
         }) {
             self.take_out(surplus, &key);
         }
@@ -951,9 +908,7 @@ impl PlainPool {
     /// The blocks that hold the key and can be found, the one that hits first.
     fn copies(&self, key: &BlockKey) -> Vec<BlockId> {
         let holds_key = |id: &BlockId| self.blocks[id.index()].content == Some((*key, self.epoch));
-        self.walk_bucket(self.bucket(key))
-            .filter(holds_key)
-            .collect()
+        self.walk_bucket(self.bucket(key)).filter(holds_key).collect()
     }
 
     /// Adds a block without content to the end of its bucket.
@@ -967,11 +922,7 @@ impl PlainPool {
         let block = &mut self.blocks[id.index()];
         block.content = Some((key, self.epoch));
         block.marks = Marks::NONE;
-        block.life = Life {
-            born,
-            used,
-            hits: 0,
-        };
+        block.life = Life { born, used, hits: 0 };
     }
 
     /// Takes content and pin from a block, and tells of content of this epoch.
@@ -979,13 +930,7 @@ impl PlainPool {
         if self.evictions.is_none() {
             return self.forget(id);
         }
-        let Block {
-            content,
-            pinned,
-            band,
-            life,
-            ..
-        } = self.blocks[id.index()];
+        let Block { content, pinned, band, life, .. } = self.blocks[id.index()];
         let found = |key: &BlockKey| self.walk_bucket(self.bucket(key)).any(|other| other == id);
         let cause = match cause == Cause::Evicted && self.blocks[id.index()].unneeded {
             true => Cause::Discarded,
@@ -1031,9 +976,8 @@ impl PlainPool {
             return;
         }
         let next = std::mem::replace(&mut self.blocks[id.index()].next_in_bucket, BlockId::NULL);
-        let before = self
-            .walk_bucket(bucket)
-            .find(|&other| self.blocks[other.index()].next_in_bucket == id);
+        let before =
+            self.walk_bucket(bucket).find(|&other| self.blocks[other.index()].next_in_bucket == id);
         match before {
             None => self.buckets[bucket] = next,
             Some(before) => self.blocks[before.index()].next_in_bucket = next,
@@ -1130,10 +1074,7 @@ impl PlainPool {
         }
         let walked = self.walk(line).take(line.len + 1).count();
         ensure(walked == line.len && line.back == before, || {
-            format!(
-                "the {tier:?} tier ends at {before} after {walked} of {} blocks",
-                line.len
-            )
+            format!("the {tier:?} tier ends at {before} after {walked} of {} blocks", line.len)
         })
     }
 
@@ -1143,17 +1084,12 @@ impl PlainPool {
             for id in self.walk_bucket(bucket) {
                 indexed += 1;
                 let content = self.blocks[id.index()].content;
-                ensure(
-                    content.is_some_and(|(key, _)| self.bucket(&key) == bucket),
-                    || format!("block {id} stands in a bucket that is not its own"),
-                )?;
+                ensure(content.is_some_and(|(key, _)| self.bucket(&key) == bucket), || {
+                    format!("block {id} stands in a bucket that is not its own")
+                })?;
             }
         }
-        let with_content = self
-            .blocks
-            .iter()
-            .filter(|block| block.content.is_some())
-            .count();
+        let with_content = self.blocks.iter().filter(|block| block.content.is_some()).count();
         ensure(indexed <= with_content, || {
             format!("{with_content} blocks hold content, {indexed} are in the index")
         })
@@ -1165,10 +1101,7 @@ impl PlainPool {
         let stays = !self.is_above(id) || in_line && !self.is_retired(id);
         let should_be = block.holders == 0 && stays;
         ensure(in_line == should_be, || {
-            format!(
-                "block {id} has {} holders; in line: {in_line}",
-                block.holders
-            )
+            format!("block {id} has {} holders; in line: {in_line}", block.holders)
         })?;
         ensure(!self.is_retired(id) || block.content.is_none(), || {
             format!("block {id} is retired and holds content")
@@ -1178,9 +1111,7 @@ impl PlainPool {
             format!("block {id} has a band or a pin without content")
         })?;
         let stands = |tier| tier == Tier::Blank || tier == block.own_tier();
-        ensure(block.tier.is_none_or(stands), || {
-            format!("block {id} stands in the wrong tier")
-        })
+        ensure(block.tier.is_none_or(stands), || format!("block {id} stands in the wrong tier"))
     }
 }
 

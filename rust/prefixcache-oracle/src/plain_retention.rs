@@ -56,9 +56,7 @@ struct Asked {
 
 impl Asked {
     fn band(&self) -> Option<Band> {
-        Band::all()
-            .rev()
-            .find(|band| self.levels[band.index()].is_some())
+        Band::all().rev().find(|band| self.levels[band.index()].is_some())
     }
 
     fn due(&self) -> Option<Time> {
@@ -144,9 +142,7 @@ impl PlainRetention {
     }
 
     fn find(&self, key: &BlockKey, owner: Option<Owner>) -> Option<usize> {
-        self.asked
-            .iter()
-            .position(|one| one.key == *key && one.owner == owner)
+        self.asked.iter().position(|one| one.key == *key && one.owner == owner)
     }
 
     /// Removes an entry; whether its content moved to another band.
@@ -172,13 +168,7 @@ impl PlainRetention {
         held: BlockId,
     ) {
         let at = self.find(&key, owner).unwrap_or_else(|| {
-            self.asked.push(Asked {
-                key,
-                owner,
-                levels: [None; _],
-                used: 0,
-                set: 0,
-            });
+            self.asked.push(Asked { key, owner, levels: [None; _], used: 0, set: 0 });
             self.asked.len() - 1
         });
         for &(band, ttl) in wishes {
@@ -238,24 +228,15 @@ impl PlainRetention {
     fn lowered(hints: &[Hint], token: usize) -> Option<Band> {
         let said = |at: usize| {
             let covers = |hint: &&Hint| hint.start <= at && hint.end.is_none_or(|end| at < end);
-            hints
-                .iter()
-                .find(covers)
-                .map(|hint| Band::of(hint.priority))
+            hints.iter().find(covers).map(|hint| Band::of(hint.priority))
         };
-        let horizon = hints
-            .iter()
-            .map(|hint| hint.end.unwrap_or(hint.start))
-            .max()?;
+        let horizon = hints.iter().map(|hint| hint.end.unwrap_or(hint.start)).max()?;
         let horizon = horizon.max(token) + 1;
         let dear = |at: usize| {
             let later = (at + 1..=horizon).filter_map(said).max();
             Some(said(at).unwrap_or_default()).max(later)
         };
-        (0..=token)
-            .filter_map(dear)
-            .min()
-            .filter(|&band| band < Band::DEFAULT)
+        (0..=token).filter_map(dear).min().filter(|&band| band < Band::DEFAULT)
     }
 
     fn lower(&mut self, store: &mut impl BlockStore, sequence: &Sequence, hints: &[Hint]) {
@@ -392,10 +373,6 @@ impl Hinting for PlainRetention {
         let mut contents: Vec<BlockKey> = self.asked.iter().map(|one| one.key).collect();
         contents.sort_by_key(|key| (key.hash, key.group));
         contents.dedup();
-        HintStats {
-            hinted: contents.len(),
-            demoted: self.demoted,
-            expired: self.expired,
-        }
+        HintStats { hinted: contents.len(), demoted: self.demoted, expired: self.expired }
     }
 }

@@ -195,9 +195,7 @@ fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
     }
-    let items = value
-        .try_iter()
-        .map_err(|_| wrong_type(name.into(), "a list", value))?;
+    let items = value.try_iter().map_err(|_| wrong_type(name.into(), "a list", value))?;
     let list = PyList::empty(value.py());
     for item in items {
         list.append(item?)?;

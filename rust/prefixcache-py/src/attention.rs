@@ -41,23 +41,9 @@ impl Tensors {
         // SAFETY: the caller's promise. The cache is written first, and then only read.
         unsafe {
             let cache = self.cache.rows_mut::<E>()?;
-            append(
-                &cache,
-                &step.plan,
-                &step.slots,
-                self.keys.rows()?,
-                self.values.rows()?,
-            );
+            append(&cache, &step.plan, &step.slots, self.keys.rows()?, self.values.rows()?);
             let (cache, queries) = (self.cache.rows::<E>()?, self.queries.rows()?);
-            attend(
-                cpu.form,
-                &cpu.team,
-                &step.plan,
-                cache,
-                queries,
-                None,
-                &self.out.rows_mut()?,
-            )
+            attend(cpu.form, &cpu.team, &step.plan, cache, queries, None, &self.out.rows_mut()?)
         }
         .map_err(IntoPyErr::into_py_err)
     }
@@ -144,12 +130,7 @@ impl PagedAttention {
         attention.window_left = window_left.map(|left| left.0);
         attention.softcap = softcap.map(|cap| cap.0);
         let step = Exclusive::new(None);
-        Ok(Self {
-            cpu,
-            dtype: dtype.0,
-            attention,
-            step,
-        })
+        Ok(Self { cpu, dtype: dtype.0, attention, step })
     }
 
     /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
@@ -219,10 +200,7 @@ impl PagedAttention {
         let step = self.planned()?;
         let step = Self::of_step(&step)?;
         let (rows, dims) = (step.plan.num_queries(), self.attention.head_dim());
-        let (width, kv_width) = (
-            self.attention.heads() * dims,
-            self.attention.kv_heads() * dims,
-        );
+        let (width, kv_width) = (self.attention.heads() * dims, self.attention.kv_heads() * dims);
         let tensors = Tensors {
             cache: Matrix::dense(cache, step.plan.num_pages(), self.page_numbers(step)),
             queries: Matrix::strided(queries, (rows, width), query_stride.0),

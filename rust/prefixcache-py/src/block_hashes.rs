@@ -32,10 +32,7 @@ impl BlockHashes {
     ) -> PyResult<Self> {
         let (tokens, block_size) = (tokens.0, block_size.0);
         hash::check_block_size(block_size).map_err(IntoPyErr::into_py_err)?;
-        let scope = Scope {
-            lora: None,
-            cache_salt,
-        };
+        let scope = Scope { lora: None, cache_salt };
         let hashes = run_on_tokens(py, tokens.len(), || {
             sequence::BlockHashes::new(block_hash.0, block_size, &scope, &tokens)
         });

@@ -137,19 +137,13 @@ max_blocks=None)"
     ) -> PyResult<Vec<Option<u32>>> {
         let most = Epoch::new(u64::MAX).get();
         if epoch.0 > most {
-            return Err(out_of_range(
-                "epoch",
-                format!("must be at most {most}, not {}", epoch.0),
-            ));
+            return Err(out_of_range("epoch", format!("must be at most {most}, not {}", epoch.0)));
         }
         let (blocks, epoch) = (blocks.0, Epoch::new(epoch.0));
         let keys = keys(&hashes.0, or_first(group));
         if blocks.len() != keys.len() {
-            let reason = format!(
-                "must be one for each of {} blocks, not {}",
-                blocks.len(),
-                keys.len()
-            );
+            let reason =
+                format!("must be one for each of {} blocks, not {}", blocks.len(), keys.len());
             return Err(out_of_range("hashes", reason));
         }
         let pool = &mut *self.writer.write()?;
@@ -159,10 +153,7 @@ max_blocks=None)"
             Err(misuse) => Err(misuse),
         };
         let all = blocks.iter().zip(keys);
-        run(py, blocks.len(), || {
-            all.map(register).collect::<Result<_, _>>()
-        })
-        .map_err(bad_blocks)
+        run(py, blocks.len(), || all.map(register).collect::<Result<_, _>>()).map_err(bad_blocks)
     }
 
     /// Give up one hold of each block; those without a holder join the free blocks in this order.

@@ -138,10 +138,7 @@ impl Matrix {
         (rows, width): (usize, usize),
         stride: usize,
     ) -> Self {
-        Self {
-            stride,
-            ..Self::dense_at(name, address, rows, width)
-        }
+        Self { stride, ..Self::dense_at(name, address, rows, width) }
     }
 
     /// Rows that follow each other without gaps.
@@ -151,13 +148,7 @@ impl Matrix {
 
     /// Rows at an address that was read before.
     pub fn dense_at(name: &'static str, address: usize, rows: usize, width: usize) -> Self {
-        Self {
-            name,
-            address,
-            rows,
-            width,
-            stride: width,
-        }
+        Self { name, address, rows, width, stride: width }
     }
 
     /// Where the matrix starts, and its stride: rows that can lie in memory and do not overlap.

@@ -27,10 +27,7 @@ impl Value for Angles {
         let pair = value.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>();
         let wanted = "a pair of the addresses of cosines and sines";
         let (cos, sin) = pair.map_err(|_| wrong_type(argument, wanted, value))?;
-        Ok(Self {
-            cos: usize::read(argument, &cos)?,
-            sin: usize::read(argument, &sin)?,
-        })
+        Ok(Self { cos: usize::read(argument, &cos)?, sin: usize::read(argument, &sin)? })
     }
 }
 
@@ -124,28 +121,20 @@ impl DecoderStack {
         let rotations = tensors.rotations.iter().map(rotation);
         let rotations = rotations.collect::<PyResult<Vec<_>>>()?;
         let cpu = self.cpu.get();
-        let step = Step {
-            form: cpu.form,
-            team: &cpu.team,
-            groups,
-            rotations: &rotations,
-            guesses,
-        };
+        let step = Step { form: cpu.form, team: &cpu.team, groups, rotations: &rotations, guesses };
         // SAFETY: the caller's promise.
         let mut x = unsafe { tensors.x.rows_mut::<E>()? };
         let each = self.layers.iter().zip(linears).zip(layer_groups);
         let places = tensors.states.iter().zip(&tensors.guessed);
-        let layers = each
-            .zip(places)
-            .map(|(((layer, linears), &group), (states, guessed))| {
-                let group = (group, groups[group].plan.attention());
-                // SAFETY: the caller's promise; layers use what they share one after the other.
-                unsafe {
-                    let states = (parts_of(states, steps)?, guessed.rows_mut::<E>()?);
-                    let layer = layer.get();
-                    layer.read::<E>(self.eps, self.hidden, group, states, linears)
-                }
-            });
+        let layers = each.zip(places).map(|(((layer, linears), &group), (states, guessed))| {
+            let group = (group, groups[group].plan.attention());
+            // SAFETY: the caller's promise; layers use what they share one after the other.
+            unsafe {
+                let states = (parts_of(states, steps)?, guessed.rows_mut::<E>()?);
+                let layer = layer.get();
+                layer.read::<E>(self.eps, self.hidden, group, states, linears)
+            }
+        });
         let layers = layers.collect::<PyResult<Vec<_>>>()?;
         let scratch = Scratch::new(x.rows(), self.hidden, &layers);
         let mut scratch = scratch.map_err(IntoPyErr::into_py_err)?;
@@ -195,9 +184,7 @@ impl DecoderStack {
     /// Numbers of a token that pass the states of each layer.
     fn inputs_of_states(&self) -> Vec<usize> {
         let deltas = self.layers.iter().map(|layer| layer.get().delta());
-        deltas
-            .map(|delta| delta.map_or(0, DeltaMixer::inputs))
-            .collect()
+        deltas.map(|delta| delta.map_or(0, DeltaMixer::inputs)).collect()
     }
 
     /// The attention of each layer has its heads; all are of one type.
@@ -248,11 +235,7 @@ impl DecoderStack {
         steps: &[&PlannedStep],
     ) -> PyResult<States> {
         let mut states = vec![Vec::new(); self.layers.len()];
-        let mut left: Vec<_> = self
-            .layers
-            .iter()
-            .map(|layer| layer.get().state())
-            .collect();
+        let mut left: Vec<_> = self.layers.iter().map(|layer| layer.get().state()).collect();
         for (number, place) in places.iter().enumerate() {
             let wrong = |reason| Err(out_of_range(Argument::element("states", number), reason));
             let (Some(attention), Some(left)) =
@@ -339,14 +322,7 @@ impl DecoderStack {
                 return Err(out_of_range(Argument::element("layers", number), reason));
             }
         }
-        Ok(Self {
-            cpu,
-            dtype,
-            eps,
-            hidden,
-            layers,
-            guessed: Exclusive::new(Guessed::default()),
-        })
+        Ok(Self { cpu, dtype, eps, hidden, layers, guessed: Exclusive::new(Guessed::default()) })
     }
 
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
@@ -423,10 +399,7 @@ impl DecoderStack {
             let reason = "must have a number for each sequence, of its rows at most";
             return Err(out_of_range("guesses", reason));
         }
-        let mut guessed = self
-            .guessed
-            .try_use()
-            .ok_or_else(|| in_use("the decoder"))?;
+        let mut guessed = self.guessed.try_use().ok_or_else(|| in_use("the decoder"))?;
         guessed.counts = guesses;
         let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
         let tensors = Tensors {
@@ -472,10 +445,7 @@ impl DecoderStack {
         let planned = planned.collect::<PyResult<Vec<_>>>()?;
         let steps = planned.iter().map(|step| PagedAttention::of_step(step));
         let steps = steps.collect::<PyResult<Vec<_>>>()?;
-        let mut guessed = self
-            .guessed
-            .try_use()
-            .ok_or_else(|| in_use("the decoder"))?;
+        let mut guessed = self.guessed.try_use().ok_or_else(|| in_use("the decoder"))?;
         let (counts, accepted) = (guessed.counts.clone(), accepted.0);
         let pairs = || accepted.iter().zip(&counts);
         let are_there = |step: &&PlannedStep| step.plan.has_guesses(&counts);

@@ -111,11 +111,7 @@ impl DeltaMixer {
 
     /// Numbers of the norm's weight.
     fn normed(&self) -> usize {
-        if self.heads.corrects {
-            self.heads.value_dim
-        } else {
-            self.heads.values()
-        }
+        if self.heads.corrects { self.heads.value_dim } else { self.heads.values() }
     }
 
     /// Numbers of a state.

@@ -28,9 +28,5 @@ pub fn run_on_numbers<T: Send>(py: Python<'_>, count: usize, work: impl FnOnce()
 
 /// Runs `work`, detached from the interpreter if it is about many blocks.
 pub fn run<T: Send>(py: Python<'_>, num_blocks: usize, work: impl FnOnce() -> T + Send) -> T {
-    if num_blocks < DETACH_BLOCKS {
-        work()
-    } else {
-        py.detach(work)
-    }
+    if num_blocks < DETACH_BLOCKS { work() } else { py.detach(work) }
 }

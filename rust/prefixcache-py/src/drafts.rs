@@ -56,10 +56,7 @@ impl DraftIndex {
 
     fn stream(this: Bound<'_, Self>, scope: &[u8], shares: bool) -> PyResult<DraftStream> {
         let stream = this.get().use_it()?.stream(scope, shares);
-        Ok(DraftStream {
-            index: this.unbind(),
-            stream: Exclusive::new(Some(stream)),
-        })
+        Ok(DraftStream { index: this.unbind(), stream: Exclusive::new(Some(stream)) })
     }
 
     #[getter]

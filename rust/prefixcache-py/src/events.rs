@@ -25,13 +25,7 @@ pub fn event(change: Change) -> Event {
 
 fn stored(run: Run) -> Event {
     let parent = run.parent.map(|parent| parent.0);
-    (
-        "stored",
-        run.group.get(),
-        parent,
-        plain(run.hashes),
-        run.tokens,
-    )
+    ("stored", run.group.get(), parent, plain(run.hashes), run.tokens)
 }
 
 /// What could be found in a cache at one moment.
@@ -43,10 +37,7 @@ pub struct EventSnapshot {
 
 impl EventSnapshot {
     pub fn new(snapshot: Snapshot) -> Self {
-        Self {
-            num_blocks: snapshot.num_blocks(),
-            rest: Exclusive::new(snapshot),
-        }
+        Self { num_blocks: snapshot.num_blocks(), rest: Exclusive::new(snapshot) }
     }
 }
 

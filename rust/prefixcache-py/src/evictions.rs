@@ -30,9 +30,8 @@ pub fn arrays<'py>(py: Python<'py>, evictions: &[Eviction]) -> PyResult<Bound<'p
     dict.set_item("cause", array(py, evictions.iter().map(cause)))?;
     macro_rules! column {
         ($name:literal, $of:expr) => {
-            let values = blocks
-                .iter()
-                .map(|block| block.as_ref().map_or_else(Default::default, $of));
+            let values =
+                blocks.iter().map(|block| block.as_ref().map_or_else(Default::default, $of));
             dict.set_item($name, array(py, values))?;
         };
     }

@@ -46,11 +46,7 @@ fn whole<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
             return out_of_range(argument, format!("has a {field} that is out of range"));
         }
         if error.is_instance_of::<PyTypeError>(value.py()) {
-            return wrong_type(
-                argument,
-                &format!("a tuple with a whole number as {field}"),
-                value,
-            );
+            return wrong_type(argument, &format!("a tuple with a whole number as {field}"), value);
         }
         error
     })

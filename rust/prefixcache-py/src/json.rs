@@ -20,16 +20,10 @@ pub fn parse_json<'py>(
     max_others: Number<names::MaxOthers>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = text.py();
-    let limits = Limits {
-        numbers: max_numbers.0,
-        others: max_others.0,
-    };
+    let limits = Limits { numbers: max_numbers.0, others: max_others.0 };
     let bytes = text.as_bytes();
     let value = py.detach(|| parse(bytes, limits)).map_err(into_py_err)?;
-    let mut maker = ObjectMaker {
-        py,
-        until_pause: VALUES_AT_ONCE,
-    };
+    let mut maker = ObjectMaker { py, until_pause: VALUES_AT_ONCE };
     maker.object(value)
 }
 

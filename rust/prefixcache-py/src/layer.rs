@@ -143,13 +143,7 @@ impl ShortConvMixer {
             let reason = format!("must be from 1 to {MAX_TAPS}, not {}", taps.0);
             return Err(out_of_range("taps", reason));
         }
-        Ok(Self {
-            in_proj,
-            taps: taps.0,
-            weight: weight.0,
-            bias: bias.map(|bias| bias.0),
-            out,
-        })
+        Ok(Self { in_proj, taps: taps.0, weight: weight.0, bias: bias.map(|bias| bias.0), out })
     }
 }
 
@@ -168,9 +162,7 @@ impl ShortConvMixer {
 
     /// Whether the plans of this attention list the pages that it needs.
     fn is_seen_by(&self, attention: &Attention) -> bool {
-        attention
-            .window_left
-            .is_none_or(|left| left >= self.taps - 1)
+        attention.window_left.is_none_or(|left| left >= self.taps - 1)
     }
 
     /// # Safety
@@ -214,11 +206,7 @@ impl DenseFeedForward {
     #[pyo3(signature = (*, gate_up, gate, down))]
     fn new(gate_up: Py<PackedLinear>, gate: OneOf<Gate>, down: Py<PackedLinear>) -> Self {
         let gate = gate.0;
-        Self {
-            gate_up,
-            gate,
-            down,
-        }
+        Self { gate_up, gate, down }
     }
 }
 
@@ -283,10 +271,7 @@ impl ExpertsFeedForward {
         shared_weight: Option<Py<PackedLinear>>,
     ) -> PyResult<Self> {
         if shared.is_none() && shared_weight.is_some() {
-            return Err(out_of_range(
-                "shared_weight",
-                "needs what it weighs, shared",
-            ));
+            return Err(out_of_range("shared_weight", "needs what it weighs, shared"));
         }
         let experts = router.get().outputs;
         if !(1..=experts).contains(&top_k.0) {
@@ -411,12 +396,7 @@ impl OwnInput {
         out: Py<PackedLinear>,
         norm: Number<names::Norm>,
     ) -> Self {
-        Self {
-            gate,
-            activation: activation.0,
-            out,
-            norm: norm.0,
-        }
+        Self { gate, activation: activation.0, out, norm: norm.0 }
     }
 }
 

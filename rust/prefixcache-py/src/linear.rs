@@ -220,23 +220,15 @@ impl PackedLinear {
         let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
         if inputs == 0 || !inputs.is_multiple_of(per_word) {
-            return Err(out_of_range(
-                "inputs",
-                "must be positive, and even for bfloat16",
-            ));
+            return Err(out_of_range("inputs", "must be positive, and even for bfloat16"));
         }
         if outputs == 0 {
             return Err(out_of_range("outputs", "must be positive"));
         }
         let parts = parts.map_or_else(|| vec![outputs], |parts| parts.0);
-        let sum = parts
-            .iter()
-            .try_fold(0_usize, |sum, part| sum.checked_add(*part));
+        let sum = parts.iter().try_fold(0_usize, |sum, part| sum.checked_add(*part));
         if parts.contains(&0) || sum != Some(outputs) {
-            return Err(out_of_range(
-                "parts",
-                format!("must be positive, and {outputs} together"),
-            ));
+            return Err(out_of_range("parts", format!("must be positive, and {outputs} together")));
         }
         // Only the bias takes memory yet.
         let layer = run_on_numbers(py, outputs, || match dtype {
@@ -246,14 +238,7 @@ impl PackedLinear {
                 .map(|layer| Layer::F32(layer.with_activations(activations))),
         });
         let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
-        Ok(Self {
-            cpu,
-            dtype,
-            layer,
-            parts,
-            inputs,
-            outputs,
-        })
+        Ok(Self { cpu, dtype, layer, parts, inputs, outputs })
     }
 
     /// Write `rows` rows of the weight, from output `start` on, from dense numbers at an address.
@@ -365,10 +350,7 @@ impl PackedLinear {
     ) -> PyResult<()> {
         let part = self.part_at(start.0)?;
         let words = file.0.part(offset.0, num_bytes.0).ok_or_else(|| {
-            out_of_range(
-                "offset",
-                "must be a multiple of 64 and leave room for num_bytes",
-            )
+            out_of_range("offset", "must be a multiple of 64 and leave room for num_bytes")
         })?;
         let (form, format) = (self.cpu.get().form, format.map(|word| word.0));
         let mut layer = self.write()?;
@@ -388,10 +370,7 @@ impl PackedLinear {
         let bias = Matrix::dense(address, 1, count);
         let mut layer = self.write()?;
         if !with_layer!(&*layer, layer => layer.has_bias()) {
-            return Err(out_of_range(
-                "bias",
-                "cannot be written: the layer has none",
-            ));
+            return Err(out_of_range("bias", "cannot be written: the layer has none"));
         }
         // SAFETY: the caller gives the address of biases of the layer's type, and keeps them.
         unsafe {

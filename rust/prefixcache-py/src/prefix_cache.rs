@@ -49,10 +49,8 @@ pub struct PrefixCache(Arc<Cache>);
 
 impl Word for FreeOrder {
     const ARGUMENT: &'static str = "free_order";
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("unhashed_first", Self::UnhashedFirst),
-        ("append", Self::Append),
-    ];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("unhashed_first", Self::UnhashedFirst), ("append", Self::Append)];
 }
 
 impl Word for EvictionPolicy {
@@ -215,9 +213,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         let core = self.0.reader()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
         let extras = extras.map_or_else(Extras::new, |extras| extras.0);
-        let hashes = run_on_tokens(py, tokens.len(), || {
-            core.compute_block_hashes(&tokens, &scope, extras)
-        });
+        let hashes =
+            run_on_tokens(py, tokens.len(), || core.compute_block_hashes(&tokens, &scope, extras));
         Ok(BlockHashes(hashes))
     }
 
@@ -275,10 +272,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = self.0.reader()?;
-        run(py, count_work(core, sequence), || {
-            core.count_prefix_hits_within(sequence, most)
-        })
-        .map_err(IntoPyErr::into_py_err)
+        run(py, count_work(core, sequence), || core.count_prefix_hits_within(sequence, most))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// How many leading tokens hit in all groups of full attention, whatever the others have.
@@ -292,10 +287,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = self.0.reader()?;
-        run(py, count_work(core, sequence), || {
-            core.count_whole_hits(sequence, most)
-        })
-        .map_err(IntoPyErr::into_py_err)
+        run(py, count_work(core, sequence), || core.count_whole_hits(sequence, most))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// `count_prefix_hits` where blocks that `staging`'s tier holds count too; and how many of these the hit needs.
@@ -359,9 +352,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         let sequence = &mut *sequence.use_as("sequence")?;
         let work = hit_tokens.saturating_add(num_tokens);
         let missing = self.0.write_hinted(|core| {
-            run_on_tokens(py, work, || {
-                core.commit_missing(sequence, hit_tokens, num_tokens, chunk)
-            })
+            run_on_tokens(py, work, || core.commit_missing(sequence, hit_tokens, num_tokens, chunk))
         })?;
         let missing = missing.map_err(IntoPyErr::into_py_err)?;
         Ok(missing.map(|all| {
@@ -386,9 +377,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<usize> {
         let counts = &counts.0;
         self.on_batch(&sequences, |core, batch| {
-            run_on_tokens(py, saturating_sum(counts), || {
-                core.append_slots(batch, counts)
-            })
+            run_on_tokens(py, saturating_sum(counts), || core.append_slots(batch, counts))
         })
     }
 
@@ -462,12 +451,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         })?;
         let plain = |duplicate: &cache::Duplicate| {
             let group = duplicate.group.get();
-            (
-                duplicate.sequence,
-                group,
-                duplicate.index,
-                duplicate.holder.get(),
-            )
+            (duplicate.sequence, group, duplicate.index, duplicate.holder.get())
         };
         Ok(duplicates.iter().map(plain).collect())
     }
@@ -519,9 +503,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         let mut batch: Vec<&mut core::Sequence> =
             batch.iter_mut().map(|sequence| &mut **sequence).collect();
         let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-        let released = self
-            .0
-            .write_hinted(|core| run_on_tokens(py, work, || core.release(&mut batch)))?;
+        let released =
+            self.0.write_hinted(|core| run_on_tokens(py, work, || core.release(&mut batch)))?;
         released.map_err(IntoPyErr::into_py_err)
     }
 
@@ -611,10 +594,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         let num_tokens = num_tokens.0;
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = &mut *self.0.write()?;
-        run(py, sequence.hashes().len(), || {
-            core.pin(sequence, num_tokens)
-        })
-        .map_err(IntoPyErr::into_py_err)
+        run(py, sequence.hashes().len(), || core.pin(sequence, num_tokens))
+            .map_err(IntoPyErr::into_py_err)
     }
 
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
@@ -742,9 +723,7 @@ retention_budget=0.2, max_cached_blocks=None)"
             indices: slice_of::<names::Indices, _>(indices.as_slice_mut())?,
             last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice_mut())?,
             slot_mapping: slice_of::<names::SlotMapping, _>(slot_mapping.as_slice_mut())?,
-            first_pages: first_pages
-                .map(slice_of::<names::FirstPages, _>)
-                .transpose()?,
+            first_pages: first_pages.map(slice_of::<names::FirstPages, _>).transpose()?,
         };
         let written = core.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers);
         written.map_err(IntoPyErr::into_py_err)
@@ -771,17 +750,13 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// The free blocks, the one to be handed out next first. For debugging.
     fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         let core = &*self.0.pause()?;
-        Ok(run(py, core.store().num_blocks(), || {
-            ids_of(&core.store().free_order())
-        }))
+        Ok(run(py, core.store().num_blocks(), || ids_of(&core.store().free_order())))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
     fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
         let core = &*self.0.pause()?;
-        Ok(run(py, core.store().num_blocks(), || {
-            ids_of(&core.store().cached_blocks())
-        }))
+        Ok(run(py, core.store().num_blocks(), || ids_of(&core.store().cached_blocks())))
     }
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
@@ -808,18 +783,13 @@ retention_budget=0.2, max_cached_blocks=None)"
     ) -> PyResult<(CountTable<'py>, CountTable<'py>)> {
         let bounds = age_bounds.map_or_else(Vec::new, |bounds| bounds.0);
         let core = self.0.reader()?;
-        let map = run(py, core.store().num_blocks(), || {
-            core.store().map(cells.0, &bounds)
-        });
+        let map = run(py, core.store().num_blocks(), || core.store().map(cells.0, &bounds));
         let map = map.map_err(IntoPyErr::into_py_err)?;
         let rows = map.states.len();
         let states = map.states.into_flattened().into_pyarray(py);
         let ages = map.ages.into_pyarray(py);
         let ages_per_cell = bounds.len() + 1;
-        Ok((
-            states.reshape([rows, BlockState::COUNT])?,
-            ages.reshape([rows, ages_per_cell])?,
-        ))
+        Ok((states.reshape([rows, BlockState::COUNT])?, ages.reshape([rows, ages_per_cell])?))
     }
 
     /// Keep a log of content that is lost from now on, of up to `capacity` blocks (rounded up to a power of two).
@@ -929,9 +899,8 @@ retention_budget=0.2, max_cached_blocks=None)"
     #[pyo3(signature = (sequences=None))]
     fn validate(&self, py: Python<'_>, sequences: Option<Batch>) -> PyResult<()> {
         let batch = sequences.as_ref().map(Batch::use_all).transpose()?;
-        let batch: Option<Vec<&core::Sequence>> = batch
-            .as_ref()
-            .map(|batch| batch.iter().map(|sequence| &**sequence).collect());
+        let batch: Option<Vec<&core::Sequence>> =
+            batch.as_ref().map(|batch| batch.iter().map(|sequence| &**sequence).collect());
         let core = &*self.0.pause()?;
         let made_here = core.check_made_here(batch.as_deref().unwrap_or_default());
         made_here.map_err(IntoPyErr::into_py_err)?;

@@ -108,10 +108,7 @@ struct Columns {
 
 impl Columns {
     fn read(reader: &mut Reader, most: usize) -> Result<Self, TraceError> {
-        let mut columns = Self {
-            indptr: vec![0],
-            ..Self::default()
-        };
+        let mut columns = Self { indptr: vec![0], ..Self::default() };
         let mut request = Request::default();
         while columns.time_ms.len() < most && reader.read(&mut request)? {
             columns.push(&request);
@@ -261,15 +258,12 @@ disk_blocks=None, min_uses=None)")]
             hints: hints.map(|hints| hints.0).unwrap_or_default(),
             caches_answers: self.caches_answers,
             snapshots: snapshots.0.of_core().zip(snapshot_blocks),
-            disk: disk_blocks.zip(min_uses).map(|(blocks, uses)| DiskConfig {
-                num_blocks: blocks.0,
-                min_uses: uses.0,
-            }),
+            disk: disk_blocks
+                .zip(min_uses)
+                .map(|(blocks, uses)| DiskConfig { num_blocks: blocks.0, min_uses: uses.0 }),
         };
         let admission = match max_delay_ms {
-            Some(delay) => Admission::CacheAware {
-                max_delay_ms: milliseconds(delay)?,
-            },
+            Some(delay) => Admission::CacheAware { max_delay_ms: milliseconds(delay)? },
             None => Admission::Fcfs,
         };
         let prefill = match ms_per_token {
@@ -304,17 +298,16 @@ disk_blocks=None, min_uses=None)")]
         let mut stage = self.use_stage()?;
         if let Stage::Collecting(reader, simulations) = &mut *stage {
             let reader = reader.take().ok_or_else(|| in_use("replay"))?;
-            let history = self
-                .with_history
-                .then(|| History::new(self.block_size, self.caches_answers));
+            let history =
+                self.with_history.then(|| History::new(self.block_size, self.caches_answers));
             let simulations = std::mem::take(simulations);
             let replay = Replay::new(reader, simulations, history, self.threads);
             *stage = Stage::Running(Box::new(replay));
         }
         match &mut *stage {
-            Stage::Running(replay) => py
-                .detach(|| replay.advance())
-                .map_err(IntoPyErr::into_py_err),
+            Stage::Running(replay) => {
+                py.detach(|| replay.advance()).map_err(IntoPyErr::into_py_err)
+            }
             Stage::Collecting(..) => Ok(false),
         }
     }

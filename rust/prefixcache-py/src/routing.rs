@@ -23,10 +23,7 @@ impl IntoPyErr for IndexError {
 
 impl IntoPyErr for InvalidWeight {
     fn into_py_err(self) -> PyErr {
-        out_of_range(
-            self.field,
-            format!("must be {}, not {}", self.range, self.value),
-        )
+        out_of_range(self.field, format!("must be {}, not {}", self.range, self.value))
     }
 }
 
@@ -171,9 +168,7 @@ impl ReplicaChooser {
     }
 
     fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) {
-        self.with(py, |chooser| {
-            chooser.add_replica(ReplicaId(replica.0), name)
-        });
+        self.with(py, |chooser| chooser.add_replica(ReplicaId(replica.0), name));
     }
 
     fn remove_replica(&self, py: Python<'_>, replica: Replica) {
@@ -195,10 +190,7 @@ impl ReplicaChooser {
             let reason = format!("must have {} items, not {}", loads.len(), hit_tokens.len());
             return Err(out_of_range(names::HitTokens::NAME, reason));
         }
-        if let Some(load) = loads
-            .iter()
-            .find(|load| !(0.0..=f64::INFINITY).contains(*load))
-        {
+        if let Some(load) = loads.iter().find(|load| !(0.0..=f64::INFINITY).contains(*load)) {
             let reason = format!("must be numbers from 0, not {load}");
             return Err(out_of_range(names::Loads::NAME, reason));
         }
@@ -214,8 +206,6 @@ impl ReplicaChooser {
     }
 
     fn note(&self, py: Python<'_>, replica: Replica, num_tokens: Number<names::NumTokens>) {
-        self.with(py, |chooser| {
-            chooser.note(ReplicaId(replica.0), num_tokens.0)
-        });
+        self.with(py, |chooser| chooser.note(ReplicaId(replica.0), num_tokens.0));
     }
 }

@@ -19,10 +19,7 @@ pub struct RowOps {
 fn check_divides(name: &'static str, part: usize, whole: usize) -> PyResult<()> {
     match part > 0 && whole.is_multiple_of(part) {
         true => Ok(()),
-        false => Err(out_of_range(
-            name,
-            format!("must divide {whole}, not be {part}"),
-        )),
+        false => Err(out_of_range(name, format!("must divide {whole}, not be {part}"))),
     }
 }
 

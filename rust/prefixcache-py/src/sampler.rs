@@ -148,10 +148,7 @@ impl SamplerRow {
         };
         Ok(Self(rows::Row {
             draw: (draw.temperature > 0.0).then_some(draw),
-            bias: paired(
-                tokens(bias_tokens),
-                bias.map_or_else(Vec::new, |bias| bias.0),
-            )?,
+            bias: paired(tokens(bias_tokens), bias.map_or_else(Vec::new, |bias| bias.0))?,
             banned: tokens(banned),
             allowed: allowed.map(|allowed| allowed.0),
             penalties: penalties.change().then_some(penalties),
@@ -215,10 +212,7 @@ impl Sampler {
         let (array, token_ids) = (logits.read()?, token_ids.read()?);
         let tokens = slice_of::<names::TokenIds, _>(token_ids.as_slice())?;
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
-        let work = || {
-            self.sampler
-                .logprobs(cpu.form, &cpu.team, logits, tokens, count.0)
-        };
+        let work = || self.sampler.logprobs(cpu.form, &cpu.team, logits, tokens, count.0);
         let logprobs = run_on_numbers(py, array.len(), work).map_err(IntoPyErr::into_py_err)?;
         logprobs.into_iter().map(|of| found(py, of)).collect()
     }

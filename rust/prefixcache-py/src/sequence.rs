@@ -114,10 +114,7 @@ impl Sequence {
         let retention = match interval {
             None if pin => return Err(out_of_range("interval", "must not be None with pin")),
             None => Retention::Everything,
-            Some(interval) => Retention::Anchors {
-                interval: interval.0,
-                pins,
-            },
+            Some(interval) => Retention::Anchors { interval: interval.0, pins },
         };
         self.use_as("sequence")?.set_retention(retention);
         Ok(())
@@ -192,10 +189,7 @@ impl Sequence {
         let stop = stop.map_or(hashes.len(), |stop| stop.0.min(hashes.len()));
         let start = start.map_or(0, |start| start.0.min(stop));
         let wanted = &hashes[start..stop];
-        Ok(wanted
-            .iter()
-            .map(|hash| PyBytes::new(py, hash.as_bytes()))
-            .collect())
+        Ok(wanted.iter().map(|hash| PyBytes::new(py, hash.as_bytes())).collect())
     }
 }
 

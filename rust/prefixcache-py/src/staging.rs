@@ -67,15 +67,10 @@ impl BlockStaging {
             owner: Box::new(owner),
         };
         if block_bytes.0 == 0 {
-            return Err(out_of_range(
-                names::BlockBytes::NAME,
-                "must be at least 1, not 0",
-            ));
+            return Err(out_of_range(names::BlockBytes::NAME, "must be at least 1, not 0"));
         }
         // SAFETY: the caller gives the addresses of tensors of that size, and keeps them.
-        Ok(Self(unsafe {
-            Staging::new(memory, capacity.0, min_uses.0)
-        }))
+        Ok(Self(unsafe { Staging::new(memory, capacity.0, min_uses.0) }))
     }
 
     /// How many clears of the cache there were. Any thread.
@@ -110,12 +105,9 @@ impl BlockStaging {
             taken if taken.is_empty() => self.0.take_ahead(max_blocks.0, era.0),
             taken => taken,
         });
-        let taken = taken.into_iter().map(|(key, bytes)| {
-            (
-                PyBytes::new(py, &key_to_bytes(&key)),
-                bytes.into_pyarray(py),
-            )
-        });
+        let taken = taken
+            .into_iter()
+            .map(|(key, bytes)| (PyBytes::new(py, &key_to_bytes(&key)), bytes.into_pyarray(py)));
         taken.collect()
     }
 

@@ -39,16 +39,11 @@ impl StopStrings {
         let Stops(stops) = stops;
         let built = py.detach(|| Automaton::new(&stops));
         let automaton = built.map_err(|error| PyValueError::new_err(format!("stops: {error}")))?;
-        Ok(Self {
-            automaton: Arc::new(automaton),
-        })
+        Ok(Self { automaton: Arc::new(automaton) })
     }
 
     fn stream(&self) -> StopStream {
-        StopStream {
-            place: self.automaton.begin(),
-            automaton: Arc::clone(&self.automaton),
-        }
+        StopStream { place: self.automaton.begin(), automaton: Arc::clone(&self.automaton) }
     }
 }
 

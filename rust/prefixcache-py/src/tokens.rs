@@ -36,10 +36,7 @@ fn wrong_array(value: &Bound<'_, PyAny>, array: &Bound<'_, PyAny>) -> PyErr {
     let dtype = array.getattr("dtype");
     let dtype = dtype.map_or_else(|_| String::new(), |dtype| dtype.to_string());
     let wanted = "int32, int64 or uint32 token ids in one dimension";
-    PyTypeError::new_err(format!(
-        "{NAME} must be {wanted}, not {} ({dtype})",
-        value.get_type()
-    ))
+    PyTypeError::new_err(format!("{NAME} must be {wanted}, not {} ({dtype})", value.get_type()))
 }
 
 /// `value` as numpy makes an array of it: a copy with "array", the same memory where it can with
@@ -57,9 +54,8 @@ fn from_array(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
     if let Some(tokens) = tokens {
         return tokens.map(Some);
     }
-    let empty = value
-        .cast::<PyUntypedArray>()
-        .is_ok_and(|array| array.ndim() == 1 && array.is_empty());
+    let empty =
+        value.cast::<PyUntypedArray>().is_ok_and(|array| array.ndim() == 1 && array.is_empty());
     Ok(empty.then(Vec::new))
 }
 
@@ -73,10 +69,7 @@ where
         return copy.map_or_else(|error| Some(Err(error)), |copy| from_array_of::<T>(&copy));
     }
     let Ok(array) = array.try_readonly() else {
-        return Some(Err(out_of_range(
-            NAME,
-            "is being written to by another call",
-        )));
+        return Some(Err(out_of_range(NAME, "is being written to by another call")));
     };
     Some(match array.as_slice() {
         Ok(slice) => to_u32(slice.iter().copied()),
@@ -99,9 +92,7 @@ where
     if all_fit {
         return Ok(tokens);
     }
-    let wrong = values
-        .enumerate()
-        .find(|(_, value)| T::try_into(*value).is_err());
+    let wrong = values.enumerate().find(|(_, value)| T::try_into(*value).is_err());
     let (index, value) = wrong.expect("a value did not fit");
     let reason = format!("must be from 0 to 4294967295, not {value}");
     Err(out_of_range(Argument::element(NAME, index), reason))

@@ -58,10 +58,8 @@ pub enum Threads {
 
 impl Word for Threads {
     const ARGUMENT: &'static str = "threads";
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("single_writer", Self::SingleWriter),
-        ("shared", Self::Shared),
-    ];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("single_writer", Self::SingleWriter), ("shared", Self::Shared)];
 }
 
 impl<T> Writer<T> {

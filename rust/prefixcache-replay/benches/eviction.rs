@@ -35,10 +35,8 @@ struct Row<'a> {
 }
 
 /// The orders of eviction.
-const ORDERS: [(&str, EvictionPolicy); 2] = [
-    ("lru", EvictionPolicy::Lru),
-    ("reuse-queue", EvictionPolicy::ReuseQueue),
-];
+const ORDERS: [(&str, EvictionPolicy); 2] =
+    [("lru", EvictionPolicy::Lru), ("reuse-queue", EvictionPolicy::ReuseQueue)];
 
 fn simulation(
     num_blocks: usize,
@@ -92,43 +90,23 @@ fn run_trace(name: &str, percents: &[usize], as_json: bool) -> Result<(), Box<dy
     };
     let reader = Reader::open(&path)?;
     let block_size = reader.block_size();
-    let noted = run(Replay::new(
-        reader,
-        Vec::new(),
-        Some(History::new(block_size, false)),
-        1,
-    ))?;
+    let noted = run(Replay::new(reader, Vec::new(), Some(History::new(block_size, false)), 1))?;
     let history = noted.history().ok_or("a history was given")?;
     let unique = history.num_unique_blocks();
-    let blocks: Vec<usize> = percents
-        .iter()
-        .map(|percent| unique * percent / 100)
-        .collect();
+    let blocks: Vec<usize> = percents.iter().map(|percent| unique * percent / 100).collect();
     for (order, policy) in ORDERS {
         let simulations = blocks
             .iter()
             .map(|&size| simulation(size, policy, block_size))
             .collect::<Result<_, _>>()?;
         let threads = std::thread::available_parallelism()?.get();
-        let replay = run(Replay::new(
-            Reader::open(&path)?,
-            simulations,
-            None,
-            threads,
-        ))?;
-        let outcomes: Vec<_> = replay
-            .simulations()
-            .iter()
-            .map(Simulation::outcome)
-            .collect();
+        let replay = run(Replay::new(Reader::open(&path)?, simulations, None, threads))?;
+        let outcomes: Vec<_> = replay.simulations().iter().map(Simulation::outcome).collect();
         let row = Row {
             trace: replay.reader().name(),
             order,
             blocks: blocks.clone(),
-            hit_percent: outcomes
-                .iter()
-                .map(|outcome| 100.0 * outcome.hit_rate())
-                .collect(),
+            hit_percent: outcomes.iter().map(|outcome| 100.0 * outcome.hit_rate()).collect(),
             computed: PERCENTILES.map(|percentile| {
                 let computed = outcomes.iter().map(|one| one.computed.at(percentile));
                 computed.collect()
@@ -152,24 +130,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let as_json = arguments.iter().any(|argument| argument == "--as-json");
     let is_trace = |name: &&str| TRACES.contains(name) || name.ends_with(".ptt.gz");
-    let named: Vec<&str> = arguments
-        .iter()
-        .map(String::as_str)
-        .filter(is_trace)
-        .collect();
-    let mut percents: Vec<usize> = arguments
-        .iter()
-        .filter_map(|argument| argument.parse().ok())
-        .collect();
+    let named: Vec<&str> = arguments.iter().map(String::as_str).filter(is_trace).collect();
+    let mut percents: Vec<usize> =
+        arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
     if percents.is_empty() {
         percents = PERCENTS.to_vec();
     }
     print_header(&percents);
-    for name in if named.is_empty() {
-        TRACES.to_vec()
-    } else {
-        named
-    } {
+    for name in if named.is_empty() { TRACES.to_vec() } else { named } {
         run_trace(name, &percents, as_json)?;
     }
     Ok(())

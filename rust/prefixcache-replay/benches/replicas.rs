@@ -20,21 +20,9 @@ use serde::Serialize;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
 const TRACES: [Trace; 3] = [
-    Trace {
-        name: "mooncake_conv",
-        replicas_a_copy: 64,
-        replicas: &[64, 1024],
-    },
-    Trace {
-        name: "weka64_A",
-        replicas_a_copy: 64,
-        replicas: &[64],
-    },
-    Trace {
-        name: "taubench",
-        replicas_a_copy: 8,
-        replicas: &[64],
-    },
+    Trace { name: "mooncake_conv", replicas_a_copy: 64, replicas: &[64, 1024] },
+    Trace { name: "weka64_A", replicas_a_copy: 64, replicas: &[64] },
+    Trace { name: "taubench", replicas_a_copy: 8, replicas: &[64] },
 ];
 
 /// Requests of a file.
@@ -114,11 +102,7 @@ fn copies(requests: &[Request], count: usize) -> Vec<Request> {
     let copy = |request: &Request, number: u64| Request {
         time_ms: request.time_ms + number * COPY_DELAY_MS,
         // Keys are spread over all of their bits, so that no two copies have one in common.
-        blocks: request
-            .blocks
-            .iter()
-            .map(|key| key.wrapping_add(number << 40))
-            .collect(),
+        blocks: request.blocks.iter().map(|key| key.wrapping_add(number << 40)).collect(),
         ..request.clone()
     };
     let numbers = 0..count as u64;
@@ -160,10 +144,7 @@ fn fleet(
     let config = FleetConfig {
         num_replicas: replicas,
         cache: cache(load.blocks_a_replica),
-        prefill: PrefillTime {
-            ms_per_request: 0.0,
-            ms_per_token,
-        },
+        prefill: PrefillTime { ms_per_request: 0.0, ms_per_token },
         policy,
         seed: 1,
     };
@@ -288,11 +269,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if any_named && !is_named(&trace) {
             continue;
         }
-        let counts = if counts.is_empty() {
-            trace.replicas
-        } else {
-            &counts
-        };
+        let counts = if counts.is_empty() { trace.replicas } else { &counts };
         for &replicas in counts {
             run(trace, replicas, &words)?;
         }

@@ -194,9 +194,7 @@ impl Cache {
         let (prompt, answer) = blocks.split_at(request.num_prompt_blocks.min(blocks.len()));
         let answer = if self.caches_answers { answer } else { &[] };
         let scope = Scope::default();
-        let mut sequence = self
-            .cache
-            .new_sequence(tokens(prompt), scope, Extras::new());
+        let mut sequence = self.cache.new_sequence(tokens(prompt), scope, Extras::new());
         let hints = match self.hints.is_empty() {
             true => &request.hints,
             false => &self.hints,
@@ -234,8 +232,7 @@ impl Cache {
             (_, Some(snapshots)) => (self.run_steps(&mut waiting, snapshots)?, 0),
         };
         let [hit_tokens, disk_tokens] = [hits, on_disk].map(|blocks| blocks * self.block_size);
-        self.outcome
-            .push(waiting.input_tokens, hit_tokens, disk_tokens);
+        self.outcome.push(waiting.input_tokens, hit_tokens, disk_tokens);
         Ok(hit_tokens)
     }
 
@@ -250,14 +247,8 @@ impl Cache {
         let sequence = &mut waiting.sequence;
         let length = sequence.num_tokens();
         let hit_slots = hits * BLOCK_SIZE;
-        let taken = self
-            .cache
-            .commit_prefix_plan(sequence, hit_slots, length - hit_slots)?;
-        assert_eq!(
-            taken,
-            Some(hit_slots),
-            "a pool that nobody else uses has room"
-        );
+        let taken = self.cache.commit_prefix_plan(sequence, hit_slots, length - hit_slots)?;
+        assert_eq!(taken, Some(hit_slots), "a pool that nobody else uses has room");
         let most = waiting.most_hits.min(sequence.hashes().len());
         let beyond = sequence.hashes().get(hits..most).unwrap_or_default();
         let on_disk = self.disk.as_mut().map_or(0, |disk| disk.load(beyond));
@@ -278,9 +269,7 @@ impl Cache {
     ) -> Result<usize, CacheError> {
         let hits = self.count_hits(waiting)?;
         let most = waiting.most_hits * BLOCK_SIZE;
-        let Waiting {
-            sequence, answer, ..
-        } = waiting;
+        let Waiting { sequence, answer, .. } = waiting;
         let (mut computed, length) = (hits * BLOCK_SIZE, sequence.num_tokens());
         let keeps_anchors = snapshots == Snapshots::Anchors;
         let mut step = length;
@@ -295,14 +284,8 @@ impl Cache {
                 sequence.add_anchor(whole);
             }
         }
-        let taken = self
-            .cache
-            .commit_in_chunks(sequence, computed, length - computed, step)?;
-        assert_eq!(
-            taken,
-            Some(computed),
-            "a pool that nobody else uses has room"
-        );
+        let taken = self.cache.commit_in_chunks(sequence, computed, length - computed, step)?;
+        assert_eq!(taken, Some(computed), "a pool that nobody else uses has room");
         while computed < length {
             let upto = length.min(computed + step);
             self.compute(sequence, computed, upto, keeps_anchors)?;
@@ -310,11 +293,7 @@ impl Cache {
         }
         sequence.extend(answer);
         while computed < sequence.num_tokens() {
-            let upto = if keeps_anchors {
-                computed + BLOCK_SIZE
-            } else {
-                sequence.num_tokens()
-            };
+            let upto = if keeps_anchors { computed + BLOCK_SIZE } else { sequence.num_tokens() };
             self.compute(sequence, computed, upto, false)?;
             computed = upto;
         }
@@ -336,8 +315,7 @@ impl Cache {
             self.cache.keep_snapshots(batch, &[from])?;
         }
         for one in self.cache.mark_blocks_filled(batch, &[upto])? {
-            self.cache
-                .replace_block(batch[0], one.group, one.index, one.holder)?;
+            self.cache.replace_block(batch[0], one.group, one.index, one.holder)?;
         }
         self.cache.drop_unneeded(batch, &[upto])?;
         Ok(())
@@ -362,15 +340,9 @@ impl Cache {
     /// The blocks that nobody has any more, as KV events name them, since the last call.
     pub fn take_evicted(&self, evicted: &mut Vec<u64>) {
         let mut evictions = Vec::new();
-        self.cache
-            .store()
-            .take_evictions(usize::MAX, &mut evictions);
+        self.cache.store().take_evictions(usize::MAX, &mut evictions);
         let last = evictions.iter().filter_map(|eviction| match eviction {
-            Eviction::Block(EvictedBlock {
-                hash,
-                is_last: true,
-                ..
-            }) => Some(event_hash(hash)),
+            Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(event_hash(hash)),
             Eviction::Block(_) | Eviction::Everything => None,
         });
         evicted.clear();

@@ -58,9 +58,7 @@ impl Disk {
 
     /// How many leading ones of these blocks are there; they count as used.
     pub(crate) fn load(&mut self, hashes: &[BlockHash]) -> usize {
-        let keys = hashes
-            .iter()
-            .map(|&hash| BlockKey::new(hash, GroupId::new(0)));
+        let keys = hashes.iter().map(|&hash| BlockKey::new(hash, GroupId::new(0)));
         let count = self.staging.count_stored(keys.clone());
         self.time += 1;
         for key in keys.take(count) {

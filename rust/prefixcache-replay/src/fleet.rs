@@ -166,9 +166,7 @@ impl Server {
             return Ok(None);
         };
         let start_ms = self.free_at.max(job.arrival_ms);
-        let hit = self
-            .cache
-            .run(job.waiting, Duration::from_secs_f64(start_ms / 1e3))?;
+        let hit = self.cache.run(job.waiting, Duration::from_secs_f64(start_ms / 1e3))?;
         let computed = job.input_tokens - hit;
         self.computed_tokens += computed as u64;
         let end_ms = start_ms + prefill.ms(computed);
@@ -198,12 +196,7 @@ impl Knowledge {
         for number in 0..config.num_replicas {
             chooser.add_replica(index.add_replica()?, &format!("replica {number}"));
         }
-        Ok(Self {
-            index,
-            chooser,
-            hits: Vec::new(),
-            loads: vec![0.0; config.num_replicas],
-        })
+        Ok(Self { index, chooser, hits: Vec::new(), loads: vec![0.0; config.num_replicas] })
     }
 
     fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, Expected), IndexError> {
@@ -236,8 +229,7 @@ impl Knowledge {
         let id = ReplicaId(server as u16);
         self.loads[server] -= running.expected.tokens as f64;
         self.index.stored(id, &running.hashes[running.num_hits..])?;
-        self.index
-            .settled(id, &running.hashes[running.expected.start..])
+        self.index.settled(id, &running.hashes[running.expected.start..])
     }
 }
 
@@ -314,9 +306,7 @@ impl Fleet {
         };
         let begin = Instant::now();
         let (id, expected) = knowledge.choose(asked)?;
-        self.outcome
-            .choice_ns
-            .push(begin.elapsed().as_nanos() as u64);
+        self.outcome.choice_ns.push(begin.elapsed().as_nanos() as u64);
         Ok((usize::from(id.0), expected))
     }
 
@@ -328,11 +318,7 @@ impl Fleet {
         let draw = mix(self.config.seed ^ mix(self.num_requests));
         let first = draw as u32 as usize % count;
         let second = (first + 1 + (draw >> 32) as usize % (count - 1).max(1)) % count;
-        if self.in_flight[second] < self.in_flight[first] {
-            second
-        } else {
-            first
-        }
+        if self.in_flight[second] < self.in_flight[first] { second } else { first }
     }
 
     /// Runs all servers up to a time.

@@ -47,10 +47,8 @@ impl History {
         self.infinite.tokens += (hits * self.block_size) as u64;
         self.infinite.requests += u64::from(hits > 0);
         self.input_tokens += request.input_tokens as u64;
-        self.prompts.push(Prompt {
-            blocks: blocks.len() as u32,
-            most_hits: most.min(blocks.len()) as u32,
-        });
+        self.prompts
+            .push(Prompt { blocks: blocks.len() as u32, most_hits: most.min(blocks.len()) as u32 });
     }
 
     /// Notes the use of a prompt's blocks; how many of them were used before.

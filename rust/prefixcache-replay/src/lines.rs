@@ -109,13 +109,7 @@ fn unpack(file: File, bytes: &BytesRead) -> io::Result<Box<dyn BufRead + Send>> 
 
 impl Lines {
     pub(crate) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
-        Self {
-            file: file.into(),
-            source,
-            line: String::new(),
-            number: 0,
-            is_unread: false,
-        }
+        Self { file: file.into(), source, line: String::new(), number: 0, is_unread: false }
     }
 
     /// The lines of a file, whose reads are counted in `bytes`.
@@ -123,11 +117,7 @@ impl Lines {
         let file = path.display().to_string();
         match File::open(path).and_then(|file| unpack(file, bytes)) {
             Ok(source) => Ok(Self::new(&file, source)),
-            Err(source) => Err(TraceError::Unreadable {
-                file,
-                line: 1,
-                source,
-            }),
+            Err(source) => Err(TraceError::Unreadable { file, line: 1, source }),
         }
     }
 
@@ -143,12 +133,7 @@ impl Lines {
 
     /// An error of the line.
     pub(crate) fn invalid(&self, Fault { field, reason }: Fault) -> TraceError {
-        TraceError::Invalid {
-            file: self.file.clone(),
-            line: self.number,
-            field,
-            reason,
-        }
+        TraceError::Invalid { file: self.file.clone(), line: self.number, field, reason }
     }
 
     /// Lets the next call of [`Self::advance`] stay at this line.

@@ -33,11 +33,7 @@ impl Marconi {
         caches_answers: bool,
     ) -> Self {
         let tree = |alpha| Tree::new(alpha, num_blocks, snapshot_blocks);
-        Self {
-            trees: ALPHAS.map(tree).into(),
-            block_size,
-            caches_answers,
-        }
+        Self { trees: ALPHAS.map(tree).into(), block_size, caches_answers }
     }
 
     /// Runs a request.
@@ -49,8 +45,7 @@ impl Marconi {
         };
         for tree in &mut self.trees {
             let hits = tree.run(blocks, request.num_prompt_blocks, most);
-            tree.outcome
-                .push(request.input_tokens, hits * self.block_size, 0);
+            tree.outcome.push(request.input_tokens, hits * self.block_size, 0);
         }
     }
 
@@ -107,9 +102,7 @@ impl Tree {
     fn run(&mut self, blocks: &[BlockKey], num_prompt: usize, most: usize) -> usize {
         let room = self.capacity.saturating_sub(2 * self.snapshot_blocks);
         let blocks = &blocks[..blocks.len().min(room)];
-        let known = blocks
-            .iter()
-            .take_while(|key| self.places.contains_key(key));
+        let known = blocks.iter().take_while(|key| self.places.contains_key(key));
         let known = known.count();
         self.time += 1;
         let hit = self.hit(&blocks[..known], most);
@@ -168,13 +161,7 @@ impl Tree {
             self.nodes.len() - 1
         });
         self.places.extend(keys.iter().map(|&key| (key, at)));
-        self.nodes[at] = Node {
-            parent,
-            keys,
-            depth,
-            used: self.time,
-            ..Node::default()
-        };
+        self.nodes[at] = Node { parent, keys, depth, used: self.time, ..Node::default() };
         at
     }
 
@@ -193,9 +180,7 @@ impl Tree {
 
     fn exchange(&mut self, parent: usize, child: usize, other: usize) {
         let children = self.nodes[parent].children.iter_mut();
-        children
-            .filter(|one| **one == child)
-            .for_each(|one| *one = other);
+        children.filter(|one| **one == child).for_each(|one| *one = other);
     }
 
     fn set_snapshot(&mut self, at: usize, has_snapshot: bool) {
@@ -230,9 +215,8 @@ impl Tree {
             .collect();
         let range = |of: fn(&(usize, f64, f64)) -> f64| {
             let all = candidates.iter().map(of);
-            let (low, high) = all.fold((f64::MAX, f64::MIN), |(low, high), x| {
-                (low.min(x), high.max(x))
-            });
+            let (low, high) =
+                all.fold((f64::MAX, f64::MIN), |(low, high), x| (low.min(x), high.max(x)));
             (low, (high - low).max(f64::MIN_POSITIVE))
         };
         let (oldest, ages) = range(|one| one.1);
@@ -240,9 +224,7 @@ impl Tree {
         let utility = |&(_, used, gain): &(usize, f64, f64)| {
             (used - oldest) / ages + self.alpha * (gain - worst) / gains
         };
-        let least = candidates
-            .iter()
-            .min_by(|a, b| utility(a).total_cmp(&utility(b)));
+        let least = candidates.iter().min_by(|a, b| utility(a).total_cmp(&utility(b)));
         least.map(|one| one.0)
     }
 
@@ -276,12 +258,7 @@ impl Tree {
 
     /// Gives the blocks of a node with one child to that.
     fn merge(&mut self, at: usize) {
-        let Node {
-            parent,
-            children,
-            mut keys,
-            ..
-        } = std::mem::take(&mut self.nodes[at]);
+        let Node { parent, children, mut keys, .. } = std::mem::take(&mut self.nodes[at]);
         self.spare.push(at);
         let child = children[0];
         self.places.extend(keys.iter().map(|&key| (key, child)));
@@ -300,11 +277,7 @@ mod tests {
     fn branched(capacity: usize) -> Tree {
         let mut tree = Tree::new(0.0, capacity, 3);
         assert_eq!(tree.run(&[1, 2, 3, 4], 4, 4), 0);
-        assert_eq!(
-            tree.run(&[1, 2, 13, 14, 15, 16], 6, 6),
-            0,
-            "no snapshot where they part"
-        );
+        assert_eq!(tree.run(&[1, 2, 13, 14, 15, 16], 6, 6), 0, "no snapshot where they part");
         tree
     }
 
@@ -314,11 +287,7 @@ mod tests {
         assert_eq!(tree.num_used, 8 + 3 * 3);
         assert_eq!(tree.run(&[1, 2, 23], 3, 3), 2);
         assert_eq!(tree.run(&[1, 2, 3, 4, 5], 5, 5), 4);
-        assert_eq!(
-            tree.run(&[1, 2, 3, 4, 5], 5, 4),
-            4,
-            "a token is left to compute"
-        );
+        assert_eq!(tree.run(&[1, 2, 3, 4, 5], 5, 4), 4, "a token is left to compute");
     }
 
     #[test]

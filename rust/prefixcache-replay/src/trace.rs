@@ -63,8 +63,7 @@ impl Request {
     /// The leading blocks of its prompt that may hit: at least one token is always computed.
     #[must_use]
     pub fn most_hits(&self, block_size: usize) -> usize {
-        self.num_prompt_blocks
-            .min(self.input_tokens.saturating_sub(1) / block_size)
+        self.num_prompt_blocks.min(self.input_tokens.saturating_sub(1) / block_size)
     }
 }
 

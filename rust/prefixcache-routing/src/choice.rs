@@ -80,12 +80,7 @@ impl Weights {
         from_0("request_tokens", self.request_tokens)?;
         from_0("balance", self.balance)?;
         let above_0 = f64::MIN_POSITIVE..=f64::MAX;
-        require(
-            "window_tokens",
-            self.window_tokens,
-            above_0,
-            "a number above 0",
-        )?;
+        require("window_tokens", self.window_tokens, above_0, "a number above 0")?;
         require("affinity", self.affinity, 0.0..=1.0, "from 0 to 1")
     }
 }
@@ -98,11 +93,7 @@ fn require(
 ) -> Result<(), InvalidWeight> {
     match allowed.contains(&value) {
         true => Ok(()),
-        false => Err(InvalidWeight {
-            field,
-            range,
-            value,
-        }),
+        false => Err(InvalidWeight { field, range, value }),
     }
 }
 
@@ -166,13 +157,7 @@ impl Chooser {
     /// A chooser without replicas. The seed decides between replicas that are equal.
     pub fn new(weights: Weights, seed: u64) -> Result<Self, InvalidWeight> {
         weights.check()?;
-        Ok(Self {
-            weights,
-            seed,
-            replicas: Vec::new(),
-            growth: 1.0,
-            num_choices: 0,
-        })
+        Ok(Self { weights, seed, replicas: Vec::new(), growth: 1.0, num_choices: 0 })
     }
 
     /// Adds a replica under a number, in place of one that had it. It starts with the mean of the others' recent
@@ -230,8 +215,7 @@ impl Chooser {
         let loads = prompt.loads.iter().zip(prompt.hit_tokens);
         let replicas = self.replicas.iter().zip(loads).enumerate();
         replicas.filter_map(|(replica, (seen, (load, _)))| {
-            seen.filter(|_| load.is_finite())
-                .map(|seen| (replica, seen))
+            seen.filter(|_| load.is_finite()).map(|seen| (replica, seen))
         })
     }
 
@@ -282,8 +266,6 @@ impl Chooser {
 }
 
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
-    let (count, sum) = values.fold((0_usize, 0.0), |(count, sum), value| {
-        (count + 1, sum + value)
-    });
+    let (count, sum) = values.fold((0_usize, 0.0), |(count, sum), value| (count + 1, sum + value));
     sum / count.max(1) as f64
 }

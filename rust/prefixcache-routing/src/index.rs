@@ -205,14 +205,8 @@ impl ReplicaIndex {
     }
 
     fn new_holders(&mut self, id: ReplicaId) -> Replica {
-        let mut holder = || Holder {
-            slot: self.take_slot(id),
-            num_blocks: 0,
-        };
-        Replica {
-            cached: holder(),
-            expected: holder(),
-        }
+        let mut holder = || Holder { slot: self.take_slot(id), num_blocks: 0 };
+        Replica { cached: holder(), expected: holder() }
     }
 
     fn take_slot(&mut self, id: ReplicaId) -> Slot {
@@ -412,11 +406,7 @@ struct Walk {
 
 impl Walk {
     fn new(num_replicas: usize) -> Self {
-        Self {
-            left: (0..num_replicas as u16).collect(),
-            length: 0,
-            reached: vec![0; num_replicas],
-        }
+        Self { left: (0..num_replicas as u16).collect(), length: 0, reached: vec![0; num_replicas] }
     }
 
     /// Notes the hits of replicas that lack the block at `length`.

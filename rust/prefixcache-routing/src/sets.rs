@@ -42,15 +42,7 @@ impl Sets {
     pub(crate) fn new() -> Self {
         let members: Arc<[Slot]> = Arc::new([]);
         let by_members = HashMap::from([(Arc::clone(&members), EMPTY)]);
-        Self {
-            sets: vec![Set {
-                members,
-                entries: 1,
-            }],
-            free: Vec::new(),
-            by_members,
-            last: None,
-        }
+        Self { sets: vec![Set { members, entries: 1 }], free: Vec::new(), by_members, last: None }
     }
 
     pub(crate) fn members(&self, set: SetId) -> &[Slot] {
@@ -113,10 +105,7 @@ impl Sets {
         let members: Arc<[Slot]> = members.into();
         let set = self.free.pop().unwrap_or(SetId(self.sets.len() as u32));
         self.by_members.insert(Arc::clone(&members), set);
-        let made = Set {
-            members,
-            entries: 0,
-        };
+        let made = Set { members, entries: 0 };
         match self.sets.get_mut(set.0 as usize) {
             Some(place) => *place = made,
             None => self.sets.push(made),

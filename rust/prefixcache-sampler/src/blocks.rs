@@ -121,11 +121,7 @@ impl Column {
     fn of<L: Lanes>(lanes: L, tile: &[f32; TILE]) -> Self {
         const { assert!(WIDTH.is_multiple_of(L::LANES) && L::LANES >= 8) };
         let lowest = lanes.splat(f32::NEG_INFINITY);
-        let (highest, zero, one) = (
-            lanes.splat(f32::INFINITY),
-            lanes.splat(0.0),
-            lanes.splat(1.0),
-        );
+        let (highest, zero, one) = (lanes.splat(f32::INFINITY), lanes.splat(0.0), lanes.splat(1.0));
         let mut best = [lowest; WIDTH / 8];
         let mut unusable = zero;
         for members in tile.chunks_exact(WIDTH) {

@@ -84,10 +84,7 @@ fn nucleus(logits: Blocks<'_>, floor: f32, top_p: f64, spare: &mut Spare) -> f32
         before += mass;
         before as f64 >= wanted
     };
-    let bucket = masses
-        .iter()
-        .position(&mut reaches)
-        .expect("all tokens reach the share");
+    let bucket = masses.iter().position(&mut reaches).expect("all tokens reach the share");
     before -= masses[bucket];
     gather_bucket(kept, most, bucket as u32, few);
     reaching(few, most, before, wanted).expect("the bucket that reaches the share")
@@ -216,14 +213,8 @@ mod tests {
                     (600, 0.9),
                     (600, 1.0),
                 ] {
-                    let draw = Draw {
-                        temperature: 1.0,
-                        min_p: 0.0,
-                        top_k,
-                        top_p,
-                        seed: 0,
-                        position: 0,
-                    };
+                    let draw =
+                        Draw { temperature: 1.0, min_p: 0.0, top_k, top_p, seed: 0, position: 0 };
                     let want = plain_floor(&logits, top_k, top_p);
                     for form in Form::available() {
                         let found = form.run(Floor(&logits, draw));

@@ -68,9 +68,7 @@ impl Sampler {
     ) -> Result<Vec<Option<usize>>, RowError> {
         check_shape(logits, logits.rows())?;
         let chunk = (TASK_LOGITS / logits.width()).max(1);
-        Ok(each_row(team, logits.rows(), chunk, |row| {
-            form.run(Likeliest(logits.row(row)))
-        }))
+        Ok(each_row(team, logits.rows(), chunk, |row| form.run(Likeliest(logits.row(row)))))
     }
 
     /// The next token of each row.
@@ -90,11 +88,7 @@ impl Sampler {
         }
         Ok(each_row(team, rows.len(), 1, |i| {
             self.with_memory(|memory| {
-                form.run(SampleRow {
-                    logits: logits.row(i),
-                    row: rows[i],
-                    memory,
-                })
+                form.run(SampleRow { logits: logits.row(i), row: rows[i], memory })
             })
         }))
     }
@@ -113,12 +107,7 @@ impl Sampler {
     ) -> Result<Vec<TokenLogprobs>, RowError> {
         check_shape(logits, tokens.len())?;
         for (row, token) in tokens.iter().enumerate() {
-            row::check_all(
-                "token_ids",
-                row,
-                std::slice::from_ref(token),
-                logits.width(),
-            )?;
+            row::check_all("token_ids", row, std::slice::from_ref(token), logits.width())?;
         }
         Ok(each_row(team, tokens.len(), 1, |i| {
             self.with_memory(|memory| {
@@ -167,9 +156,7 @@ fn each_row<T: Send + Sync>(
         }
     });
     let results = results.into_iter();
-    results
-        .map(|result| result.into_inner().expect("each row is computed"))
-        .collect()
+    results.map(|result| result.into_inner().expect("each row is computed")).collect()
 }
 
 struct Likeliest<'a>(&'a [f32]);
@@ -194,11 +181,7 @@ impl Kernel for SampleRow<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) -> Sampled {
-        let Self {
-            logits,
-            row,
-            memory,
-        } = self;
+        let Self { logits, row, memory } = self;
         let token = match row.adjusts() {
             true => adjusted(lanes, logits, row, memory),
             false => chosen(lanes, logits, row, memory),
@@ -209,10 +192,7 @@ impl Kernel for SampleRow<'_> {
         };
         let of_model = Blocks::new(lanes, logits, &mut memory.best);
         let logprobs = logprobs::logprobs(logits, of_model, taken, count, &mut memory.largest);
-        Sampled {
-            token,
-            logprobs: Some(logprobs),
-        }
+        Sampled { token, logprobs: Some(logprobs) }
     }
 }
 
@@ -258,13 +238,7 @@ fn chosen<L: Lanes>(lanes: L, logits: &[f32], row: &Row, memory: &mut Memory) ->
 
 #[inline(always)]
 fn drawn<L: Lanes>(lanes: L, logits: &[f32], draw: &Draw, memory: &mut Memory) -> Option<usize> {
-    let Memory {
-        scaled,
-        best,
-        cuts,
-        runners,
-        ..
-    } = memory;
+    let Memory { scaled, best, cuts, runners, .. } = memory;
     scaled.clear();
     scaled.extend(logits.iter().map(|logit| logit / draw.temperature));
     let scaled = Blocks::new(lanes, scaled, best)?;

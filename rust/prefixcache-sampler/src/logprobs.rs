@@ -29,12 +29,7 @@ pub fn logprobs(
     let taken = values[token];
     let rank = 1 + values.iter().filter(|&&value| value > taken).count();
     let Some(logits) = logits else {
-        return TokenLogprobs {
-            token,
-            logprob: f64::NAN,
-            rank,
-            top: Vec::new(),
-        };
+        return TokenLogprobs { token, logprob: f64::NAN, rank, top: Vec::new() };
     };
     let most = f64::from(logits.most);
     let log_sum = ln(mass_of_all(values, logits.most) as f64 / UNITS);

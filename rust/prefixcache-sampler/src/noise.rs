@@ -27,10 +27,7 @@ impl Noise {
     pub fn new(seed: u64, position: u64) -> Self {
         let block_key = mix(mix(seed).wrapping_add(position.wrapping_mul(GOLDEN)));
         let token_key = mix(block_key ^ MIX_1);
-        Self {
-            block_key,
-            token_key,
-        }
+        Self { block_key, token_key }
     }
 
     /// The least noise in a block.
@@ -84,11 +81,8 @@ mod tests {
     fn the_numbers_are_those_of_splitmix64() {
         // The first outputs of the authors' program for the seed 1234567.
         let found = [0, 1, 2].map(|counter| bits(1_234_567, counter));
-        let want = [
-            6_457_827_717_110_365_317,
-            3_203_168_211_198_807_973,
-            9_817_491_932_198_370_423,
-        ];
+        let want =
+            [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
         assert_eq!(found, want);
     }
 

@@ -82,10 +82,7 @@ struct First {
 
 impl Default for First {
     fn default() -> Self {
-        Self {
-            score: f64::NEG_INFINITY,
-            token: usize::MAX,
-        }
+        Self { score: f64::NEG_INFINITY, token: usize::MAX }
     }
 }
 

@@ -116,12 +116,9 @@ impl Row {
     /// Fails where the row, number `row`, names what the vocabulary does not have.
     pub(crate) fn check(&self, row: usize, vocab_size: usize) -> Result<(), RowError> {
         let check = |field, tokens: &mut dyn Iterator<Item = usize>| match tokens.max() {
-            Some(token) if token >= vocab_size => Err(RowError::Token {
-                row,
-                field,
-                token: token as i64,
-                vocab_size,
-            }),
+            Some(token) if token >= vocab_size => {
+                Err(RowError::Token { row, field, token: token as i64, vocab_size })
+            }
             _ => Ok(()),
         };
         check("bias", &mut self.bias.iter().map(|&(token, _)| token))?;
@@ -150,12 +147,7 @@ pub(crate) fn check_all(
     // A negative one is the largest of all.
     let most = tokens.iter().fold(0, |most, &token| most.max(token as u32));
     match most as usize >= vocab_size && !tokens.is_empty() {
-        true => Err(RowError::Token {
-            row,
-            field,
-            token: i64::from(most as i32),
-            vocab_size,
-        }),
+        true => Err(RowError::Token { row, field, token: i64::from(most as i32), vocab_size }),
         false => Ok(()),
     }
 }

@@ -144,25 +144,14 @@ fn check_logprobs(row: &Row, logits: &[f32], sampled: &Sampled) -> Result<(), Te
     let near = |a: f64, b: f64| a == b || (a - b).abs() < 1e-7;
     prop_assert_eq!(found.token, token);
     prop_assert!(near(found.logprob, logprob(token)));
-    prop_assert_eq!(
-        found.rank,
-        1 + wide.iter().filter(|&&x| x > wide[token]).count()
-    );
+    prop_assert_eq!(found.rank, 1 + wide.iter().filter(|&&x| x > wide[token]).count());
     let mut order: Vec<_> = (0..wide.len()).collect();
-    order.sort_by(|&a, &b| {
-        wide[b]
-            .partial_cmp(&wide[a])
-            .expect("no NaN")
-            .then(a.cmp(&b))
-    });
+    order.sort_by(|&a, &b| wide[b].partial_cmp(&wide[a]).expect("no NaN").then(a.cmp(&b)));
     order.truncate(count);
     let tokens: Vec<_> = found.top.iter().map(|&(token, _)| token).collect();
     prop_assert_eq!(tokens, order);
     let top = found.top.iter();
-    prop_assert!(
-        top.clone()
-            .all(|&(token, found)| near(found, logprob(token)))
-    );
+    prop_assert!(top.clone().all(|&(token, found)| near(found, logprob(token))));
     Ok(())
 }
 
@@ -178,15 +167,11 @@ fn sample(form: Form, threads: usize, logits: &[f32], rows: &[Row]) -> Vec<Sampl
 fn logits(count: usize, spread: f32, distinct: u64, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         ((state >> 33) % distinct) as f32 / distinct as f32
     };
     // A sum of three is more often in the middle.
-    (0..count)
-        .map(|_| (next() + next() + next() - 1.5) * spread)
-        .collect()
+    (0..count).map(|_| (next() + next() + next() - 1.5) * spread).collect()
 }
 
 fn draws() -> impl Strategy<Value = Option<Draw>> {
@@ -218,16 +203,9 @@ fn penalties(vocab: usize) -> impl Strategy<Value = Option<Penalties>> {
         tokens(),
         tokens(),
     );
-    let penalties =
-        penalties.prop_map(
-            |(repetition, presence, frequency, prompt, answer)| Penalties {
-                repetition,
-                presence,
-                frequency,
-                prompt,
-                answer,
-            },
-        );
+    let penalties = penalties.prop_map(|(repetition, presence, frequency, prompt, answer)| {
+        Penalties { repetition, presence, frequency, prompt, answer }
+    });
     prop::option::weighted(0.3, penalties)
 }
 
@@ -245,18 +223,16 @@ fn rows(vocab: usize) -> impl Strategy<Value = Row> {
         prop::option::weighted(0.2, mask),
         prop::option::weighted(0.4, 0..21_usize),
     )
-        .prop_map(
-            |(draw, bias, banned, allowed, penalties, bad_words, mask, logprobs)| Row {
-                draw,
-                bias: BTreeMap::into_iter(bias).collect(),
-                banned,
-                allowed,
-                penalties,
-                bad_words,
-                mask,
-                logprobs,
-            },
-        )
+        .prop_map(|(draw, bias, banned, allowed, penalties, bad_words, mask, logprobs)| Row {
+            draw,
+            bias: BTreeMap::into_iter(bias).collect(),
+            banned,
+            allowed,
+            penalties,
+            bad_words,
+            mask,
+            logprobs,
+        })
 }
 
 /// A batch of rows, and their logits.
@@ -303,14 +279,7 @@ proptest! {
 
 fn drawn(temperature: f32) -> Row {
     Row {
-        draw: Some(Draw {
-            temperature,
-            min_p: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            seed: 1,
-            position: 2,
-        }),
+        draw: Some(Draw { temperature, min_p: 0.0, top_k: 0, top_p: 1.0, seed: 1, position: 2 }),
         ..Row::default()
     }
 }
@@ -337,13 +306,7 @@ fn what_is_not_finite_fails_alone() {
 fn a_mask_hides_no_nan() {
     let mut logits = logits(40, 4.0, 1000, 7);
     logits[3] = f32::NAN;
-    for row in [
-        banning(vec![3]),
-        Row {
-            draw: drawn(1.0).draw,
-            ..banning(vec![3])
-        },
-    ] {
+    for row in [banning(vec![3]), Row { draw: drawn(1.0).draw, ..banning(vec![3]) }] {
         assert_eq!(sample(Form::detect(), 1, &logits, &[row])[0].token, None);
     }
 }
@@ -359,10 +322,7 @@ fn nothing_to_choose_is_no_token() {
 }
 
 fn banning(banned: Vec<usize>) -> Row {
-    Row {
-        banned,
-        ..Row::default()
-    }
+    Row { banned, ..Row::default() }
 }
 
 #[test]
@@ -395,15 +355,9 @@ fn likeliest_is_what_greedy_rows_take() {
 #[test]
 fn logprobs_of_a_prompt_are_those_of_a_sampled_token() {
     let logits = logits(4 * 1500, 4.0, 1000, 9);
-    let row = Row {
-        logprobs: Some(7),
-        ..drawn(1.0)
-    };
+    let row = Row { logprobs: Some(7), ..drawn(1.0) };
     let sampled = sample(Form::detect(), 1, &logits, &vec![row; 4]);
-    let tokens: Vec<_> = sampled
-        .iter()
-        .map(|row| row.token.expect("a token") as i32)
-        .collect();
+    let tokens: Vec<_> = sampled.iter().map(|row| row.token.expect("a token") as i32).collect();
     let team = Team::new(2).expect("threads");
     let found =
         Sampler::default().logprobs(Form::detect(), &team, Rows::new(&logits, 1500), &tokens, 7);
@@ -422,20 +376,10 @@ fn logprobs_of_what_is_not_finite_are_nan() {
 
 #[test]
 fn rows_that_do_not_fit_are_refused() {
-    let token = |field, token| RowError::Token {
-        row: 0,
-        field,
-        token,
-        vocab_size: 40,
-    };
+    let token = |field, token| RowError::Token { row: 0, field, token, vocab_size: 40 };
     fn penalized(row: &mut Row, prompt: Vec<i32>, answer: Vec<i32>) {
-        row.penalties = Some(Penalties {
-            repetition: 1.5,
-            presence: 0.0,
-            frequency: 0.0,
-            prompt,
-            answer,
-        });
+        row.penalties =
+            Some(Penalties { repetition: 1.5, presence: 0.0, frequency: 0.0, prompt, answer });
     }
     type Change = fn(&mut Row);
     let wide = (1 << 19) + 1;
@@ -445,27 +389,11 @@ fn rows_that_do_not_fit_are_refused() {
         (wide, |_| {}, RowError::Vocabulary(wide)),
         (40, |row| row.banned = vec![0, 40], token("banned", 40)),
         (40, |row| row.bad_words = vec![41], token("bad_words", 41)),
-        (
-            40,
-            |row| row.allowed = Some(vec![7, 99]),
-            token("allowed", 99),
-        ),
+        (40, |row| row.allowed = Some(vec![7, 99]), token("allowed", 99)),
         (40, |row| row.bias = vec![(77, 1.0)], token("bias", 77)),
-        (
-            40,
-            |row| row.mask = Some(vec![-1]),
-            RowError::Mask { row, vocab_size },
-        ),
-        (
-            40,
-            |row| penalized(row, vec![39, -1], vec![0]),
-            token("prompt", -1),
-        ),
-        (
-            40,
-            |row| penalized(row, vec![39], vec![40, 1]),
-            token("answer", 40),
-        ),
+        (40, |row| row.mask = Some(vec![-1]), RowError::Mask { row, vocab_size }),
+        (40, |row| penalized(row, vec![39, -1], vec![0]), token("prompt", -1)),
+        (40, |row| penalized(row, vec![39], vec![40, 1]), token("answer", 40)),
     ];
     let team = Team::new(1).expect("a thread");
     for (width, change, error) in cases {

@@ -66,12 +66,7 @@ pub enum Refusal {
 /// # Errors
 /// What `Refusal` lists; the first one found.
 pub fn parse(text: &[u8], limits: Limits) -> Result<Value<'_>, Refusal> {
-    let mut reader = Reader {
-        json: Jiter::new(text),
-        text,
-        left: limits,
-        field: None,
-    };
+    let mut reader = Reader { json: Jiter::new(text), text, left: limits, field: None };
     let value = reader.next(0);
     let value = value.and_then(|value| reader.json.finish().map(|()| value).map_err(Stop::from));
     value.map_err(|stop| reader.refusal(stop))
@@ -133,10 +128,7 @@ impl<'a> Reader<'a> {
         let all: &'a [u8] = self.text;
         // Digits are ASCII, so this cannot fail.
         let digits = std::str::from_utf8(&all[start..start + length]).unwrap_or_default();
-        if digits
-            .bytes()
-            .any(|byte| matches!(byte, b'.' | b'e' | b'E'))
-        {
+        if digits.bytes().any(|byte| matches!(byte, b'.' | b'e' | b'E')) {
             return finite(digits).map(Value::Float);
         }
         Ok(digits.parse().map_or(Value::BigInt(digits), Value::Int))
@@ -225,10 +217,7 @@ fn refuse_twice(entries: &[(Box<str>, Value<'_>)]) -> Result<(), Stop> {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits {
-        numbers: 4,
-        others: 6,
-    };
+    const LIMITS: Limits = Limits { numbers: 4, others: 6 };
 
     fn message(text: &[u8]) -> String {
         match parse(text, LIMITS) {
@@ -240,15 +229,9 @@ mod tests {
     #[test]
     fn every_kind_of_value_is_read() {
         let text = br#"{"a": [1, -2.5e1, 18446744073709551616], "b": "x\u00e4\n"}"#;
-        let array = vec![
-            Value::Int(1),
-            Value::Float(-25.0),
-            Value::BigInt("18446744073709551616"),
-        ];
-        let expected = vec![
-            ("a".into(), Value::Array(array)),
-            ("b".into(), Value::Str("xä\n".into())),
-        ];
+        let array = vec![Value::Int(1), Value::Float(-25.0), Value::BigInt("18446744073709551616")];
+        let expected =
+            vec![("a".into(), Value::Array(array)), ("b".into(), Value::Str("xä\n".into()))];
         assert_eq!(parse(text, LIMITS), Ok(Value::Object(expected)));
         assert_eq!(parse(b" null ", LIMITS), Ok(Value::Null));
         assert_eq!(parse(b"false", LIMITS), Ok(Value::Bool(false)));
@@ -257,17 +240,11 @@ mod tests {
     #[test]
     fn the_limits_are_exact_and_name_the_field() {
         assert!(parse(b"[1, 2, 3, 4]", LIMITS).is_ok());
-        assert_eq!(
-            parse(b"[1, 2, 3, 4, 5]", LIMITS),
-            Err(Refusal::TooManyNumbers { field: None })
-        );
+        assert_eq!(parse(b"[1, 2, 3, 4, 5]", LIMITS), Err(Refusal::TooManyNumbers { field: None }));
         assert!(parse(br#"[[], [], "", {}, null]"#, LIMITS).is_ok());
         let field = Some("k".to_string());
         assert_eq!(
-            parse(
-                br#"{"j": 0, "k": {"a": 0, "b": 0, "c": 0, "d": 0}}"#,
-                LIMITS
-            ),
+            parse(br#"{"j": 0, "k": {"a": 0, "b": 0, "c": 0, "d": 0}}"#, LIMITS),
             Err(Refusal::TooManyOthers { field })
         );
     }
@@ -308,16 +285,10 @@ mod tests {
 
     #[test]
     fn deep_nesting_ends_before_the_stack_does() {
-        let limits = Limits {
-            numbers: 0,
-            others: usize::MAX,
-        };
+        let limits = Limits { numbers: 0, others: usize::MAX };
         let deep = |levels: usize| [vec![b'['; levels], vec![b']'; levels]].concat();
         assert!(parse(&deep(MAX_DEPTH), limits).is_ok());
-        assert!(matches!(
-            parse(&deep(MAX_DEPTH + 1), limits),
-            Err(Refusal::Invalid(_))
-        ));
+        assert!(matches!(parse(&deep(MAX_DEPTH + 1), limits), Err(Refusal::Invalid(_))));
         assert!(parse(&vec![b'['; 1_000_000], limits).is_err());
     }
 }

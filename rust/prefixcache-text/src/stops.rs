@@ -42,9 +42,7 @@ impl StopStrings {
         let automaton = NFA::builder()
             .prefilter(false)
             .build(stops.iter().map(|stop| stop.as_ref().as_bytes()))?;
-        let start = automaton
-            .start_state(Anchored::No)
-            .expect("an NFA searches without an anchor");
+        let start = automaton.start_state(Anchored::No).expect("an NFA searches without an anchor");
         let mut depths = HashMap::from([(start, 0)]);
         for stop in stops {
             let mut state = start;
@@ -53,16 +51,8 @@ impl StopStrings {
                 depths.insert(state, depth + 1);
             }
         }
-        let lengths = stops
-            .iter()
-            .map(|stop| stop.as_ref().chars().count())
-            .collect();
-        Ok(Self {
-            automaton,
-            start,
-            lengths,
-            depths,
-        })
+        let lengths = stops.iter().map(|stop| stop.as_ref().chars().count()).collect();
+        Ok(Self { automaton, start, lengths, depths })
     }
 
     /// The beginning of a stream.
@@ -97,10 +87,7 @@ impl StopStrings {
         let count = self.automaton.match_len(state);
         let stops = (0..count).map(|index| self.automaton.match_pattern(state, index).as_usize());
         stops
-            .map(|stop| Match {
-                start: end.cast_signed() - self.lengths[stop].cast_signed(),
-                stop,
-            })
+            .map(|stop| Match { start: end.cast_signed() - self.lengths[stop].cast_signed(), stop })
             .min()
     }
 }
@@ -108,9 +95,7 @@ impl StopStrings {
 fn after(automaton: &NFA, state: StateID, char: char) -> StateID {
     let mut bytes = [0; 4];
     let bytes = char.encode_utf8(&mut bytes).bytes();
-    bytes.fold(state, |state, byte| {
-        automaton.next_state(Anchored::No, state, byte)
-    })
+    bytes.fold(state, |state, byte| automaton.next_state(Anchored::No, state, byte))
 }
 
 #[cfg(test)]
@@ -125,16 +110,11 @@ mod tests {
         let places = (0..whole.len()).flat_map(|start| (0..stops.len()).map(move |i| (start, i)));
         let ends = |start: usize, i: usize| {
             let stop: Vec<char> = stops[i].chars().collect();
-            whole[start..]
-                .starts_with(&stop)
-                .then(|| start + stop.len())
+            whole[start..].starts_with(&stop).then(|| start + stop.len())
         };
         places
             .filter(|&(start, i)| ends(start, i).is_some_and(|end| end > seen))
-            .map(|(start, stop)| Match {
-                start: start.cast_signed() - seen.cast_signed(),
-                stop,
-            })
+            .map(|(start, stop)| Match { start: start.cast_signed() - seen.cast_signed(), stop })
             .next()
     }
 

@@ -97,11 +97,7 @@ pub fn check<E: KvElement + PartialEq, L: Layer<E>>(
     let want: Vec<Vec<E>> = (0..lengths.len())
         .map(|number| new().step(form, &alone, &sequences, &whole(number), &[]))
         .collect();
-    let tolerance = if size_of::<E>() == 4 {
-        L::OF_F32
-    } else {
-        L::OF_BF16
-    };
+    let tolerance = if size_of::<E>() == 4 { L::OF_F32 } else { L::OF_BF16 };
     for (got, sequence) in want.iter().zip(&sequences) {
         for (at, exact) in many.reference(sequence) {
             let error = (f64::from(got[at].to_f32()) - exact).abs();
@@ -127,10 +123,7 @@ pub fn check<E: KvElement + PartialEq, L: Layer<E>>(
             for position in from..to {
                 let want = &want[number][position * width..][..width];
                 let same = rows.next().is_some_and(|row| row == want);
-                assert!(
-                    same,
-                    "{form:?}: {number} at {position} of {step:?}, {guessed:?}"
-                );
+                assert!(same, "{form:?}: {number} at {position} of {step:?}, {guessed:?}");
             }
         }
     }

@@ -74,10 +74,8 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
         let plan = plan((PAGES, size), &window, true, step, |place, index| {
             page(PAGES, 0, step[place].0, index)
         });
-        let conv = ShortConv {
-            weight: Rows::new(&self.weight, CHANNELS),
-            bias: self.bias.as_deref(),
-        };
+        let conv =
+            ShortConv { weight: Rows::new(&self.weight, CHANNELS), bias: self.bias.as_deref() };
         let width = self.kept * CHANNELS;
         let mut cache = RowsMut::new(&mut self.cache, self.stride);
         let mut out = vec![E::from_f32(f32::NAN); slots.len() * CHANNELS];
@@ -127,18 +125,12 @@ fn check<E: KvElement + PartialEq>(
     let (mut chunks, mut again) = (chunks.iter().cycle(), (1..=shape.1).cycle());
     let mut turns = 0;
     let layer = || Layer::<E>::new(shape);
-    common::check(
-        (form, threads),
-        lengths,
-        layer,
-        &mut layer(),
-        |done, length| {
-            turns += 1;
-            let back = if turns % 3 == 0 { again.next() } else { None };
-            let to = length.min(done + chunks.next().expect("a cycle"));
-            (done.saturating_sub(back.unwrap_or(0)), to, [0, 0])
-        },
-    );
+    common::check((form, threads), lengths, layer, &mut layer(), |done, length| {
+        turns += 1;
+        let back = if turns % 3 == 0 { again.next() } else { None };
+        let to = length.min(done + chunks.next().expect("a cycle"));
+        (done.saturating_sub(back.unwrap_or(0)), to, [0, 0])
+    });
 }
 
 proptest! {

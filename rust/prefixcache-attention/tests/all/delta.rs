@@ -126,14 +126,10 @@ impl<E: KvElement> common::Layer<E> for Layer {
         let x = Rows::new(&x, inputs);
         let counts: Vec<_> = guesses.iter().map(|one| one[0] + one[1]).collect();
         delta_rule(form, team, &rule, &parts, &counts, x, &rows).expect("memory");
-        let kept: Vec<_> = plans[0]
-            .guessed_rows(&counts)
-            .flat_map(|row| x.row(row).to_vec())
-            .collect();
-        let (kept, accepted) = (
-            Rows::new(&kept, inputs),
-            guesses.iter().map(|one| one[0]).collect::<Vec<_>>(),
-        );
+        let kept: Vec<_> =
+            plans[0].guessed_rows(&counts).flat_map(|row| x.row(row).to_vec()).collect();
+        let (kept, accepted) =
+            (Rows::new(&kept, inputs), guesses.iter().map(|one| one[0]).collect::<Vec<_>>());
         replay_delta_rule(form, team, &rule, &parts, (&counts, &accepted), kept).expect("memory");
         let rows = out.chunks_exact(width).zip(wrong);
         let right = rows.filter_map(|(row, wrong)| (!wrong).then_some(row));
@@ -141,16 +137,8 @@ impl<E: KvElement> common::Layer<E> for Layer {
     }
 
     fn reference(&self, x: &[E]) -> Vec<(usize, f64)> {
-        let DeltaHeads {
-            key_heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            taps,
-            tiled,
-            alike,
-            corrects,
-        } = self.heads;
+        let DeltaHeads { key_heads, value_heads, key_dim, value_dim, taps, tiled, alike, corrects } =
+            self.heads;
         let (inputs, channels) = (self.heads.inputs(), self.heads.channels());
         let at = |row: usize, column: usize| f64::from(x[row * inputs + column].to_f32());
         let silu = |x: f64| x / (1.0 + (-x).exp());
@@ -167,11 +155,8 @@ impl<E: KvElement> common::Layer<E> for Layer {
         let mut out = Vec::new();
         for row in 0..x.len() / inputs {
             for (head, state) in states.iter_mut().enumerate() {
-                let key_head = if tiled {
-                    head % key_heads
-                } else {
-                    head / (value_heads / key_heads) / alike
-                };
+                let key_head =
+                    if tiled { head % key_heads } else { head / (value_heads / key_heads) / alike };
                 let of_length = |first: usize| {
                     let all: Vec<_> = (0..key_dim)
                         .map(|i| convolved(row, first + key_head * key_dim + i))
@@ -181,20 +166,13 @@ impl<E: KvElement> common::Layer<E> for Layer {
                     all.into_iter().map(move |x| x / length).collect::<Vec<_>>()
                 };
                 let (q, k) = (of_length(0), of_length(keys));
-                let scale = if corrects {
-                    (key_dim as f64).sqrt()
-                } else {
-                    1.0
-                };
+                let scale = if corrects { (key_dim as f64).sqrt() } else { 1.0 };
                 let rates = channels + value_heads * value_dim;
                 let a = at(row, inputs - value_heads + head) + f64::from(self.time_bias[head]);
                 let time = (1.0 + a.exp()).ln();
                 let decay = (-f64::from(self.decay[head]) * time).exp();
-                let rate = if corrects {
-                    1.0 / (1.0 + (-at(row, rates + head)).exp())
-                } else {
-                    time
-                };
+                let rate =
+                    if corrects { 1.0 / (1.0 + (-at(row, rates + head)).exp()) } else { time };
                 let mut read = vec![0.0; value_dim];
                 for (j, read) in read.iter_mut().enumerate() {
                     let known: f64 = (0..key_dim).map(|i| k[i] * state[i * value_dim + j]).sum();
@@ -239,12 +217,7 @@ fn heads(
 
 /// The same shape of Mamba-2, in which all key heads have the same queries and keys.
 fn mamba(heads: DeltaHeads) -> DeltaHeads {
-    DeltaHeads {
-        tiled: false,
-        alike: heads.key_heads,
-        corrects: false,
-        ..heads
-    }
+    DeltaHeads { tiled: false, alike: heads.key_heads, corrects: false, ..heads }
 }
 
 fn check<E: KvElement + PartialEq>(
@@ -259,22 +232,13 @@ fn check<E: KvElement + PartialEq>(
     let layer = || Layer::new(heads, block_size);
     let mut many = layer();
     many.has_gaps = threads == 2;
-    common::check::<E, _>(
-        (form, threads),
-        lengths,
-        layer,
-        &mut many,
-        |done, length| {
-            let to = length.min(done + chunks.next().expect("a cycle"));
-            let [accepted, refused] = guesses.next().copied().unwrap_or_default();
-            (done, to, [accepted.min(to - done), refused])
-        },
-    );
+    common::check::<E, _>((form, threads), lengths, layer, &mut many, |done, length| {
+        let to = length.min(done + chunks.next().expect("a cycle"));
+        let [accepted, refused] = guesses.next().copied().unwrap_or_default();
+        (done, to, [accepted.min(to - done), refused])
+    });
     for (pages, width) in &many.parts {
-        assert!(
-            pages[..width + OTHERS].iter().all(|x| x.is_nan()),
-            "the null block is written"
-        );
+        assert!(pages[..width + OTHERS].iter().all(|x| x.is_nan()), "the null block is written");
     }
 }
 
@@ -322,14 +286,7 @@ fn a_row_knows_no_chunk() {
 fn the_first_tokens_have_nothing_before_them() {
     for form in Form::available() {
         for block_size in [1, 2, 3, 16] {
-            check::<f32>(
-                form,
-                (heads((1, 1, 16, 16, 4)), block_size),
-                1,
-                &[1, 2, 3],
-                &[1],
-                &[],
-            );
+            check::<f32>(form, (heads((1, 1, 16, 16, 4)), block_size), 1, &[1, 2, 3], &[1], &[]);
             check::<Bf16>(
                 form,
                 (heads((1, 2, 16, 32, 4)), block_size),
@@ -345,21 +302,14 @@ fn the_first_tokens_have_nothing_before_them() {
 /// Sequences that hit the same full block read one state, and write none of its pages: also one that a guess filled.
 #[test]
 fn a_full_block_is_never_written_again() {
-    for (form, guesses) in Form::available()
-        .into_iter()
-        .flat_map(|form| [(form, [0, 0]), (form, [11, 3])])
+    for (form, guesses) in
+        Form::available().into_iter().flat_map(|form| [(form, [0, 0]), (form, [11, 3])])
     {
         let heads = heads((2, 2, 32, 32, 4));
         let team = Team::new(2).expect("threads");
         let sequence: Vec<f32> = noise(1, 12 * heads.inputs());
         let mut layer = Layer::new(heads, 4);
-        let whole = layer.step(
-            form,
-            &team,
-            from_ref(&sequence),
-            &[(0, 0, 12)],
-            from_ref(&guesses),
-        );
+        let whole = layer.step(form, &team, from_ref(&sequence), &[(0, 0, 12)], from_ref(&guesses));
         let page = page(PAGES, 0, 0, 1) as usize;
         let width = layer.parts[0].1 + OTHERS;
         let kept = layer.parts[0].0[page * width..][..width].to_vec();
@@ -367,10 +317,7 @@ fn a_full_block_is_never_written_again() {
         for chunk in [(0, 8, 12), (0, 8, 9), (0, 4, 8)] {
             let again = layer.step(form, &team, from_ref(&sequence), &[chunk], &[]);
             assert_eq!(again, whole[chunk.1 * heads.values()..][..again.len()]);
-            assert_eq!(
-                bits(&layer.parts[0].0[page * width..][..width]),
-                bits(&kept)
-            );
+            assert_eq!(bits(&layer.parts[0].0[page * width..][..width]), bits(&kept));
         }
     }
 }

@@ -62,23 +62,14 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
                 (page * size + position % size) as i64
             }));
         }
-        let plan = plan(
-            (PAGES, size),
-            attention,
-            self.leaves_out,
-            step,
-            |place, index| {
-                let (sequence, from, _) = step[place];
-                match index < first_page(attention, size, from) {
-                    true => 0,
-                    false => page(PAGES, 0, sequence, index),
-                }
-            },
-        );
-        let (x, keys) = (
-            Rows::new(&x, inputs),
-            attention.kv_heads() * attention.head_dim(),
-        );
+        let plan = plan((PAGES, size), attention, self.leaves_out, step, |place, index| {
+            let (sequence, from, _) = step[place];
+            match index < first_page(attention, size, from) {
+                true => 0,
+                false => page(PAGES, 0, sequence, index),
+            }
+        });
+        let (x, keys) = (Rows::new(&x, inputs), attention.kv_heads() * attention.head_dim());
         let page_width = BETWEEN + 2 * size * keys;
         let mut cache = RowsMut::new(&mut self.cache, page_width);
         append(
@@ -120,12 +111,7 @@ impl<E: KvElement> common::Layer<E> for Layer<E> {
 /// The heads' sinks, of most numbers of heads.
 fn sinks(attention: &Attention) -> Option<Vec<f32>> {
     let has_sinks = attention.heads() != 3;
-    has_sinks.then(|| {
-        noise::<f32>(7, attention.heads())
-            .iter()
-            .map(|sink| 4.0 * sink)
-            .collect()
-    })
+    has_sinks.then(|| noise::<f32>(7, attention.heads()).iter().map(|sink| 4.0 * sink).collect())
 }
 
 /// What one head of a token reads.
@@ -135,11 +121,7 @@ fn attended<E: KvElement>(
     position: usize,
     head: usize,
 ) -> Vec<f64> {
-    let (dims, heads, kv_heads) = (
-        attention.head_dim(),
-        attention.heads(),
-        attention.kv_heads(),
-    );
+    let (dims, heads, kv_heads) = (attention.head_dim(), attention.heads(), attention.kv_heads());
     let key_head = heads + head / (heads / kv_heads);
     let at = |row: usize, head: usize, d: usize| {
         f64::from(x[(row * (heads + 2 * kv_heads) + head) * dims + d].to_f32())
@@ -157,21 +139,13 @@ fn attended<E: KvElement>(
     let total: f64 = weights.iter().sum::<f64>() + sink;
     let sum = |d: usize| -> f64 {
         let weighted = weights.iter().zip(first..);
-        weighted
-            .map(|(w, key)| w * at(key, key_head + kv_heads, d))
-            .sum()
+        weighted.map(|(w, key)| w * at(key, key_head + kv_heads, d)).sum()
     };
     (0..dims).map(|d| sum(d) / total).collect()
 }
 
 fn attentions() -> impl Strategy<Value = Attention> {
-    let heads = prop_oneof![
-        Just((1, 1)),
-        Just((3, 1)),
-        Just((4, 2)),
-        Just((6, 3)),
-        Just((8, 1))
-    ];
+    let heads = prop_oneof![Just((1, 1)), Just((3, 1)), Just((4, 2)), Just((6, 3)), Just((8, 1))];
     let head_dim = prop::sample::select(vec![16, 32, 48, 64, 80, 96, 128, 256]);
     let window = prop::option::of(0_usize..150);
     let softcap = prop::option::of(1.0_f32..50.0);
@@ -192,10 +166,7 @@ fn forms() -> impl Strategy<Value = Form> {
 
 /// Lengths of up to three sequences, and how they are cut into chunks.
 fn schedules() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
-    (
-        prop::collection::vec(1_usize..230, 1..4),
-        prop::collection::vec(1_usize..90, 1..12),
-    )
+    (prop::collection::vec(1_usize..230, 1..4), prop::collection::vec(1_usize..90, 1..12))
 }
 
 fn check<E: KvElement + PartialEq>(
@@ -208,19 +179,9 @@ fn check<E: KvElement + PartialEq>(
     let mut chunks = chunks.iter().cycle();
     let alone = || Layer::<E>::new(attention, block_size, false);
     let mut many = Layer::new(attention, block_size, leaves_out);
-    common::check(
-        (form, threads),
-        lengths,
-        alone,
-        &mut many,
-        |done, length| {
-            (
-                done,
-                length.min(done + chunks.next().expect("a cycle")),
-                [0, 0],
-            )
-        },
-    );
+    common::check((form, threads), lengths, alone, &mut many, |done, length| {
+        (done, length.min(done + chunks.next().expect("a cycle")), [0, 0])
+    });
 }
 
 proptest! {

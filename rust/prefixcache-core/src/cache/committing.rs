@@ -52,11 +52,7 @@ impl NewBlocks {
 
     /// How much longer the group's table becomes.
     fn of(self, spec: GroupSpec) -> usize {
-        if spec.needs_whole_prefix() {
-            self.whole
-        } else {
-            self.near
-        }
+        if spec.needs_whole_prefix() { self.whole } else { self.near }
     }
 
     /// The blocks that this takes.
@@ -235,10 +231,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let specs = self.home.config.groups.specs();
             let num_new = specs.iter().map(|&spec| new.taken_by(spec)).sum();
             let mut blocks = Vec::new();
-            let Ok(taken) = self
-                .store
-                .commit(keys.iter().copied(), num_new, &mut blocks)
-            else {
+            let Ok(taken) = self.store.commit(keys.iter().copied(), num_new, &mut blocks) else {
                 return Ok(None);
             };
             let Some(gone) = keys.get(taken) else {
@@ -265,9 +258,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let num_new: usize = specs.iter().map(|&spec| new.taken_by(spec)).sum();
             let num_missing = keys.len() - hits.len();
             let mut blocks = Vec::new();
-            let taken = self
-                .store
-                .commit(hits.iter().copied(), num_missing + num_new, &mut blocks);
+            let taken = self.store.commit(hits.iter().copied(), num_missing + num_new, &mut blocks);
             let Ok(taken) = taken else { return Ok(None) };
             if taken == hits.len() {
                 return Ok(Some(self.split(hashes, &are_hits, &blocks, new)));
@@ -282,16 +273,10 @@ impl<S: BlockStore> PrefixCache<S> {
         let likely_new = self.store.num_free().min(num_new);
         let mut blocks = Vec::with_capacity(hashes.len() + likely_new);
         let key = |&hash| BlockKey::new(hash, GroupId::default());
-        let outcome = self
-            .store
-            .commit(hashes.iter().map(key), num_new, &mut blocks);
+        let outcome = self.store.commit(hashes.iter().map(key), num_new, &mut blocks);
         let hits = outcome.ok()?;
         let tables = vec![Table { blocks, first: 0 }];
-        Some(Taken {
-            hits,
-            tables,
-            missing: Vec::new(),
-        })
+        Some(Taken { hits, tables, missing: Vec::new() })
     }
 
     /// The tables of a hit of all these `hashes`: of `blocks`, those in the needed places that `are_hits` come
@@ -327,18 +312,12 @@ impl<S: BlockStore> PrefixCache<S> {
             tables.push(table);
         }
         missing.sort_by_key(|one| one.index);
-        Taken {
-            hits: hashes.len(),
-            tables,
-            missing,
-        }
+        Taken { hits: hashes.len(), tables, missing }
     }
 
     pub(super) fn count_query(&self, queries: usize, hits: usize) {
         // Relaxed: counters that order nothing.
-        self.home
-            .queries
-            .fetch_add(queries as u64, Ordering::Relaxed);
+        self.home.queries.fetch_add(queries as u64, Ordering::Relaxed);
         self.home.hits.fetch_add(hits as u64, Ordering::Relaxed);
     }
 
@@ -408,22 +387,11 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_committed(sequences)?;
         check_len("starts", starts.len(), sequences.len())?;
         let size = self.block_size();
-        let states = self
-            .home
-            .config
-            .groups
-            .each()
-            .filter(|(_, spec)| spec.has_gaps());
+        let states = self.home.config.groups.each().filter(|(_, spec)| spec.has_gaps());
         let states: Vec<_> = states.map(|(group, _)| group.index()).collect();
         let (mut count, mut blocks) = (0, Vec::new());
         for (sequence, start) in sequences.iter_mut().zip(starts) {
-            let Sequence {
-                holding: Some(holding),
-                anchors,
-                hashes,
-                ..
-            } = &mut **sequence
-            else {
+            let Sequence { holding: Some(holding), anchors, hashes, .. } = &mut **sequence else {
                 continue;
             };
             let Some(&any) = states.first() else { continue };

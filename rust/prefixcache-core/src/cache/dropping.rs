@@ -80,15 +80,8 @@ impl<S: BlockStore> PrefixCache<S> {
             return Ok(());
         }
         let is_answer = last >= holding.num_prompt;
-        let prompt = if is_answer {
-            Marks::NONE
-        } else {
-            Marks::PROMPT
-        };
-        store.mark(
-            holding.tables[whole].blocks[last],
-            Marks::ANSWER.and(prompt),
-        );
+        let prompt = if is_answer { Marks::NONE } else { Marks::PROMPT };
+        store.mark(holding.tables[whole].blocks[last], Marks::ANSWER.and(prompt));
         if is_answer && home.ends.at(holding.ends).are_prompts() {
             let tables = holding.tables.iter_mut().zip(home.config.groups.specs());
             for (table, _) in tables.filter(|(_, spec)| spec.has_gaps()) {
@@ -129,25 +122,14 @@ impl<S: BlockStore> PrefixCache<S> {
             let is_passed = before.has(Marks::PASSED);
             let ends_prompt = anchors.end_prompt_with(index, size);
             counts.note(before);
-            let mark = if ends_prompt {
-                Marks::PROMPT
-            } else {
-                Marks::PASSED
-            };
+            let mark = if ends_prompt { Marks::PROMPT } else { Marks::PASSED };
             store.mark(blocks[index], mark);
             let goes_first = match own {
                 Fate::Unneeded => !is_passed,
                 Fate::Kept => ends_prompt && !is_hit && !is_passed && counts.are_answers(),
                 Fate::Pinned => false,
             };
-            (
-                index,
-                if goes_first {
-                    Fate::Unneeded
-                } else {
-                    own.max(Fate::Kept)
-                },
-            )
+            (index, if goes_first { Fate::Unneeded } else { own.max(Fate::Kept) })
         };
         dropped.map(judge).collect()
     }
@@ -175,9 +157,7 @@ impl<S: BlockStore> PrefixCache<S> {
         let mut dropped = Dropped::default();
         let (mut count, size) = (0, self.block_size());
         for (sequence, &upto) in sequences.iter_mut().zip(upto) {
-            let Sequence {
-                holding, anchors, ..
-            } = &mut **sequence;
+            let Sequence { holding, anchors, .. } = &mut **sequence;
             let Some(holding) = holding else { continue };
             let snapshots = self.judge_snapshots(holding, anchors, upto);
             let judged = |index| {
@@ -266,11 +246,7 @@ impl<S: BlockStore> PrefixCache<S> {
             let cached: Vec<BlockKey> = keys.filter(|&key| self.is_hit(key)).collect();
             let mut blocks = Vec::with_capacity(cached.len());
             // Without new blocks it takes what it can, and only free hits need to be free.
-            if self
-                .store
-                .commit(cached.into_iter(), 0, &mut blocks)
-                .is_ok()
-            {
+            if self.store.commit(cached.into_iter(), 0, &mut blocks).is_ok() {
                 unpinned += self.store.unpin(&blocks)?;
                 blocks.reverse();
                 self.store.release(&blocks)?;
@@ -290,15 +266,10 @@ fn falls_in_priority(store: &impl Lookup, sequence: &Sequence) -> bool {
     let holding = sequence.holding.iter();
     let tables = holding.flat_map(|holding| {
         let published = |table: &'_ Table| table.first..holding.num_published.max(table.first);
-        holding
-            .tables
-            .iter()
-            .map(move |table| &table.blocks[published(table)])
+        holding.tables.iter().map(move |table| &table.blocks[published(table)])
     });
     let specs = sequence.config().groups.specs();
-    let mut whole = tables
-        .zip(specs)
-        .filter(|(_, spec)| spec.needs_whole_prefix());
+    let mut whole = tables.zip(specs).filter(|(_, spec)| spec.needs_whole_prefix());
     whole.all(|(blocks, _)| blocks.is_sorted_by_key(|&block| Reverse(store.held_band(block))))
 }
 

@@ -76,12 +76,7 @@ impl<S: BlockStore> PrefixCache<S> {
                 registered.push((group, index));
             }
             if let Registration::Duplicate(holder) = outcome {
-                duplicates.push(Duplicate {
-                    sequence: number,
-                    group,
-                    index,
-                    holder,
-                });
+                duplicates.push(Duplicate { sequence: number, group, index, holder });
             } else if is_reported && outcome == Registration::New {
                 new.push((group, index));
             }
@@ -124,9 +119,7 @@ impl<S: BlockStore> PrefixCache<S> {
                     continue;
                 }
                 let key = BlockKey::new(hashes[index], group);
-                let outcome = self
-                    .store
-                    .register(table.blocks[index], key, holding.epoch)?;
+                let outcome = self.store.register(table.blocks[index], key, holding.epoch)?;
                 done(group, index, outcome);
             }
         }
@@ -161,11 +154,7 @@ impl<S: BlockStore> PrefixCache<S> {
         self.check_owner(sequence, "sequence".into())?;
         let key = self.published_key(sequence, group, index)?;
         let mut taken = Vec::with_capacity(1);
-        let hit = self
-            .store
-            .commit(iter::once(key), 0, &mut taken)
-            .unwrap_or(0)
-            == 1;
+        let hit = self.store.commit(iter::once(key), 0, &mut taken).unwrap_or(0) == 1;
         if !hit && self.store.lookup(&key).is_some() {
             // The duplicate was another process's and not sound: the sequence's own block hits now.
             return Ok(());

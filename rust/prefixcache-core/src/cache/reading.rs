@@ -45,14 +45,10 @@ impl<S: Lookup> PrefixCache<S> {
     ) -> Result<(usize, usize), CacheError> {
         let hashes = self.asked_hashes(sequence, max_tokens)?;
         let is_there = |key| self.is_hit(key) || elsewhere(&key);
-        let whole = self
-            .whole_groups()
-            .fold(hashes.len(), |length, (group, _)| {
-                let keys = hashes[..length]
-                    .iter()
-                    .map(|&hash| BlockKey::new(hash, group));
-                keys.take_while(|&key| is_there(key)).count()
-            });
+        let whole = self.whole_groups().fold(hashes.len(), |length, (group, _)| {
+            let keys = hashes[..length].iter().map(|&hash| BlockKey::new(hash, group));
+            keys.take_while(|&key| is_there(key)).count()
+        });
         let hit = &hashes[..self.longest_of_others(whole, hashes, is_there)];
         let keys = self.needed_keys(hit);
         let missing = keys.iter().filter(|&&key| !self.is_hit(key)).count();
@@ -129,10 +125,9 @@ impl<S: Lookup> PrefixCache<S> {
 
     /// Leading blocks that all groups have which need the whole prefix.
     fn longest_whole_hit(&self, hashes: &[BlockHash]) -> usize {
-        self.whole_groups()
-            .fold(hashes.len(), |length, (group, _)| {
-                self.count_leading_hits(group, &hashes[..length])
-            })
+        self.whole_groups().fold(hashes.len(), |length, (group, _)| {
+            self.count_leading_hits(group, &hashes[..length])
+        })
     }
 
     /// The blocks that a hit of these hashes needs, group by group.
@@ -180,12 +175,7 @@ impl<S: Lookup> PrefixCache<S> {
     /// Whether a count looks at as many blocks as a binary search does, and not at each.
     pub fn counts_by_bisection(&self) -> bool {
         self.keeps_prefixes()
-            && self
-                .home
-                .config
-                .groups
-                .each()
-                .all(|(_, spec)| spec.needs_whole_prefix())
+            && self.home.config.groups.each().all(|(_, spec)| spec.needs_whole_prefix())
     }
 
     /// The most blocks that a sequence of `num_tokens` holds at once: see

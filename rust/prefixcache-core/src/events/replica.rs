@@ -67,12 +67,7 @@ fn most_blocks(block_size: usize) -> usize {
 
 impl Replica {
     pub(super) fn new(block_size: usize) -> Self {
-        Self {
-            block_size,
-            places: Places::new(),
-            blocks: Vec::new(),
-            tokens: Vec::new(),
-        }
+        Self { block_size, places: Places::new(), blocks: Vec::new(), tokens: Vec::new() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -140,8 +135,7 @@ impl Replica {
         let (place, size) = (place as usize, self.block_size);
         let last = self.blocks.len() - 1;
         self.blocks.swap_remove(place);
-        self.tokens
-            .copy_within(last * size..(last + 1) * size, place * size);
+        self.tokens.copy_within(last * size..(last + 1) * size, place * size);
         self.tokens.truncate(last * size);
         if let Some(moved) = self.blocks.get(place) {
             let name = moved.name;
@@ -173,11 +167,7 @@ impl Replica {
                 child = next[child as usize];
             }
         }
-        Snapshot {
-            replica: self,
-            order,
-            reported: 0,
-        }
+        Snapshot { replica: self, order, reported: 0 }
     }
 }
 
@@ -250,10 +240,7 @@ impl Iterator for Snapshot {
         let run = Run {
             group: name.1,
             parent,
-            hashes: places
-                .clone()
-                .map(|place| self.replica.blocks[place].name.0)
-                .collect(),
+            hashes: places.clone().map(|place| self.replica.blocks[place].name.0).collect(),
             tokens: places
                 .flat_map(|place| &self.replica.tokens[place * size..(place + 1) * size])
                 .copied()

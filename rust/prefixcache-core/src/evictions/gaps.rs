@@ -42,11 +42,7 @@ impl Gaps {
 
     pub(super) fn counts(&self) -> ReuseGaps {
         ReuseGaps {
-            counts: self
-                .counts
-                .iter()
-                .map(|count| count.load(Relaxed))
-                .collect(),
+            counts: self.counts.iter().map(|count| count.load(Relaxed)).collect(),
             sum: Duration::from_micros(self.sum.load(Relaxed)),
         }
     }

@@ -92,9 +92,7 @@ impl Log {
             // Several threads may read, whoever changes the pool.
             let next = place + 1;
             if turn == free + 1
-                && (self.head.0)
-                    .compare_exchange(place, next, AcqRel, Acquire)
-                    .is_ok()
+                && (self.head.0).compare_exchange(place, next, AcqRel, Acquire).is_ok()
             {
                 return Some(slot.read(free + 2));
             }
@@ -154,18 +152,10 @@ mod models {
         writing.join().unwrap();
         let mut read: Vec<Words> = reading.join().unwrap().into_iter().collect();
         read.extend(std::iter::from_fn(|| log.pop()));
-        assert_eq!(
-            read.len() as u64 + log.missed(),
-            2,
-            "a record was lost or doubled"
-        );
+        assert_eq!(read.len() as u64 + log.missed(), 2, "a record was lost or doubled");
         read.sort_unstable();
         read.dedup();
-        assert_eq!(
-            read.len() as u64 + log.missed(),
-            2,
-            "a record was read twice"
-        );
+        assert_eq!(read.len() as u64 + log.missed(), 2, "a record was read twice");
         let whole = |words: &Words| *words == [1; WORDS] || *words == [2; WORDS];
         assert!(read.iter().all(whole), "a record was torn: {read:?}");
     }

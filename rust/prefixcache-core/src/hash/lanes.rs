@@ -26,10 +26,7 @@ pub struct KeyedHash {
 
 impl KeyedHash {
     pub fn new(key: &[u8; 32]) -> Self {
-        Self {
-            platform: Platform::detect(),
-            key: words_from_le_bytes_32(key),
-        }
+        Self { platform: Platform::detect(), key: words_from_le_bytes_32(key) }
     }
 
     /// Writes the digest of each message.

@@ -48,12 +48,7 @@ impl PrefixHashes {
     /// The hashes of no blocks yet, after the root.
     #[must_use]
     pub fn new(block_size: usize, root: BlockHash, extras: Arc<Extras>) -> Self {
-        Self {
-            block_size,
-            extras,
-            hashes: vec![root],
-            levels: Vec::new(),
-        }
+        Self { block_size, extras, hashes: vec![root], levels: Vec::new() }
     }
 
     /// Drops all hashes and starts again from `root`.

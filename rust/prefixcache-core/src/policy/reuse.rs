@@ -132,15 +132,7 @@ impl Reuse {
             if let Some(other) = before.filter(|wait| wait.name != name) {
                 self.count(other, false, now);
             }
-            slot.store(
-                Wait {
-                    name,
-                    queue,
-                    since: now,
-                }
-                .pack(),
-                Relaxed,
-            );
+            slot.store(Wait { name, queue, since: now }.pack(), Relaxed);
         }
     }
 
@@ -156,10 +148,7 @@ impl Reuse {
 
     /// All counts, with those that wait still as open; what is counted already fades a little.
     pub(super) fn take_counts(&self, waiting: &Waiting) -> Counts {
-        let mut all = [Waits {
-            used: [0.0; BUCKETS],
-            open: [0.0; BUCKETS],
-        }; Queue::COUNT];
+        let mut all = [Waits { used: [0.0; BUCKETS], open: [0.0; BUCKETS] }; Queue::COUNT];
         for (queue, (waits, waiting)) in all.iter_mut().zip(waiting).enumerate() {
             let first = queue * BUCKETS * 2;
             for (bucket, waiting) in waiting.iter().enumerate() {
@@ -207,10 +196,7 @@ mod tests {
         reuse.used(&[hash(1), hash(3), hash(9)], Tick::new(18));
         reuse.used(&[hash(1)], Tick::new(30));
         let counts = reuse.take_counts(&reuse.waiting(Tick::new(14)));
-        let mut expected = [Waits {
-            used: [0.0; BUCKETS],
-            open: [0.0; BUCKETS],
-        }; Queue::COUNT];
+        let mut expected = [Waits { used: [0.0; BUCKETS], open: [0.0; BUCKETS] }; Queue::COUNT];
         expected[0].used[bucket(8)] = 1.0;
         expected[2].used[bucket(8)] = 1.0;
         expected[0].open[bucket(4)] = 1.0;

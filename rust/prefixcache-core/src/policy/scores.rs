@@ -85,13 +85,7 @@ fn pooled_hazard(counts: &Counts) -> Row {
     };
     let (used, open) = (total(|waits| &waits.used), total(|waits| &waits.open));
     let waiting = waiting(&used, &open);
-    std::array::from_fn(|at| {
-        if waiting[at] > 0.0 {
-            used[at] / waiting[at]
-        } else {
-            0.0
-        }
-    })
+    std::array::from_fn(|at| if waiting[at] > 0.0 { used[at] / waiting[at] } else { 0.0 })
 }
 
 /// For each age the most uses to be had for a tick of keeping the block: over all times `tau`, the chance of
@@ -128,17 +122,11 @@ mod tests {
     use super::super::reuse::Waits;
     use super::*;
 
-    const NO_WAITS: Waits = Waits {
-        used: [0.0; BUCKETS],
-        open: [0.0; BUCKETS],
-    };
+    const NO_WAITS: Waits = Waits { used: [0.0; BUCKETS], open: [0.0; BUCKETS] };
 
     #[test]
     fn nothing_known_is_a_score_of_zero() {
-        assert_eq!(
-            scores(&[NO_WAITS; Queue::COUNT]),
-            [[0.0; BUCKETS]; Queue::COUNT]
-        );
+        assert_eq!(scores(&[NO_WAITS; Queue::COUNT]), [[0.0; BUCKETS]; Queue::COUNT]);
     }
 
     /// The index by its definition, from the chance to wait still at the start of each bucket.
@@ -147,9 +135,8 @@ mod tests {
             |at: usize| -> f64 { hazard[from..at].iter().map(|hazard| 1.0 - hazard).product() };
         let width = |at: usize| (start(at + 1) - start(at)) as f64;
         let rate = |end: usize| {
-            let kept: f64 = (from..end)
-                .map(|at| (still(at) + still(at + 1)) / 2.0 * width(at))
-                .sum();
+            let kept: f64 =
+                (from..end).map(|at| (still(at) + still(at + 1)) / 2.0 * width(at)).sum();
             (1.0 - still(end)) / kept
         };
         (from + 1..=BUCKETS).map(rate).fold(0.0, f64::max)
@@ -160,10 +147,7 @@ mod tests {
         let hazard: Row = std::array::from_fn(|at| [0.0, 0.3, 0.05, 0.7, 0.01][at * 7 % 5]);
         for (from, fast) in index(&hazard).into_iter().enumerate() {
             let slow = slow_index(&hazard, from);
-            assert!(
-                (fast - slow).abs() <= 1e-12 * slow.max(1e-12),
-                "{from}: {fast} is not {slow}"
-            );
+            assert!((fast - slow).abs() <= 1e-12 * slow.max(1e-12), "{from}: {fast} is not {slow}");
         }
     }
 
@@ -176,11 +160,7 @@ mod tests {
         let scores = scores(&counts);
         assert!(scores[0][10] < scores[3][10]);
         assert!(scores[3][25] < scores[3][10]);
-        assert!(
-            scores
-                .iter()
-                .all(|row| row.windows(2).all(|two| two[0] >= two[1]))
-        );
+        assert!(scores.iter().all(|row| row.windows(2).all(|two| two[0] >= two[1])));
         assert_eq!(scores[Queue::SHARED.index()], scores[3]);
     }
 }

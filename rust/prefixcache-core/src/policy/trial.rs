@@ -32,10 +32,7 @@ struct Order {
 
 impl Order {
     fn new() -> Option<Self> {
-        Some(Self {
-            kept: Zeroed::new(Queue::COUNT * BUCKETS)?,
-            hits: AtomicU64::new(0),
-        })
+        Some(Self { kept: Zeroed::new(Queue::COUNT * BUCKETS)?, hits: AtomicU64::new(0) })
     }
 
     fn used(&self, cell: usize) {
@@ -68,11 +65,7 @@ pub(super) struct Trial {
 
 impl Trial {
     pub(super) fn new(capacity: f64) -> Option<Self> {
-        Some(Self {
-            by_score: Order::new()?,
-            by_age: Order::new()?,
-            capacity,
-        })
+        Some(Self { by_score: Order::new()?, by_age: Order::new()?, capacity })
     }
 
     /// A wait in this queue has ended with a use at this bucket of age.

@@ -56,11 +56,7 @@ impl End {
     }
 
     fn unpack(word: u64) -> Self {
-        Self {
-            name: (word >> 40) as u32,
-            turn: Turn((word >> 32) as u8),
-            child: word as u32,
-        }
+        Self { name: (word >> 40) as u32, turn: Turn((word >> 32) as u8), child: word as u32 }
     }
 }
 
@@ -87,27 +83,16 @@ impl Turns {
     /// different ways is where conversations begin, such as a short prompt that others begin with.
     pub(super) fn turn_of(&self, hashes: &[BlockHash]) -> Turn {
         let ends = hashes.iter().enumerate().rev();
-        let last = ends
-            .filter_map(|(index, hash)| Some((index, self.find(hash)?)))
-            .next();
+        let last = ends.filter_map(|(index, hash)| Some((index, self.find(hash)?))).next();
         let Some((index, end)) = last else {
             return Turn::FIRST;
         };
         let Some(next) = hashes.get(index + 1).map(child_mark) else {
             return end.turn.next();
         };
-        let child = if end.child == 0 || end.child == next {
-            next
-        } else {
-            SEVERAL
-        };
-        self.slot(&hashes[index])
-            .store(End { child, ..end }.pack(), Relaxed);
-        if child == SEVERAL {
-            Turn::FIRST
-        } else {
-            end.turn.next()
-        }
+        let child = if end.child == 0 || end.child == next { next } else { SEVERAL };
+        self.slot(&hashes[index]).store(End { child, ..end }.pack(), Relaxed);
+        if child == SEVERAL { Turn::FIRST } else { end.turn.next() }
     }
 
     /// A request of this turn has ended after these blocks.
@@ -115,11 +100,7 @@ impl Turns {
         if let Some(hash) = hashes.last()
             && self.find(hash).is_none()
         {
-            let end = End {
-                name: name(hash),
-                turn,
-                child: 0,
-            };
+            let end = End { name: name(hash), turn, child: 0 };
             self.slot(hash).store(end.pack(), Relaxed);
         }
     }

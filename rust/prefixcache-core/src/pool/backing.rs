@@ -29,10 +29,7 @@ impl Writer<SingleWriter> {
         }
         store.resized(self.num_blocks());
         self.0.backing.set(store).map_err(|_| ListenError::Twice)?;
-        let blank: Vec<_> = held
-            .into_iter()
-            .filter(|id| !has_content[id.index()])
-            .collect();
+        let blank: Vec<_> = held.into_iter().filter(|id| !has_content[id.index()]).collect();
         let outcome = self.release(&blank).and_then(|()| self.release(&restored));
         debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         Ok(restored.len())

@@ -154,10 +154,7 @@ impl<M: Mode> BlockPool<M> {
     // Looking.
 
     fn now(&self) -> Now<'_> {
-        Now {
-            epoch: self.contents.epoch(),
-            blocks: &self.blocks[..self.size.num_blocks()],
-        }
+        Now { epoch: self.contents.epoch(), blocks: &self.blocks[..self.size.num_blocks()] }
     }
 
     /// The first registered block that holds `key`.
@@ -329,11 +326,7 @@ impl<M: Mode> BlockPool<M> {
     /// Writes the content of a claimed block, enters it, and ends the claim.
     fn write(&self, id: BlockId, key: &BlockKey, epoch: Epoch) -> Registration {
         let block = self.block(id);
-        let epoch = if planted(Fault::EpochOfNow) {
-            self.contents.epoch()
-        } else {
-            epoch
-        };
+        let epoch = if planted(Fault::EpochOfNow) { self.contents.epoch() } else { epoch };
         let content = Content::from(key);
         let spot = self.index.spot(&content, epoch);
         let look = || self.find_at(self.now(), spot, &content, Some(id));
@@ -689,10 +682,7 @@ impl<M: Mode> BlockPool<M> {
 
     /// Whether some block has the content in this epoch, be it about to leave the pool.
     pub(super) fn has_copy(&self, spot: Spot, content: &Content) -> bool {
-        let now = Now {
-            epoch: self.contents.epoch(),
-            blocks: &self.blocks,
-        };
+        let now = Now { epoch: self.contents.epoch(), blocks: &self.blocks };
         self.find_at(now, spot, content, None).is_some()
     }
 }
@@ -712,10 +702,7 @@ mod tests {
         let mut blocks = Vec::new();
         pool.allocate(1, &mut blocks).unwrap();
         let _registration = pool.register(blocks[0], key, pool.epoch()).unwrap();
-        pool.contents
-            .epoch
-            .0
-            .store((1 << 32) - 1, Ordering::Release);
+        pool.contents.epoch.0.store((1 << 32) - 1, Ordering::Release);
         pool.clear_index();
         assert_eq!(pool.epoch().get(), 1 << 32);
         assert_eq!(pool.lookup(&key), None);

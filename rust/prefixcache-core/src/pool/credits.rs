@@ -69,11 +69,7 @@ impl<M: Mode> Drop for Resizing<'_, M> {
 
 impl Credits {
     fn inside<M: Mode>(&self) -> Inside<'_, M> {
-        Inside {
-            credits: self,
-            returned: 0,
-            mode: PhantomData,
-        }
+        Inside { credits: self, returned: 0, mode: PhantomData }
     }
 
     /// Begins a call that gives back blocks, or moves them. Waits for the end of a resize.
@@ -107,10 +103,7 @@ impl Credits {
             }
             if M::exchange(&self.word.0, word, word | RESIZING).is_ok() {
                 let mode = PhantomData;
-                return Some(Resizing {
-                    credits: self,
-                    mode,
-                });
+                return Some(Resizing { credits: self, mode });
             }
         }
     }
@@ -142,10 +135,7 @@ impl Credits {
             }
             let free = word & AVAILABLE;
             if free < count as u64 {
-                return Err(Exhausted {
-                    needed: count,
-                    free: free as usize,
-                });
+                return Err(Exhausted { needed: count, free: free as usize });
             }
             match M::exchange(&self.word.0, word, word - count as u64 + entering) {
                 Ok(()) => return Ok(()),

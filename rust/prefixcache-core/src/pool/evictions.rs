@@ -28,9 +28,7 @@ impl BlockPool<SingleWriter> {
             return Err(ListenError::Late);
         }
         let (event_log, reader) = EventLog::new(block_size, self.restored_tokens());
-        self.event_log
-            .set(event_log)
-            .map_err(|_| ListenError::Twice)?;
+        self.event_log.set(event_log).map_err(|_| ListenError::Twice)?;
         Ok(reader)
     }
 }
@@ -71,10 +69,7 @@ impl<M: Mode> BlockPool<M> {
     /// How long content waited between its uses; empty where nobody listens.
     #[must_use]
     pub fn reuse_gaps(&self) -> ReuseGaps {
-        self.eviction_log
-            .get()
-            .map(EvictionLog::gaps)
-            .unwrap_or_default()
+        self.eviction_log.get().map(EvictionLog::gaps).unwrap_or_default()
     }
 
     /// A call begins that registers, hits, gives back or loses content.

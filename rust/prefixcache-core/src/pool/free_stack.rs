@@ -33,10 +33,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    pub(crate) const EMPTY: Self = Self {
-        first: BlockId::NULL,
-        last: BlockId::NULL,
-    };
+    pub(crate) const EMPTY: Self = Self { first: BlockId::NULL, last: BlockId::NULL };
 
     /// Puts a block at the chain's end.
     #[inline]
@@ -57,11 +54,7 @@ impl FreeStack {
     }
 
     fn changed(head: u64, top: BlockId) -> u64 {
-        let tag = if planted(Fault::KeepTag) {
-            head >> ID_BITS
-        } else {
-            (head >> ID_BITS) + 1
-        };
+        let tag = if planted(Fault::KeepTag) { head >> ID_BITS } else { (head >> ID_BITS) + 1 };
         tag << ID_BITS | u64::from(top.get())
     }
 
@@ -74,9 +67,7 @@ impl FreeStack {
         let mut head = self.head.0.load(Relaxed);
         loop {
             // Relaxed: released by the exchange that makes the block reachable.
-            blocks[chain.last.index()]
-                .next
-                .store(Self::top(head).get(), Relaxed);
+            blocks[chain.last.index()].next.store(Self::top(head).get(), Relaxed);
             match M::exchange(&self.head.0, head, Self::changed(head, chain.first)) {
                 Ok(()) => return,
                 Err(now) => head = now,
@@ -131,9 +122,7 @@ pub(crate) struct FreshRun {
 
 impl FreshRun {
     pub(crate) fn new(first: usize, end: usize) -> Self {
-        Self {
-            bounds: OwnLine(AtomicU64::new((first as u64) << 32 | end as u64)),
-        }
+        Self { bounds: OwnLine(AtomicU64::new((first as u64) << 32 | end as u64)) }
     }
 
     fn unpack(bounds: u64) -> (u32, u32) {
@@ -196,17 +185,14 @@ mod models {
 
     fn chain(blocks: &[Block], ids: &[u32]) -> Chain {
         let mut chain = Chain::EMPTY;
-        ids.iter()
-            .for_each(|&id| chain.append(blocks, BlockId::new(id)));
+        ids.iter().for_each(|&id| chain.append(blocks, BlockId::new(id)));
         chain
     }
 
     /// One thread pops a block; another pops two and puts the first of them back, then a chain.
     fn pop_with_pop_and_push() {
         let shared = Arc::new((FreeStack::default(), [(); 5].map(|()| Block::default())));
-        shared
-            .0
-            .push::<Shared>(&shared.1, &chain(&shared.1, &[1, 2, 3]));
+        shared.0.push::<Shared>(&shared.1, &chain(&shared.1, &[1, 2, 3]));
         let other = {
             let shared = shared.clone();
             thread::spawn(move || {
@@ -223,11 +209,7 @@ mod models {
         all.extend(other.join().unwrap());
         all.extend(shared.0.walk(&shared.1));
         all.sort_unstable();
-        assert_eq!(
-            all,
-            [1, 2, 3, 4].map(BlockId::new),
-            "a block was lost or doubled"
-        );
+        assert_eq!(all, [1, 2, 3, 4].map(BlockId::new), "a block was lost or doubled");
     }
 
     model!(pop_with_pop_and_push, fails with KeepTag("lost or doubled"));
@@ -248,11 +230,7 @@ mod models {
         all.extend(other.join().unwrap());
         all.extend(run.walk());
         all.sort_unstable();
-        assert_eq!(
-            all,
-            [1, 2, 3, 4].map(BlockId::new),
-            "a block was lost or doubled"
-        );
+        assert_eq!(all, [1, 2, 3, 4].map(BlockId::new), "a block was lost or doubled");
     }
 
     model!(take_with_take, fails with BlindRunStore("lost or doubled"));

@@ -113,9 +113,8 @@ impl<M: Mode> BlockPool<M> {
     fn give_back_as(&self, ids: &[BlockId], mut batch: Return) -> Result<(), Misuse> {
         let mut inside = self.credits.enter::<M>();
         self.begin_return(&mut batch);
-        let outcome = ids
-            .chunks(CHUNK)
-            .try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
+        let outcome =
+            ids.chunks(CHUNK).try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
         self.push_front(batch, &mut inside);
         drop(inside);
         self.keep_bound();
@@ -142,11 +141,7 @@ impl<M: Mode> BlockPool<M> {
     /// Gets tickets for the blocks that will need one by the look of them now.
     fn reserve(&self, chunk: &[BlockId], batch: &mut Return) {
         let mut wanted: ByClass<usize> = [0; _];
-        for state in chunk
-            .iter()
-            .filter_map(|id| self.blocks.get(id.index()))
-            .map(Block::state)
-        {
+        for state in chunk.iter().filter_map(|id| self.blocks.get(id.index())).map(Block::state) {
             if state.holders() == 1 && (state.is_hashed() || batch.append) {
                 let class = batch.reclassed(state).class();
                 wanted[class.index()] += 1;
@@ -175,8 +170,7 @@ impl<M: Mode> BlockPool<M> {
         self.credits.give::<M>(batch.queued);
         let steps = COMPACTION_STEPS * batch.queued;
         for class in batch.classes {
-            self.ring(class)
-                .maintain(&self.blocks, &self.credits, steps);
+            self.ring(class).maintain(&self.blocks, &self.credits, steps);
         }
         batch.classes = ClassSet::EMPTY;
         batch.queued = 0;
@@ -209,11 +203,7 @@ impl<M: Mode> BlockPool<M> {
         let above = id.index() >= batch.end;
         let retired = above && self.is_retired(id);
         if last.is_hashed() && (retired || !self.is_current(block)) {
-            let cause = if retired {
-                Cause::Resized
-            } else {
-                Cause::Discarded
-            };
+            let cause = if retired { Cause::Resized } else { Cause::Discarded };
             return self.blank(id, last, cause);
         }
         if above && !last.is_hashed() {
@@ -313,11 +303,7 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the pins off the oldest `count` blocks in the pinned line, which join those of their own
     /// classes; how many.
     pub(super) fn unpin_oldest(&self, count: usize) -> usize {
-        let at_once = if planted(Fault::GreedyDemotion) {
-            count
-        } else {
-            1
-        };
+        let at_once = if planted(Fault::GreedyDemotion) { count } else { 1 };
         let mut moved = 0;
         while moved < count {
             let mut inside = self.credits.enter::<M>();
@@ -336,9 +322,7 @@ impl<M: Mode> BlockPool<M> {
         let credits = self.credits.take_some::<M>(count);
         let mut ids = Vec::new();
         let take = |id, place| Some(self.block(id).transition_to_unpinned::<M>(place));
-        let moved = self
-            .ring(Class::PINNED)
-            .take_oldest(&self.blocks, credits, take, &mut ids);
+        let moved = self.ring(Class::PINNED).take_oldest(&self.blocks, credits, take, &mut ids);
         // No credit stands for a leaving block.
         let above = ids.iter().filter(|&&id| self.is_above(id)).count();
         self.size.count_holds_above::<M>(above);

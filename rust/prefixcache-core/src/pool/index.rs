@@ -78,9 +78,7 @@ impl Bucket {
 
     fn place_of(&self, entry: u64) -> Option<&AtomicU64> {
         // Relaxed: whoever goes on to change the place exchanges it, which checks and acquires.
-        self.entries
-            .iter()
-            .find(|place| place.load(Relaxed) == entry)
+        self.entries.iter().find(|place| place.load(Relaxed) == entry)
     }
 
     fn is_passed(&self) -> bool {
@@ -149,9 +147,7 @@ impl Index {
     /// A table for `max_blocks` blocks, or nothing when there is no memory for it.
     pub(crate) fn new(max_blocks: usize) -> Option<Self> {
         let buckets = max_blocks.div_ceil(BLOCKS_PER_BUCKET).next_power_of_two();
-        Some(Self {
-            buckets: Zeroed::new(buckets)?,
-        })
+        Some(Self { buckets: Zeroed::new(buckets)? })
     }
 
     /// Where `content` that is registered in `epoch` belongs.
@@ -162,10 +158,8 @@ impl Index {
     pub(crate) fn spot(&self, content: &Content, epoch: Epoch) -> Spot {
         let [a, b, c, d] = content.hash;
         let head = fold(a ^ 0x9e37_79b9_7f4a_7c15, b ^ 0xc2b2_ae3d_27d4_eb4f);
-        let tail = fold(
-            c ^ 0x1656_67b1_9e37_79f9,
-            d ^ 0xd6e8_feb8_6659_fd93 ^ u64::from(content.group),
-        );
+        let tail =
+            fold(c ^ 0x1656_67b1_9e37_79f9, d ^ 0xd6e8_feb8_6659_fd93 ^ u64::from(content.group));
         let mixed = head ^ tail.rotate_left(32);
         let fingerprint = mixed as u32 & ((1 << FINGERPRINT_BITS) - 1);
         Spot {
@@ -259,9 +253,7 @@ impl Index {
                 || self.replace_ended::<M>(spot, bucket, entry, &ended)
             {
                 if late {
-                    self.chain(spot)
-                        .take(passed)
-                        .for_each(|b| M::add(&b.overflow, 1));
+                    self.chain(spot).take(passed).for_each(|b| M::add(&b.overflow, 1));
                 }
                 if bucket.is_passed() {
                     self.clear_ended::<M>(spot, passed + 1, &ended);
@@ -278,10 +270,7 @@ impl Index {
 
     fn fill_empty<M: Mode>(bucket: &Bucket, entry: u64) -> bool {
         // Relaxed: the exchange checks again, and acquires.
-        let mut places = bucket
-            .entries
-            .iter()
-            .filter(|place| place.load(Relaxed) == 0);
+        let mut places = bucket.entries.iter().filter(|place| place.load(Relaxed) == 0);
         places.any(|place| M::exchange(place, 0, entry).is_ok())
     }
 
@@ -306,9 +295,7 @@ impl Index {
             };
             let replaced = M::exchange(place, entry, new).is_ok();
             if replaced && !planted(Fault::KeepCounts) {
-                let passed = self
-                    .chain(old)
-                    .position(|on_way| std::ptr::eq(on_way, bucket));
+                let passed = self.chain(old).position(|on_way| std::ptr::eq(on_way, bucket));
                 self.uncount::<M>(old, passed.unwrap_or(0));
             }
             replaced
@@ -352,8 +339,7 @@ impl Index {
     /// The counts of the buckets before it stay, as both come from the same home.
     pub(crate) fn replace<M: Mode>(&self, spot: Spot, old: BlockId, new: BlockId) -> bool {
         let (old, new) = (spot.entry(old), spot.entry(new));
-        self.find_entry(spot, old)
-            .is_some_and(|(_, place)| M::exchange(place, old, new).is_ok())
+        self.find_entry(spot, old).is_some_and(|(_, place)| M::exchange(place, old, new).is_ok())
     }
 
     /// Where an entry stands, and how many buckets it has passed.
@@ -381,9 +367,7 @@ impl Index {
     /// The blocks in the table, once for each entry.
     pub(crate) fn walk(&self) -> impl Iterator<Item = BlockId> {
         let entries = self.buckets.iter().flat_map(|bucket| &bucket.entries);
-        let entries = entries
-            .map(|entry| entry.load(Acquire))
-            .filter(|&entry| entry != 0);
+        let entries = entries.map(|entry| entry.load(Acquire)).filter(|&entry| entry != 0);
         entries.map(block_of)
     }
 
@@ -395,16 +379,12 @@ impl Index {
         epoch: Epoch,
         spot_of: impl Fn(BlockId) -> Spot,
     ) -> Result<(), String> {
-        let now = Spot {
-            home: 0,
-            tag: (epoch.get() as u32) << FINGERPRINT_BITS,
-        };
+        let now = Spot { home: 0, tag: (epoch.get() as u32) << FINGERPRINT_BITS };
         let mut counts = vec![0_u64; self.buckets.len()];
         for block in self.walk() {
             let spot = spot_of(block);
-            let found = self
-                .chain(spot)
-                .position(|bucket| bucket.place_of(spot.entry(block)).is_some());
+            let found =
+                self.chain(spot).position(|bucket| bucket.place_of(spot.entry(block)).is_some());
             let Some(passed) = found else {
                 return Err(format!("the entry of block {block} cannot be found"));
             };
@@ -419,10 +399,7 @@ impl Index {
                 counts[self.position_of(bucket)] += 1;
             }
         }
-        let held = self
-            .buckets
-            .iter()
-            .map(|bucket| bucket.overflow.load(Acquire));
+        let held = self.buckets.iter().map(|bucket| bucket.overflow.load(Acquire));
         if held.eq(counts) {
             return Ok(());
         }
@@ -467,10 +444,7 @@ mod tests {
     #[test]
     fn a_check_sees_ended_entries_that_were_passed() {
         let outcome = after_a_reset(|_, _| None);
-        assert_eq!(
-            outcome,
-            Err("block 8 passed entries of ended epochs".into())
-        );
+        assert_eq!(outcome, Err("block 8 passed entries of ended epochs".into()));
     }
 }
 
@@ -495,15 +469,10 @@ mod models {
         /// A table that holds `blocks` already, each registered in its epoch.
         fn new(blocks: &[Epoch]) -> Arc<Self> {
             let index = Index::new(2 * BLOCKS_PER_BUCKET).unwrap();
-            let contents = (0..).map(|number| Content {
-                hash: [number; 4],
-                group: 0,
-            });
+            let contents = (0..).map(|number| Content { hash: [number; 4], group: 0 });
             let at_home = contents.filter(|content| index.spot(content, OLD).home == 0);
             let epochs = blocks.iter().copied().chain(std::iter::repeat(NOW));
-            let spots = at_home
-                .zip(epochs)
-                .map(|(content, epoch)| index.spot(&content, epoch));
+            let spots = at_home.zip(epochs).map(|(content, epoch)| index.spot(&content, epoch));
             let spots = spots.take(blocks.len() + 2).collect();
             let table = Self { index, spots };
             for (number, _) in blocks.iter().enumerate() {
@@ -532,8 +501,7 @@ mod models {
         }
 
         fn remove(&self, number: usize) {
-            self.index
-                .remove::<Shared>(self.spots[number], Self::block(number));
+            self.index.remove::<Shared>(self.spots[number], Self::block(number));
         }
 
         fn finds(&self, number: usize) -> bool {

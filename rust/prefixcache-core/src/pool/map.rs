@@ -57,10 +57,7 @@ impl BlockMap {
     ) -> Self {
         let cells = cells.min(num_blocks);
         let ages = age_bounds.len() + 1;
-        let mut map = Self {
-            states: vec![[0; _]; cells],
-            ages: vec![0; cells * ages],
-        };
+        let mut map = Self { states: vec![[0; _]; cells], ages: vec![0; cells * ages] };
         for (cell, states) in map.states.iter_mut().enumerate() {
             let ages = &mut map.ages[cell * ages..][..ages];
             for id in ids_of_cell(cell, cells, num_blocks).map(BlockId::new) {
@@ -102,19 +99,14 @@ impl<M: Mode> BlockPool<M> {
         let fresh = self.fresh.ids();
         let listener = self.eviction_log.get();
         let now = self.clock.micros();
-        Ok(BlockMap::of(
-            self.num_blocks() - 1,
-            cells,
-            age_bounds,
-            |id| {
-                if fresh.contains(&id.get()) {
-                    return (BlockState::Free, None);
-                }
-                let (state, has_content) = self.state_of(self.block(id));
-                let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
-                (state, listener.filter(|_| has_content).map(idle))
-            },
-        ))
+        Ok(BlockMap::of(self.num_blocks() - 1, cells, age_bounds, |id| {
+            if fresh.contains(&id.get()) {
+                return (BlockState::Free, None);
+            }
+            let (state, has_content) = self.state_of(self.block(id));
+            let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
+            (state, listener.filter(|_| has_content).map(idle))
+        }))
     }
 
     /// What the block is, and whether it has content that can be hit.

@@ -105,9 +105,7 @@ impl<M: Mode> BlockPool<M> {
     fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
         let leaving = &mut moves.plan.leaving;
         let from = self.last_leaving(wanted, leaving);
-        let Some((place, rank)) = from
-            .last()
-            .map(|&(id, place)| (place, self.rank_at(id, place)))
+        let Some((place, rank)) = from.last().map(|&(id, place)| (place, self.rank_at(id, place)))
         else {
             return 0;
         };
@@ -118,12 +116,7 @@ impl<M: Mode> BlockPool<M> {
         let pairs = from.iter().zip(&to);
         moves.in_flight.extend(pairs.map(|(&(from, _), &to)| {
             let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
-            Move {
-                from,
-                to,
-                key,
-                epoch,
-            }
+            Move { from, to, key, epoch }
         }));
         leaving.extend(from[to.len()..].iter().rev().map(|&(id, _)| id));
         to.len()
@@ -137,11 +130,7 @@ impl<M: Mode> BlockPool<M> {
         {
             // One that came back is on the list that is made next.
             let place = self.block(id).state().place();
-            last.extend(
-                place
-                    .filter(|_| self.is_leaving(id))
-                    .map(|place| (id, place)),
-            );
+            last.extend(place.filter(|_| self.is_leaving(id)).map(|place| (id, place)));
         }
         last
     }
@@ -212,8 +201,7 @@ impl<M: Mode> BlockPool<M> {
         self.note_moved(one.from, one.to);
         let replaced = to.transition_to_replacing::<M>(state);
         debug_assert_eq!(replaced, Transition::Done, "block {} was shared", one.to);
-        self.ring(place.class)
-            .replace(place.ticket, one.from, one.to);
+        self.ring(place.class).replace(place.ticket, one.from, one.to);
         // A copy too many has no entry, nor has content of an ended epoch that made room.
         let spot = self.index.spot(&content, from.epoch());
         self.index.replace::<M>(spot, one.from, one.to);

@@ -73,10 +73,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    pub(crate) const NONE: Self = Self {
-        next: Ticket::new(0),
-        left: 0,
-    };
+    pub(crate) const NONE: Self = Self { next: Ticket::new(0), left: 0 };
 
     /// The next ticket; it stays the next until [`Self::advance`].
     #[inline]
@@ -156,10 +153,7 @@ pub(crate) struct Ring<M> {
 
 impl<M> std::fmt::Debug for Ring<M> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("Ring")
-            .field("class", &self.class)
-            .finish_non_exhaustive()
+        formatter.debug_struct("Ring").field("class", &self.class).finish_non_exhaustive()
     }
 }
 
@@ -198,10 +192,7 @@ impl<M: Mode> Ring<M> {
 
     #[inline]
     pub(crate) fn place(&self, ticket: Ticket) -> Place {
-        Place {
-            class: self.class,
-            ticket,
-        }
+        Place { class: self.class, ticket }
     }
 
     #[inline]
@@ -215,10 +206,7 @@ impl<M: Mode> Ring<M> {
 
     #[inline]
     fn unpack(word: u64) -> (Ticket, BlockId) {
-        (
-            Ticket::new(word >> ID_BITS),
-            BlockId::new((word & ID_MASK) as u32),
-        )
+        (Ticket::new(word >> ID_BITS), BlockId::new((word & ID_MASK) as u32))
     }
 
     #[inline]
@@ -292,11 +280,8 @@ impl<M: Mode> Ring<M> {
 
     /// Lets the slot of `ticket` name `block` in the place of the one that stood there. No walk is running.
     pub(crate) fn replace(&self, ticket: Ticket, from: BlockId, block: BlockId) {
-        let replaced = M::exchange(
-            self.word(ticket),
-            Self::pack(ticket, from),
-            Self::pack(ticket, block),
-        );
+        let replaced =
+            M::exchange(self.word(ticket), Self::pack(ticket, from), Self::pack(ticket, block));
         debug_assert!(replaced.is_ok(), "block {from} stood elsewhere");
     }
 
@@ -314,12 +299,7 @@ impl<M: Mode> Ring<M> {
     /// A count of vacated slots, which is reported when it is dropped.
     #[inline]
     pub(crate) fn vacated_slots(&self) -> VacatedSlots<'_, M> {
-        VacatedSlots {
-            ring: self,
-            segment: 0,
-            count: 0,
-            total: 0,
-        }
+        VacatedSlots { ring: self, segment: 0, count: 0, total: 0 }
     }
 
     /// Takes up to `max` blocks from the front, by `take`, which may end this by None, and appends them to
@@ -447,14 +427,14 @@ impl<M: Mode> Ring<M> {
     ) -> impl Iterator<Item = (Ticket, BlockId)> {
         let head = self.head();
         let span = self.tail().since(head);
-        (0..span)
-            .map(move |step| head.plus(step))
-            .filter_map(move |ticket| match self.slot(ticket) {
+        (0..span).map(move |step| head.plus(step)).filter_map(move |ticket| {
+            match self.slot(ticket) {
                 slot @ Slot::Names(block) if !self.is_vacant(blocks, ticket, slot) => {
                     Some((ticket, block))
                 }
                 _ => None,
-            })
+            }
+        })
     }
 
     /// What is wrong with the counts of vacated slots, at rest.

@@ -208,9 +208,7 @@ impl<M: Mode> BlockPool<M> {
         // A registration that does not see the new size has its claim seen here.
         M::fence();
         let lost = self.unqueue_all(ids(num_blocks..before))
-            + ids(num_blocks..before)
-                .map(|id| self.forget_held(id, Cause::Resized))
-                .sum::<u64>();
+            + ids(num_blocks..before).map(|id| self.forget_held(id, Cause::Resized)).sum::<u64>();
         self.size.count_lost::<M>(lost);
         M::add(&self.counters.evictions, lost);
         if !in_order {
@@ -225,10 +223,7 @@ impl<M: Mode> BlockPool<M> {
         if M::SHARED || self.reuse.is_some() || self.size.held_above() > 0 {
             return false;
         }
-        let line = self
-            .classes
-            .used()
-            .flat_map(|class| self.ring(class).walk(&self.blocks));
+        let line = self.classes.used().flat_map(|class| self.ring(class).walk(&self.blocks));
         let mut cached = line.map(|(_, id)| id).filter(|&id| self.is_cached(id));
         // The first that stays is taken, so the rest is what stands behind it.
         cached.by_ref().find(|id| id.index() < end);

@@ -47,14 +47,8 @@ impl<M: Mode> BlockPool<M> {
             out.reserve(num_keys);
             self.find_hits(keys.clone(), out)
         };
-        let credits = if planted(Fault::CreditsForMisses) {
-            num_keys
-        } else {
-            free_hits
-        };
-        let entered = self
-            .credits
-            .enter_taking::<M>(credits.saturating_add(num_new));
+        let credits = if planted(Fault::CreditsForMisses) { num_keys } else { free_hits };
+        let entered = self.credits.enter_taking::<M>(credits.saturating_add(num_new));
         let taken = entered.and_then(|mut inside| {
             let hits = self.hold_hits(keys, credits, num_new, &out[first..], &mut inside)?;
             Ok((hits, inside))
@@ -131,11 +125,7 @@ impl<M: Mode> BlockPool<M> {
         }
         if let Err(exhausted) = outcome {
             inside.give_at_end(credits + num_new);
-            let kept = if planted(Fault::KeepHitsOfFailure) {
-                hits
-            } else {
-                0
-            };
+            let kept = if planted(Fault::KeepHitsOfFailure) { hits } else { 0 };
             self.give_back_all(&found[kept..hits]);
             return Err(exhausted);
         }
@@ -243,11 +233,7 @@ impl<M: Mode> BlockPool<M> {
             self.take_stale(end, out);
             self.take_blank(end, out);
             self.take_queued(end, out, Cause::Resized, &wanted);
-            before = if out.len() == first {
-                first
-            } else {
-                usize::MAX
-            };
+            before = if out.len() == first { first } else { usize::MAX };
             self.drop_leaving(out, first);
         }
     }
@@ -386,13 +372,11 @@ impl<M: Mode> BlockPool<M> {
                 }
                 Some(step)
             };
-            self.ring(class)
-                .take_oldest(&self.blocks, end - first, take, out);
+            self.ring(class).take_oldest(&self.blocks, end - first, take, out);
             let evicted = self.evict_all(&out[first..], cause, |_| class);
             M::add(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
-                self.pins
-                    .count_recycled::<M>(pinned.all.get(), pinned.current.get());
+                self.pins.count_recycled::<M>(pinned.all.get(), pinned.current.get());
             }
         }
     }

@@ -55,9 +55,7 @@ fn check_blank<M: Mode>(pool: &BlockPool<M>, free: &mut [bool]) -> Result<usize,
     for id in pool.stack.walk(&pool.blocks).chain(pool.fresh.walk()) {
         mark(pool, free, id)?;
         let idle = pool.block(id).state() == State::IDLE;
-        ensure(idle, || {
-            format!("block {id} is among the blank ones and not idle")
-        })?;
+        ensure(idle, || format!("block {id} is among the blank ones and not idle"))?;
         count += 1;
     }
     Ok(count)
@@ -71,18 +69,14 @@ fn check_ring<M: Mode>(
 ) -> Result<usize, Broken> {
     let (head, tail) = (ring.head(), ring.tail());
     let span = tail.since(head);
-    ensure(span <= ring.capacity(), || {
-        format!("{class:?} ring: {span} slots from head to tail")
-    })?;
+    ensure(span <= ring.capacity(), || format!("{class:?} ring: {span} slots from head to tail"))?;
     ring.check_vacated(&pool.blocks).map_err(Broken)?;
     let mut before: Option<Ticket> = None;
     let mut count = 0;
     for (ticket, id) in ring.walk(&pool.blocks) {
         mark(pool, free, id)?;
         let in_order = before.is_none_or(|before| before.is_before(ticket));
-        ensure(in_order, || {
-            format!("{class:?} ring: {before:?} stands before {ticket:?}")
-        })?;
+        ensure(in_order, || format!("{class:?} ring: {before:?} stands before {ticket:?}"))?;
         before = Some(ticket);
         count += 1;
     }
@@ -93,23 +87,15 @@ fn check_block<M: Mode>(pool: &BlockPool<M>, index: usize, is_free: bool) -> Che
     let id = BlockId::new(index as u32);
     let block = pool.block(id);
     let state = block.state();
-    ensure(!state.is_claimed(), || {
-        format!("block {id} is claimed by nobody")
-    })?;
+    ensure(!state.is_claimed(), || format!("block {id} is claimed by nobody"))?;
     let (above, retired) = (pool.is_above(id), pool.is_retired(id));
-    ensure(!(state.is_held() && is_free), || {
-        format!("block {id} is held and free")
-    })?;
-    ensure(state.is_held() || is_free || above, || {
-        format!("block {id} is lost")
-    })?;
+    ensure(!(state.is_held() && is_free), || format!("block {id} is held and free"))?;
+    ensure(state.is_held() || is_free || above, || format!("block {id} is lost"))?;
     let nowhere = above && !is_free;
     ensure(!nowhere || state.is_held() || state == State::IDLE, || {
         format!("block {id} stands nowhere and is not idle")
     })?;
-    ensure(!retired || !is_free, || {
-        format!("block {id} is retired and in line")
-    })?;
+    ensure(!retired || !is_free, || format!("block {id} is retired and in line"))?;
     check_content(pool, id, block, state)
 }
 
@@ -129,9 +115,7 @@ fn check_content<M: Mode>(pool: &BlockPool<M>, id: BlockId, block: &Block, state
 /// The bounds, and the count of blocks that are held though they are handed out no more.
 fn check_size<M: Mode>(pool: &BlockPool<M>) -> Check {
     let (end, num_blocks) = (pool.size.end(), pool.size.num_blocks());
-    ensure(end <= num_blocks, || {
-        format!("blocks up to {end} of {num_blocks} are handed out")
-    })?;
+    ensure(end <= num_blocks, || format!("blocks up to {end} of {num_blocks} are handed out"))?;
     let above = &pool.blocks[end..];
     let held = above.iter().filter(|block| block.state().is_held()).count();
     let counted = pool.size.held_above();
@@ -144,27 +128,19 @@ fn check_pins<M: Mode>(pool: &BlockPool<M>) -> Check {
     let is_pinned = |block: &&Block| block.state().is_pinned();
     let pinned = pool.blocks.iter().filter(is_pinned).count();
     let counted = pool.pins.now();
-    ensure(pinned == counted, || {
-        format!("{pinned} blocks are pinned, {counted} are counted")
-    })
+    ensure(pinned == counted, || format!("{pinned} blocks are pinned, {counted} are counted"))
 }
 
 /// The index and the counts over all content.
 fn check_contents<M: Mode>(pool: &BlockPool<M>) -> Check {
     let ids = || (1..pool.config.max_blocks as u32).map(BlockId::new);
-    let hashed: Vec<BlockId> = ids()
-        .filter(|&id| pool.block(id).state().is_hashed())
-        .collect();
+    let hashed: Vec<BlockId> = ids().filter(|&id| pool.block(id).state().is_hashed()).collect();
     check_index(pool, &hashed)?;
     let seqs: HashSet<u64> = hashed.iter().map(|&id| pool.block(id).seq()).collect();
-    ensure(seqs.len() == hashed.len(), || {
-        "two registrations have one number".into()
-    })?;
+    ensure(seqs.len() == hashed.len(), || "two registrations have one number".into())?;
     let cached = hashed.iter().filter(|&&id| pool.is_cached(id)).count();
     let counted = pool.contents.cached();
-    ensure(cached == counted, || {
-        format!("{cached} blocks are cached, {counted} are counted")
-    })
+    ensure(cached == counted, || format!("{cached} blocks are cached, {counted} are counted"))
 }
 
 /// Every entry is that of a block with content, and all blocks of this epoch have one, but for copies
@@ -177,24 +153,15 @@ fn check_index<M: Mode>(pool: &BlockPool<M>, hashed: &[BlockId]) -> Check {
     })?;
     let is_indexed = |id: &BlockId| indexed.binary_search(id).is_ok();
     let is_missing = |id: &&BlockId| pool.is_cached(**id) && !is_indexed(id);
-    let (missing, surplus) = (
-        hashed.iter().filter(is_missing).count() as u64,
-        pool.surplus(),
-    );
+    let (missing, surplus) = (hashed.iter().filter(is_missing).count() as u64, pool.surplus());
     ensure(missing <= surplus, || {
         format!("{missing} blocks are cached and not in the index, {surplus} copies were too many")
     })?;
-    let blank = indexed
-        .iter()
-        .find(|id| !pool.block(**id).state().is_hashed());
-    ensure(blank.is_none(), || {
-        format!("block {blank:?} is in the index and holds no content")
-    })?;
+    let blank = indexed.iter().find(|id| !pool.block(**id).state().is_hashed());
+    ensure(blank.is_none(), || format!("block {blank:?} is in the index and holds no content"))?;
     let spot_of = |id| {
         let block = pool.block(id);
         pool.index.spot(&block.content(), block.epoch())
     };
-    pool.index
-        .check(pool.contents.epoch(), spot_of)
-        .map_err(Broken)
+    pool.index.check(pool.contents.epoch(), spot_of).map_err(Broken)
 }

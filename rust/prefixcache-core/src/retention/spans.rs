@@ -33,10 +33,7 @@ pub(super) struct Slab<T> {
 
 impl<T: Default> Default for Slab<T> {
     fn default() -> Self {
-        Self {
-            items: vec![T::default()],
-            free: Vec::new(),
-        }
+        Self { items: vec![T::default()], free: Vec::new() }
     }
 }
 
@@ -152,12 +149,7 @@ impl Default for Entry {
 
 impl Entry {
     pub(super) fn new(block: BlockId, next: u32) -> Self {
-        Self {
-            block,
-            next,
-            span: NONE,
-            place: 0,
-        }
+        Self { block, next, span: NONE, place: 0 }
     }
 }
 

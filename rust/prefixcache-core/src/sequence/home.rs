@@ -53,8 +53,7 @@ impl Home {
 
     /// Changes the weights; their version.
     pub(crate) fn change_weights(&self, name: Option<WeightsName>) -> u64 {
-        self.weights
-            .change(name, |name| root_of(&self.config, name))
+        self.weights.change(name, |name| root_of(&self.config, name))
     }
 
     /// Content of versions before this one is findable no more.

@@ -37,10 +37,7 @@ impl Pins {
     /// Pins of all anchors that are at least `min_distance` blocks past the one before, and of the `prefix` or not.
     #[must_use]
     pub const fn new(min_distance: usize, prefix: bool) -> Self {
-        Self {
-            min_distance,
-            prefix,
-        }
+        Self { min_distance, prefix }
     }
 }
 
@@ -132,9 +129,7 @@ impl Anchors {
     /// is one.
     pub(crate) fn pinned_upto(&self, end: usize, size: usize) -> impl Iterator<Item = usize> {
         let (pins, first) = match self.retention {
-            Retention::Anchors {
-                pins: Some(pins), ..
-            } => (Some(pins), self.next(0, size)),
+            Retention::Anchors { pins: Some(pins), .. } => (Some(pins), self.next(0, size)),
             _ => (None, None),
         };
         let before_end = iter::successors(first, move |&length| self.next(length, size))
@@ -148,33 +143,20 @@ impl Anchors {
         let from = length.saturating_add(1).saturating_mul(size);
         let place = self.positions.partition_point(|&position| position < from);
         let own = self.positions.get(place).copied();
-        own.into_iter()
-            .chain(self.multiple_from(from))
-            .min()
-            .map(|position| position / size)
+        own.into_iter().chain(self.multiple_from(from)).min().map(|position| position / size)
     }
 
     /// Whether the anchor after `length` blocks lies as far past the one before as a pin asks.
     fn is_apart(&self, length: usize, pins: Pins, size: usize) -> bool {
-        let place = self
-            .positions
-            .partition_point(|&position| position < length * size);
-        let own = place
-            .checked_sub(1)
-            .map_or(0, |place| self.positions[place]);
+        let place = self.positions.partition_point(|&position| position < length * size);
+        let own = place.checked_sub(1).map_or(0, |place| self.positions[place]);
         let before = own.max(self.multiple_before(length * size)) / size;
         length - before >= pins.min_distance
     }
 
     /// Whether groups that need the whole prefix pin it.
     pub(crate) fn pins_prefix(&self) -> bool {
-        matches!(
-            self.retention,
-            Retention::Anchors {
-                pins: Some(Pins { prefix: true, .. }),
-                ..
-            }
-        )
+        matches!(self.retention, Retention::Anchors { pins: Some(Pins { prefix: true, .. }), .. })
     }
 
     fn interval(&self) -> usize {

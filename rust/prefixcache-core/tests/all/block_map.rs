@@ -35,11 +35,7 @@ fn steady(pool: &mut impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
     }
     pool.release(&pinned).unwrap();
     pool.release(&cached).unwrap();
-    [
-        (BlockState::Held, held),
-        (BlockState::Pinned, pinned),
-        (BlockState::Cached, cached),
-    ]
+    [(BlockState::Held, held), (BlockState::Pinned, pinned), (BlockState::Cached, cached)]
 }
 
 /// Requests that hit, evict, and give up content, on what is left.
@@ -70,10 +66,7 @@ fn check(map: &BlockMap, steady: &[(BlockState, Vec<BlockId>)]) {
     for (state, blocks) in steady {
         for block in blocks {
             let cell = map.states[block.index() - 1];
-            assert_eq!(
-                cell[*state as usize], 1,
-                "block {block} was seen as {cell:?}"
-            );
+            assert_eq!(cell[*state as usize], 1, "block {block} was seen as {cell:?}");
         }
     }
     assert_eq!(count(BlockState::Pinned) as usize, STEADY);

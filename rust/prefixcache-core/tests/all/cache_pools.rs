@@ -185,12 +185,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     fn step(&mut self, step: &Step) {
         self.pass(300);
         match *step {
-            Step::Serve {
-                base,
-                len,
-                copies,
-                salted,
-            } => self.serve(base, len, copies, salted),
+            Step::Serve { base, len, copies, salted } => self.serve(base, len, copies, salted),
             Step::Chunks { base, len, chunk } => self.serve_in_chunks(base, len, chunk),
             Step::Clear => self.cache.clear_cache_index(),
             Step::NewWeights { name } => {
@@ -272,18 +267,11 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
 
     fn serve(&mut self, base: u32, len: usize, copies: usize, salted: bool) {
         let tokens: Vec<u32> = (0..len as u32).map(|token| token * base).collect();
-        let scope = Scope {
-            lora: None,
-            cache_salt: salted.then(|| "salt".to_owned()),
-        };
+        let scope = Scope { lora: None, cache_salt: salted.then(|| "salt".to_owned()) };
         for _ in 0..copies {
-            let mut sequence = self
-                .cache
-                .new_sequence(tokens.clone(), scope.clone(), vec![]);
+            let mut sequence = self.cache.new_sequence(tokens.clone(), scope.clone(), vec![]);
             let hits = self.cache.count_prefix_hits(&mut sequence).unwrap();
-            let plan = self
-                .cache
-                .commit_prefix_plan(&mut sequence, hits, len - hits + 1);
+            let plan = self.cache.commit_prefix_plan(&mut sequence, hits, len - hits + 1);
             self.answer((hits, &plan));
             if plan.unwrap().is_some() {
                 self.table.note_hits(self.cache.store_mut(), &sequence);
@@ -298,14 +286,9 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         sequence.set_retention(retention(0, true));
         sequence.add_anchor(len - 1);
         let most = len - 1;
-        let hits = self
-            .cache
-            .count_prefix_hits_within(&mut sequence, most)
-            .unwrap();
+        let hits = self.cache.count_prefix_hits_within(&mut sequence, most).unwrap();
         let rest = len - hits;
-        let plan = self
-            .cache
-            .commit_in_chunks(&mut sequence, hits, rest, chunk);
+        let plan = self.cache.commit_in_chunks(&mut sequence, hits, rest, chunk);
         self.answer((hits, &plan));
         let Ok(Some(mut computed)) = plan else { return };
         self.table.note_hits(self.cache.store_mut(), &sequence);
@@ -326,10 +309,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             let held: usize = held.sum();
             let most = self.cache.most_blocks(len, chunk);
             let snapshots = kept.clone().unwrap() * batch[0].num_groups();
-            assert!(
-                held <= most + snapshots,
-                "{held} blocks are held, {most} were promised"
-            );
+            assert!(held <= most + snapshots, "{held} blocks are held, {most} were promised");
             computed = upto;
             self.answer((dropped, kept, duplicates));
         }
@@ -340,9 +320,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         match *step {
             Step::Append { count, .. } => {
                 let served = self.cache.append_slots(&mut [&mut sequence], &[count]);
-                self.cache
-                    .append_tokens(&mut [&mut sequence], &[7])
-                    .unwrap();
+                self.cache.append_tokens(&mut [&mut sequence], &[7]).unwrap();
                 self.answer(served);
             }
             Step::Pin { tokens, .. } => {
@@ -358,12 +336,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 let dropped = self.cache.drop_unneeded(&mut [&mut sequence], &[upto]);
                 self.answer(dropped);
             }
-            Step::Retain {
-                interval,
-                anchor,
-                pins,
-                ..
-            } => {
+            Step::Retain { interval, anchor, pins, .. } => {
                 sequence.set_retention(retention(interval, pins));
                 sequence.add_anchor(anchor);
             }
@@ -375,13 +348,9 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 self.cache.release(&mut [&mut sequence]).unwrap();
                 return;
             }
-            Step::Hint {
-                owner,
-                cuts,
-                priorities,
-                ttl,
-                ..
-            } => sequence.set_hints(hints(owner, cuts, priorities, ttl)),
+            Step::Hint { owner, cuts, priorities, ttl, .. } => {
+                sequence.set_hints(hints(owner, cuts, priorities, ttl))
+            }
             _ => self.fill(&mut sequence),
         }
         self.live.push(sequence);
@@ -396,10 +365,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
     /// How much of each prompt hits, by whatever way the cache counts.
     fn count_prefixes(&self) -> [usize; 2] {
         let tokens = |base: u32| (0..40).map(|token| token * base).collect::<Vec<u32>>();
-        let hashes = |base| {
-            self.cache
-                .compute_block_hashes(&tokens(base), &Scope::default(), vec![])
-        };
+        let hashes =
+            |base| self.cache.compute_block_hashes(&tokens(base), &Scope::default(), vec![]);
         [0, 1].map(|base| self.cache.probe(&hashes(base)))
     }
 
@@ -443,15 +410,9 @@ fn hints(owner: u8, cuts: [usize; 3], priorities: [u8; 2], ttl: Option<u64>) -> 
         start: start + len + gap - 1,
         end: (gap % 3 > 0).then_some(start + len + gap + 6),
         priority: priorities[1],
-        ttl: ttl
-            .filter(|ttl| ttl % 2 == 0)
-            .map(|ttl| Duration::from_millis(700 * ttl)),
+        ttl: ttl.filter(|ttl| ttl % 2 == 0).map(|ttl| Duration::from_millis(700 * ttl)),
     };
-    let ranges = if gap % 4 == 0 {
-        vec![first]
-    } else {
-        vec![first, second]
-    };
+    let ranges = if gap % 4 == 0 { vec![first] } else { vec![first, second] };
     Hints::new(Owner::named(&owner.to_string()), ranges).unwrap()
 }
 
@@ -491,14 +452,10 @@ fn check(groups: &Groups, order: Order, steps: &[Step]) -> Result<(), TestCaseEr
 
 /// Shows the first answers that differ.
 fn same(plain: &[String], other: &[String]) -> Result<(), TestCaseError> {
-    plain
-        .iter()
-        .zip(other)
-        .enumerate()
-        .try_for_each(|(number, (plain, other))| {
-            prop_assert_eq!(plain, other, "answer {}", number);
-            Ok(())
-        })
+    plain.iter().zip(other).enumerate().try_for_each(|(number, (plain, other))| {
+        prop_assert_eq!(plain, other, "answer {}", number);
+        Ok(())
+    })
 }
 
 fn retention(interval: usize, pins: bool) -> Retention {
@@ -508,11 +465,7 @@ fn retention(interval: usize, pins: bool) -> Retention {
 
 fn groups() -> impl Strategy<Value = Groups> {
     let window = (1..14_usize).prop_map(|window| GroupSpec::SlidingWindow { window });
-    let spec = prop_oneof![
-        Just(GroupSpec::FullAttention),
-        window,
-        Just(GroupSpec::State)
-    ];
+    let spec = prop_oneof![Just(GroupSpec::FullAttention), window, Just(GroupSpec::State)];
     vec(spec, 1..4).prop_map(|specs| Groups::new(specs).unwrap())
 }
 
@@ -564,10 +517,7 @@ fn commit_and_fill(cache: &mut SmallCache) -> Sequence {
 fn cached(cache: &mut SmallCache) -> Sequence {
     let mut sequence = commit_and_fill(cache);
     cache.release(&mut [&mut sequence]).unwrap();
-    assert_eq!(
-        cache.count_prefix_hits(&mut sequence).unwrap(),
-        PROMPT.len()
-    );
+    assert_eq!(cache.count_prefix_hits(&mut sequence).unwrap(), PROMPT.len());
     sequence
 }
 

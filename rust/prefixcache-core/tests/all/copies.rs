@@ -20,10 +20,7 @@ fn held_copies<M: Mode>() {
     let copies = allocate(&mut pool, 3000);
     assert_eq!(register(&mut pool, copies[0], 0), Registration::New);
     for &copy in &copies[1..] {
-        assert_eq!(
-            register(&mut pool, copy, 0),
-            Registration::Duplicate(copies[0])
-        );
+        assert_eq!(register(&mut pool, copy, 0), Registration::Duplicate(copies[0]));
     }
     let others = allocate(&mut pool, 250);
     for (number, &block) in (1..).zip(&others) {
@@ -114,16 +111,9 @@ fn step() -> impl Strategy<Value = Step> {
 /// Does a step; the blocks that stay held.
 fn apply(pool: &mut impl BlockStore, held: &mut Vec<BlockId>, step: &Step) -> String {
     match *step {
-        Step::Register {
-            key,
-            count,
-            held: keep,
-        } => {
+        Step::Register { key, count, held: keep } => {
             let blocks = allocate(pool, count.min(pool.num_free()));
-            let outcomes: Vec<_> = blocks
-                .iter()
-                .map(|&block| register(pool, block, key))
-                .collect();
+            let outcomes: Vec<_> = blocks.iter().map(|&block| register(pool, block, key)).collect();
             let (kept, released) = blocks.split_at(keep.min(blocks.len()));
             pool.release(released).unwrap();
             held.extend(kept);

@@ -26,13 +26,7 @@ pub struct Follower {
 
 impl Follower {
     pub fn new(reader: EventReader, block_size: usize) -> Self {
-        Self {
-            reader,
-            known: Known::new(),
-            blocks: HashMap::new(),
-            looks: 0,
-            block_size,
-        }
+        Self { reader, known: Known::new(), blocks: HashMap::new(), looks: 0, block_size }
     }
 
     /// Checks, now and then, what it knows: names, parents and tokens of what can be found, no salted block, and
@@ -42,8 +36,7 @@ impl Follower {
             let is_salted = sequence.scope() != &Scope::default();
             for &hash in sequence.hashes() {
                 let groups = (0..sequence.num_groups() as u16).map(GroupId::new);
-                self.blocks
-                    .extend(groups.map(|group| (BlockKey::new(hash, group), is_salted)));
+                self.blocks.extend(groups.map(|group| (BlockKey::new(hash, group), is_salted)));
             }
         }
         self.looks += 1;
@@ -67,10 +60,7 @@ impl Follower {
     }
 
     fn compare<S: BlockStore>(&self, cache: &PrefixCache<S>) {
-        let found = self
-            .blocks
-            .iter()
-            .filter(|(key, _)| cache.store().lookup(key).is_some());
+        let found = self.blocks.iter().filter(|(key, _)| cache.store().lookup(key).is_some());
         let mut open: Vec<Name> = found
             .filter(|&(_, &is_salted)| !is_salted)
             .map(|(key, _)| (key.group, (&key.hash).into()))
@@ -115,12 +105,7 @@ fn apply(known: &mut Known, changes: impl IntoIterator<Item = Change>, block_siz
                     assert!(known.remove(&(group, hash)).is_some(), "removed twice");
                 }
             }
-            Change::Stored(Run {
-                group,
-                mut parent,
-                hashes,
-                tokens,
-            }) => {
+            Change::Stored(Run { group, mut parent, hashes, tokens }) => {
                 assert_eq!(tokens.len(), hashes.len() * block_size);
                 for (&hash, tokens) in hashes.iter().zip(tokens.chunks(block_size)) {
                     let block = (parent, tokens.to_vec());

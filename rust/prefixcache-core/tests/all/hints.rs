@@ -31,19 +31,12 @@ struct Served {
 
 /// A prompt of its own.
 fn prompt(number: u32) -> Vec<u32> {
-    (0..(BLOCKS * SIZE) as u32)
-        .map(|token| number << 8 | token)
-        .collect()
+    (0..(BLOCKS * SIZE) as u32).map(|token| number << 8 | token).collect()
 }
 
 fn hint(end: Option<usize>, priority: u8, seconds: Option<u64>) -> Hint {
     let ttl = seconds.map(Duration::from_secs);
-    Hint {
-        start: 0,
-        end,
-        priority,
-        ttl,
-    }
+    Hint { start: 0, end, priority, ttl }
 }
 
 impl Served {
@@ -55,25 +48,18 @@ impl Served {
     fn with(config: PoolConfig, share: f64, groups: Groups) -> Self {
         let hashing = HashConfig::new(SIZE, groups);
         let cache = PrefixCache::new(hashing, Writer::new(config).unwrap()).unwrap();
-        let mut served = Self {
-            cache,
-            table: RetentionTable::new(share).unwrap(),
-        };
+        let mut served = Self { cache, table: RetentionTable::new(share).unwrap() };
         served.at(0);
         served
     }
 
     /// Sets the time, in seconds.
     fn at(&mut self, seconds: u64) {
-        self.cache
-            .store_mut()
-            .set_time(Duration::from_secs(seconds));
+        self.cache.store_mut().set_time(Duration::from_secs(seconds));
     }
 
     fn begin(&mut self, tokens: &[u32], owner: &str, hints: &[Hint]) -> Sequence {
-        let mut sequence = self
-            .cache
-            .new_sequence(tokens.to_vec(), Scope::default(), vec![]);
+        let mut sequence = self.cache.new_sequence(tokens.to_vec(), Scope::default(), vec![]);
         if !hints.is_empty() {
             sequence.set_hints(Hints::new(Owner::named(owner), hints.to_vec()).unwrap());
         }
@@ -84,10 +70,7 @@ impl Served {
     fn commit(&mut self, sequence: &mut Sequence) {
         let hits = self.cache.count_prefix_hits(sequence).unwrap();
         let rest = sequence.num_tokens() - hits;
-        let taken = self
-            .cache
-            .commit_prefix_plan(sequence, hits, rest + 1)
-            .unwrap();
+        let taken = self.cache.commit_prefix_plan(sequence, hits, rest + 1).unwrap();
         assert_eq!(taken, Some(hits), "nothing is refused");
         self.table.note_hits(self.cache.store_mut(), sequence);
     }
@@ -118,24 +101,15 @@ impl Served {
     }
 
     fn hashes(&self, tokens: &[u32]) -> BlockHashes {
-        self.cache
-            .compute_block_hashes(tokens, &Scope::default(), vec![])
+        self.cache.compute_block_hashes(tokens, &Scope::default(), vec![])
     }
 
     /// How many leading blocks of the tokens are there, looked for one by one.
     fn linear_hits(&self, tokens: &[u32]) -> usize {
         let hashes = self.hashes(tokens);
         let store = self.cache.store();
-        let is_there = |hash| {
-            store
-                .lookup(&BlockKey::new(hash, GroupId::new(0)))
-                .is_some()
-        };
-        hashes
-            .as_slice()
-            .iter()
-            .take_while(|&&hash| is_there(hash))
-            .count()
+        let is_there = |hash| store.lookup(&BlockKey::new(hash, GroupId::new(0))).is_some();
+        hashes.as_slice().iter().take_while(|&&hash| is_there(hash)).count()
     }
 
     /// The bisection must find what a linear look finds.
@@ -183,21 +157,14 @@ fn owners_over_budget_lose_their_own_oldest_and_touch_no_third() {
     }
     for number in 0..20 {
         for (place, owner) in ["loud", "louder"].iter().enumerate() {
-            served.serve(
-                100 * (place as u32 + 1) + number,
-                owner,
-                &[hint(None, 90, None)],
-            );
+            served.serve(100 * (place as u32 + 1) + number, owner, &[hint(None, 90, None)]);
         }
     }
     served.fill(3);
     assert!((0..4).all(|number| served.hits(number) == BLOCKS));
     for place in 1..=2_u32 {
         let kept = |number: u32| served.hits(100 * place + number) == BLOCKS;
-        assert!(
-            (0..20).all(|number| kept(number) == (number >= 16)),
-            "the last 32 blocks"
-        );
+        assert!((0..20).all(|number| kept(number) == (number >= 16)), "the last 32 blocks");
     }
     assert_eq!(served.table.stats().demoted, 2 * 16 * BLOCKS as u64);
 }
@@ -218,9 +185,7 @@ fn a_pool_full_of_the_highest_priority_serves_who_needs_all_of_it() {
     }
     // Of the first prompt a block went for the last one's slot.
     assert_eq!(served.table.stats().hinted, 79);
-    let tokens: Vec<u32> = (0..80 * SIZE as u32 - 1)
-        .map(|token| 1 << 30 | token)
-        .collect();
+    let tokens: Vec<u32> = (0..80 * SIZE as u32 - 1).map(|token| 1 << 30 | token).collect();
     let all = served.begin(&tokens, "", &[]);
     assert_eq!(served.cache.store().num_free(), 0);
     served.end(all);
@@ -236,10 +201,7 @@ fn a_range_costs_a_range_and_not_its_blocks() {
     for (owner, entries, ranges) in [("a", 1, 2), ("a", 1, 2), ("b", 2, 4), ("a", 2, 4)] {
         served.serve(1, owner, &hints);
         let table = &served.table;
-        assert_eq!(
-            (table.len(), table.num_ranges()),
-            (entries * BLOCKS, ranges)
-        );
+        assert_eq!((table.len(), table.num_ranges()), (entries * BLOCKS, ranges));
     }
     served.at(1000);
     let moved = served.table.demote_expired(served.cache.store_mut(), 100);
@@ -248,11 +210,8 @@ fn a_range_costs_a_range_and_not_its_blocks() {
 
 #[test]
 fn the_table_is_bounded_whoever_asks() {
-    let owners = if std::env::var_os("PREFIXCACHE_LONG_TESTS").is_some() {
-        1_000_000
-    } else {
-        20_000
-    };
+    let owners =
+        if std::env::var_os("PREFIXCACHE_LONG_TESTS").is_some() { 1_000_000 } else { 20_000 };
     let mut served = Served::new(64, 0.5);
     for number in 0..owners {
         // New content for each, and one prompt that all of them ask for.
@@ -275,10 +234,7 @@ fn a_pin_and_a_hint_end_apart() {
     for number in [1, 2] {
         let mut sequence = served.begin(&prompt(number), "one", &hinted);
         fill(&mut served.cache, &mut sequence);
-        assert_eq!(
-            served.cache.pin(&mut sequence, BLOCKS * SIZE).unwrap(),
-            BLOCKS
-        );
+        assert_eq!(served.cache.pin(&mut sequence, BLOCKS * SIZE).unwrap(), BLOCKS);
         served.end(sequence);
     }
     // The pin of the first ends, and its hint keeps it.
@@ -316,11 +272,7 @@ fn what_was_raised_before_a_clear_goes_first() {
     first.sort_unstable();
     assert_eq!(first, Vec::from_iter(1..=BLOCKS as u32));
     served.serve(2, "one", &[hint(None, 100, None)]);
-    assert_eq!(
-        served.table.stats().hinted,
-        BLOCKS,
-        "what was before is forgotten"
-    );
+    assert_eq!(served.table.stats().hinted, BLOCKS, "what was before is forgotten");
 }
 
 #[test]
@@ -350,26 +302,16 @@ fn what_nobody_wants_goes_before_the_rest_until_somebody_hits_it() {
 
 #[test]
 fn the_end_of_a_range_stays_behind_a_window() {
-    let specs = vec![
-        GroupSpec::FullAttention,
-        GroupSpec::SlidingWindow { window: 5 },
-    ];
+    let specs = vec![GroupSpec::FullAttention, GroupSpec::SlidingWindow { window: 5 }];
     let mut served = Served::with(PoolConfig::new(61), 0.5, Groups::new(specs).unwrap());
     let mut sequence = served.begin(&prompt(1), "one", &[hint(Some(3 * SIZE), 60, None)]);
     let pins = None::<Pins>;
     sequence.set_retention(Retention::Anchors { interval: 0, pins });
     fill(&mut served.cache, &mut sequence);
-    served
-        .cache
-        .drop_unneeded(&mut [&mut sequence], &[BLOCKS * SIZE])
-        .unwrap();
+    served.cache.drop_unneeded(&mut [&mut sequence], &[BLOCKS * SIZE]).unwrap();
     served.end(sequence);
     served.fill(3);
-    assert_eq!(
-        served.hits(1),
-        3,
-        "the whole group up to there, and the window before it"
-    );
+    assert_eq!(served.hits(1), 3, "the whole group up to there, and the window before it");
     // Three blocks, and of the window the last one and one below.
     assert_eq!(served.table.stats().hinted, 3 + 2);
 }
@@ -377,66 +319,29 @@ fn the_end_of_a_range_stays_behind_a_window() {
 #[test]
 fn bad_hints_name_the_range() {
     let owner = Owner::named("one");
-    let range = |start, end, priority| Hint {
-        start,
-        end,
-        priority,
-        ttl: None,
-    };
+    let range = |start, end, priority| Hint { start, end, priority, ttl: None };
     let zero = Some(Duration::ZERO);
     for (ranges, message) in [
-        (
-            vec![range(3, Some(3), 50)],
-            "hints[0] must end after its start, 3, not at 3",
-        ),
-        (
-            vec![range(0, None, 101)],
-            "hints[0] must have a priority from 0 to 100, not 101",
-        ),
-        (
-            vec![range(0, Some(4), 1), range(3, None, 2)],
-            "hints[1] must not overlap range 0",
-        ),
-        (
-            vec![range(5, None, 1), range(3, None, 2)],
-            "hints[1] must not overlap range 0",
-        ),
-        (
-            vec![Hint {
-                ttl: zero,
-                ..range(0, None, 1)
-            }],
-            "hints[0] must have a TTL above 0",
-        ),
+        (vec![range(3, Some(3), 50)], "hints[0] must end after its start, 3, not at 3"),
+        (vec![range(0, None, 101)], "hints[0] must have a priority from 0 to 100, not 101"),
+        (vec![range(0, Some(4), 1), range(3, None, 2)], "hints[1] must not overlap range 0"),
+        (vec![range(5, None, 1), range(3, None, 2)], "hints[1] must not overlap range 0"),
+        (vec![Hint { ttl: zero, ..range(0, None, 1) }], "hints[0] must have a TTL above 0"),
     ] {
         let error = Hints::new(owner, ranges).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
     let many = (0..33).map(|at| range(at, Some(at + 1), 50)).collect();
     assert!(Hints::new(owner, many).is_err());
-    assert!(
-        [-0.1, 1.1, f64::NAN]
-            .map(RetentionTable::new)
-            .iter()
-            .all(Result::is_err)
-    );
-    assert_eq!(
-        [0, 14, 15, 35, 89, 100].map(|p| Band::of(p).index()),
-        [0, 0, 1, 2, 6, 7]
-    );
+    assert!([-0.1, 1.1, f64::NAN].map(RetentionTable::new).iter().all(Result::is_err));
+    assert_eq!([0, 14, 15, 35, 89, 100].map(|p| Band::of(p).index()), [0, 0, 1, 2, 6, 7]);
 }
 
 #[test]
 fn what_ends_late_ends_in_the_order_of_its_time() {
     let mut served = Served::new(16, 1.0);
-    let head = Hint {
-        end: Some(SIZE),
-        ..hint(None, 95, Some(60))
-    };
-    let rest = Hint {
-        start: SIZE,
-        ..hint(None, 65, Some(3600))
-    };
+    let head = Hint { end: Some(SIZE), ..hint(None, 95, Some(60)) };
+    let rest = Hint { start: SIZE, ..hint(None, 65, Some(3600)) };
     served.serve(1, "one", &[head, rest]);
     served.at(4000);
     served.table.demote_expired(served.cache.store_mut(), 256);
@@ -491,9 +396,7 @@ fn related(number: u32, blocks: usize) -> Vec<u32> {
         true => number / 2,
         false => 100 + number,
     };
-    (0..(blocks * SIZE) as u32)
-        .map(|token| own(token) << 8 | token)
-        .collect()
+    (0..(blocks * SIZE) as u32).map(|token| own(token) << 8 | token).collect()
 }
 
 /// Ranges of as many tokens each, the last one without an end.

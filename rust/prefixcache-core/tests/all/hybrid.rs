@@ -17,14 +17,8 @@ const FULL: GroupSpec = GroupSpec::FullAttention;
 /// A hit needs two blocks of it.
 const WINDOW: GroupSpec = GroupSpec::SlidingWindow { window: 8 };
 const STATE: GroupSpec = GroupSpec::State;
-const ANCHORS: Retention = Retention::Anchors {
-    interval: 0,
-    pins: None,
-};
-const PINNED: Retention = Retention::Anchors {
-    interval: 0,
-    pins: Some(Pins::new(0, true)),
-};
+const ANCHORS: Retention = Retention::Anchors { interval: 0, pins: None };
+const PINNED: Retention = Retention::Anchors { interval: 0, pins: Some(Pins::new(0, true)) };
 
 type Cache = PrefixCache<Writer>;
 
@@ -129,13 +123,7 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     assert_eq!(probe(&mut cache, &tokens[..21]), 0, "its window is gone");
     let mut shorter = cache.new_sequence(tokens.clone(), Scope::default(), vec![]);
     assert_eq!(cache.commit_prefix_plan(&mut shorter, 28, 4), Ok(Some(28)));
-    let null = |group: usize| {
-        shorter
-            .block_table(group)
-            .iter()
-            .filter(|b| b.is_null())
-            .count()
-    };
+    let null = |group: usize| shorter.block_table(group).iter().filter(|b| b.is_null()).count();
     assert_eq!((null(0), null(1)), (0, 5));
     cache.release(&mut [&mut shorter]).unwrap();
     // A commit of fewer blocks than were counted derives a length that holds.
@@ -155,19 +143,14 @@ fn places(sequence: &Sequence, group: usize) -> Vec<usize> {
 fn a_state_has_blocks_where_chunks_end_and_where_requests_may_begin() {
     let mut cache = cache(&[STATE, FULL, STATE], SIZE, 100);
     let tokens = prompt(1, 64);
-    let retention = Retention::Anchors {
-        interval: 44,
-        pins: None,
-    };
+    let retention = Retention::Anchors { interval: 44, pins: None };
     let (_, mut first) = serve(&mut cache, &tokens, retention, 32);
     // Chunks end in blocks 7 and 15. Each anchor, at 44 and before the last token, needs the block before it.
     for group in [0, 2] {
         assert_eq!(places(&first, group), [7, 10, 14, 15]);
     }
     assert_eq!(cache.store().stats().in_use, 16 + 2 * 4);
-    cache
-        .validate_holds(&[&first], &Default::default())
-        .unwrap();
+    cache.validate_holds(&[&first], &Default::default()).unwrap();
     cache.release(&mut [&mut first]).unwrap();
     let hits = [64, 63, 57, 52, 45, 43, 40, 33, 32].map(|len| probe(&mut cache, &tokens[..len]));
     assert_eq!(hits, [60, 60, 44, 44, 44, 32, 32, 32, 0]);
@@ -177,10 +160,7 @@ fn a_state_has_blocks_where_chunks_end_and_where_requests_may_begin() {
 fn a_step_of_a_state_begins_and_ends_in_a_block() {
     let mut cache = cache(&[STATE], SIZE, 20);
     let mut sequence = cache.new_sequence(prompt(1, 40), Scope::default(), vec![]);
-    assert_eq!(
-        cache.commit_in_chunks(&mut sequence, 0, 40, 24),
-        Ok(Some(0))
-    );
+    assert_eq!(cache.commit_in_chunks(&mut sequence, 0, 40, 24), Ok(Some(0)));
     assert_eq!(places(&sequence, 0), [5]);
     let fill = |cache: &Cache, sequence: &Sequence, start, count| {
         let mut indices = [0; 8];
@@ -191,35 +171,16 @@ fn a_step_of_a_state_begins_and_ends_in_a_block() {
             slot_mapping: &mut [0; 40],
             first_pages: None,
         };
-        let pages = cache.fill_block_tables(
-            &[sequence],
-            &[start],
-            &[count],
-            GroupId::new(0),
-            &mut buffers,
-        );
-        pages.map(|pages| {
-            indices[..pages]
-                .iter()
-                .map(|&page| page != 0)
-                .collect::<Vec<_>>()
-        })
+        let pages =
+            cache.fill_block_tables(&[sequence], &[start], &[count], GroupId::new(0), &mut buffers);
+        pages.map(|pages| indices[..pages].iter().map(|&page| page != 0).collect::<Vec<_>>())
     };
     let all = [false, false, false, false, false, true];
     assert_eq!(fill(&cache, &sequence, 0, 24), Ok(all.to_vec()));
-    assert!(
-        fill(&cache, &sequence, 0, 18).is_err(),
-        "it ends in the null block"
-    );
+    assert!(fill(&cache, &sequence, 0, 18).is_err(), "it ends in the null block");
     assert_eq!(cache.ensure_slots(&mut [&mut sequence], &[18]), Ok(1));
-    assert_eq!(
-        fill(&cache, &sequence, 0, 18),
-        Ok(vec![false, false, false, false, true])
-    );
-    assert!(
-        fill(&cache, &sequence, 9, 9).is_err(),
-        "the state before it is nowhere"
-    );
+    assert_eq!(fill(&cache, &sequence, 0, 18), Ok(vec![false, false, false, false, true]));
+    assert!(fill(&cache, &sequence, 9, 9).is_err(), "the state before it is nowhere");
 }
 
 #[test]
@@ -233,12 +194,7 @@ fn no_request_waits_for_blocks_of_snapshots() {
     let (_, roomy) = serve(&mut cache(&groups, SIZE, 22), &tokens, ANCHORS, 64);
     assert_eq!(places(&roomy, 1), [14, 15]);
     for size in most..most + 12 {
-        serve(
-            &mut cache(&groups, SIZE, size),
-            &tokens,
-            Retention::Everything,
-            32,
-        );
+        serve(&mut cache(&groups, SIZE, size), &tokens, Retention::Everything, 32);
     }
 }
 
@@ -285,13 +241,8 @@ fn a_hit_of_two_tiers_takes_what_is_there_and_new_blocks_for_what_it_needs_besid
     assert_eq!(sequence.block_table(0)[..4], head.block_table(0)[..4]);
     assert_eq!(places(&sequence, 1), [4, 5, 6, 7]);
     assert_eq!(places(&sequence, 2), [5, 7]);
-    assert_eq!(
-        (sequence.num_filled(), sequence.num_ready_slots()),
-        (16, 30)
-    );
-    cache
-        .mark_blocks_filled(&mut [&mut sequence], &[24])
-        .unwrap();
+    assert_eq!((sequence.num_filled(), sequence.num_ready_slots()), (16, 30));
+    cache.mark_blocks_filled(&mut [&mut sequence], &[24]).unwrap();
     cache.release(&mut [&mut head, &mut sequence]).unwrap();
     cache.validate().unwrap();
     assert_eq!(cache.count_prefix_hits(&mut sequence), Ok(24));
@@ -338,15 +289,11 @@ fn the_end_that_requests_do_not_go_on_from_goes_before_other_content() {
             false => [prompt(seed, 17), prompt(80, 20)].concat(),
         };
         let own = Scope::default();
-        let salted = Scope {
-            cache_salt: Some("b".into()),
-            ..Scope::default()
-        };
+        let salted = Scope { cache_salt: Some("b".into()), ..Scope::default() };
         // What others do says nothing.
-        for (scope, keeps_answers, seeds) in [
-            (&salted, !keeps_answers, 1..40),
-            (&own, keeps_answers, 1..12),
-        ] {
+        for (scope, keeps_answers, seeds) in
+            [(&salted, !keeps_answers, 1..40), (&own, keeps_answers, 1..12)]
+        {
             for seed in seeds {
                 finish_with_answer(scope, &mut cache, &prompt(seed, 17), &answer);
                 finish_with_answer(scope, &mut cache, &turn(seed, keeps_answers), &[]);
@@ -388,11 +335,7 @@ fn anchors_alone_stay_behind_a_window_under_pressure() {
     assert_eq!(cached_blocks(&mut cache), 8 + 3);
     assert_eq!(probe(&mut cache, &tokens), 32, "the same prompt again");
     tokens[30] = 0;
-    assert_eq!(
-        probe(&mut cache, &tokens),
-        28,
-        "edited in its last full block"
-    );
+    assert_eq!(probe(&mut cache, &tokens), 28, "edited in its last full block");
     tokens[25] = 0;
     assert_eq!(probe(&mut cache, &tokens), 0, "edited before what was kept");
 }
@@ -421,18 +364,14 @@ fn a_junction_repairs_what_the_windows_lost() {
 fn multiples_of_the_interval_are_anchors_whatever_the_chunks() {
     for chunk in [1, 3, 8, 40] {
         let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
-        let retention = Retention::Anchors {
-            interval: 16,
-            pins: None,
-        };
+        let retention = Retention::Anchors { interval: 16, pins: None };
         let tokens = prompt(1, 40);
         let (_, mut sequence) = serve(&mut cache, &tokens, retention, chunk);
         cache.drop_unneeded(&mut [&mut sequence], &[40]).unwrap();
         cache.release(&mut [&mut sequence]).unwrap();
         press(&mut cache, 10 + 8);
-        let hits: Vec<usize> = (1..=10)
-            .map(|blocks| probe(&mut cache, &tokens[..blocks * SIZE]))
-            .collect();
+        let hits: Vec<usize> =
+            (1..=10).map(|blocks| probe(&mut cache, &tokens[..blocks * SIZE])).collect();
         // Lengths of 4 blocks (16 tokens), of 8, and of 9 and 10 at the end; of one less each.
         let expected = [0, 0, 0, 12, 16, 16, 16, 28, 32, 36];
         assert_eq!(hits, expected, "chunks of {chunk}");
@@ -446,11 +385,7 @@ fn what_was_a_hit_or_is_held_by_others_keeps_its_content() {
     finish(&mut cache, &shared, ANCHORS);
     let longer = [&shared[..], &prompt(2, 30)[..]].concat();
     assert_eq!(finish(&mut cache, &longer, ANCHORS), 16);
-    assert_eq!(
-        probe(&mut cache, &shared),
-        16,
-        "the second moved on past its hit"
-    );
+    assert_eq!(probe(&mut cache, &shared), 16, "the second moved on past its hit");
     // Two at once: the one that drops a block first leaves it to the other.
     let (_, mut first) = serve(&mut cache, &prompt(3, 8), ANCHORS, 8);
     let (hits, mut second) = serve(&mut cache, &prompt(3, 9), ANCHORS, 8);
@@ -494,11 +429,7 @@ fn what_the_full_group_has_is_distinguished_from_what_the_windows_lost() {
     finish(&mut cache, &tokens, ANCHORS);
     press(&mut cache, 2 * 10 + 4);
     let mut shared = cache.new_sequence(tokens[..25].to_vec(), Scope::default(), vec![]);
-    assert_eq!(
-        cache.count_prefix_hits(&mut shared),
-        Ok(0),
-        "no window to stand on"
-    );
+    assert_eq!(cache.count_prefix_hits(&mut shared), Ok(0), "no window to stand on");
     assert_eq!(cache.count_whole_hits(&mut shared, usize::MAX), Ok(24));
     assert_eq!(cache.count_whole_hits(&mut shared, 23), Ok(20));
     let mut windows = prompt(1, 40);
@@ -509,11 +440,7 @@ fn what_the_full_group_has_is_distinguished_from_what_the_windows_lost() {
     finish(&mut alone, &tokens, Retention::Everything);
     let mut same = alone.new_sequence(tokens, Scope::default(), vec![]);
     assert_eq!(alone.count_prefix_hits(&mut same), Ok(40));
-    assert_eq!(
-        alone.count_whole_hits(&mut same, usize::MAX),
-        Ok(0),
-        "no group is full"
-    );
+    assert_eq!(alone.count_whole_hits(&mut same, usize::MAX), Ok(0), "no group is full");
 }
 
 #[test]
@@ -529,31 +456,20 @@ fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
     let batch = &mut [&mut *first, &mut *second];
     for duplicate in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
         let own = &mut *batch[duplicate.sequence];
-        cache
-            .replace_block(own, duplicate.group, duplicate.index, duplicate.holder)
-            .unwrap();
+        cache.replace_block(own, duplicate.group, duplicate.index, duplicate.holder).unwrap();
     }
     assert_eq!(first.block_table(0), second.block_table(0));
     cache.release(&mut [first, second]).unwrap();
     cache.validate().unwrap();
     // Two blocks more fit without a loss, where the copies were.
     allocate(cache.store_mut(), 2);
-    assert_eq!(
-        (
-            probe(&mut cache, &prompt(2, 17)),
-            probe(&mut cache, &prompt(1, 9))
-        ),
-        (16, 8)
-    );
+    assert_eq!((probe(&mut cache, &prompt(2, 17)), probe(&mut cache, &prompt(1, 9))), (16, 8));
 }
 
 #[test]
 fn an_anchor_close_to_the_one_before_is_not_pinned() {
     let mut cache = cache(&[FULL, WINDOW], SIZE, 64);
-    let retention = Retention::Anchors {
-        interval: 0,
-        pins: Some(Pins::new(9, false)),
-    };
+    let retention = Retention::Anchors { interval: 0, pins: Some(Pins::new(9, false)) };
     finish(&mut cache, &prompt(1, 40), retention);
     // The prompt's last full block lies nine blocks past nothing, its end one further.
     assert_eq!(cache.store().stats().pinned_free, 3);

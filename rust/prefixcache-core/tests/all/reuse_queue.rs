@@ -50,9 +50,7 @@ fn conversations(system: usize) -> Next {
 fn repeats(count: u64) -> Next {
     Box::new(move |random| {
         let document = random.below(count).min(random.below(count)) as u32;
-        (0..16 + document % 40)
-            .map(|at| 1000 * document + at)
-            .collect()
+        (0..16 + document % 40).map(|at| 1000 * document + at).collect()
     })
 }
 
@@ -75,9 +73,7 @@ fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);
     for at in 0..REQUESTS {
-        cache
-            .store_mut()
-            .set_time(Duration::from_millis(400 * at as u64));
+        cache.store_mut().set_time(Duration::from_millis(400 * at as u64));
         let prompt = next(&mut random);
         let len = prompt.len();
         let mut sequence = cache.new_sequence(prompt, Scope::default(), vec![]);
@@ -96,19 +92,14 @@ fn it_is_hardly_ever_behind_lru() {
         ("exact repeats", || repeats(60)),
         ("scan", scan),
         ("repeats and scan", || mixture(vec![repeats(40), scan()])),
-        ("all", || {
-            mixture(vec![conversations(30), repeats(40), scan()])
-        }),
+        ("all", || mixture(vec![conversations(30), repeats(40), scan()])),
     ];
     let mut gain = 0.0;
     for (name, workload) in workloads {
         for seed in 1..=4 {
             let [lru, own] = [EvictionPolicy::Lru, EvictionPolicy::ReuseQueue]
                 .map(|policy| hit_rate(policy, workload(), seed));
-            assert!(
-                own >= lru - 0.2,
-                "{name}: {own:.2} % where LRU hits {lru:.2}"
-            );
+            assert!(own >= lru - 0.2, "{name}: {own:.2} % where LRU hits {lru:.2}");
             gain += own - lru;
         }
     }

@@ -51,10 +51,7 @@ fn older_content_is_found_by_sequences_of_its_version_alone() {
     assert_eq!(serve(&mut cache, &mut old), 0);
     assert_eq!(cache.next_weight_version(Some(named("tag:b"))), 1);
     let new = prompt(&cache, 4);
-    assert_eq!(
-        cache.count_prefix_hits(&mut new.at_version(1).unwrap()),
-        Ok(0)
-    );
+    assert_eq!(cache.count_prefix_hits(&mut new.at_version(1).unwrap()), Ok(0));
     let mut on_old = new.at_version(0).unwrap();
     assert_eq!((on_old.weight_version(), new.weight_version()), (0, 1));
     assert_eq!(serve(&mut cache, &mut on_old), 2);
@@ -98,12 +95,7 @@ fn hints_end_for_one_owner_from_a_block_on() {
     let owners = ["one", "two"].map(Owner::named);
     for owner in owners {
         let mut sequence = prompt(&cache, 4);
-        let hint = Hint {
-            start: 0,
-            end: None,
-            priority: 60,
-            ttl: None,
-        };
+        let hint = Hint { start: 0, end: None, priority: 60, ttl: None };
         sequence.set_hints(Hints::new(owner, vec![hint]).unwrap());
         serve(&mut cache, &mut sequence);
     }

@@ -280,27 +280,16 @@ unsafe fn transpose_16(
                 *row = _mm512_maskz_loadu_ps(mask, from.add(start).cast());
             }
         }
-        let ones = interleave(rows, 1, |a, b| {
-            (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
-        });
+        let ones = interleave(rows, 1, |a, b| (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
         let twos = interleave(ones, 2, |a, b| {
             let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
-            (
-                _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
-            )
+            (_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)))
         });
         let fours = interleave(twos, 4, |a, b| {
-            (
-                _mm512_shuffle_f32x4::<0x88>(a, b),
-                _mm512_shuffle_f32x4::<0xdd>(a, b),
-            )
+            (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
         });
         let eights = interleave(fours, 8, |a, b| {
-            (
-                _mm512_shuffle_f32x4::<0x88>(a, b),
-                _mm512_shuffle_f32x4::<0xdd>(a, b),
-            )
+            (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
         });
         for w in 0..count {
             _mm512_storeu_ps(to.add(w * stride).cast(), eights[ORDER[w]]);

@@ -45,12 +45,7 @@ impl CodeTable {
             numbers[i] = codes[i] as f32;
             above[i] = codes[i].abs_diff(least);
         }
-        Self {
-            numbers,
-            codes,
-            least,
-            above,
-        }
+        Self { numbers, codes, least, above }
     }
 }
 
@@ -282,11 +277,7 @@ pub trait Lanes: Copy + Send + Sync {
             for w in 0..words {
                 // SAFETY: inside the row and the block that the caller vouches for.
                 unsafe {
-                    let word = if row.is_null() {
-                        0
-                    } else {
-                        row.add(w).read_unaligned()
-                    };
+                    let word = if row.is_null() { 0 } else { row.add(w).read_unaligned() };
                     to.add(w * stride + k).write_unaligned(word);
                 }
             }
@@ -303,21 +294,11 @@ pub trait Lanes: Copy + Send + Sync {
         const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
         const LN2_HI: f32 = 0.693_359_4;
         const LN2_LO: f32 = -2.121_944_4e-4;
-        const POLYNOMIAL: [f32; 6] = [
-            1.987_569_1e-4,
-            1.398_199_9e-3,
-            8.333_452e-3,
-            4.166_579_6e-2,
-            1.666_666_5e-1,
-            0.5,
-        ];
+        const POLYNOMIAL: [f32; 6] =
+            [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
         let lowest = self.splat(-87.33);
         let clamped = self.max(lowest, self.min(self.splat(88.0), x));
-        let n = self.mul_add(
-            clamped,
-            self.splat(std::f32::consts::LOG2_E),
-            self.splat(ROUND),
-        );
+        let n = self.mul_add(clamped, self.splat(std::f32::consts::LOG2_E), self.splat(ROUND));
         let whole = self.sub(n, self.splat(ROUND));
         let r = self.mul_add(whole, self.splat(-LN2_HI), clamped);
         let r = self.mul_add(whole, self.splat(-LN2_LO), r);
@@ -378,14 +359,7 @@ mod tests {
 
     #[test]
     fn exp_at_the_edges() {
-        let edges = [
-            0.0,
-            -0.0,
-            f32::NEG_INFINITY,
-            -100.0,
-            f32::INFINITY,
-            f32::NAN,
-        ];
+        let edges = [0.0, -0.0, f32::NEG_INFINITY, -100.0, f32::INFINITY, f32::NAN];
         for form in Form::available() {
             let got = exp(form, &edges);
             assert_eq!(&got[..4], &[1.0, 1.0, 0.0, 0.0], "{form:?}");
@@ -449,21 +423,13 @@ mod tests {
     #[test]
     fn folds_take_every_lane() {
         for form in Form::available() {
-            let lanes = if form.name().starts_with("avx512") {
-                16
-            } else {
-                8
-            };
+            let lanes = if form.name().starts_with("avx512") { 16 } else { 8 };
             for place in 0..lanes {
                 let mut numbers = [-1.0; 16];
                 numbers[place] = 7.0;
                 let (sum, highest) = form.run(Folds(numbers));
                 assert_eq!(sum, 8.0 - lanes as f32, "{form:?}");
-                assert_eq!(
-                    highest[..lanes],
-                    [7.0; 16][..lanes],
-                    "{form:?}: lane {place}"
-                );
+                assert_eq!(highest[..lanes], [7.0; 16][..lanes], "{form:?}: lane {place}");
             }
         }
     }

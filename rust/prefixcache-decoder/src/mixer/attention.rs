@@ -123,18 +123,10 @@ impl Step<'_> {
         let mut attended = scratch.attended.read(queries);
         if mixer.gated {
             let opened = scratch.turned.write(queries); // which nobody reads any more
-            open(
-                self.form,
-                self.team,
-                qkv.columns(0..gates),
-                attended,
-                &opened,
-            );
+            open(self.form, self.team, qkv.columns(0..gates), attended, &opened);
             attended = scratch.turned.read(queries);
         }
-        self.add(sum, |residual, out| {
-            self.linear(mixer.out, attended, residual, out)
-        })
+        self.add(sum, |residual, out| self.linear(mixer.out, attended, residual, out))
     }
 
     /// Writes the turned keys to the cache, and the values, normalised where the model does that.
@@ -167,18 +159,9 @@ impl Step<'_> {
         let mut qk = qkv.columns(mixer.gates()..mixer.gates() + all);
         if let Some(norm) = mixer.qk_norm {
             let mut normed = scratch.qk.write(all);
-            let of_queries = if mixer.key_norm.is_some() {
-                queries
-            } else {
-                all
-            };
+            let of_queries = if mixer.key_norm.is_some() { queries } else { all };
             let (first, last) = (0..of_queries, of_queries..all);
-            self.norm(
-                norm,
-                qk.columns(first.clone()),
-                None,
-                &normed.columns(first),
-            );
+            self.norm(norm, qk.columns(first.clone()), None, &normed.columns(first));
             if let Some(norm) = mixer.key_norm {
                 self.norm(norm, qk.columns(last.clone()), None, &normed.columns(last));
             }

@@ -87,8 +87,6 @@ impl Step<'_> {
             mixer.read_heads(self, projected, &out)?;
         }
         let read = scratch.read.read(values);
-        self.add(sum, |residual, out| {
-            self.linear(mixer.out, read, residual, out)
-        })
+        self.add(sum, |residual, out| self.linear(mixer.out, read, residual, out))
     }
 }

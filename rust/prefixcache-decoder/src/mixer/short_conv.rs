@@ -61,8 +61,6 @@ impl Step<'_> {
             &scratch.convolved.write(channels),
         );
         let convolved = scratch.convolved.read(channels);
-        self.add(sum, |residual, out| {
-            self.linear(mixer.out, convolved, residual, out)
-        })
+        self.add(sum, |residual, out| self.linear(mixer.out, convolved, residual, out))
     }
 }

@@ -97,11 +97,7 @@ impl<E: Element> Scratch<E> {
         layers: impl Iterator<Item = &'a Experts<'a, E>> + Clone,
     ) -> Result<Self, OutOfMemory> {
         let most = |size: fn(&Experts<'_, E>, usize) -> usize| {
-            layers
-                .clone()
-                .map(|layer| size(layer, rows))
-                .max()
-                .unwrap_or(0)
+            layers.clone().map(|layer| size(layer, rows)).max().unwrap_or(0)
         };
         let room = |size| filled(E::from_f32(0.0), 1, most(size));
         Ok(Self {
@@ -109,11 +105,7 @@ impl<E: Element> Scratch<E> {
             x: room(|layer, rows| layer.gathered(rows, layer.gate_up.inputs()))?,
             gate_up: room(|layer, rows| layer.opened(rows).saturating_mul(2))?,
             opened: room(|layer, rows| layer.opened(rows))?,
-            down: filled(
-                0.0,
-                1,
-                most(|layer, rows| layer.gathered(rows, layer.gate_up.inputs())),
-            )?,
+            down: filled(0.0, 1, most(|layer, rows| layer.gathered(rows, layer.gate_up.inputs())))?,
             shared: filled(
                 0.0,
                 rows,
@@ -164,24 +156,17 @@ impl<E: Element> Experts<'_, E> {
         gather(team, x, &routes.tokens, &picked);
         let mut gate_up = rows_mut(&mut scratch.gate_up, gathered, self.wide());
         let groups = routes.groups(self.gate_up.parts() / experts);
-        self.gate_up
-            .forward_groups(form, team, picked.read(), &groups, &gate_up)?;
+        self.gate_up.forward_groups(form, team, picked.read(), &groups, &gate_up)?;
         let mut opened = rows_mut(&mut scratch.opened, gathered, self.down.inputs());
         gated(form, team, self.gate, gate_up.read(), &opened);
         let mut down = rows_mut(&mut scratch.down, gathered, hidden);
         let groups = routes.groups(1);
-        self.down
-            .forward_groups(form, team, opened.read(), &groups, &down)?;
+        self.down.forward_groups(form, team, opened.read(), &groups, &down)?;
         let shared = self.shared.as_ref().map(|shared| Shared {
             made: Rows::new(&scratch.shared[..rows * hidden], hidden),
             weights: shared.weight.map(|_| &scratch.shared_weights[..rows]),
         });
-        let work = WeightedSum {
-            routes: &routes,
-            down: down.read(),
-            shared,
-            residual,
-        };
+        let work = WeightedSum { routes: &routes, down: down.read(), shared, residual };
         each_row(form, team, x, out, &work);
         Ok(())
     }
@@ -199,13 +184,9 @@ impl<E: Element> Experts<'_, E> {
         let none = None::<Rows<'_, f32>>;
         let mut gate_up = rows_mut(&mut scratch.gate_up, rows, 2 * size);
         let mut opened = rows_mut(&mut scratch.opened, rows, size);
-        shared
-            .gate_up
-            .forward_gated(form, team, x, shared.gate, &mut gate_up, &opened)?;
+        shared.gate_up.forward_gated(form, team, x, shared.gate, &mut gate_up, &opened)?;
         let made = rows_mut(&mut scratch.shared, rows, hidden);
-        shared
-            .down
-            .forward(form, team, opened.read(), none, &made)?;
+        shared.down.forward(form, team, opened.read(), none, &made)?;
         if let Some(linear) = shared.weight {
             let logits = rows_mut(&mut scratch.shared_weights, rows, 1);
             linear.forward(form, team, x, none, &logits)?;

@@ -59,9 +59,7 @@ impl<E> Router<'_, E> {
         for (weight, &expert) in weights.iter_mut().zip(&*chosen) {
             *weight = score(expert);
         }
-        let divisor = self
-            .renormalise
-            .map_or(1.0, |more| weights.iter().sum::<f32>() + more);
+        let divisor = self.renormalise.map_or(1.0, |more| weights.iter().sum::<f32>() + more);
         for (weight, &expert) in weights.iter_mut().zip(&*chosen) {
             *weight = *weight / divisor * self.scale;
             if let Some(scales) = self.expert_scales {
@@ -134,10 +132,8 @@ impl Routes {
         }
         let mut chosen = filled(0, rows, top_k)?;
         let mut weights = filled(0.0, rows, top_k)?;
-        let (to, weights_to) = (
-            RowsMut::new(&mut chosen, top_k),
-            RowsMut::new(&mut weights, top_k),
-        );
+        let (to, weights_to) =
+            (RowsMut::new(&mut chosen, top_k), RowsMut::new(&mut weights, top_k));
         team.run(rows.div_ceil(TASK_ROWS), |task| {
             for row in task * TASK_ROWS..((task + 1) * TASK_ROWS).min(rows) {
                 // SAFETY: a row belongs to one task.
@@ -190,20 +186,13 @@ impl Routes {
     #[cfg(test)]
     pub fn rotate(&mut self, count: usize) {
         let count = count % self.top_k;
-        self.places
-            .chunks_mut(self.top_k)
-            .for_each(|row| row.rotate_left(count));
-        self.weights
-            .chunks_mut(self.top_k)
-            .for_each(|row| row.rotate_left(count));
+        self.places.chunks_mut(self.top_k).for_each(|row| row.rotate_left(count));
+        self.weights.chunks_mut(self.top_k).for_each(|row| row.rotate_left(count));
     }
 
     /// What became of row `row`.
     pub fn of_row(&self, row: usize) -> Chosen<'_> {
         let range = row * self.top_k..(row + 1) * self.top_k;
-        Chosen {
-            places: &self.places[range.clone()],
-            weights: &self.weights[range],
-        }
+        Chosen { places: &self.places[range.clone()], weights: &self.weights[range] }
     }
 }

@@ -34,13 +34,7 @@ pub struct ActivationBlock {
 impl ActivationBlock {
     /// A block of equal codes 0.
     const fn of_zeros(scale: f32) -> Self {
-        Self {
-            codes: [0; BLOCK],
-            scale,
-            sum: scale,
-            minus_sum: 0,
-            minus_halves: [0; 2],
-        }
+        Self { codes: [0; BLOCK], scale, sum: scale, minus_sum: 0, minus_halves: [0; 2] }
     }
 
     /// [`Self::minus_halves`] as a word.
@@ -119,20 +113,11 @@ impl QuantizedRows {
         let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
         team.run(x.rows().div_ceil(chunk), |task| {
             let first = task * chunk;
-            form.run(Quantize {
-                x,
-                rows: first..(first + chunk).min(x.rows()),
-                stride,
-                to: &to,
-            });
+            form.run(Quantize { x, rows: first..(first + chunk).min(x.rows()), stride, to: &to });
         });
         // SAFETY: the tasks have written the blocks of every row, `count` in all.
         unsafe { blocks.set_len(count) };
-        Ok(Self {
-            blocks,
-            blocks_per_row,
-            stride,
-        })
+        Ok(Self { blocks, blocks_per_row, stride })
     }
 
     /// The blocks of row `row`.
@@ -180,21 +165,11 @@ impl<E: Element> ByteKernel for Quantize<'_, E> {
                 }
                 let block = first + block;
                 // SAFETY: there is room for the blocks of every row, and this one is written once.
-                unsafe {
-                    self.to
-                        .0
-                        .add(block)
-                        .write(ActivationBlock::quantized(&numbers))
-                };
+                unsafe { self.to.0.add(block).write(ActivationBlock::quantized(&numbers)) };
             }
             for unused in blocks_per_row..self.stride {
                 // SAFETY: as above.
-                unsafe {
-                    self.to
-                        .0
-                        .add(first + unused)
-                        .write(ActivationBlock::of_zeros(0.0))
-                };
+                unsafe { self.to.0.add(first + unused).write(ActivationBlock::of_zeros(0.0)) };
             }
         }
     }

@@ -43,13 +43,7 @@ impl Int8Weight {
         first: usize,
         sums: &mut [Sums],
     ) {
-        form.run(PanelTask {
-            weight: self,
-            panel,
-            x,
-            first,
-            sums,
-        });
+        form.run(PanelTask { weight: self, panel, x, first, sums });
     }
 }
 
@@ -90,9 +84,7 @@ macro_rules! formats {
     };
 }
 
-formats!(
-    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, Q2K, Q3K, IQ4NL, IQ4XS, MXFP4
-);
+formats!(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, Q2K, Q3K, IQ4NL, IQ4XS, MXFP4);
 
 /// One panel times a few rows.
 struct PanelTask<'a> {
@@ -298,9 +290,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         let layout = const { P::LAYOUT };
         let bytes = W * L::LANES / TILE * (layout.unit() / layout.blocks);
         let unit = d * self.width + group * W * L::LANES / TILE;
-        let at = self
-            .units
-            .wrapping_add(unit * layout.unit() + b * bytes + ahead);
+        let at = self.units.wrapping_add(unit * layout.unit() + b * bytes + ahead);
         for line in 0..bytes.div_ceil(LINE) {
             self.lanes.prefetch(at.wrapping_add(line * LINE));
         }
@@ -318,18 +308,11 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
     ) {
         let (lanes, layout) = (self.lanes, const { P::LAYOUT });
         let outputs = W * L::LANES;
-        let groups = if W * G == TILES && L::LANES == TILE {
-            G
-        } else {
-            self.width * TILE / outputs
-        };
+        let groups =
+            if W * G == TILES && L::LANES == TILE { G } else { self.width * TILE / outputs };
         let mut acc = [[[lanes.splat_f32(0.0); W]; H]; G];
         let steps = const { steps::<P, H>() };
-        let ahead = if steps == 1 {
-            AHEAD
-        } else {
-            steps * self.width * layout.unit()
-        };
+        let ahead = if steps == 1 { AHEAD } else { steps * self.width * layout.unit() };
         for first in (0..self.depth).step_by(steps) {
             for (group, acc) in acc[..groups].iter_mut().enumerate() {
                 for d in first..self.depth.min(first + steps) {
@@ -436,12 +419,7 @@ impl<P: Packed, L: ByteLanes> UnpackedBlock<P, L> {
                 *magnitudes = lanes.magnitudes(*magnitudes);
             }
         }
-        Self {
-            lanes,
-            words: std::hint::black_box(8),
-            vectors,
-            magnitudes,
-        }
+        Self { lanes, words: std::hint::black_box(8), vectors, magnitudes }
     }
 
     /// Adds the products with rows in tiles of `R`, of which `x` is the first one's block, to their sums of unit `tile`.
@@ -741,13 +719,7 @@ impl<P: Packed, L: ByteLanes> Scaling<P, L> {
                 (factors, minimum_factors) = half_factors::<P, L>(lanes, unit, at, lane);
             }
             let (scale, minimum) = scales::<P, L>(lanes, header, unit, at, lane);
-            Self {
-                scale,
-                minimum,
-                factors,
-                minimum_factors,
-                format: PhantomData,
-            }
+            Self { scale, minimum, factors, minimum_factors, format: PhantomData }
         }
     }
 
@@ -884,21 +856,14 @@ unsafe fn half_factors<P: Packed, L: ByteLanes>(
         let [first, second] = [lanes.load_u8(from), lanes.load_u8(from.add(TILE))];
         let minimums = lanes.pair(lanes.shift_down::<4>(first), lanes.shift_down::<4>(second));
         let nibble = lanes.splat(15);
-        (
-            [lanes.and(first, nibble), lanes.and(second, nibble)],
-            minimums,
-        )
+        ([lanes.and(first, nibble), lanes.and(second, nibble)], minimums)
     }
 }
 
 /// Units of the depth that are added to the sums of `H` rows in a group before it is the next group's
 /// turn: the sums of [`MAX_FEW`] rows in all groups do not fit into the registers.
 const fn steps<P: Packed, const H: usize>() -> usize {
-    if H == MAX_FEW && P::LAYOUT.blocks == 1 {
-        4
-    } else {
-        1
-    }
+    if H == MAX_FEW && P::LAYOUT.blocks == 1 { 4 } else { 1 }
 }
 
 /// Adds block `b` of a unit.

@@ -126,11 +126,7 @@ const fn dot_of(codes: &[i8; 16]) -> (usize, i32) {
         most = if code > most { code } else { most };
         i += 1;
     }
-    if most - least < 32 {
-        (5, -least)
-    } else {
-        (8, 128)
-    }
+    if most - least < 32 { (5, -least) } else { (8, 128) }
 }
 
 /// The numbers of a table plus an offset.
@@ -169,12 +165,7 @@ impl Int8Weight {
         let words = (Layout::of(format).unit() / size_of::<u32>())
             .checked_mul(inputs / format.block())
             .and_then(|tile| tile.checked_mul(outputs.div_ceil(TILE)));
-        Ok(Self {
-            format,
-            words: memory.words(words.ok_or(OutOfMemory)?)?,
-            inputs,
-            outputs,
-        })
+        Ok(Self { format, words: memory.words(words.ok_or(OutOfMemory)?)?, inputs, outputs })
     }
 
     /// Lays out blocks, a row of them for each output.
@@ -287,10 +278,7 @@ fn write_block(format: Format, unit: &mut [u8], column: usize, block: &[u8]) {
                 factors[column] = scales.factors[group].cast_unsigned();
                 continue;
             }
-            Scales::GroupMinimum => [
-                scales.factors[group].cast_unsigned(),
-                scales.minimums[group],
-            ],
+            Scales::GroupMinimum => [scales.factors[group].cast_unsigned(), scales.minimums[group]],
             Scales::Sixteens => {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
@@ -357,9 +345,7 @@ fn read_block(format: Format, unit: &[u8], column: usize) -> Block {
         let (packed, factors) = from.split_at(layout.codes());
         for (step, code) in block.codes[BLOCK * b..][..BLOCK].iter_mut().enumerate() {
             let unsigned = read_code(layout.bits, packed, column, step);
-            let unsigned = layout
-                .table
-                .map_or(unsigned, |table| table[usize::from(unsigned)]);
+            let unsigned = layout.table.map_or(unsigned, |table| table[usize::from(unsigned)]);
             *code = unsigned.wrapping_sub(layout.offset as u8).cast_signed();
         }
         let pair = || [factors[column], factors[TILE + column]];
@@ -399,9 +385,7 @@ fn read_code(bits: usize, packed: &[u8], column: usize, step: usize) -> u8 {
     let (g, second) = (g % 4, g / 4);
     if bits < 4 {
         let low = packed[64 * (g / 2) + byte] >> (4 * (g % 2) + 2 * second) & 3;
-        let third = packed
-            .get(128 + byte)
-            .map_or(0, |byte| byte >> (4 * second + g) & 1);
+        let third = packed.get(128 + byte).map_or(0, |byte| byte >> (4 * second + g) & 1);
         return low | third << 2;
     }
     let nibble = packed[64 * g + byte] >> (4 * second) & 15;

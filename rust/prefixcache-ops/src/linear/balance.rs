@@ -14,18 +14,12 @@ struct Shared {
 fn linear(name: &'static str, rows: usize, outputs: usize, threads: usize) -> Shared {
     let split = Split::new(rows, outputs.div_ceil(PANEL), threads);
     let costs = (0..split.tasks()).map(|task| split.task(task).1.len());
-    Shared {
-        name,
-        costs: costs.collect(),
-    }
+    Shared { name, costs: costs.collect() }
 }
 
 /// Tasks of one row, all alike.
 fn alike(name: &'static str, tasks: usize) -> Shared {
-    Shared {
-        name,
-        costs: vec![1; tasks],
-    }
+    Shared { name, costs: vec![1; tasks] }
 }
 
 fn layers(threads: usize) -> Vec<Shared> {

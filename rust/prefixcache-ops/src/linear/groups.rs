@@ -67,10 +67,7 @@ impl<E: Element> PackedLinear<E> {
     fn check_groups(&self, groups: &[RowGroup], (rows, width): (usize, usize)) {
         let mut end = 0;
         for group in groups {
-            assert!(
-                end <= group.rows.start && group.rows.end <= rows,
-                "rows of groups"
-            );
+            assert!(end <= group.rows.start && group.rows.end <= rows, "rows of groups");
             end = group.rows.end.max(end);
             let parts = &self.parts[group.parts.clone()];
             let outputs: usize = parts.iter().map(|part| part.outputs.len()).sum();

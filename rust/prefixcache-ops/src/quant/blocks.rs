@@ -80,10 +80,7 @@ pub(crate) enum Scales {
 impl Scales {
     /// Whether there are minimums.
     pub(crate) const fn have_minimums(self) -> bool {
-        matches!(
-            self,
-            Self::Minimum | Self::GroupMinimum | Self::SixteenMinimums
-        )
+        matches!(self, Self::Minimum | Self::GroupMinimum | Self::SixteenMinimums)
     }
 }
 
@@ -101,9 +98,8 @@ struct Row {
 }
 
 /// IQ4's numbers, which lie closer around zero.
-static IQ4: CodeTable = CodeTable::new([
-    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-]);
+static IQ4: CodeTable =
+    CodeTable::new([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]);
 /// The numbers of E2M1, twice; half of the scale is multiplied by them.
 static E2M1: CodeTable = CodeTable::new([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
 
@@ -150,14 +146,7 @@ impl Format {
             Self::IQ4XS => ("IQ4_XS", (256, 136), 4, Of(&IQ4), Group, 0),
             Self::MXFP4 => ("MXFP4", (32, 17), 4, Of(&E2M1), PowerOfTwo, 0),
         };
-        Row {
-            name,
-            size,
-            bits,
-            codes,
-            scales,
-            scale_at,
-        }
+        Row { name, size, bits, codes, scales, scale_at }
     }
 
     /// Its name in GGUF.
@@ -251,14 +240,8 @@ impl Format {
 
     /// Where scale and minimum of a block are.
     const fn scales_at(self) -> (usize, Option<usize>) {
-        let Row {
-            scales, scale_at, ..
-        } = self.row();
-        let minimum = if scales.have_minimums() {
-            Some(scale_at + 2)
-        } else {
-            None
-        };
+        let Row { scales, scale_at, .. } = self.row();
+        let minimum = if scales.have_minimums() { Some(scale_at + 2) } else { None };
         (scale_at, minimum)
     }
 
@@ -379,11 +362,8 @@ impl Block {
     /// # Panics
     /// There are fewer bytes than a block has.
     pub fn read(format: Format, bytes: &[u8]) -> Self {
-        let mut block = Self {
-            format,
-            scales: BlockScales::read(format, bytes),
-            codes: [0; MAX_BLOCK],
-        };
+        let mut block =
+            Self { format, scales: BlockScales::read(format, bytes), codes: [0; MAX_BLOCK] };
         block.read_codes(bytes);
         block
     }

@@ -186,19 +186,8 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             }
         }
         // SAFETY: inside the group.
-        let codes = unsafe {
-            strip
-                .add(at + F::GROUP_HEADER * STRIP)
-                .cast::<u32>()
-                .add(column)
-        };
-        Self {
-            lanes,
-            codes,
-            scales,
-            offsets,
-            layout: PhantomData,
-        }
+        let codes = unsafe { strip.add(at + F::GROUP_HEADER * STRIP).cast::<u32>().add(column) };
+        Self { lanes, codes, scales, offsets, layout: PhantomData }
     }
 
     /// Dequantizes the group: in a loop over as many numbers as fill whole words, so that shifts are by
@@ -228,12 +217,8 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         let mut more = words;
         for c in 0..C {
             // SAFETY: the stream has 32 codes.
-            let (a, b) = unsafe {
-                (
-                    self.number(c, first, depth),
-                    self.number(c, first, depth + 1),
-                )
-            };
+            let (a, b) =
+                unsafe { (self.number(c, first, depth), self.number(c, first, depth + 1)) };
             let (even, odd) = E::column_lines(self.lanes, a, b);
             words[c] = even;
             if let Some(odd) = odd {
@@ -257,12 +242,7 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
     #[inline(always)]
     unsafe fn number(&self, c: usize, first: usize, depth: usize) -> L::V {
         let lanes = self.lanes;
-        let CodeAt {
-            word,
-            bit: at,
-            line,
-            ..
-        } = code_at::<F>(c * L::LANES, depth);
+        let CodeAt { word, bit: at, line, .. } = code_at::<F>(c * L::LANES, depth);
         let word = first * F::BITS as usize / 32 * STRIP + word;
         // SAFETY: the stream has this code, so the words with its bits.
         let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
@@ -437,11 +417,9 @@ impl<E: Element> Product<'_, E> {
         // As many sums as there are registers for, with the scales of the columns.
         match sums.len() {
             0 => {}
-            1 if const { has_one(F::FORMAT) } => form.run(One::<_, F> {
-                product: self,
-                sums: &mut sums[0],
-                layout: PhantomData,
-            }),
+            1 if const { has_one(F::FORMAT) } => {
+                form.run(One::<_, F> { product: self, sums: &mut sums[0], layout: PhantomData })
+            }
             1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
             2 if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 2, 2>::new(self, sums)),
             5..=6 if const { F::FORMAT.is_common() } => {
@@ -461,11 +439,7 @@ impl<E: Element> Product<'_, E> {
 
 impl<'a, E, F, const H: usize, const C: usize> Few<'a, E, F, H, C> {
     fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
-        Self {
-            product,
-            sums,
-            layout: PhantomData,
-        }
+        Self { product, sums, layout: PhantomData }
     }
 }
 
@@ -541,12 +515,7 @@ impl<E: Element, F: Layout> Kernel for One<'_, E, F> {
         if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
             unreachable!("laid out for another form");
         }
-        let Product {
-            panel,
-            inputs,
-            used,
-            rows,
-        } = self.product;
+        let Product { panel, inputs, used, rows } = self.product;
         for start in (0..*used).step_by(4 * L::LANES) {
             let strip = strip_of::<F>(*panel, *inputs, start);
             let mut x = rows.words(0, 0).cast::<f32>();

@@ -73,11 +73,7 @@ pub(super) trait Layout: Send + Sync {
     const TABLE: Option<&'static CodeTable> = Self::FORMAT.table();
     const SCALES: Scales = Self::FORMAT.scales();
     /// What was added to signed codes where they are stored unsigned.
-    const ZERO: u8 = if Self::SIGNED {
-        1 << (Self::BITS - 1)
-    } else {
-        0
-    };
+    const ZERO: u8 = if Self::SIGNED { 1 << (Self::BITS - 1) } else { 0 };
     /// Numbers whose codes fill whole words, and which have one scale or are a group.
     const PERIOD: usize = match Self::BITS {
         4 => 8,
@@ -173,11 +169,7 @@ impl PackedBlocks {
         Ok(Self {
             words: memory.words(words.ok_or(OutOfMemory)?)?,
             format,
-            order: if form.lane_is_column() {
-                Order::Strips
-            } else {
-                Order::Tiles
-            },
+            order: if form.lane_is_column() { Order::Strips } else { Order::Tiles },
             inputs,
             outputs,
         })
@@ -402,10 +394,7 @@ pub(super) fn pack_scales<F: Layout>(
                 to[at] = scales.factors[group].cast_unsigned();
                 continue;
             }
-            Scales::GroupMinimum => [
-                scales.factors[group].cast_unsigned(),
-                scales.minimums[group],
-            ],
+            Scales::GroupMinimum => [scales.factors[group].cast_unsigned(), scales.minimums[group]],
             Scales::Sixteens => {
                 [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
             }
@@ -523,10 +512,9 @@ fn read_column<E: Element, F: Layout>(
                 let offsets = both.map(|byte| half(2 * width) * f32::from(byte >> 4));
                 (both.map(|byte| d * f32::from(byte & 15)), Some(offsets))
             }
-            Scales::Sixteens => (
-                [byte(0), byte(width)].map(|scale| d * f32::from(scale.cast_signed())),
-                None,
-            ),
+            Scales::Sixteens => {
+                ([byte(0), byte(width)].map(|scale| d * f32::from(scale.cast_signed())), None)
+            }
         };
         let codes = &panel[codes_at::<F>(width, group) / 4..];
         for (depth, out) in out.iter_mut().enumerate() {
@@ -636,9 +624,7 @@ impl<L: Lanes, E: Element, const H: usize> TakeLine<L> for Multiply<L, E, H> {
     unsafe fn take(&mut self, line: usize, words: L::V) {
         for (sum, row) in self.sums.iter_mut().zip(self.rows) {
             // SAFETY: the row has this word, as the caller vouches.
-            let x = self
-                .lanes
-                .splat_word(unsafe { row.add(line).read_unaligned() });
+            let x = self.lanes.splat_word(unsafe { row.add(line).read_unaligned() });
             *sum = E::dot(self.lanes, *sum, words, x);
         }
     }
@@ -723,10 +709,7 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
                     let minimum = half(2 * PANEL);
                     let pair = |at| {
                         let (scale, factor) = nibbles(lanes, byte(at));
-                        (
-                            twice(lanes.mul(d, scale)),
-                            twice(lanes.mul(minimum, factor)),
-                        )
+                        (twice(lanes.mul(d, scale)), twice(lanes.mul(minimum, factor)))
                     };
                     let (first, second) = (pair(0), pair(PANEL));
                     ([first.0, second.0], Some([first.1, second.1]))
@@ -868,11 +851,7 @@ struct Few<'a, E, F, const H: usize> {
 
 impl<'a, E, F, const H: usize> Few<'a, E, F, H> {
     fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
-        Self {
-            product,
-            sums,
-            layout: PhantomData,
-        }
+        Self { product, sums, layout: PhantomData }
     }
 }
 
@@ -897,9 +876,7 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
                     let mut multiply = Multiply::<L, E, H> {
                         lanes,
                         rows,
-                        sums: sums
-                            .each_ref()
-                            .map(|sums| lanes.load(sums.as_ptr().add(column))),
+                        sums: sums.each_ref().map(|sums| lanes.load(sums.as_ptr().add(column))),
                         element: PhantomData,
                     };
                     dequantize::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
@@ -931,10 +908,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
         if const { L::LANE_IS_COLUMN } {
             unreachable!("laid out for another form");
         }
-        for (group, lines) in self
-            .groups
-            .zip(self.to.chunks_exact_mut(GROUP / E::PER_WORD))
-        {
+        for (group, lines) in self.groups.zip(self.to.chunks_exact_mut(GROUP / E::PER_WORD)) {
             for column in (0..PANEL).step_by(L::LANES) {
                 // SAFETY: the panel has the group, and `lines` are its lines, of 64 columns.
                 unsafe {

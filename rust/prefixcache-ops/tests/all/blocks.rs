@@ -41,16 +41,10 @@ fn random_rows(seed: u64, format: Format, inputs: usize, rows: usize) -> Vec<u8>
         }
         for &at in halves(format) {
             let choice = byte(count + 3 * i + at % 3) as usize;
-            let extremes = [
-                0x0000, 0x8000, 0x0001, 0x8001, 0x7bff, 0xfbff, 0x0400, 0x3c00,
-            ];
+            let extremes = [0x0000, 0x8000, 0x0001, 0x8001, 0x7bff, 0xfbff, 0x0400, 0x3c00];
             // Up to 2^-3 otherwise, so that sums stay numbers.
             let bits = u16::from(byte(2 * count + i)) << 8 & 0xaf00 | choice as u16;
-            let bits = if choice.is_multiple_of(4) {
-                extremes[choice / 4 % 8]
-            } else {
-                bits
-            };
+            let bits = if choice.is_multiple_of(4) { extremes[choice / 4 % 8] } else { bits };
             block[at..at + 2].copy_from_slice(&bits.to_le_bytes());
         }
     }
@@ -68,10 +62,7 @@ fn numbers<E: Element>(format: Format, bytes: &[u8]) -> Vec<E> {
 }
 
 fn bits<E: Element>(numbers: &[E]) -> Vec<u32> {
-    numbers
-        .iter()
-        .map(|number| number.to_f32().to_bits())
-        .collect()
+    numbers.iter().map(|number| number.to_f32().to_bits()).collect()
 }
 
 /// Layers of the same weight: one kept as blocks, part by part, and one of dense numbers.
@@ -108,32 +99,23 @@ impl<E: Element> Pair<E> {
                 Some(format) => {
                     let bytes = random_rows(seed, format, inputs, count);
                     let blocks = Rows::new(&bytes, format.row_bytes(inputs));
-                    kept.copy_blocks(&memory, form, &team, first, format, blocks)
-                        .expect("a part");
+                    kept.copy_blocks(&memory, form, &team, first, format, blocks).expect("a part");
                     numbers(format, &bytes)
                 }
             };
             if format.is_none() {
-                kept.copy_rows(&memory, first, Rows::new(&part, inputs))
-                    .expect("memory");
+                kept.copy_rows(&memory, first, Rows::new(&part, inputs)).expect("memory");
             }
             first += count;
             all.extend(part);
         }
-        dense
-            .copy_rows(&memory, 0, Rows::new(&all, inputs))
-            .expect("memory");
+        dense.copy_rows(&memory, 0, Rows::new(&all, inputs)).expect("memory");
         if with_bias {
             let bias = noise(7, outputs);
             kept.copy_bias(0, &bias);
             dense.copy_bias(0, &bias);
         }
-        Self {
-            form,
-            kept,
-            dense,
-            numbers: all,
-        }
+        Self { form, kept, dense, numbers: all }
     }
 
     /// Both compute the same bits of `O` numbers.
@@ -147,11 +129,7 @@ impl<E: Element> Pair<E> {
             .map(|layer| bits(&forward(layer, self.form, &team, &x, residual)));
         let differs =
             (0..kept.len()).find(|&i| kept[i] != dense[i] && !both_nan(kept[i], dense[i]));
-        assert_eq!(
-            differs, None,
-            "{:?}, {rows} rows of {inputs} to {outputs}",
-            self.form
-        );
+        assert_eq!(differs, None, "{:?}, {rows} rows of {inputs} to {outputs}", self.form);
     }
 }
 
@@ -217,20 +195,12 @@ fn blocks_are_dequantized_a_part_of_the_depth_at_a_time() {
 /// Every block's numbers, read back as rows: the signs of zeros too, which sums do not show.
 fn check_rows<E: Element>(form: Form, format: Format) {
     let (inputs, outputs) = (512, 130);
-    let pair = Pair::<E>::new(
-        form,
-        inputs,
-        &[(Some(format), 70), (None, 3), (Some(format), 57)],
-        false,
-    );
+    let pair =
+        Pair::<E>::new(form, inputs, &[(Some(format), 70), (None, 3), (Some(format), 57)], false);
     let ids: Vec<usize> = (0..outputs).rev().chain([5, 5]).collect();
     let out = read(&pair.kept, &Team::new(2).expect("threads"), &ids);
     for (id, row) in ids.into_iter().zip(out.chunks_exact(inputs)) {
-        assert_eq!(
-            bits(row),
-            bits(&pair.numbers[id * inputs..][..inputs]),
-            "{format}: row {id}"
-        );
+        assert_eq!(bits(row), bits(&pair.numbers[id * inputs..][..inputs]), "{format}: row {id}");
     }
 }
 
@@ -266,24 +236,17 @@ fn a_part_changes_what_it_is_kept_as() {
         &[(Some(Format::Q4K), 40), (Some(Format::Q6K), 30)],
         false,
     );
-    let Pair {
-        mut kept, numbers, ..
-    } = pair;
+    let Pair { mut kept, numbers, .. } = pair;
     let rows = noise::<Bf16>(3, 5 * 256);
-    kept.copy_rows(&memory, 38, Rows::new(&rows, 256))
-        .expect("memory");
+    kept.copy_rows(&memory, 38, Rows::new(&rows, 256)).expect("memory");
     assert_eq!(kept.formats().collect::<Vec<_>>(), [None, None]);
     let wanted = [&numbers[..38 * 256], &rows, &numbers[43 * 256..]].concat();
     let ids: Vec<usize> = (0..70).collect();
     assert_eq!(read(&kept, &team, &ids), wanted);
     let bytes = random_rows(1, Format::Q5_1, 256, 30);
     let blocks = Rows::new(&bytes, Format::Q5_1.row_bytes(256));
-    kept.copy_blocks(&memory, Form::detect(), &team, 40, Format::Q5_1, blocks)
-        .expect("a part");
-    assert_eq!(
-        kept.formats().collect::<Vec<_>>(),
-        [None, Some(Format::Q5_1)]
-    );
+    kept.copy_blocks(&memory, Form::detect(), &team, 40, Format::Q5_1, blocks).expect("a part");
+    assert_eq!(kept.formats().collect::<Vec<_>>(), [None, Some(Format::Q5_1)]);
     let wanted = [&wanted[..40 * 256], &self::numbers(Format::Q5_1, &bytes)].concat();
     assert_eq!(read(&kept, &team, &ids), wanted);
 }
@@ -302,8 +265,7 @@ fn mapped<E: Element>(
         let bytes = layer.laid_out(part).expect("a part that was written");
         let start = file.seek(SeekFrom::End(0)).expect("a file") as usize;
         file.write_all(bytes).expect("room");
-        file.set_len((start + bytes.len()).next_multiple_of(64) as u64)
-            .expect("room");
+        file.set_len((start + bytes.len()).next_multiple_of(64) as u64).expect("room");
         places.push((start, bytes.len()));
     }
     let file = File::open(&path).expect("a file");
@@ -317,8 +279,7 @@ fn mapped<E: Element>(
         let refused = new.map_laid_out(form, part, format, &other);
         assert_eq!(refused, Err(BlocksError::Size));
         let words = words.part(start, bytes).expect("words");
-        new.map_laid_out(form, part, format, &words)
-            .expect("the part's words");
+        new.map_laid_out(form, part, format, &words).expect("the part's words");
     }
     assert!(words.part(0, 1 << 40).is_none() && words.part(4, 64).is_none());
     new
@@ -340,18 +301,14 @@ fn mapped_parts_are_what_was_written_until_they_are_written_again() {
             let out = forward(layer, form, &team, &x, None);
             bits(&[out, read(layer, &team, &ids)].concat())
         };
-        let (before, other) = (
-            outputs(&kept),
-            mapped(form, activations, &kept, &[40, 70, 30]),
-        );
+        let (before, other) = (outputs(&kept), mapped(form, activations, &kept, &[40, 70, 30]));
         assert_eq!(outputs(&layer), before);
         let (rows, bytes) = (noise(5, 3 * 256), random_rows(9, Format::Q6K, 256, 30));
         for to in [&mut layer, &mut kept] {
             let rows = Rows::new(&rows, 256);
             to.copy_rows(&memory, 39, rows).expect("memory");
             let blocks = rows_of(Format::Q6K, &bytes);
-            to.copy_blocks(&memory, form, &team, 110, Format::Q6K, blocks)
-                .expect("a part");
+            to.copy_blocks(&memory, form, &team, 110, Format::Q6K, blocks).expect("a part");
         }
         assert_eq!(outputs(&layer), outputs(&kept));
         assert_eq!(outputs(&other), before);
@@ -370,21 +327,13 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
         let mut layer = PackedLinear::<f32>::new(256, &[20, 30], false).expect("memory");
         let good = random_rows(1, format, 256, 30);
         layer
-            .copy_blocks(
-                &memory,
-                Form::detect(),
-                &team,
-                20,
-                format,
-                rows_of(format, &good),
-            )
+            .copy_blocks(&memory, Form::detect(), &team, 20, format, rows_of(format, &good))
             .expect("a part");
         let before = layer.num_bytes();
         let no_numbers = [0x7c00_u16, 0xfc00, 0x7e01].map(u16::to_le_bytes);
         let of_halves = halves(format).iter();
-        let mut bad_bytes: Vec<(usize, Vec<u8>)> = of_halves
-            .flat_map(|&at| no_numbers.map(|bits| (at, bits.to_vec())))
-            .collect();
+        let mut bad_bytes: Vec<(usize, Vec<u8>)> =
+            of_halves.flat_map(|&at| no_numbers.map(|bits| (at, bits.to_vec()))).collect();
         if format == Format::MXFP4 {
             bad_bytes.extend([253, 254, 255].map(|exponent| (0, vec![exponent])));
         }
@@ -398,22 +347,13 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
             assert_eq!(refused, Err(BlocksError::Scale(17)), "{format}");
         }
         for (first, count) in [(0, 30), (20, 20), (21, 29), (0, 50), (50, 0)] {
-            assert_eq!(
-                layer.check_blocks(first, count, format),
-                Err(BlocksError::NoPart)
-            );
+            assert_eq!(layer.check_blocks(first, count, format), Err(BlocksError::NoPart));
         }
         let ids: Vec<usize> = (20..50).collect();
-        assert_eq!(
-            bits(&read(&layer, &team, &ids)),
-            bits(&numbers::<f32>(format, &good))
-        );
+        assert_eq!(bits(&read(&layer, &team, &ids)), bits(&numbers::<f32>(format, &good)));
         assert_eq!(layer.num_bytes(), before);
         let odd = PackedLinear::<f32>::new(format.block() + 16, &[4], false).expect("memory");
-        assert_eq!(
-            odd.check_blocks(0, 4, format),
-            Err(BlocksError::Inputs(format))
-        );
+        assert_eq!(odd.check_blocks(0, 4, format), Err(BlocksError::Inputs(format)));
     }
 }
 
@@ -421,9 +361,7 @@ fn what_is_no_weight_is_refused_and_nothing_written() {
 fn outputs_that_were_never_written_are_bias_and_residual() {
     let (memory, team) = (WeightMemory::default(), Team::new(1).expect("threads"));
     let mut layer = PackedLinear::<f32>::new(32, &[3, 2], true).expect("memory");
-    layer
-        .copy_rows(&memory, 3, Rows::new(&[1.0; 64], 32))
-        .expect("memory");
+    layer.copy_rows(&memory, 3, Rows::new(&[1.0; 64], 32)).expect("memory");
     layer.copy_bias(0, &[1.0; 5]);
     for form in Form::available() {
         let out = forward(&layer, form, &team, &[1.0; 64], Some(&[0.5_f32; 10]));

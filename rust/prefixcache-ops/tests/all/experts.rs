@@ -41,15 +41,8 @@ fn routings() -> impl Strategy<Value = Routing> {
     let renormalise = prop::sample::select(vec![None, Some(0.0), Some(1e-6)]);
     let scale = prop::sample::select(vec![1.0_f32, 2.5]);
     let shared = prop::sample::select(vec![Shared::None, Shared::Plain, Shared::Weighed]);
-    (
-        scores,
-        any::<[bool; 2]>(),
-        1..=EXPERTS,
-        renormalise,
-        scale,
-        shared,
-    )
-        .prop_map(|(scores, has, top_k, renormalise, scale, shared)| Routing {
+    (scores, any::<[bool; 2]>(), 1..=EXPERTS, renormalise, scale, shared).prop_map(
+        |(scores, has, top_k, renormalise, scale, shared)| Routing {
             scores,
             has_selection_bias: has[0],
             top_k,
@@ -57,7 +50,8 @@ fn routings() -> impl Strategy<Value = Routing> {
             scale,
             has_expert_scales: has[1],
             shared,
-        })
+        },
+    )
 }
 
 /// A layer whose weights are dense or blocks; the numbers that they stand for too.
@@ -208,10 +202,7 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
             let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
             logits.iter().map(|logit| logit.exp() / total).collect()
         }
-        Scores::Sigmoid => logits
-            .iter()
-            .map(|logit| 1.0 / (1.0 + (-logit).exp()))
-            .collect(),
+        Scores::Sigmoid => logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp())).collect(),
     };
     let bias = |expert: usize| match routing.has_selection_bias {
         true => f64::from(layer.selection_bias[expert]),
@@ -227,9 +218,7 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
     let (gate_up, down) = (dense(&layer.gate_up, 52), dense(&layer.down, 53));
     let mut sum = vec![0.0; HIDDEN];
     let mut add = |weight: f64, made: Vec<f64>| {
-        sum.iter_mut()
-            .zip(made)
-            .for_each(|(sum, made)| *sum += weight * made);
+        sum.iter_mut().zip(made).for_each(|(sum, made)| *sum += weight * made);
     };
     for expert in order {
         let scale = match routing.has_expert_scales {
@@ -245,11 +234,7 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
         let made = times(&dense(&layer.shared_down, 56), 0, HIDDEN, &opened);
         let logit = times(&dense(&layer.shared_weight, 57), 0, 1, x)[0];
         let is_weighed = routing.shared == Shared::Weighed;
-        let weight = if is_weighed {
-            1.0 / (1.0 + (-logit).exp())
-        } else {
-            1.0
-        };
+        let weight = if is_weighed { 1.0 / (1.0 + (-logit).exp()) } else { 1.0 };
         add(weight, made);
     }
     sum
@@ -259,9 +244,7 @@ fn reference<E: Element>(layer: &Layer<E>, routing: Routing, x: &[f64]) -> Vec<f
 fn opened(wide: &[f64]) -> Vec<f64> {
     let (gates, values) = wide.split_at(wide.len() / 2);
     let pairs = gates.iter().zip(values);
-    pairs
-        .map(|(gate, value)| gate / (1.0 + (-gate).exp()) * value)
-        .collect()
+    pairs.map(|(gate, value)| gate / (1.0 + (-gate).exp()) * value).collect()
 }
 
 fn check_reference<E: Element>(form: Form, routing: Routing, format: Option<Format>) {
@@ -294,13 +277,7 @@ fn check_companions<E: Element + PartialEq>(
     let together = forward(&experts, form, threads, &x, Some(&residual));
     for row in 0..rows {
         let own = row * HIDDEN..(row + 1) * HIDDEN;
-        let alone = forward(
-            &experts,
-            form,
-            1,
-            &x[own.clone()],
-            Some(&residual[own.clone()]),
-        );
+        let alone = forward(&experts, form, 1, &x[own.clone()], Some(&residual[own.clone()]));
         assert!(
             alone == together[own],
             "{form:?} {routing:?} {format:?} {activations:?}: row {row} of {rows}"
@@ -355,10 +332,7 @@ fn one_expert_may_have_all_rows() {
         let one = noise::<f32>(9, HIDDEN);
         let alone = forward(&experts, form, 1, &one, None);
         let many = forward(&experts, form, 2, &one.repeat(450), None);
-        assert!(
-            many.chunks_exact(HIDDEN).all(|row| row == alone),
-            "{form:?}"
-        );
+        assert!(many.chunks_exact(HIDDEN).all(|row| row == alone), "{form:?}");
     }
 }
 
@@ -380,12 +354,8 @@ fn ties_go_to_the_lower_number() {
     let x = noise::<f32>(9, HIDDEN);
     let forward = |layer: &Layer<f32>| forward(&layer.experts(routing(2)), form, 1, &x, None);
     let tied = forward(&layer);
-    layer
-        .router
-        .copy_bias(0, &[1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    layer.router.copy_bias(0, &[1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
     assert_eq!(forward(&layer), tied);
-    layer
-        .router
-        .copy_bias(0, &[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+    layer.router.copy_bias(0, &[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
     assert_ne!(forward(&layer), tied);
 }

@@ -22,11 +22,7 @@ fn half(bits: u16) -> f64 {
         0 => mantissa * 2f64.powi(-24),
         _ => (1024.0 + mantissa) * 2f64.powi(exponent - 25),
     };
-    if bits >> 15 == 1 {
-        -magnitude
-    } else {
-        magnitude
-    }
+    if bits >> 15 == 1 { -magnitude } else { magnitude }
 }
 
 /// Blocks whose scales and minimums are any finite numbers, the largest and denormal ones included.
@@ -72,11 +68,7 @@ fn sum(weights: &[Block], x: &[Quantized]) -> f32 {
         let (weight, first) = (&weights[i / blocks], i % blocks * 32);
         let product = |k: usize| {
             let sixteens = [Format::Q2K, Format::Q3K, Format::Q6K];
-            let group = if sixteens.contains(&weight.format) {
-                16
-            } else {
-                32
-            };
+            let group = if sixteens.contains(&weight.format) { 16 } else { 32 };
             let factor = f64::from(weight.scales.factors[(first + k) / group]);
             factor * f64::from(weight.codes[first + k]) * f64::from(codes[k])
         };
@@ -116,23 +108,14 @@ impl Case {
     fn new(format: Format, seed: u64, (units, outputs): (usize, usize), x: Vec<f32>) -> Self {
         let inputs = units * format.block();
         let blocks = random_blocks(format, seed, outputs * units);
-        let weights: Vec<Block> = blocks
-            .chunks_exact(format.bytes())
-            .map(|bytes| Block::read(format, bytes))
-            .collect();
+        let weights: Vec<Block> =
+            blocks.chunks_exact(format.bytes()).map(|bytes| Block::read(format, bytes)).collect();
         let want = x.chunks_exact(inputs).flat_map(|x| {
             let x: Vec<Quantized> = x.chunks_exact(32).map(quantized).collect();
             let sums = weights.chunks_exact(units).map(|weights| sum(weights, &x));
             sums.collect::<Vec<f32>>()
         });
-        Self {
-            format,
-            inputs,
-            outputs,
-            want: want.collect(),
-            blocks,
-            x,
-        }
+        Self { format, inputs, outputs, want: want.collect(), blocks, x }
     }
 
     fn rows(&self) -> usize {
@@ -169,11 +152,7 @@ impl Case {
     /// A layer with bias and residual, in every form, its rows at once and one by one.
     fn check_layer<E: Element>(&self, threads: usize, dense: usize) {
         let x: Vec<E> = self.x.iter().map(|&x| E::from_f32(x)).collect();
-        assert!(
-            x.iter()
-                .zip(&self.x)
-                .all(|(e, x)| e.to_f32().to_bits() == x.to_bits())
-        );
+        assert!(x.iter().zip(&self.x).all(|(e, x)| e.to_f32().to_bits() == x.to_bits()));
         let width = self.outputs + dense;
         let bias: Vec<E> = noise(1, width);
         let residual: Vec<E> = noise(2, self.rows() * width);
@@ -182,26 +161,15 @@ impl Case {
         let layer = PackedLinear::<E>::new(self.inputs, &[dense, self.outputs], true);
         let mut layer = layer.expect("memory").with_activations(Activations::Int8);
         let weight: Vec<E> = noise(3, dense * self.inputs);
+        layer.copy_rows(&memory, 0, Rows::new(&weight, self.inputs)).expect("memory");
         layer
-            .copy_rows(&memory, 0, Rows::new(&weight, self.inputs))
-            .expect("memory");
-        layer
-            .copy_blocks(
-                &memory,
-                Form::detect(),
-                &team,
-                dense,
-                self.format,
-                self.blocks(),
-            )
+            .copy_blocks(&memory, Form::detect(), &team, dense, self.format, self.blocks())
             .expect("blocks");
         layer.copy_bias(0, &bias);
         for form in Form::available() {
             let plain = self.plain(form, &team, &weight, (&bias, &residual));
             for at_once in [1, self.rows()] {
-                let chunks = x
-                    .chunks(at_once * self.inputs)
-                    .zip(residual.chunks(at_once * width));
+                let chunks = x.chunks(at_once * self.inputs).zip(residual.chunks(at_once * width));
                 let out = chunks
                     .flat_map(|(x, residual)| forward(&layer, form, &team, x, Some(residual)));
                 for (i, got) in out.enumerate() {
@@ -214,10 +182,8 @@ impl Case {
                                 + residual[i].to_f32()
                         }
                     };
-                    let what = format!(
-                        "{form:?}, {at_once} rows at once, {}, number {i}",
-                        self.format
-                    );
+                    let what =
+                        format!("{form:?}, {at_once} rows at once, {}, number {i}", self.format);
                     assert_bits(got.to_f32(), E::from_f32(want).to_f32(), what);
                 }
             }
@@ -236,9 +202,7 @@ impl Case {
         let width = self.outputs + dense;
         let mut layer = PackedLinear::<E>::new(self.inputs, &[dense], true).expect("memory");
         let memory = WeightMemory::default();
-        layer
-            .copy_rows(&memory, 0, Rows::new(weight, self.inputs))
-            .expect("memory");
+        layer.copy_rows(&memory, 0, Rows::new(weight, self.inputs)).expect("memory");
         layer.copy_bias(0, &bias[..dense]);
         let x: Vec<E> = self.x.iter().map(|&x| E::from_f32(x)).collect();
         let residual = residual.chunks_exact(width).map(|row| &row[..dense]);
@@ -299,11 +263,8 @@ fn what_is_no_number_spoils_its_row_alone() {
             let mut x = vec![1.0; 3 * format.block()];
             x[format.block() + 7] = number;
             let case = Case::new(format, 3, (1, 20), x);
-            let is_nan = |row: usize| {
-                case.want[20 * row..20 * (row + 1)]
-                    .iter()
-                    .all(|y| y.is_nan())
-            };
+            let is_nan =
+                |row: usize| case.want[20 * row..20 * (row + 1)].iter().all(|y| y.is_nan());
             assert_eq!([0, 1, 2].map(is_nan), [false, true, false], "{format}");
             case.check_forms();
             case.check_layer::<Bf16>(1, 1);
@@ -324,18 +285,13 @@ fn rows_are_read_back_as_they_were_written() {
         let ids: Vec<usize> = (0..outputs).rev().collect();
         let [exact, int8] = layers.each_mut().map(|layer| {
             let rows = Rows::new(&blocks, format.row_bytes(inputs));
-            layer
-                .copy_blocks(&memory, Form::detect(), &team, 0, format, rows)
-                .expect("blocks");
+            layer.copy_blocks(&memory, Form::detect(), &team, 0, format, rows).expect("blocks");
             read(layer, &team, &ids)
         });
         assert!(exact == int8, "{format}");
         // Whole units of 16 outputs; the factors of the K formats take a byte each.
         let bytes = format.row_bytes(inputs) * outputs.next_multiple_of(16);
         let kept = layers[1].num_bytes();
-        assert!(
-            (bytes..=bytes * 104 / 100).contains(&kept),
-            "{format}: {kept} for {bytes}"
-        );
+        assert!((bytes..=bytes * 104 / 100).contains(&kept), "{format}: {kept} for {bytes}");
     }
 }

@@ -15,10 +15,7 @@ fn assert_near<E: Element>(got: &[E], want: &[f64]) {
     let unit = if E::PER_WORD == 1 { 2e-6 } else { 4e-3 };
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         let error = (f64::from(got.to_f32()) - want).abs();
-        assert!(
-            error <= unit * want.abs().max(4.0),
-            "number {i}: off by {error} from {want}"
-        );
+        assert!(error <= unit * want.abs().max(4.0), "number {i}: off by {error} from {want}");
     }
 }
 
@@ -35,11 +32,7 @@ fn alone_and_together<E: Element + PartialEq + std::fmt::Debug>(
     for row in 0..rows {
         let mut alone = vec![E::from_f32(f32::NAN); out_width];
         layer(&x[row * width..(row + 1) * width], &mut alone, row);
-        assert_eq!(
-            alone,
-            together[row * out_width..(row + 1) * out_width],
-            "row {row}"
-        );
+        assert_eq!(alone, together[row * out_width..(row + 1) * out_width], "row {row}");
     }
     together
 }
@@ -50,19 +43,13 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     (rows, inputs, outputs): (usize, usize, usize),
     (with_bias, with_residual): (bool, bool),
 ) {
-    let (weight, x) = (
-        noise::<E>(1, inputs * outputs),
-        noise::<E>(2, rows * inputs),
-    );
+    let (weight, x) = (noise::<E>(1, inputs * outputs), noise::<E>(2, rows * inputs));
     let (bias, residual) = (noise::<E>(3, outputs), noise::<E>(4, rows * outputs));
     let team = Team::new(threads).expect("threads");
     let mut layer = PackedLinear::new(inputs, &[outputs], with_bias).expect("memory");
     let half = outputs / 2;
     let memory = WeightMemory::default();
-    for (first, rows) in [
-        (half, &weight[half * inputs..]),
-        (0, &weight[..half * inputs]),
-    ] {
+    for (first, rows) in [(half, &weight[half * inputs..]), (0, &weight[..half * inputs])] {
         let rows = Rows::new(rows, inputs);
         layer.copy_rows(&memory, first, rows).expect("memory");
     }
@@ -78,17 +65,10 @@ fn check_linear<E: Element + PartialEq + std::fmt::Debug>(
     let want: Vec<f64> = (0..rows * outputs)
         .map(|i| {
             let (row, output) = (i / outputs, i % outputs);
-            let pairs = x[row * inputs..][..inputs]
-                .iter()
-                .zip(&weight[output * inputs..]);
+            let pairs = x[row * inputs..][..inputs].iter().zip(&weight[output * inputs..]);
             let dot: f64 = pairs.map(|(&a, &b)| number(a) * number(b)).sum();
             let bias = if with_bias { number(bias[output]) } else { 0.0 };
-            dot + bias
-                + if with_residual {
-                    number(residual[i])
-                } else {
-                    0.0
-                }
+            dot + bias + if with_residual { number(residual[i]) } else { 0.0 }
         })
         .collect();
     assert_near(&out, &want);
@@ -105,12 +85,7 @@ fn check_norm<E: Element + PartialEq + std::fmt::Debug>(
     let (x, residual) = (noise::<E>(1, rows * width), noise::<E>(3, rows * width));
     for weight_width in [group, width] {
         let weight = noise::<E>(2, weight_width);
-        let norm = RmsNorm {
-            weight: &weight,
-            offset,
-            group,
-            eps: 1e-5,
-        };
+        let norm = RmsNorm { weight: &weight, offset, group, eps: 1e-5 };
         let out = alone_and_together(&x, width, width, |x, out, _| {
             let out = RowsMut::new(out, width);
             rms_norm(form, &team, norm, Rows::new(x, width), None, &out);
@@ -147,19 +122,11 @@ fn check_gated<E: Element + PartialEq + std::fmt::Debug>(
     gate: Gate,
 ) {
     let wide = gate.width() * width;
-    let x: Vec<E> = noise::<E>(1, rows * wide)
-        .iter()
-        .map(|e| E::from_f32(e.to_f32() * 9.0))
-        .collect();
+    let x: Vec<E> =
+        noise::<E>(1, rows * wide).iter().map(|e| E::from_f32(e.to_f32() * 9.0)).collect();
     let team = Team::new(threads).expect("threads");
     let out = alone_and_together(&x, wide, width, |x, out, _| {
-        gated(
-            form,
-            &team,
-            gate,
-            Rows::new(x, wide),
-            &RowsMut::new(out, width),
-        );
+        gated(form, &team, gate, Rows::new(x, wide), &RowsMut::new(out, width));
     });
     let open = |x: f64| match gate {
         Gate::Silu => x / (1.0 + (-x).exp()),
@@ -194,40 +161,22 @@ fn check_forward_gated<E: Element + PartialEq + std::fmt::Debug>(
     gate: Gate,
 ) -> u64 {
     let (inputs, wide) = (6, gate.width() * width);
-    let parts = if is_one_part {
-        vec![wide]
-    } else {
-        vec![width; gate.width()]
-    };
+    let parts = if is_one_part { vec![wide] } else { vec![width; gate.width()] };
     let mut layer = PackedLinear::new(inputs, &parts, false).expect("memory");
     let (weight, x) = (noise::<E>(1, inputs * wide), noise::<E>(2, rows * inputs));
     let (weight, x) = (Rows::new(&weight, inputs), Rows::new(&x, inputs));
-    layer
-        .copy_rows(&WeightMemory::default(), 0, weight)
-        .expect("memory");
-    let room = || {
-        (
-            vec![E::from_f32(f32::NAN); rows * wide],
-            vec![E::from_f32(f32::NAN); rows * width],
-        )
-    };
+    layer.copy_rows(&WeightMemory::default(), 0, weight).expect("memory");
+    let room =
+        || (vec![E::from_f32(f32::NAN); rows * wide], vec![E::from_f32(f32::NAN); rows * width]);
     let (mut made, mut want) = room();
     let mut made = RowsMut::new(&mut made, wide);
     let team = Team::new(3).expect("threads");
     layer.forward(form, &team, x, None, &made).expect("memory");
-    gated(
-        form,
-        &team,
-        gate,
-        made.read(),
-        &RowsMut::new(&mut want, width),
-    );
+    gated(form, &team, gate, made.read(), &RowsMut::new(&mut want, width));
     let (mut made, mut out) = room();
     let (mut made, passed) = (RowsMut::new(&mut made, wide), RowsMut::new(&mut out, width));
     let rounds = team.rounds();
-    layer
-        .forward_gated(form, &team, x, gate, &mut made, &passed)
-        .expect("memory");
+    layer.forward_gated(form, &team, x, gate, &mut made, &passed).expect("memory");
     assert_eq!(out, want);
     team.rounds() - rounds
 }
@@ -246,19 +195,8 @@ fn check_rotate<E: Element + PartialEq + std::fmt::Debug>(
     let team = Team::new(threads).expect("threads");
     let out = alone_and_together(&x, width, width, |x, out, first| {
         let angles = first * half..(first + out.len() / width) * half;
-        let (cos, sin) = (
-            Rows::new(&cos[angles.clone()], half),
-            Rows::new(&sin[angles], half),
-        );
-        rotate(
-            form,
-            &team,
-            cos,
-            sin,
-            head,
-            Rows::new(x, width),
-            &RowsMut::new(out, width),
-        );
+        let (cos, sin) = (Rows::new(&cos[angles.clone()], half), Rows::new(&sin[angles], half));
+        rotate(form, &team, cos, sin, head, Rows::new(x, width), &RowsMut::new(out, width));
     });
     let number = |i: usize| f64::from(x[i].to_f32());
     let want: Vec<f64> = (0..rows * width)
@@ -362,10 +300,7 @@ fn gelu_is_as_exact_as_the_exponential() {
             let tanh = (root * (wide + 0.044715 * wide.powi(3))).tanh();
             let want = 0.5 * wide * (1.0 + tanh);
             let error = (f64::from(got) - want).abs();
-            assert!(
-                error < 5e-7 * want.abs() + 1e-7,
-                "{form:?}: gelu({x}) = {got}, want {want}"
-            );
+            assert!(error < 5e-7 * want.abs() + 1e-7, "{form:?}: gelu({x}) = {got}, want {want}");
         }
     }
 }
@@ -396,9 +331,8 @@ fn a_gate_that_multiplies_is_a_sigmoid_wherever_it_stands() {
     for form in Form::available() {
         let all = opened(form, &gates, &x);
         let numbers = x.iter().zip(&gates);
-        let want: Vec<f64> = numbers
-            .map(|(&x, &gate)| f64::from(x) / (1.0 + f64::from(-gate).exp()))
-            .collect();
+        let want: Vec<f64> =
+            numbers.map(|(&x, &gate)| f64::from(x) / (1.0 + f64::from(-gate).exp())).collect();
         assert_near(&all, &want);
         for (i, got) in all.iter().enumerate() {
             let alone = opened(form, &gates[i..=i], &x[i..=i])[0];
@@ -425,12 +359,7 @@ fn gates_do_not_depend_on_the_place_in_a_row() {
 fn a_norm_without_an_offset_leaves_its_weights_as_they_are() {
     let weight = [-0.0, 0.0, 1.0, f32::MIN_POSITIVE];
     for form in Form::available() {
-        let norm = RmsNorm {
-            weight: &weight,
-            offset: 0.0,
-            group: 4,
-            eps: 0.0,
-        };
+        let norm = RmsNorm { weight: &weight, offset: 0.0, group: 4, eps: 0.0 };
         let (x, mut out) = ([1.0; 4], [f32::NAN; 4]);
         let team = Team::new(1).expect("threads");
         let (x, rows) = (Rows::new(&x, 4), RowsMut::new(&mut out, 4));
@@ -449,12 +378,7 @@ fn logits_leave_a_bf16_layer_in_f32() {
     let out: Vec<f32> = forward(&layer, Form::detect(), &team, &x, None);
     let want: Vec<f64> = weight
         .chunks_exact(64)
-        .map(|w| {
-            w.iter()
-                .zip(&x)
-                .map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32()))
-                .sum()
-        })
+        .map(|w| w.iter().zip(&x).map(|(w, x)| f64::from(w.to_f32()) * f64::from(x.to_f32())).sum())
         .collect();
     assert_near(&out, &want);
 }

@@ -96,10 +96,7 @@ fn free_order<'de, D: Deserializer<'de>>(found: D) -> Result<FreeOrder, D::Error
     match String::deserialize(found)?.as_str() {
         "unhashed_first" => Ok(FreeOrder::UnhashedFirst),
         "append" => Ok(FreeOrder::Append),
-        other => Err(D::Error::unknown_variant(
-            other,
-            &["unhashed_first", "append"],
-        )),
+        other => Err(D::Error::unknown_variant(other, &["unhashed_first", "append"])),
     }
 }
 
@@ -315,12 +312,7 @@ impl<'a> Line<'a> {
 pub(crate) fn hint_of(&(start, end, priority, seconds): &RecordedHint) -> Result<Hint, Fault> {
     let ttl = seconds.map(Duration::try_from_secs_f64).transpose();
     let ttl = ttl.map_err(|_| Fault::new("hints", "must have TTLs that are numbers of seconds"))?;
-    Ok(Hint {
-        start,
-        end,
-        priority,
-        ttl,
-    })
+    Ok(Hint { start, end, priority, ttl })
 }
 
 /// The lines of a recording, the first part's first: whoever reads one part goes on with the next.
@@ -348,13 +340,7 @@ impl Events {
         bytes: BytesRead,
     ) -> Result<Self, TraceError> {
         let header = read_header(&lines, None, 0)?;
-        Ok(Self {
-            path: path.map(Path::to_owned),
-            bytes,
-            header,
-            lines,
-            time: 0,
-        })
+        Ok(Self { path: path.map(Path::to_owned), bytes, header, lines, time: 0 })
     }
 
     /// What the first line of the part says of the cache.

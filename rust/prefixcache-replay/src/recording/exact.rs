@@ -191,11 +191,9 @@ impl Cache {
     fn new(header: &Header) -> Result<Self, Fault> {
         let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
         let found = |error: InvalidArgument| refused(error.to_string());
-        let hashing = HashConfig::new(
-            header.block_size,
-            Groups::new(header.groups.clone()).map_err(found)?,
-        )
-        .with_model("recording", "", "");
+        let hashing =
+            HashConfig::new(header.block_size, Groups::new(header.groups.clone()).map_err(found)?)
+                .with_model("recording", "", "");
         hashing.check().map_err(found)?;
         let pool = Writer::new(
             PoolConfig::new(header.num_blocks)
@@ -288,11 +286,7 @@ impl Cache {
                 self.cache.new_weight_version(None);
                 Ok(())
             }
-            Event::Move {
-                blocks,
-                most,
-                moved,
-            } => self.move_cached(blocks, most, moved),
+            Event::Move { blocks, most, moved } => self.move_cached(blocks, most, moved),
             Event::Resize { blocks } => Ok(self.cache.resize(blocks).map(drop)?),
             // The caller's.
             Event::Counters(_) | Event::Stop { .. } | Event::Next {} => Ok(()),
@@ -307,22 +301,14 @@ impl Cache {
     }
 
     fn add(&mut self, added: &Added<'_>) -> Result<(), Stop> {
-        let &Added {
-            id, tokens, hashed, ..
-        } = added;
+        let &Added { id, tokens, hashed, .. } = added;
         if tokens > MAX_TOKENS {
-            return invalid(
-                "tokens",
-                format!("must be at most {MAX_TOKENS}, not {tokens}"),
-            );
+            return invalid("tokens", format!("must be at most {MAX_TOKENS}, not {tokens}"));
         }
         let blocks = names::parse(added.names)?;
         let wanted = if hashed { tokens / self.block_size } else { 0 };
         if blocks.len() != wanted {
-            return invalid(
-                "names",
-                format!("must be of {wanted} blocks, not {}", blocks.len()),
-            );
+            return invalid("names", format!("must be of {wanted} blocks, not {}", blocks.len()));
         }
         let hints = match added.hints.is_empty() {
             true => None,
@@ -374,13 +360,7 @@ impl Cache {
         if let Some(hints) = request.hints.clone().filter(|_| request.is_hashed) {
             sequence.set_hints(hints);
         }
-        self.requests.insert(
-            id,
-            Request {
-                sequence,
-                ..request
-            },
-        );
+        self.requests.insert(id, Request { sequence, ..request });
         Ok(())
     }
 
@@ -390,10 +370,7 @@ impl Cache {
         let blocks = names::parse(names)?;
         let request = self.request(id)?;
         if !blocks.is_empty() && !request.is_hashed {
-            return invalid(
-                "names",
-                format!("must be none for request {id}, which is not hashed"),
-            );
+            return invalid("names", format!("must be none for request {id}, which is not hashed"));
         }
         extend(&mut request.sequence, &blocks, size);
         request.blocks.extend(blocks);
@@ -401,13 +378,7 @@ impl Cache {
     }
 
     fn start(&mut self, started: &Started<'_>) -> Result<(), Stop> {
-        let &Started {
-            id,
-            tokens,
-            hit,
-            new,
-            ..
-        } = started;
+        let &Started { id, tokens, hit, new, .. } = started;
         let size = self.block_size;
         let request = self.add_blocks(id, started.names)?;
         let full = request.blocks.len() * size;
@@ -476,13 +447,8 @@ impl Cache {
         let mut taken = self.take(ids)?;
         // Sequences of a replay have full blocks alone.
         let known = taken.iter().map(|request| request.sequence.num_tokens());
-        let upto: Vec<usize> = known
-            .zip(upto)
-            .map(|(most, &upto)| most.min(upto))
-            .collect();
-        let outcome = self
-            .cache
-            .mark_blocks_filled(&mut sequences(&mut taken), &upto);
+        let upto: Vec<usize> = known.zip(upto).map(|(most, &upto)| most.min(upto)).collect();
+        let outcome = self.cache.mark_blocks_filled(&mut sequences(&mut taken), &upto);
         let merged = outcome.and_then(|duplicates| {
             let duplicates = duplicates.iter().filter(|_| self.deduplicates);
             for duplicate in duplicates {
@@ -542,10 +508,7 @@ impl Cache {
 }
 
 fn sequences(requests: &mut [Request]) -> Vec<&mut Sequence> {
-    requests
-        .iter_mut()
-        .map(|request| &mut request.sequence)
-        .collect()
+    requests.iter_mut().map(|request| &mut request.sequence).collect()
 }
 
 /// Adds blocks, whose names are what the server's eviction policy went by.

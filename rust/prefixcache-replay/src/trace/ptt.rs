@@ -2,17 +2,8 @@
 
 use super::{BlockKey, Fault, Form, Request, check_tokens};
 
-const FIELDS: [&str; 9] = [
-    "t_ms",
-    "in_tokens",
-    "out_tokens",
-    "session",
-    "class",
-    "fork",
-    "n_new",
-    "gfork",
-    "gnew",
-];
+const FIELDS: [&str; 9] =
+    ["t_ms", "in_tokens", "out_tokens", "session", "class", "fork", "n_new", "gfork", "gnew"];
 
 /// The parent of a node under the root.
 const ROOT: u32 = u32::MAX;
@@ -38,22 +29,14 @@ pub(super) fn begin(line: &str) -> Result<(Ptt, Option<String>), Fault> {
         .filter(|&size| size > 0)
         .ok_or_else(|| Fault::new("block", "must be the tokens in a block, at least 1"))?;
     let parents = Vec::new();
-    Ok((
-        Ptt {
-            block_size,
-            parents,
-        },
-        value("name=").map(str::to_owned),
-    ))
+    Ok((Ptt { block_size, parents }, value("name=").map(str::to_owned)))
 }
 
 fn numbers(line: &str) -> Result<[i64; 9], Fault> {
     let mut numbers = [0; FIELDS.len()];
     let mut found = line.split(',');
     for (number, field) in numbers.iter_mut().zip(FIELDS) {
-        let text = found
-            .next()
-            .ok_or_else(|| Fault::new(field, "is missing"))?;
+        let text = found.next().ok_or_else(|| Fault::new(field, "is missing"))?;
         let parsed = text.parse();
         *number =
             parsed.map_err(|_| Fault::new(field, format!("must be a number, not {text:?}")))?;
@@ -114,17 +97,7 @@ impl Ptt {
 
 impl Form for Ptt {
     fn read_line(&mut self, line: &str, request: &mut Request) -> Result<(), Fault> {
-        let [
-            time,
-            input,
-            output,
-            session,
-            _,
-            fork,
-            new,
-            answer_fork,
-            answer_new,
-        ] = numbers(line)?;
+        let [time, input, output, session, _, fork, new, answer_fork, answer_new] = numbers(line)?;
         request.time_ms = unsigned("t_ms", time)?;
         request.input_tokens = check_tokens("in_tokens", unsigned("in_tokens", input)?)?;
         request.output_tokens = check_tokens("out_tokens", unsigned("out_tokens", output)?)?;

@@ -132,15 +132,7 @@ impl Recorded {
     pub(super) fn new(events: Events) -> Self {
         let block_size = events.header().block_size;
         let held = Held::default();
-        Self {
-            known: Known {
-                block_size,
-                held,
-                epoch: 0,
-            },
-            events,
-            is_at_end: false,
-        }
+        Self { known: Known { block_size, held, epoch: 0 }, events, is_at_end: false }
     }
 
     /// As [`super::Reader::read`].
@@ -155,10 +147,7 @@ impl Recorded {
             }
             match self.events.read()? {
                 None => self.is_at_end = true,
-                Some(Line {
-                    event: Event::Next {},
-                    ..
-                }) => self.events.open_next()?,
+                Some(Line { event: Event::Next {}, .. }) => self.events.open_next()?,
                 Some(line) => {
                     let noted = self.known.note(line);
                     noted.map_err(|fault| self.events.invalid(fault))?;

@@ -88,10 +88,7 @@ pub struct PlainLru {
 impl PlainLru {
     /// A cache without content.
     pub fn new(capacity: usize) -> Self {
-        Self {
-            line: Vec::new(),
-            capacity,
-        }
+        Self { line: Vec::new(), capacity }
     }
 
     /// How many leading blocks of a prompt it holds.
@@ -162,9 +159,7 @@ impl PlainDisk {
 
     fn evict(&mut self, before: impl Iterator<Item = Block>) {
         let mut written = Vec::new();
-        let evicted: Vec<_> = before
-            .filter(|block| !self.memory.line.contains(block))
-            .collect();
+        let evicted: Vec<_> = before.filter(|block| !self.memory.line.contains(block)).collect();
         for block in evicted {
             let uses = self.uses.remove(&block).unwrap_or_default();
             if self.disk.contains_key(&block) {

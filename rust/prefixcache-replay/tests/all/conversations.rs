@@ -31,20 +31,14 @@ impl History {
     /// One more than the turn of the last request on the way that ended there; the first where requests went on
     /// from that end in different ways.
     fn turn(&mut self, blocks: &[BlockKey]) -> u8 {
-        let last = blocks
-            .iter()
-            .rposition(|block| self.ends.contains_key(block));
+        let last = blocks.iter().rposition(|block| self.ends.contains_key(block));
         let Some(at) = last else { return 1 };
         let (turn, next) = self.ends.get_mut(&blocks[at]).unwrap();
         let Some(&block) = blocks.get(at + 1) else {
             return turn.saturating_add(1);
         };
         next.insert(block);
-        if next.len() > 1 {
-            1
-        } else {
-            turn.saturating_add(1)
-        }
+        if next.len() > 1 { 1 } else { turn.saturating_add(1) }
     }
 
     /// The blocks up to the last one that several different blocks have followed.
@@ -74,9 +68,7 @@ impl Names {
         let all = requests.iter().flat_map(|one| &one.blocks);
         let most = all.max().map_or(0, |&most| most as usize);
         let mut names = vec![u32::MAX; most + 1];
-        let ends = requests
-            .iter()
-            .flat_map(|one| [one.prompt().last(), one.blocks.last()]);
+        let ends = requests.iter().flat_map(|one| [one.prompt().last(), one.blocks.last()]);
         let mut count = 0;
         for &end in ends.flatten() {
             if names[end as usize] == u32::MAX {
@@ -86,9 +78,7 @@ impl Names {
         }
         assert!(count as usize <= ENDS, "{count} ends have no slot each");
         let others = names.iter_mut().filter(|name| **name == u32::MAX);
-        others
-            .zip(ENDS as u32..)
-            .for_each(|(name, number)| *name = number);
+        others.zip(ENDS as u32..).for_each(|(name, number)| *name = number);
         Self(names)
     }
 
@@ -131,9 +121,6 @@ fn turns_and_shared_prefixes_are_their_definitions() {
             later += usize::from(found.0 > 1);
             sharing += usize::from(found.1 > 0);
         }
-        assert!(
-            later > 500 && sharing > 500,
-            "{name}: {later} later turns, {sharing} share"
-        );
+        assert!(later > 500 && sharing > 500, "{name}: {later} later turns, {sharing} share");
     }
 }

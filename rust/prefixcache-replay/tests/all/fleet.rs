@@ -32,25 +32,15 @@ fn run(
 }
 
 fn prefill(ms_per_token: f64) -> PrefillTime {
-    PrefillTime {
-        ms_per_request: 0.0,
-        ms_per_token,
-    }
+    PrefillTime { ms_per_request: 0.0, ms_per_token }
 }
 
 fn prefix(balance: f64) -> Policy {
-    Policy::Prefix(Weights {
-        balance,
-        ..Weights::default()
-    })
+    Policy::Prefix(Weights { balance, ..Weights::default() })
 }
 
 fn policies() -> impl Strategy<Value = Policy> {
-    prop_oneof![
-        Just(Policy::RoundRobin),
-        Just(Policy::PowerOfTwo),
-        Just(prefix(1.0)),
-    ]
+    prop_oneof![Just(Policy::RoundRobin), Just(Policy::PowerOfTwo), Just(prefix(1.0)),]
 }
 
 proptest! {

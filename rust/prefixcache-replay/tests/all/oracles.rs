@@ -27,25 +27,14 @@ fn most_hits(
         return hits;
     }
     let wanted = blocks(prompt, capacity);
-    let hits = wanted
-        .iter()
-        .take_while(|block| cached.contains(*block))
-        .count() as u64;
-    let others: Vec<&Block> = cached
-        .iter()
-        .filter(|block| !wanted.contains(block))
-        .collect();
+    let hits = wanted.iter().take_while(|block| cached.contains(*block)).count() as u64;
+    let others: Vec<&Block> = cached.iter().filter(|block| !wanted.contains(block)).collect();
     let room = capacity - wanted.len();
     let choices = (0_u32..1 << others.len())
         .filter(|choice| choice.count_ones() as usize == room.min(others.len()));
     let rest = choices.map(|choice| {
-        let kept = others
-            .iter()
-            .enumerate()
-            .filter(|(bit, _)| choice >> bit & 1 == 1);
-        let next = kept
-            .map(|(_, block)| (*block).clone())
-            .chain(wanted.iter().cloned());
+        let kept = others.iter().enumerate().filter(|(bit, _)| choice >> bit & 1 == 1);
+        let next = kept.map(|(_, block)| (*block).clone()).chain(wanted.iter().cloned());
         most_hits(prompts, at + 1, &next.collect(), capacity, known)
     });
     let most = hits + rest.max().unwrap_or(0);
@@ -115,29 +104,20 @@ fn public_traces_have_their_known_answers() {
     for (name, num_blocks, [lru, optimum]) in cases {
         let found = rates(&public_trace(name), num_blocks);
         for (found, known) in found.into_iter().zip([lru, optimum]) {
-            assert!(
-                (found - known).abs() <= 0.1,
-                "{name}: {found} is not {known}"
-            );
+            assert!((found - known).abs() <= 0.1, "{name}: {found} is not {known}");
         }
     }
 }
 
 #[test]
 fn both_forms_of_one_trace_say_the_same() {
-    let [(ours, size), (original, same_size)] = [
-        "mooncake_conv.ptt.gz",
-        "mooncake_conversation_trace.jsonl.xz",
-    ]
-    .map(public_trace);
+    let [(ours, size), (original, same_size)] =
+        ["mooncake_conv.ptt.gz", "mooncake_conversation_trace.jsonl.xz"].map(public_trace);
     assert_eq!(ours.len(), original.len());
     for (trace, size) in [(&ours, size), (&original, same_size)] {
         assert_eq!(history(trace, size).num_unique_blocks(), 170_899);
     }
     for (one, other) in ours.iter().zip(&original) {
-        assert_eq!(
-            (one.time_ms, one.input_tokens),
-            (other.time_ms, other.input_tokens)
-        );
+        assert_eq!((one.time_ms, one.input_tokens), (other.time_ms, other.input_tokens));
     }
 }

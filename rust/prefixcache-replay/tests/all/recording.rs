@@ -17,9 +17,7 @@ fn replayed(name: &str, lines: &[String]) -> Agreement {
 
 /// A request of three blocks that computes `new` of its twelve tokens.
 fn request(id: u64, first_name: u64, hit: usize, is_published: bool) -> Vec<String> {
-    let names: String = (first_name..first_name + 3)
-        .map(|name| format!("{name:016x}"))
-        .collect();
+    let names: String = (first_name..first_name + 3).map(|name| format!("{name:016x}")).collect();
     let new = 12 - hit;
     let mut lines = vec![
         // Who wrote a prompt, and what only the scheduler reads, changes nothing.
@@ -48,9 +46,7 @@ fn shrunk(moved: bool, hit: usize, counters: &str) -> Vec<String> {
     let mut lines = request(0, 10, 0, false);
     lines.extend(request(1, 20, 0, true));
     lines.extend([end(0), end(1)]);
-    lines.push(format!(
-        r#"{{"e": "move", "t": 0, "blocks": 4, "most": 8, "moved": {moved}}}"#
-    ));
+    lines.push(format!(r#"{{"e": "move", "t": 0, "blocks": 4, "most": 8, "moved": {moved}}}"#));
     lines.push(r#"{"e": "resize", "t": 0, "blocks": 4}"#.to_owned());
     lines.extend(request(2, 20, hit, true));
     lines.push(end(2));

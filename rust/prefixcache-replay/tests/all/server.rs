@@ -9,10 +9,7 @@ use proptest::prelude::*;
 
 use crate::common::{BLOCK_SIZE, PlainLru, config, prompts, trace_of};
 
-const PREFILL: PrefillTime = PrefillTime {
-    ms_per_request: 0.25,
-    ms_per_token: 0.003,
-};
+const PREFILL: PrefillTime = PrefillTime { ms_per_request: 0.25, ms_per_token: 0.003 };
 const OBJECTIVE_MS: f64 = 20.0;
 
 /// Which of the requests that wait at a time starts next.
@@ -49,11 +46,8 @@ fn waits(
     let (mut free_at, mut found) = (0.0_f64, Vec::new());
     while let Some(&oldest) = left.first() {
         let now = free_at.max(requests[oldest].time_ms as f64);
-        let waiting: Vec<usize> = left
-            .iter()
-            .copied()
-            .filter(|&one| requests[one].time_ms as f64 <= now)
-            .collect();
+        let waiting: Vec<usize> =
+            left.iter().copied().filter(|&one| requests[one].time_ms as f64 <= now).collect();
         let next = choose(prompts, requests, &waiting, &cache, now, admission);
         let computed = requests[next].input_tokens - cache.take(&prompts[next]) * BLOCK_SIZE;
         free_at = now + (PREFILL.ms_per_request + PREFILL.ms_per_token * computed as f64);

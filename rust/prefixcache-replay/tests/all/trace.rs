@@ -30,10 +30,7 @@ fn a_prompt_is_the_path_to_its_fork_and_its_new_blocks() {
     let reader = Reader::from_lines("text", std::io::Cursor::new(text.clone())).unwrap();
     assert_eq!((reader.name(), reader.block_size()), ("small", 4));
     let requests = read(&text);
-    assert_eq!(
-        prompts(&requests),
-        [&[0_u64, 1] as &[u64], &[0, 1, 2, 3], &[]]
-    );
+    assert_eq!(prompts(&requests), [&[0_u64, 1] as &[u64], &[0, 1, 2, 3], &[]]);
     assert_eq!(requests[0].blocks, [0, 1, 2]);
     assert_eq!(requests[0].session, None);
     assert_eq!(requests[1].session, Some(3));
@@ -46,20 +43,13 @@ fn a_hash_id_is_a_block_after_those_before_it() {
             r#"{{"timestamp": 1, "input_length": {length}, "output_length": 2, "hash_ids": [{ids}]}}"#
         )
     };
-    let lines = [
-        line("5, 6", 1024),
-        line("5, 7, 8", 1025),
-        line("9, 6", 1024),
-    ];
+    let lines = [line("5, 6", 1024), line("5, 7, 8", 1025), line("9, 6", 1024)];
     let requests = read(&lines.join("\n"));
     let [one, two, three] = [0, 1, 2].map(|index| requests[index].prompt());
     // The last id of the second line is of a block with one token.
     assert_eq!([one.len(), two.len(), three.len()], [2; 3]);
     assert!(one[0] == two[0] && one[1] != two[1]);
-    assert!(
-        three.iter().all(|key| !one.contains(key)),
-        "6 stands behind another block"
-    );
+    assert!(three.iter().all(|key| !one.contains(key)), "6 stands behind another block");
 }
 
 #[test]
@@ -88,10 +78,7 @@ fn errors_name_the_line_and_the_field() {
     let cases = [
         ("", "line 1: header is missing"),
         ("time,tokens", "line 1: header must be"),
-        (
-            "#PTT2 name=x block=4",
-            "line 1: header is of another version",
-        ),
+        ("#PTT2 name=x block=4", "line 1: header is of another version"),
         ("#PTT1 name=x", "line 1: block must be"),
         ("#PTT1 block=0", "line 1: block must be"),
         ("{}", "line 1: object cannot be read"),
@@ -117,30 +104,19 @@ fn errors_name_the_line_and_the_field() {
         ("0,9,5,-1,0,-1,2,1,1,1", "gnew must be the last"),
         ("0,x,5,-1,0,-1,2,1,1", "in_tokens must be a number"),
         ("0,-9,5,-1,0,-1,2,1,1", "in_tokens must not be negative"),
-        (
-            "0,9000000000,5,-1,0,-1,2250000000,1,1",
-            "in_tokens must be at most",
-        ),
+        ("0,9000000000,5,-1,0,-1,2250000000,1,1", "in_tokens must be at most"),
         ("0,9,5,-1,0,-1,3,1,1", "n_new must be at most the 2"),
         ("0,9,5,-1,0,0,2,1,1", "n_new must make a prompt of 2"),
-        (
-            "0,9,5,-1,0,3,0,1,1",
-            "fork must be -1 or one of the 3 nodes",
-        ),
+        ("0,9,5,-1,0,3,0,1,1", "fork must be -1 or one of the 3 nodes"),
         ("0,9,5,-1,0,-2,0,1,1", "fork must be -1"),
         ("0,9,5,-1,0,1,0,1,9", "gnew must be at most 2"),
         ("", "t_ms must be a number"),
     ];
     for (line, expected) in cases {
         let error = error_of(&format!("{HEADER}\n{first}\n{line}\n"));
-        assert!(
-            error.contains("text, line 3") && error.contains(expected),
-            "{line:?}: {error}"
-        );
+        assert!(error.contains("text, line 3") && error.contains(expected), "{line:?}: {error}");
     }
-    let error = error_of(&format!(
-        "{HEADER}\n5,3,0,-1,0,-1,0,-1,0\n4,3,0,-1,0,-1,0,-1,0"
-    ));
+    let error = error_of(&format!("{HEADER}\n5,3,0,-1,0,-1,0,-1,0\n4,3,0,-1,0,-1,0,-1,0"));
     assert!(error.contains("line 3: time must not be before"), "{error}");
 }
 
@@ -158,10 +134,7 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
             r#"{{"e": "add", "t": 3, "id": 0, "tokens": 9, "names": "{}", "hints": [[0, 4, 80, null]], "max_tokens": 4, "priority": 1, "roles": [["user", 0, 9]]}}"#,
             names(&[1, 2])
         ),
-        format!(
-            r#"{{"e": "add", "t": 4, "id": 1, "tokens": 4, "names": "{}"}}"#,
-            names(&[1])
-        ),
+        format!(r#"{{"e": "add", "t": 4, "id": 1, "tokens": 4, "names": "{}"}}"#, names(&[1])),
         r#"{"e": "start", "t": 4, "id": 0, "tokens": 9, "names": "", "hit": 0, "new": 9}"#
             .to_owned(),
         r#"{"e": "end", "t": 5, "ids": [1], "tokens": [6], "well": [true]}"#.to_owned(),
@@ -172,10 +145,7 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
         r#"{"e": "expire", "t": 6}"#.to_owned(),
         r#"{"e": "end", "t": 7, "ids": [0], "tokens": [13], "well": [true]}"#.to_owned(),
         r#"{"e": "reset", "t": 8}"#.to_owned(),
-        format!(
-            r#"{{"e": "add", "t": 9, "id": 2, "tokens": 4, "names": "{}"}}"#,
-            names(&[1])
-        ),
+        format!(r#"{{"e": "add", "t": 9, "id": 2, "tokens": 4, "names": "{}"}}"#, names(&[1])),
         // The line that the server was writing when it was killed.
         r#"{"e": "add", "t": 9, "id"#.to_owned(),
     ];
@@ -186,20 +156,13 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
     assert_eq!(requests[0].hints.len(), 1);
     assert_eq!([0, 1, 2].map(|at| requests[at].time_ms), [3, 4, 9]);
     assert_eq!([0, 1, 2].map(|at| requests[at].output_tokens), [4, 2, 0]);
-    assert_ne!(
-        requests[2].prompt(),
-        [1],
-        "what was cached before a reset hits no more"
-    );
+    assert_ne!(requests[2].prompt(), [1], "what was cached before a reset hits no more");
 }
 
 #[test]
 fn a_wrong_recording_is_reported_with_line_and_field() {
     let cases = [
-        (
-            r#"{"prefixcache_trace": 2}"#,
-            "line 1: prefixcache_trace must be 1, not 2",
-        ),
+        (r#"{"prefixcache_trace": 2}"#, "line 1: prefixcache_trace must be 1, not 2"),
         (
             &RECORDING.replace("\"block_size\": 4", "\"block_size\": 0"),
             "line 1: block_size must be",
@@ -210,18 +173,9 @@ fn a_wrong_recording_is_reported_with_line_and_field() {
         assert!(error.contains(expected), "{text:?}: {error}");
     }
     let cases = [
-        (
-            r#"{"e": "unheard", "t": 0}"#,
-            "event cannot be read: unknown variant `unheard`",
-        ),
-        (
-            r#"{"e": "add", "t": 1, "id": 1, "tokens": 4, "names": ""}"#,
-            "id must be 0",
-        ),
-        (
-            r#"{"e": "add", "t": 1, "id": 0, "tokens": 4, "names": "0g"}"#,
-            "names must be 16",
-        ),
+        (r#"{"e": "unheard", "t": 0}"#, "event cannot be read: unknown variant `unheard`"),
+        (r#"{"e": "add", "t": 1, "id": 1, "tokens": 4, "names": ""}"#, "id must be 0"),
+        (r#"{"e": "add", "t": 1, "id": 0, "tokens": 4, "names": "0g"}"#, "names must be 16"),
         (
             r#"{"e": "add", "t": 1, "id": 0, "tokens": 3, "names": "0000000000000001"}"#,
             "names must be of at most 0",
@@ -230,16 +184,10 @@ fn a_wrong_recording_is_reported_with_line_and_field() {
             r#"{"e": "add", "t": -1, "id": 0, "tokens": 3, "names": ""}"#,
             "event cannot be read: invalid value: integer `-1`",
         ),
-        (
-            r#"{"e": "add", "t": 1, "id": 0}"#,
-            "event cannot be read: missing field `tokens`",
-        ),
+        (r#"{"e": "add", "t": 1, "id": 0}"#, "event cannot be read: missing field `tokens`"),
     ];
     for (line, expected) in cases {
         let error = error_of(&format!("{RECORDING}\n{line}\n"));
-        assert!(
-            error.contains("text, line 2") && error.contains(expected),
-            "{line:?}: {error}"
-        );
+        assert!(error.contains("text, line 2") && error.contains(expected), "{line:?}: {error}");
     }
 }

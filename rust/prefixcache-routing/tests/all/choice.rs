@@ -39,12 +39,7 @@ fn recent_tokens(chooser: &Chooser, replica: usize) -> f64 {
 }
 
 fn prompt<'a>(num_tokens: usize, hit_tokens: &'a [u32], loads: &'a [f64]) -> Prompt<'a> {
-    Prompt {
-        num_tokens,
-        hit_tokens,
-        loads,
-        key: None,
-    }
+    Prompt { num_tokens, hit_tokens, loads, key: None }
 }
 
 /// Recent work of each replica from the list of all work: each amount counts for less by what came after it, and by itself.
@@ -60,15 +55,12 @@ fn recent(work: &[(usize, usize)], replicas: usize) -> Vec<f64> {
 }
 
 fn costs(prompt: &Prompt<'_>, recent: &[f64]) -> Vec<f64> {
-    let open: Vec<usize> = (0..recent.len())
-        .filter(|&replica| prompt.loads[replica].is_finite())
-        .collect();
+    let open: Vec<usize> =
+        (0..recent.len()).filter(|&replica| prompt.loads[replica].is_finite()).collect();
     let sum: f64 = open.iter().map(|&replica| recent[replica]).sum();
     let mean = sum / open.len() as f64;
     let cost = |replica: usize| {
-        let missing = prompt
-            .num_tokens
-            .saturating_sub(prompt.hit_tokens[replica] as usize);
+        let missing = prompt.num_tokens.saturating_sub(prompt.hit_tokens[replica] as usize);
         let surplus = f64::max(recent[replica] - mean, 0.0);
         let imbalance = surplus * surplus / f64::max(0.1 * mean, 4096.0);
         prompt.loads[replica] + 2.0 * missing as f64 + WEIGHTS.balance * imbalance
@@ -123,22 +115,8 @@ proptest! {
 #[test]
 fn the_longest_prefix_wins_unless_its_replica_is_behind_by_more_than_it_saves() {
     let mut chooser = chooser(3);
-    assert_eq!(
-        best(
-            &mut chooser,
-            &prompt(1000, &[0, 600, 200], &[0.0, 799.0, 0.0]),
-            3
-        ),
-        [1, 2, 0]
-    );
-    assert_eq!(
-        best(
-            &mut chooser,
-            &prompt(1000, &[0, 600, 200], &[0.0, 801.0, 0.0]),
-            3
-        ),
-        [2, 1, 0]
-    );
+    assert_eq!(best(&mut chooser, &prompt(1000, &[0, 600, 200], &[0.0, 799.0, 0.0]), 3), [1, 2, 0]);
+    assert_eq!(best(&mut chooser, &prompt(1000, &[0, 600, 200], &[0.0, 801.0, 0.0]), 3), [2, 1, 0]);
 }
 
 #[test]
@@ -197,10 +175,7 @@ fn who_joins_late_begins_with_the_mean() {
     let others = [0, 1].map(|replica| recent_tokens(&chooser, replica));
     assert!((recent_tokens(&chooser, 2) - (others[0] + others[1]) / 2.0).abs() < 1e-6);
     chooser.remove_replica(ReplicaId(0));
-    assert_eq!(
-        best(&mut chooser, &prompt(9, &[0; 3], &[0.0; 3]), 9).len(),
-        2
-    );
+    assert_eq!(best(&mut chooser, &prompt(9, &[0; 3], &[0.0; 3]), 9).len(), 2);
 }
 
 #[test]

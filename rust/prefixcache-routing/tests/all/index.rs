@@ -32,9 +32,7 @@ struct Plain(BTreeMap<u16, Holders>);
 
 impl Plain {
     fn add(&mut self) -> u16 {
-        let id = (0..)
-            .find(|id| !self.0.contains_key(id))
-            .expect("a free number");
+        let id = (0..).find(|id| !self.0.contains_key(id)).expect("a free number");
         self.0.insert(id, Holders::default());
         id
     }
@@ -94,10 +92,7 @@ fn call(index: &mut ReplicaIndex, plain: &mut Plain, call: Call) {
         Call::Clear(id) => {
             let cleared = index.clear(ReplicaId(id)).is_ok();
             assert_eq!(cleared, plain.0.contains_key(&id));
-            plain
-                .0
-                .entry(id)
-                .and_modify(|held| *held = Holders::default());
+            plain.0.entry(id).and_modify(|held| *held = Holders::default());
         }
         Call::Insert(id, kind, hashes) => {
             let refused = match kind {
@@ -124,9 +119,7 @@ fn call(index: &mut ReplicaIndex, plain: &mut Plain, call: Call) {
 fn sweep(index: &mut ReplicaIndex, plain: &Plain, calls: usize) {
     if let Some(&id) = plain.0.keys().next() {
         for _ in 0..calls {
-            index
-                .removed(ReplicaId(id), &[])
-                .expect("a replica that is there");
+            index.removed(ReplicaId(id), &[]).expect("a replica that is there");
         }
     }
 }
@@ -151,11 +144,7 @@ fn check_memory(index: &mut ReplicaIndex, plain: &Plain) {
 fn hashes() -> impl Strategy<Value = Vec<u64>> {
     let path = (0_u64..9, 0..3_u64).prop_map(|(length, branch)| {
         let block = |depth| {
-            if depth < 3 {
-                depth
-            } else {
-                depth + 100 * branch
-            }
+            if depth < 3 { depth } else { depth + 100 * branch }
         };
         (0..length).map(block).collect::<Vec<_>>()
     });

@@ -47,10 +47,7 @@ fn touch(pool: &Pool, number: u8) -> Option<BlockId> {
 /// A held block with content.
 fn held(pool: &Pool, number: u8) -> BlockId {
     let block = allocate(pool).unwrap();
-    assert_eq!(
-        pool.register(block, key(number), Epoch::default()),
-        Ok(Registration::New)
-    );
+    assert_eq!(pool.register(block, key(number), Epoch::default()), Ok(Registration::New));
     block
 }
 
@@ -81,10 +78,7 @@ fn release_with_evict_and_touch() {
     let touched = touch(&pool, 1);
     releasing.join().unwrap();
     let evicted = evicting.join().unwrap();
-    assert!(
-        touched.is_none() || evicted.is_none(),
-        "a block was handed out twice"
-    );
+    assert!(touched.is_none() || evicted.is_none(), "a block was handed out twice");
     let held: Vec<BlockId> = touched.into_iter().chain(evicted).collect();
     check_rest(&pool, &held);
 }
@@ -124,10 +118,7 @@ fn recycle_with_touch_and_lookup() {
     }
     let recycled = recycling.join().unwrap();
     let (new, old) = looking.join().unwrap();
-    assert!(
-        new.is_none() || old.is_none(),
-        "old content hit after new content did"
-    );
+    assert!(new.is_none() || old.is_none(), "old content hit after new content did");
     assert!(new.is_none() || recycled.is_some());
     assert!(
         touched.is_none() || pool.block(block).content() == Content::from(&key(1)),
@@ -211,9 +202,8 @@ model!(recycle_with_register_after_a_clear, fails with BlindRemoval("content was
 fn two_registrations() {
     let pool = pool(2);
     let (one, two) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-    let other = in_parallel(&pool, move |pool| {
-        pool.register(two, key(1), Epoch::default()).unwrap()
-    });
+    let other =
+        in_parallel(&pool, move |pool| pool.register(two, key(1), Epoch::default()).unwrap());
     let outcome = pool.register(one, key(1), Epoch::default()).unwrap();
     let other = other.join().unwrap();
     let first = match (outcome, other) {
@@ -298,9 +288,8 @@ model!(resize_with_allocate, fails with EnterResize(""));
 fn resize_with_register() {
     let pool = pool(2);
     let (kept, block) = (allocate(&pool).unwrap(), allocate(&pool).unwrap());
-    let registering = in_parallel(&pool, move |pool| {
-        pool.register(block, key(1), Epoch::default()).unwrap()
-    });
+    let registering =
+        in_parallel(&pool, move |pool| pool.register(block, key(1), Epoch::default()).unwrap());
     assert_eq!(pool.resize(2), Ok(1));
     let outcome = registering.join().unwrap();
     assert!(matches!(outcome, Registration::Stale | Registration::New));
@@ -324,10 +313,7 @@ fn resize_with_lookup() {
     let again = held(&pool, 2);
     let (new, old) = looking.join().unwrap();
     assert_eq!(left, None, "content outlived its block");
-    assert!(
-        new.is_none() || old.is_none(),
-        "old content hit after new content did"
-    );
+    assert!(new.is_none() || old.is_none(), "old content hit after new content did");
     check_rest(&pool, &[kept, again]);
 }
 
@@ -431,11 +417,7 @@ fn band_in_place_with_evict() {
     let evicted = evicting.join().unwrap();
     assert_eq!(evicted, Some(block), "what fits was not served");
     check_rest(&pool, &[]);
-    assert_eq!(
-        pool.band(&key(2)),
-        Some(Band::DEFAULT),
-        "other content got the band"
-    );
+    assert_eq!(pool.band(&key(2)), Some(Band::DEFAULT), "other content got the band");
 }
 
 model!(band_in_place_with_evict, fails with LeaveOnce(""), BlindClass(""));
@@ -455,11 +437,7 @@ fn band_in_place_with_evict_and_pin() {
     pool.set_band(&key(1), BlockId::NULL, Band::of(60));
     evicting.join().unwrap();
     check_rest(&pool, &[]);
-    assert_ne!(
-        pool.band(&key(2)),
-        Some(Band::of(60)),
-        "other content got the band"
-    );
+    assert_ne!(pool.band(&key(2)), Some(Band::of(60)), "other content got the band");
 }
 
 model!(band_in_place_with_evict_and_pin, fails with SkipContentCheck("other content got the band"));
@@ -530,18 +508,11 @@ fn two_evictions_of_duplicates() {
         .collect();
     pool.release(&copies).unwrap();
     let evicting = in_parallel(&pool, allocate);
-    let held: Vec<BlockId> = allocate(&pool)
-        .into_iter()
-        .chain(evicting.join().unwrap())
-        .collect();
+    let held: Vec<BlockId> = allocate(&pool).into_iter().chain(evicting.join().unwrap()).collect();
     let mut evictions = Vec::new();
     pool.take_evictions(8, &mut evictions);
     let says_last = |loss: &Eviction| matches!(loss, Eviction::Block(block) if block.is_last);
-    assert_eq!(
-        evictions.len(),
-        2,
-        "an eviction was reported twice or not at all"
-    );
+    assert_eq!(evictions.len(), 2, "an eviction was reported twice or not at all");
     assert!(evictions.iter().any(says_last), "nobody tells of the end");
     check_rest(&pool, &held);
 }
@@ -597,11 +568,7 @@ fn move_with_lookup() {
     let made_way = looking.join().unwrap();
     assert!(made_way.is_none_or(|block| block == BlockId::new(1)));
     assert_eq!(pool.resize(2), Ok(0));
-    assert_eq!(
-        pool.lookup(&key(1)),
-        Some(BlockId::new(1)),
-        "content was lost"
-    );
+    assert_eq!(pool.lookup(&key(1)), Some(BlockId::new(1)), "content was lost");
     assert_eq!(pool.lookup(&key(2)), None);
     check_rest(&pool, &[]);
 }
@@ -669,9 +636,8 @@ fn move_with_register() {
     let block = held(&pool, 1);
     let copy = allocate(&pool).unwrap();
     pool.release(&[block, blank]).unwrap();
-    let registering = in_parallel(&pool, move |pool| {
-        pool.register(copy, key(1), Epoch::default()).unwrap()
-    });
+    let registering =
+        in_parallel(&pool, move |pool| pool.register(copy, key(1), Epoch::default()).unwrap());
     assert_eq!(shrink(&pool, &memory), 1);
     let outcome = registering.join().unwrap();
     let is_duplicate = matches!(outcome, Registration::Duplicate(_));

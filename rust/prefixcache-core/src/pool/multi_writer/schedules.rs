@@ -29,10 +29,7 @@ fn schedules() -> usize {
 }
 
 fn key(content: u64) -> BlockKey {
-    BlockKey::new(
-        BlockHash::from_bytes([content as u8; 32]),
-        GroupId::default(),
-    )
+    BlockKey::new(BlockHash::from_bytes([content as u8; 32]), GroupId::default())
 }
 
 /// The pool, and what its blocks hold.
@@ -54,11 +51,7 @@ impl World {
         let pool = BlockPool::with_ring_capacity(config, ring).unwrap();
         let memory = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
         let reserved = AtomicU64::new(0);
-        Arc::new(Self {
-            pool,
-            memory,
-            reserved,
-        })
+        Arc::new(Self { pool, memory, reserved })
     }
 
     fn check(&self, block: BlockId, content: u64) {
@@ -88,10 +81,7 @@ impl World {
         }
         if let Some(&content) = contents.get(hits) {
             self.memory[blocks[hits].index()].store(content, Ordering::SeqCst);
-            let _ = self
-                .pool
-                .register(blocks[hits], key(content), epoch)
-                .unwrap();
+            let _ = self.pool.register(blocks[hits], key(content), epoch).unwrap();
         }
         self.do_something_rare(&blocks);
         for (&block, &content) in blocks.iter().zip(&contents) {
@@ -135,11 +125,7 @@ impl World {
     fn check_rest(&self) {
         self.pool.resize(BLOCKS).unwrap();
         self.pool.validate().expect("the pool is whole");
-        assert_eq!(
-            self.pool.num_free(),
-            BLOCKS - 1,
-            "blocks were lost or doubled"
-        );
+        assert_eq!(self.pool.num_free(), BLOCKS - 1, "blocks were lost or doubled");
         for content in 0..CONTENTS {
             if let Some(block) = self.pool.lookup(&key(content)) {
                 self.check(block, content);
@@ -157,9 +143,7 @@ fn three_threads(free_order: FreeOrder, ring: usize) {
         })
         .collect();
     (0..REQUESTS).for_each(|_| world.request());
-    threads
-        .into_iter()
-        .for_each(|thread| thread.join().unwrap());
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
     world.check_rest();
 }
 
@@ -180,11 +164,7 @@ fn random_schedules_on_rings_that_fill_up() {
 
 #[test]
 fn schedules_with_rare_preemptions() {
-    shuttle::check_pct(
-        || three_threads(FreeOrder::UnhashedFirst, 16),
-        schedules(),
-        3,
-    );
+    shuttle::check_pct(|| three_threads(FreeOrder::UnhashedFirst, 16), schedules(), 3);
 }
 
 fn fails_with(fault: Fault) {

@@ -79,10 +79,7 @@ impl<M: Mode> Ring<M> {
         // Relaxed, as all loads and stores of the cursors: `busy` orders them.
         let compactor = &self.compactor.0;
         let (source, target) = if compactor.running.load(Relaxed) {
-            (
-                compactor.source.load(Relaxed),
-                compactor.target.load(Relaxed),
-            )
+            (compactor.source.load(Relaxed), compactor.target.load(Relaxed))
         } else if self.is_half_full() {
             let last = self.tail().minus(1).get();
             (last, last)
@@ -90,13 +87,7 @@ impl<M: Mode> Ring<M> {
             return None;
         };
         let (source, target) = (Ticket::new(source), Ticket::new(target));
-        Some(Pass {
-            ring: self,
-            blocks,
-            credits,
-            source,
-            target,
-        })
+        Some(Pass { ring: self, blocks, credits, source, target })
     }
 
     /// Makes a vacant slot pending again (rule 5); not if it belongs to a later lap by now.
@@ -118,10 +109,7 @@ impl<M: Mode> Ring<M> {
     fn count_reopened(&self, ticket: Ticket, change: u32) {
         if !planted(Fault::SkipReopened) {
             M::add_short(&self.vacated[self.segment(ticket)], change);
-            M::add(
-                &self.num_vacated.0,
-                i64::from(change.cast_signed()).cast_unsigned(),
-            );
+            M::add(&self.num_vacated.0, i64::from(change.cast_signed()).cast_unsigned());
         }
     }
 
@@ -154,9 +142,7 @@ impl<M: Mode> Pass<'_, M> {
             }
         }
         // Relaxed: see `resume`.
-        compactor
-            .running
-            .store(progress != Progress::Finished, Relaxed);
+        compactor.running.store(progress != Progress::Finished, Relaxed);
         compactor.source.store(self.source.get(), Relaxed);
         compactor.target.store(self.target.get(), Relaxed);
     }
@@ -203,11 +189,7 @@ impl<M: Mode> Pass<'_, M> {
         }
         self.credits.give::<M>(1);
         // If not, the head has passed the target, so no queued block is left before it.
-        if reopened {
-            Progress::Going
-        } else {
-            Progress::Finished
-        }
+        if reopened { Progress::Going } else { Progress::Finished }
     }
 
     /// Moves the block at `source` to `target`, which is pending.

@@ -26,17 +26,10 @@ impl Line {
             let claim = block.transition_to_claimed::<Shared>(State::HELD_ONCE);
             assert!(matches!(claim, crate::block::Claim::Claimed { .. }));
             block.write_content(&Content::default(), Epoch::default(), 1);
-            assert!(matches!(
-                block.transition_to_unclaimed::<Shared>(true),
-                GiveUp::StillHeld
-            ));
+            assert!(matches!(block.transition_to_unclaimed::<Shared>(true), GiveUp::StillHeld));
         }
         let ring = Ring::new(Class::DEFAULT, CAPACITY).unwrap();
-        Arc::new(Self {
-            ring,
-            blocks,
-            credits: Credits::default(),
-        })
+        Arc::new(Self { ring, blocks, credits: Credits::default() })
     }
 
     /// Lets the holder of a block put it in line; whether there was a ticket.

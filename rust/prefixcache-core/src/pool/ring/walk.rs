@@ -43,9 +43,7 @@ impl<'a, M: Mode> Walk<'a, M> {
             self.step_to(self.ring.segment_end(self.at));
         }
         // Nothing to look at is left in the part of the ring that was handed out when this began.
-        self.at
-            .is_before(self.tail)
-            .then(|| (self.at, self.ring.slot(self.at)))
+        self.at.is_before(self.tail).then(|| (self.at, self.ring.slot(self.at)))
     }
 
     /// Goes on behind a slot that is vacant or was just taken from, or, where it is pending, looks beyond.

@@ -475,7 +475,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequences: &mut [&mut Sequence],
         tokens: &[u32],
     ) -> Result<(), CacheError> {
-        self.check_owners(sequences)?;
+        self.check_made_here(sequences)?;
         check_len("tokens", tokens.len(), sequences.len())?;
         for (sequence, token) in sequences.iter_mut().zip(tokens) {
             sequence.extend(std::slice::from_ref(token));

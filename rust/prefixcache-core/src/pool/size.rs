@@ -10,7 +10,7 @@
 
 use super::BlockPool;
 use super::free_stack::Chain;
-use crate::block::{Claim, Class, Transition};
+use crate::block::{Class, Transition};
 use crate::error::ResizeError;
 use crate::evictions::Cause;
 use crate::id::BlockId;
@@ -239,12 +239,12 @@ impl<M: Mode> BlockPool<M> {
             let is_current = self.is_current(self.block(id));
             let (place, was_pinned) = self.block(id).transition_to_unqueued::<M>()?;
             vacated.add(place);
-            pinned += usize::from(was_pinned);
+            pinned += u64::from(was_pinned);
             current += u64::from(was_pinned && is_current);
             Some((id, place.class))
         });
         let (unqueued, classes): (Vec<BlockId>, Vec<Class>) = unqueued.unzip();
-        self.pins.count_recycled::<M>(pinned, current);
+        self.count_recycled_pins(pinned, current);
         if planted(Fault::KeepRetired) {
             return 0;
         }
@@ -260,11 +260,11 @@ impl<M: Mode> BlockPool<M> {
                 yield_now();
             } else if !state.is_hashed() {
                 return 0;
-            } else if let Claim::Claimed { .. } = self.claim(id, state) {
+            } else if self.claim(id, state) == Transition::Done {
                 self.note_released(&[id]);
                 let lost = self.evict_all(&[id], cause, |_| state.class());
                 if state.is_pinned() {
-                    self.pins.count_evicted::<M>(lost);
+                    M::add(&self.counters.pinned_evictions, lost);
                 }
                 self.end_claim(id, false);
                 return lost;

@@ -24,7 +24,7 @@ impl Line {
         for block in &blocks[1..] {
             block.transition_to_allocated();
             let claim = block.transition_to_claimed::<Shared>(State::HELD_ONCE);
-            assert!(matches!(claim, crate::block::Claim::Claimed { .. }));
+            assert_eq!(claim, Transition::Done);
             block.write_content(&Content::default(), Epoch::default(), 1);
             assert!(matches!(block.transition_to_unclaimed::<Shared>(true), GiveUp::StillHeld));
         }

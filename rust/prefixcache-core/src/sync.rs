@@ -324,6 +324,16 @@ pub(crate) fn check(model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
+/// Starts a thread of a model that has a part in what is shared.
+#[cfg(all(test, loom))]
+pub(crate) fn in_parallel<S: 'static, T: 'static>(
+    shared: &loom::sync::Arc<S>,
+    work: impl FnOnce(&S) -> T + 'static,
+) -> loom::thread::JoinHandle<T> {
+    let shared = shared.clone();
+    loom::thread::spawn(move || work(&shared))
+}
+
 /// Tests all interleavings of a function, and that each of these faults fails it with this message.
 #[cfg(all(test, loom))]
 macro_rules! model {

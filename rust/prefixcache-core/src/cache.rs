@@ -403,11 +403,7 @@ fn fault(argument: impl Into<Argument>, fault: SequenceFault) -> CacheError {
     CacheError::Sequence { argument: argument.into(), fault }
 }
 
-pub(crate) fn check_len(
-    argument: &'static str,
-    len: usize,
-    sequences: usize,
-) -> Result<(), InvalidArgument> {
+fn check_len(argument: &'static str, len: usize, sequences: usize) -> Result<(), InvalidArgument> {
     if len == sequences {
         return Ok(());
     }

@@ -228,6 +228,7 @@ struct Counters {
     /// Copies that lost their index entry to one registered later.
     surplus: AtomicU64,
     moved: AtomicU64,
+    lost_to_resize: AtomicU64,
     pins: AtomicU64,
     /// Pins that were taken off, demoted, or gone with the content.
     ended_pins: AtomicU64,
@@ -531,7 +532,7 @@ impl<M: Mode> Lookup for BlockPool<M> {
             in_use: (self.size.end() - 1).saturating_sub(free) + self.size.held_above(),
             held_above: self.size.held_above(),
             moved: count(&self.counters.moved),
-            lost_to_resize: self.size.lost(),
+            lost_to_resize: count(&self.counters.lost_to_resize),
             free,
             pinned: self.num_pinned(),
             pinned_free: self.ring(Class::PINNED).len(),

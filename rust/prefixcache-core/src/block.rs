@@ -210,18 +210,6 @@ pub(crate) enum Transition {
     Raced,
 }
 
-/// What came of claiming the content of a held block.
-#[must_use]
-pub(crate) enum Claim {
-    /// Nobody else may register or forget the block until the claim is given up. The claim is a hold.
-    Claimed {
-        /// Whether the block held content, which the caller must now forget.
-        was_hashed: bool,
-    },
-    /// Another thread had changed the state; nothing happened.
-    Raced,
-}
-
 /// In `seq`: the registration is entered in the index, and its final number is still to come.
 pub(crate) const OPEN: u64 = 1 << 63;
 
@@ -428,15 +416,13 @@ impl Block {
 
     // Content.
 
-    /// Claims the content of a held block, and takes it and the class from the block.
-    pub(crate) fn transition_to_claimed<M: Mode>(&self, held: State) -> Claim {
+    /// Claims the content of a held block, and takes it and the class from the block. The claim is a hold: nobody
+    /// else may register or forget the block until it is given up.
+    pub(crate) fn transition_to_claimed<M: Mode>(&self, held: State) -> Transition {
         if !held.is_held() || held.is_claimed() {
-            return Claim::Raced;
+            return Transition::Raced;
         }
-        match self.exchange::<M>(held, State((held.holders() + 1) | REGISTERING)) {
-            Transition::Done => Claim::Claimed { was_hashed: held.is_hashed() },
-            Transition::Raced => Claim::Raced,
-        }
+        self.exchange::<M>(held, State((held.holders() + 1) | REGISTERING))
     }
 
     /// Gives the claim up, and the hold that came with it unless that is the last one by now.

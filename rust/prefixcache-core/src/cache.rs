@@ -12,6 +12,7 @@ mod publishing;
 mod reading;
 pub mod tables;
 
+use std::borrow::Borrow;
 use std::time::Duration;
 
 use crate::backing::{BackingStore, KeptBlock};
@@ -90,7 +91,7 @@ impl PrefixCache<AnyWriter> {
     /// Once, before the cache's first use, and for one writer. All or nothing.
     pub fn keep_in(
         &mut self,
-        store: Box<dyn BackingStore>,
+        store: Arc<dyn BackingStore>,
         kept: &[KeptBlock],
     ) -> Result<usize, ListenError> {
         kept.iter().try_for_each(|one| self.check_group(one.key.group))?;
@@ -223,10 +224,10 @@ impl<S: Lookup> PrefixCache<S> {
     }
 
     /// Fails unless this cache made all of these `sequences`.
-    pub fn check_made_here(&self, sequences: &[&Sequence]) -> Result<(), CacheError> {
+    pub fn check_made_here(&self, sequences: &[impl Borrow<Sequence>]) -> Result<(), CacheError> {
         let mut all = sequences.iter().enumerate();
         all.try_for_each(|(index, sequence)| {
-            self.check_owner(sequence, Argument::element("sequences", index))
+            self.check_owner(sequence.borrow(), Argument::element("sequences", index))
         })
     }
 
@@ -241,15 +242,8 @@ impl<S: Lookup> PrefixCache<S> {
         Err(fault(argument, SequenceFault::OtherCache))
     }
 
-    fn check_owners(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
-        let mut all = sequences.iter().enumerate();
-        all.try_for_each(|(index, sequence)| {
-            self.check_owner(sequence, Argument::element("sequences", index))
-        })
-    }
-
     fn check_committed(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
-        self.check_owners(sequences)?;
+        self.check_made_here(sequences)?;
         let idle = sequences.iter().position(|sequence| !sequence.is_committed());
         idle.map_or(Ok(()), |index| {
             let argument = Argument::element("sequences", index);
@@ -409,11 +403,7 @@ fn fault(argument: impl Into<Argument>, fault: SequenceFault) -> CacheError {
     CacheError::Sequence { argument: argument.into(), fault }
 }
 
-pub(crate) fn check_len(
-    argument: &'static str,
-    len: usize,
-    sequences: usize,
-) -> Result<(), InvalidArgument> {
+fn check_len(argument: &'static str, len: usize, sequences: usize) -> Result<(), InvalidArgument> {
     if len == sequences {
         return Ok(());
     }

@@ -7,7 +7,6 @@
 
 mod gaps;
 mod log;
-mod metadata;
 
 use std::time::Duration;
 
@@ -16,7 +15,8 @@ use crate::block::Content;
 use crate::clock::Clock;
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::store::BlockKey;
-use crate::sync::{AtomicU64, Mode, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Mode, Ordering};
+use crate::zeroed::{Zeroable, Zeroed};
 
 pub use gaps::ReuseGaps;
 
@@ -74,11 +74,27 @@ pub enum Eviction {
     Everything,
 }
 
+/// One block's content. Its times are in microseconds of the pool's clock; 0 before the listening began.
+///
+/// Words that order nothing (Relaxed): a block's are written by who claims it or holds it, and read by who has it
+/// alone, and the block's state orders those.
+#[derive(Default)]
+struct Metadata {
+    born: AtomicU64,
+    used: AtomicU64,
+    hits: AtomicU32,
+}
+
+// SAFETY: zero is a valid value of every atomic integer, and its default; none has a destructor.
+unsafe impl Zeroable for Metadata {}
+
 /// What a listener's pool remembers.
 pub(crate) struct EvictionLog {
     log: log::Log,
-    blocks: metadata::BlockMetadata,
+    blocks: Zeroed<Metadata>,
     gaps: gaps::Gaps,
+    /// When the listening began, in microseconds: of what was before nothing is known.
+    since: u64,
     /// The time of the batch in progress, in microseconds: the clock is read once a batch.
     now: AtomicU64,
 }
@@ -94,8 +110,9 @@ impl EvictionLog {
         let now = clock.micros();
         Some(Self {
             log: log::Log::new(capacity)?,
-            blocks: metadata::BlockMetadata::new(max_blocks, now)?,
+            blocks: Zeroed::new(max_blocks)?,
             gaps: gaps::Gaps::new(gap_bounds),
+            since: now,
             now: AtomicU64::new(now),
         })
     }
@@ -110,32 +127,49 @@ impl EvictionLog {
         self.now.load(Relaxed)
     }
 
+    fn block(&self, id: BlockId) -> &Metadata {
+        &self.blocks[id.index()]
+    }
+
+    /// How long a time of this clock is past, in microseconds up to `now`; 0 if another thread read it later.
+    fn passed(&self, time: &AtomicU64, now: u64) -> u64 {
+        now.saturating_sub(time.load(Relaxed).max(self.since))
+    }
+
     /// The block, which is the caller's alone, gets content.
     pub(crate) fn registered(&self, block: BlockId) {
-        self.blocks.begin(block, self.now());
+        let (block, now) = (self.block(block), self.now());
+        block.born.store(now, Relaxed);
+        block.used.store(now, Relaxed);
+        block.hits.store(0, Relaxed);
     }
 
     /// These blocks were hit, and are held.
     pub(crate) fn hit<M: Mode>(&self, blocks: &[BlockId]) {
         let now = self.now();
-        for &block in blocks {
-            self.gaps.count::<M>(self.blocks.hit::<M>(block, now));
+        for block in blocks.iter().map(|&block| self.block(block)) {
+            self.gaps.count::<M>(self.passed(&block.used, now));
+            block.used.store(now, Relaxed);
+            M::add_short(&block.hits, 1);
         }
     }
 
     /// A holder, the last one or not, gives the block up.
     pub(crate) fn released(&self, block: BlockId) {
-        self.blocks.touch(block, self.now());
+        self.block(block).used.store(self.now(), Relaxed);
     }
 
     /// For how long nobody has used the block's content, in microseconds up to `now`.
     pub(crate) fn idle(&self, block: BlockId, now: u64) -> u64 {
-        self.blocks.of(block, now).idle
+        self.passed(&self.block(block).used, now)
     }
 
     /// Content moves from a block to another, both the caller's alone.
     pub(crate) fn moved(&self, from: BlockId, to: BlockId) {
-        self.blocks.carry(from, to);
+        let (from, to) = (self.block(from), self.block(to));
+        to.born.store(from.born.load(Relaxed), Relaxed);
+        to.used.store(from.used.load(Relaxed), Relaxed);
+        to.hits.store(from.hits.load(Relaxed), Relaxed);
     }
 
     /// The block, which is the caller's alone, has no content any more.
@@ -147,13 +181,14 @@ impl EvictionLog {
         band: Band,
         is_last: bool,
     ) {
-        let known = self.blocks.of(block, self.now());
+        let (known, now) = (self.block(block), self.now());
+        let (age, idle) = (self.passed(&known.born, now), self.passed(&known.used, now));
         let kind = 1 + cause as u64;
         let flags = kind << log::KIND_SHIFT | u64::from(is_last) << log::LAST_SHIFT;
         let names = (band.index() as u64) << log::BAND_SHIFT | u64::from(content.group);
         let [a, b, c, d] = content.hash;
-        let facts = u64::from(known.hits) << log::HITS_SHIFT | flags | names;
-        self.log.push::<M>([a, b, c, d, facts, known.age, known.idle]);
+        let facts = u64::from(known.hits.load(Relaxed)) << log::HITS_SHIFT | flags | names;
+        self.log.push::<M>([a, b, c, d, facts, age, idle]);
     }
 
     /// The index was cleared.

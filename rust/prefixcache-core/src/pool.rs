@@ -62,7 +62,6 @@ mod index;
 mod map;
 mod moves;
 mod multi_writer;
-mod pins;
 mod ring;
 mod size;
 mod take;
@@ -82,7 +81,7 @@ use crate::id::{BlockId, Epoch};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
 use crate::store::sealed::Sealed;
 use crate::store::{BlockKey, HintedChange, Lookup, Marks, PoolConfig, StoreStats};
-use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering, OwnLine};
+use crate::sync::{Arc, AtomicBool, AtomicU64, AtomicUsize, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
 use credits::Credits;
 use free_stack::{FreeStack, FreshRun};
@@ -116,9 +115,9 @@ pub struct BlockPool<M: Mode> {
     credits: Credits,
     contents: content::Contents,
     size: size::Size,
-    bound: bound::Bound,
+    /// The most blocks that may stand in the rings.
+    max_cached: AtomicUsize,
     counters: Counters,
-    pins: pins::PinCounts,
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
     clock: Clock,
@@ -127,7 +126,7 @@ pub struct BlockPool<M: Mode> {
     /// Where the changes of what can be found are reported.
     event_log: OnceLock<EventLog>,
     /// The memory behind the blocks, where it outlives the process.
-    backing: OnceLock<Box<dyn BackingStore>>,
+    backing: OnceLock<Arc<dyn BackingStore>>,
     /// Whether any content was ever given a band.
     gives_bands: AtomicBool,
     /// What became of content with another band than the default, until a retention table takes note of it.
@@ -219,7 +218,7 @@ impl Classes {
     }
 }
 
-/// Lifetime counts.
+/// Lifetime counts. Relaxed loads: they are for people.
 #[derive(Debug, Default)]
 struct Counters {
     evictions: AtomicU64,
@@ -229,6 +228,13 @@ struct Counters {
     /// Copies that lost their index entry to one registered later.
     surplus: AtomicU64,
     moved: AtomicU64,
+    lost_to_resize: AtomicU64,
+    pins: AtomicU64,
+    /// Pins that were taken off, demoted, or gone with the content.
+    ended_pins: AtomicU64,
+    demotions: AtomicU64,
+    pinned_evictions: AtomicU64,
+    pinned_hits: AtomicU64,
 }
 
 impl<M: Mode> std::fmt::Debug for BlockPool<M> {
@@ -287,9 +293,8 @@ impl<M: Mode> BlockPool<M> {
             credits: Credits::default(),
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
-            bound: bound::Bound::default(),
+            max_cached: AtomicUsize::new(usize::MAX),
             counters: Counters::default(),
-            pins: pins::PinCounts::default(),
             reuse,
             clock,
             eviction_log: OnceLock::new(),
@@ -312,9 +317,16 @@ impl<M: Mode> BlockPool<M> {
         self.counters.drops.load(Relaxed)
     }
 
-    /// How many copies of content lost their index entry to one registered later.
-    fn surplus(&self) -> u64 {
-        self.counters.surplus.load(Relaxed)
+    /// Blocks that carry a pin. A pin that another thread gives or ends may be missing.
+    fn num_pinned(&self) -> usize {
+        let ended = self.counters.ended_pins.load(Relaxed);
+        self.counters.pins.load(Relaxed).saturating_sub(ended) as usize
+    }
+
+    /// Counts pinned blocks that were taken from their line, `evicted` of them with content of this epoch.
+    fn count_recycled_pins(&self, blocks: u64, evicted: u64) {
+        M::add(&self.counters.ended_pins, blocks);
+        M::add(&self.counters.pinned_evictions, evicted);
     }
 
     /// The policy's time; of no meaning without one that asks for it.
@@ -358,7 +370,8 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the pins off the oldest `count` free blocks of the pinned line; how many there were.
     fn demote(&self, count: usize) -> usize {
         let demoted = self.unpin_oldest(count);
-        self.pins.count_demoted::<M>(demoted);
+        M::add(&self.counters.ended_pins, demoted as u64);
+        M::add(&self.counters.demotions, demoted as u64);
         demoted
     }
 
@@ -369,7 +382,8 @@ impl<M: Mode> BlockPool<M> {
 
     /// Bounds the blocks that stand in line with content.
     fn set_max_cached(&self, blocks: Option<usize>) {
-        self.bound.set(blocks);
+        // Relaxed: each release compares on its own.
+        self.max_cached.store(blocks.unwrap_or(usize::MAX), Relaxed);
         self.keep_bound();
     }
 
@@ -505,22 +519,22 @@ impl<M: Mode> Lookup for BlockPool<M> {
 
     fn stats(&self) -> StoreStats {
         let free = self.num_free();
-        // Relaxed: the counts are for people.
+        let count = |counter: &AtomicU64| counter.load(Relaxed);
         StoreStats {
-            evictions: self.counters.evictions.load(Relaxed),
-            allocations: self.counters.allocations.load(Relaxed),
-            touches: self.counters.touches.load(Relaxed),
-            pins: self.pins.given(),
-            demotions: self.pins.demotions(),
-            pinned_evictions: self.pins.evictions(),
-            pinned_hits: self.pins.hits(),
+            evictions: count(&self.counters.evictions),
+            allocations: count(&self.counters.allocations),
+            touches: count(&self.counters.touches),
+            pins: count(&self.counters.pins),
+            demotions: count(&self.counters.demotions),
+            pinned_evictions: count(&self.counters.pinned_evictions),
+            pinned_hits: count(&self.counters.pinned_hits),
             cached: self.contents.cached(),
             in_use: (self.size.end() - 1).saturating_sub(free) + self.size.held_above(),
             held_above: self.size.held_above(),
-            moved: self.counters.moved.load(Relaxed),
-            lost_to_resize: self.size.lost(),
+            moved: count(&self.counters.moved),
+            lost_to_resize: count(&self.counters.lost_to_resize),
             free,
-            pinned: self.pins.now(),
+            pinned: self.num_pinned(),
             pinned_free: self.ring(Class::PINNED).len(),
         }
     }

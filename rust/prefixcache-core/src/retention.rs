@@ -31,9 +31,7 @@ use crate::hints::{Band, Hints, Owner, Raising};
 use crate::id::{BlockId, Epoch, GroupId};
 use crate::sequence::{Holding, Sequence};
 use crate::store::{BlockKey, BlockStore, HintedChange};
-use spans::{
-    Ends, Entry, Levels, Line, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis,
-};
+use spans::{Entry, Levels, NEVER, NOBODY, NONE, OwnerSpans, Slab, Spans, Time, millis};
 
 /// Owners that may raise one content. What a further one asks for does not count, from there on.
 pub const MAX_OWNERS: usize = 4;
@@ -60,7 +58,9 @@ pub struct RetentionTable {
     spans: Spans,
     owners: Slab<OwnerSpans>,
     names: HashMap<Owner, u32>,
-    times: BTreeMap<Time, Ends>,
+    /// Spans by the time at which they end, and of those that end at one time by their number here.
+    times: BTreeMap<(Time, u64), u32>,
+    num_scheduled: u64,
     stats: HintStats,
     /// What the last call raised: its memory is used again.
     raised: Vec<Raise>,
@@ -128,6 +128,7 @@ impl RetentionTable {
             owners: Slab::default(),
             names: HashMap::new(),
             times: BTreeMap::new(),
+            num_scheduled: 0,
             stats: HintStats::default(),
             raised: Vec::new(),
         }
@@ -266,7 +267,7 @@ impl RetentionTable {
         for own in uses.0 {
             for span in own.spans {
                 let ends = &mut self.owners[own.owner].ends;
-                self.spans.link(Line::Owner, ends, span, NONE);
+                self.spans.link(ends, span, NONE);
                 self.schedule(span);
             }
         }
@@ -510,11 +511,11 @@ impl RetentionTable {
         let now = millis(store.clock().now());
         let mut moved = 0;
         for _ in 0..most {
-            let Some((&due, ends)) = self.times.first_key_value().filter(|(due, _)| **due <= now)
-            else {
+            let first = self.times.first_key_value().filter(|((due, _), _)| *due <= now);
+            let Some((&(due, _), &span)) = first else {
                 break;
             };
-            let entry = self.spans.first_of(ends.front);
+            let entry = self.spans.first_of(span);
             moved += usize::from(self.expire(store, entry, due));
         }
         moved
@@ -546,14 +547,15 @@ impl RetentionTable {
     fn span_before(&mut self, span: u32, levels: Levels) -> u32 {
         let before = self.spans.before(span);
         let due = levels.end();
-        let is_last = due == NEVER || self.times.get(&due).is_some_and(|ends| ends.back == before);
+        let last = self.times.range((due, 0)..=(due, u64::MAX)).next_back();
+        let is_last = due == NEVER || last.is_some_and(|(_, &last)| last == before);
         if before != NONE && is_last && self.spans[before].levels == levels {
             return before;
         }
         let owner = self.spans[span].owner;
         let new = self.spans.add(owner, levels);
         let ends = &mut self.owners[owner].ends;
-        self.spans.link(Line::Owner, ends, new, span);
+        self.spans.link(ends, new, span);
         self.schedule(new);
         new
     }
@@ -587,8 +589,8 @@ impl RetentionTable {
     fn end_span(&mut self, span: u32) {
         let owner = self.spans[span].owner;
         let ends = &mut self.owners[owner].ends;
-        self.spans.unlink(Line::Owner, ends, span);
-        self.unschedule(span);
+        self.spans.unlink(ends, span);
+        self.times.remove(&(self.spans[span].due, self.spans[span].number));
         self.spans.remove(span);
     }
 
@@ -615,23 +617,13 @@ impl RetentionTable {
         }
     }
 
-    // Times.
-
+    /// Lets a span end in its time, after those that end then already.
     fn schedule(&mut self, span: u32) {
         let due = self.spans[span].due;
         if due != NEVER {
-            let ends = self.times.entry(due).or_default();
-            self.spans.link(Line::Time, ends, span, NONE);
-        }
-    }
-
-    fn unschedule(&mut self, span: u32) {
-        let due = self.spans[span].due;
-        if let Some(ends) = self.times.get_mut(&due) {
-            self.spans.unlink(Line::Time, ends, span);
-            if ends.front == NONE {
-                self.times.remove(&due);
-            }
+            self.num_scheduled += 1;
+            self.spans.set_number(span, self.num_scheduled);
+            self.times.insert((due, self.num_scheduled), span);
         }
     }
 }

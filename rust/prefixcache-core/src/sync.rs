@@ -5,18 +5,18 @@
 //! of the pool are atomics in both, so a reader may run in parallel with the writer. Of [`SingleWriter`]s there is one for
 //! each pool, which [`Writer`](crate::Writer) sees to.
 
-#[cfg(not(any(loom, shuttle)))]
-pub(crate) use core::sync::atomic::{
-    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
-};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{
-    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
-};
+use loom as primitives;
 #[cfg(all(shuttle, not(loom)))]
-pub(crate) use shuttle::sync::atomic::{
+use shuttle as primitives;
+#[cfg(not(any(loom, shuttle)))]
+use std as primitives;
+
+pub(crate) use primitives::hint::spin_loop;
+pub(crate) use primitives::sync::atomic::{
     AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
+pub(crate) use primitives::thread::yield_now;
 
 pub(crate) use std::sync::Arc;
 
@@ -33,12 +33,8 @@ use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 mod once_lock {
     use core::ptr::null_mut;
 
-    #[cfg(loom)]
-    use loom::sync::atomic::AtomicPtr;
-    #[cfg(all(shuttle, not(loom)))]
-    use shuttle::sync::atomic::AtomicPtr;
-
     use super::Ordering::{AcqRel, Acquire};
+    use super::primitives::sync::atomic::AtomicPtr;
 
     #[derive(Debug)]
     pub(crate) struct OnceLock<T>(AtomicPtr<T>);
@@ -189,27 +185,6 @@ impl sealed::Words for SingleWriter {
     fn fence() {}
 }
 
-/// A pause before the next try of a loop that another thread's progress ends, which is near.
-#[inline]
-pub(crate) fn pause() {
-    #[cfg(loom)]
-    loom::thread::yield_now();
-    #[cfg(all(shuttle, not(loom)))]
-    shuttle::thread::yield_now();
-    #[cfg(not(any(loom, shuttle)))]
-    core::hint::spin_loop();
-}
-
-/// Gives the processor to another thread, in a loop that may wait for long.
-pub(crate) fn yield_now() {
-    #[cfg(loom)]
-    loom::thread::yield_now();
-    #[cfg(all(shuttle, not(loom)))]
-    shuttle::thread::yield_now();
-    #[cfg(not(any(loom, shuttle)))]
-    std::thread::yield_now();
-}
-
 /// A value on cache lines of its own, so that writes to its neighbours do not slow its readers.
 ///
 /// 128 bytes, as the prefetcher of current x86 processors fetches lines in pairs.
@@ -329,7 +304,6 @@ pub(crate) mod faults {
         pub(super) static PLANTED: Cell<Option<Fault>> = const { Cell::new(None) };
     }
 
-    /// Whether a fault is planted.
     #[cfg(loom)]
     pub(crate) fn any() -> bool {
         PLANTED.get().is_some()
@@ -348,6 +322,16 @@ pub(crate) fn check(model: impl Fn() + Sync + Send + 'static) {
     builder.preemption_bound = builder.preemption_bound.or(Some(2));
     builder.max_branches = 20_000;
     builder.check(model);
+}
+
+/// Starts a thread of a model that has a part in what is shared.
+#[cfg(all(test, loom))]
+pub(crate) fn in_parallel<S: 'static, T: 'static>(
+    shared: &loom::sync::Arc<S>,
+    work: impl FnOnce(&S) -> T + 'static,
+) -> loom::thread::JoinHandle<T> {
+    let shared = shared.clone();
+    loom::thread::spawn(move || work(&shared))
 }
 
 /// Tests all interleavings of a function, and that each of these faults fails it with this message.

@@ -151,10 +151,9 @@ mod tests {
 #[cfg(all(test, loom))]
 mod models {
     use loom::sync::Arc;
-    use loom::thread;
 
     use super::*;
-    use crate::sync::check;
+    use crate::sync::{check, in_parallel};
 
     fn root_of(name: &str) -> BlockHash {
         let mut bytes = [0; 32];
@@ -171,10 +170,9 @@ mod models {
     fn version_and_name_belong_together() {
         check(|| {
             let current = Arc::new(CurrentWeights::new(None, root_of));
-            let changing = Arc::clone(&current);
-            let writer = thread::spawn(move || {
+            let writer = in_parallel(&current, |current| {
                 for version in 1..3 {
-                    assert_eq!(changing.change(tagged(version), root_of), version);
+                    assert_eq!(current.change(tagged(version), root_of), version);
                 }
             });
             let seen = current.version();
@@ -196,8 +194,7 @@ mod models {
     fn changes_at_once_have_versions_of_their_own() {
         check(|| {
             let current = Arc::new(CurrentWeights::new(None, root_of));
-            let other = Arc::clone(&current);
-            let thread = thread::spawn(move || other.change(tagged(1), root_of));
+            let thread = in_parallel(&current, |current| current.change(tagged(1), root_of));
             let one = current.change(None, root_of);
             let two = thread.join().unwrap();
             assert_eq!(one + two, 3);

@@ -40,11 +40,7 @@ struct World<M: Mode> {
 }
 
 impl<M: Mode> World<M> {
-    fn new(free_order: FreeOrder, ring: Option<usize>) -> (Self, Writer<M>) {
-        Self::with_policy(free_order, EvictionPolicy::Lru, ring)
-    }
-
-    fn with_policy(
+    fn new(
         free_order: FreeOrder,
         eviction_policy: EvictionPolicy,
         ring: Option<usize>,
@@ -233,12 +229,23 @@ fn duration() -> Duration {
     Duration::from_secs_f64(seconds / 6.0)
 }
 
+/// The content that two writers dropped.
+fn drops_of_two(
+    free_order: FreeOrder,
+    eviction_policy: EvictionPolicy,
+    ring: Option<usize>,
+    hard: bool,
+) -> u64 {
+    let (world, mut pool) = World::<Shared>::new(free_order, eviction_policy, ring);
+    world.run(vec![pool.clone(), pool.clone()], hard, duration());
+    pool.resize(BLOCKS).unwrap();
+    world.check_rest();
+    world.pool.content_drops()
+}
+
 #[test]
 fn two_writers() {
-    let (world, pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
-    world.run(vec![pool.clone(), pool], false, duration());
-    world.check_rest();
-    assert_eq!(world.pool.content_drops(), 0);
+    assert_eq!(drops_of_two(FreeOrder::UnhashedFirst, EvictionPolicy::Lru, None, false), 0);
 }
 
 /// One writer asks for many blocks that miss and one new one, the other for a third of the pool.
@@ -281,44 +288,31 @@ fn misses_with_allocations() {
 
 #[test]
 fn two_writers_append_order() {
-    let (world, pool) = World::<Shared>::new(FreeOrder::Append, None);
-    world.run(vec![pool.clone(), pool], false, duration());
-    world.check_rest();
-    assert_eq!(world.pool.content_drops(), 0);
+    assert_eq!(drops_of_two(FreeOrder::Append, EvictionPolicy::Lru, None, false), 0);
 }
 
 #[test]
 fn two_writers_that_pin_clear_and_resize() {
-    let (world, mut pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, None);
-    world.run(vec![pool.clone(), pool.clone()], true, duration());
-    pool.resize(BLOCKS).unwrap();
-    world.check_rest();
+    drops_of_two(FreeOrder::UnhashedFirst, EvictionPolicy::Lru, None, true);
 }
 
 #[test]
 fn two_writers_with_queues() {
     for ring in [None, Some(256)] {
-        let policy = EvictionPolicy::ReuseQueue;
-        let (world, mut pool) =
-            World::<Shared>::with_policy(FreeOrder::UnhashedFirst, policy, ring);
-        world.run(vec![pool.clone(), pool.clone()], true, duration());
-        pool.resize(BLOCKS).unwrap();
-        world.check_rest();
+        drops_of_two(FreeOrder::UnhashedFirst, EvictionPolicy::ReuseQueue, ring, true);
     }
 }
 
 #[test]
 fn two_writers_on_rings_that_fill_up() {
-    let (world, mut pool) = World::<Shared>::new(FreeOrder::UnhashedFirst, Some(256));
-    world.run(vec![pool.clone(), pool.clone()], true, duration());
-    pool.resize(BLOCKS).unwrap();
-    world.check_rest();
-    assert!(world.pool.content_drops() > 0, "the rings were meant to fill up");
+    let drops = drops_of_two(FreeOrder::UnhashedFirst, EvictionPolicy::Lru, Some(256), true);
+    assert!(drops > 0, "the rings were meant to fill up");
 }
 
 #[test]
 fn one_writer_in_single_writer_mode() {
-    let (world, pool) = World::<SingleWriter>::new(FreeOrder::UnhashedFirst, None);
+    let (order, policy) = (FreeOrder::UnhashedFirst, EvictionPolicy::Lru);
+    let (world, pool) = World::<SingleWriter>::new(order, policy, None);
     let pool = world.run(vec![pool], true, duration()).pop();
     pool.expect("the writer came back").resize(BLOCKS).unwrap();
     world.check_rest();

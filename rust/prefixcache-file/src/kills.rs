@@ -17,6 +17,7 @@ use prefixcache_core::events::{Change, ShortHash};
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::{Writer, store};
+use prefixcache_oracle::random::Random;
 
 use crate::faults::Fault;
 use crate::layout::{Layout, OpenError};
@@ -26,23 +27,6 @@ const NUM_BLOCKS: usize = 12;
 const BLOCK_BYTES: u64 = 24;
 const NUM_TENSORS: u32 = 2;
 const BLOCK_TOKENS: usize = 3;
-
-/// A small generator of numbers (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
 
 fn layout() -> Layout {
     Layout {
@@ -71,23 +55,21 @@ fn key(number: u64) -> BlockKey {
 }
 
 fn number(key: &BlockKey) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&key.hash.as_bytes()[..8]);
-    u64::from_le_bytes(word)
+    u64::from_le_bytes(key.hash.as_bytes().as_chunks().0[0])
 }
 
 /// The bytes of a block in a tensor.
 fn bytes_of(number: u64, tensor: u32) -> [u8; BLOCK_BYTES as usize] {
     let mut random = Random(number * 2 + u64::from(tensor));
-    std::array::from_fn(|_| random.next() as u8)
+    std::array::from_fn(|_| random.word() as u8)
 }
 
 /// What KV events report of a block; of a third of them nothing, as of salted ones.
 fn tokens_of(number: u64) -> Option<BlockTokens<'static>> {
     let mut random = Random(!number);
     (!number.is_multiple_of(3)).then(|| BlockTokens {
-        parent: number.is_multiple_of(2).then(|| ShortHash(random.next())),
-        tokens: (0..BLOCK_TOKENS).map(|_| random.next() as u32).collect(),
+        parent: number.is_multiple_of(2).then(|| ShortHash(random.word())),
+        tokens: (0..BLOCK_TOKENS).map(|_| random.word() as u32).collect(),
     })
 }
 
@@ -218,7 +200,7 @@ impl Process {
         for &block in &blocks {
             let number = match random.below(8) {
                 0 => self.published.last().copied().unwrap_or(1),
-                _ => random.next() >> 1,
+                _ => random.word() >> 1,
             };
             let is_early = self.plants(Fault::RecordFirst);
             if !is_early {
@@ -509,7 +491,7 @@ fn any_bytes_in_the_table_are_at_most_a_cold_start() {
             let at = 8 * (12 + random.below(layout().table_bytes() as u64 / 8 - 12));
             let is_header = at < 4096;
             if !is_header || at < 8 * 14 {
-                file.write_all_at(&random.next().to_le_bytes(), at).unwrap();
+                file.write_all_at(&random.word().to_le_bytes(), at).unwrap();
             }
         }
         let mut next = Process::start(&file, None, u64::MAX);

@@ -6,24 +6,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock};
-use prefixcache_core::band::Band;
-use prefixcache_core::id::BlockId;
-use prefixcache_core::store::BlockKey;
+use prefixcache_core::backing::BackingStore;
 
 use crate::checker::Checker;
 use crate::layout::{Layout, OpenError, describe};
 use crate::space;
-use crate::table::Table;
-
-/// What a file has kept of another process.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Kept {
-    /// In the order of eviction.
-    pub blocks: Vec<KeptBlock>,
-    /// Records that were there and are not used: of an earlier epoch, incomplete, or of no block of the pool.
-    pub dropped: u64,
-}
+use crate::table::{Kept, Table};
 
 /// Lifetime counts of this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -97,14 +85,13 @@ impl KvFile {
     /// withdrawn. To be called before [`Self::store`] is in use.
     #[must_use]
     pub fn take_kept(&self, num_blocks: usize, num_groups: u16) -> Kept {
-        let (blocks, dropped) = self.table.take_kept(num_blocks, num_groups);
-        Kept { blocks, dropped }
+        self.table.take_kept(num_blocks, num_groups)
     }
 
     /// What a pool reports to.
     #[must_use]
-    pub fn store(&self) -> Box<dyn BackingStore> {
-        Box::new(Behind(Arc::clone(&self.table)))
+    pub fn store(&self) -> Arc<dyn BackingStore> {
+        Arc::<Table>::clone(&self.table)
     }
 
     /// Blocks with a valid record, and those of them whose bytes are not those of the record, where it `reads` them.
@@ -139,54 +126,4 @@ fn create(file: &File, layout: &Layout) -> io::Result<()> {
     file.set_len(layout.file_bytes())?;
     space::allocate(file, 0, layout.table_bytes() as u64)?;
     file.write_all_at(&layout.to_header()[..], 0)
-}
-
-/// The table, as the pool that writes to it has it.
-#[derive(Debug)]
-struct Behind(Arc<Table>);
-
-impl BackingStore for Behind {
-    fn published(&self, block: BlockId, key: &BlockKey) {
-        self.0.published(block, key);
-    }
-
-    fn keep_tokens(&self, block: BlockId, tokens: BlockTokens<'_>) {
-        self.0.keep_tokens(block, tokens);
-    }
-
-    fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>> {
-        self.0.kept_tokens(block)
-    }
-
-    fn withdrawn(&self, block: BlockId) {
-        self.0.withdrawn(block);
-    }
-
-    fn moved(&self, from: BlockId, to: BlockId) {
-        self.0.moved(from, to);
-    }
-
-    fn used(&self, blocks: &[BlockId]) {
-        self.0.used(blocks);
-    }
-
-    fn queued(&self, block: BlockId, band: Band, pinned: bool) {
-        self.0.queued(block, band, pinned);
-    }
-
-    fn classed(&self, block: BlockId, band: Band, pinned: bool) {
-        self.0.classed(block, band, pinned);
-    }
-
-    fn is_sound(&self, block: BlockId) -> bool {
-        self.0.is_sound(block)
-    }
-
-    fn cleared(&self) {
-        self.0.cleared();
-    }
-
-    fn set_durable(&self, durable: bool) {
-        self.0.set_durable(durable);
-    }
 }

@@ -15,8 +15,7 @@ pub const FORMAT_VERSION: u64 = 2;
 pub(crate) const HEADER_BYTES: usize = 4096;
 pub(crate) const RECORD_BYTES: usize = 64;
 
-/// Words of the header that are written once; the checksum of those before it is the last of them.
-const NUM_FIXED: usize = 12;
+/// The last of the header's words that are written once: the checksum of those before it.
 const CHECK: usize = 11;
 /// The words that change while the file is in use.
 pub(crate) const EPOCH: usize = 12;
@@ -132,18 +131,19 @@ impl Layout {
     /// The header of a new file of this layout.
     pub(crate) fn to_header(&self) -> Box<[u8; HEADER_BYTES]> {
         let mut bytes = Box::new([0; HEADER_BYTES]);
-        let words =
-            [MAGIC, FORMAT_VERSION, self.num_tensors.into(), self.block_bytes, self.capacity];
-        for (at, word) in words.into_iter().enumerate() {
-            bytes[8 * at..8 * at + 8].copy_from_slice(&word.to_le_bytes());
-        }
-        bytes[40..72].copy_from_slice(&self.digest);
         let about = &self.about.as_bytes()[..self.about.len().min(MOST_ABOUT)];
-        bytes[72..80].copy_from_slice(&(about.len() as u64).to_le_bytes());
-        bytes[80..88].copy_from_slice(&u64::from(self.block_tokens).to_le_bytes());
         bytes[ABOUT..ABOUT + about.len()].copy_from_slice(about);
+        bytes[40..72].copy_from_slice(&self.digest);
+        let mut put = |at: usize, word: u64| bytes.as_chunks_mut().0[at] = word.to_le_bytes();
+        put(0, MAGIC);
+        put(1, FORMAT_VERSION);
+        put(2, self.num_tensors.into());
+        put(3, self.block_bytes);
+        put(4, self.capacity);
+        put(9, about.len() as u64);
+        put(10, self.block_tokens.into());
         let check = header_check(&bytes);
-        bytes[8 * CHECK..8 * NUM_FIXED].copy_from_slice(&check.to_le_bytes());
+        bytes.as_chunks_mut().0[CHECK] = check.to_le_bytes();
         bytes
     }
 
@@ -175,9 +175,7 @@ impl Layout {
 }
 
 fn word(bytes: &[u8; HEADER_BYTES], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[8 * at..8 * at + 8]);
-    u64::from_le_bytes(word)
+    u64::from_le_bytes(bytes.as_chunks().0[at])
 }
 
 /// Of all that is written once: the words before the check, and the text.
@@ -186,7 +184,7 @@ fn header_check(bytes: &[u8; HEADER_BYTES]) -> u64 {
     XxHash3_64::oneshot_with_seed(words, &bytes[ABOUT..ABOUT + MOST_ABOUT])
 }
 
-/// The layout of a file, and how many bytes it should have at least.
+/// The layout of a file.
 ///
 /// Fails for a file that is not one of this version, or that ends early.
 pub fn describe(file: &File) -> Result<Layout, OpenError> {

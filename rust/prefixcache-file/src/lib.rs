@@ -37,7 +37,9 @@ mod table;
 mod kills;
 
 #[cfg(not(loom))]
-pub use kv_file::{Counts, Kept, KvFile};
+pub use kv_file::{Counts, KvFile};
 pub use layout::{FORMAT_VERSION, Layout, OpenError, describe};
 #[cfg(not(loom))]
 pub use space::duplicate;
+#[cfg(not(loom))]
+pub use table::Kept;

@@ -48,12 +48,8 @@ pub(crate) struct Words {
 
 impl Words {
     pub(crate) fn of(key: &BlockKey, epoch: u64) -> Self {
-        let bytes = key.hash.as_bytes();
-        let hash = std::array::from_fn(|at| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[8 * at..8 * at + 8]);
-            u64::from_le_bytes(word)
-        });
+        let (words, _) = key.hash.as_bytes().as_chunks();
+        let hash = std::array::from_fn(|at| u64::from_le_bytes(words[at]));
         let name = u64::from(key.group.get()) << EPOCH_BITS | epoch & EPOCH_MASK;
         let sum = 0;
         Self { hash, sum, name }
@@ -61,9 +57,7 @@ impl Words {
 
     pub(crate) fn key(&self) -> BlockKey {
         let mut bytes = [0; 32];
-        for (at, word) in self.hash.iter().enumerate() {
-            bytes[8 * at..8 * at + 8].copy_from_slice(&word.to_le_bytes());
-        }
+        bytes.as_chunks_mut().0.copy_from_slice(&self.hash.map(u64::to_le_bytes));
         let group = GroupId::new((self.name >> EPOCH_BITS) as u16);
         BlockKey::new(BlockHash::from_bytes(bytes), group)
     }
@@ -76,11 +70,7 @@ impl Words {
     pub(crate) fn valid(&self, block: BlockId, seed: u64) -> u64 {
         let [a, b, c, d] = self.hash;
         let words = [a, b, c, d, self.sum, self.name, block.get().into()];
-        let mut bytes = [0; 56];
-        for (at, word) in words.into_iter().enumerate() {
-            bytes[8 * at..8 * at + 8].copy_from_slice(&word.to_le_bytes());
-        }
-        XxHash3_64::oneshot_with_seed(seed, &bytes) | 1
+        XxHash3_64::oneshot_with_seed(seed, words.map(u64::to_le_bytes).as_flattened()) | 1
     }
 }
 

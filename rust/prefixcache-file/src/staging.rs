@@ -296,8 +296,8 @@ impl Staging {
 
     /// What a pool reports to.
     #[must_use]
-    pub fn store(&self) -> Box<dyn BackingStore> {
-        Box::new(self.clone())
+    pub fn store(&self) -> Arc<dyn BackingStore> {
+        Arc::new(self.clone())
     }
 
     /// How many clears there were, and whether blocks wait or are to be copied before they are evicted.

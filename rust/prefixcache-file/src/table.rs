@@ -31,6 +31,15 @@ use Ordering::{Acquire, Relaxed, SeqCst};
 /// Bytes of a block that are read at once.
 const READ_BYTES: u64 = 256 << 10;
 
+/// What a file has kept of another process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// In the order of eviction.
+    pub blocks: Vec<KeptBlock>,
+    /// Records that were there and are not used: of an earlier epoch, incomplete, or of no block of the pool.
+    pub dropped: u64,
+}
+
 /// Lifetime counts.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
@@ -132,9 +141,7 @@ impl Table {
     }
 
     fn seed(&self) -> u64 {
-        let mut word = [0; 8];
-        word.copy_from_slice(&self.layout.digest[..8]);
-        u64::from_le_bytes(word)
+        u64::from_le_bytes(self.layout.digest.as_chunks().0[0])
     }
 
     /// See [`record::put`].
@@ -152,9 +159,8 @@ impl Table {
 
     // At the start.
 
-    /// The blocks below `num_blocks` with valid records of groups below `num_groups`, in the order of eviction. All
-    /// other records are withdrawn; how many were valid or might have been.
-    pub(crate) fn take_kept(&self, num_blocks: usize, num_groups: u16) -> (Vec<KeptBlock>, u64) {
+    /// See [`KvFile::take_kept`](crate::KvFile::take_kept).
+    pub(crate) fn take_kept(&self, num_blocks: usize, num_groups: u16) -> Kept {
         let used = self.header(NUM_USED).load(Acquire);
         let mut kept = Vec::new();
         let mut dropped = 0;
@@ -188,7 +194,7 @@ impl Table {
             band: usage.band(),
             pinned: usage.pinned(),
         };
-        (kept.iter().map(block).collect(), dropped)
+        Kept { blocks: kept.iter().map(block).collect(), dropped }
     }
 
     fn set_unread(&self, block: BlockId, unread: bool) {

@@ -1,7 +1,8 @@
-//! The obvious block pool, scripts that drive it next to the lock-free one, and the obvious hashes.
+//! The obvious block pool, scripts that drive it, and a cache over it, next to the lock-free one, and the obvious hashes.
 //!
 //! For tests, fuzzing and benchmarks; nothing that is shipped depends on this crate.
 
+pub mod cache_calls;
 pub mod differential;
 pub mod hashes;
 pub mod plain;

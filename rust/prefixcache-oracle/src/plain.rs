@@ -32,6 +32,20 @@ enum Tier {
     Pinned,
 }
 
+impl Tier {
+    const COUNT: usize = 3 + Queue::COUNT + Band::COUNT;
+
+    const fn index(self) -> usize {
+        match self {
+            Self::Blank => 0,
+            Self::Unneeded => 1,
+            Self::Pinned => 2,
+            Self::Regular(queue) => 3 + queue.index(),
+            Self::Banded(band) => 3 + Queue::COUNT + band.index(),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Block {
     holders: u32,
@@ -124,12 +138,8 @@ pub struct PlainPool {
     blocks: Vec<Block>,
     /// First block of each bucket; within a bucket the one registered first stands first.
     buckets: Vec<BlockId>,
-    blank: Line,
-    unneeded: Line,
-    regular: [Line; Queue::COUNT],
-    /// That of the default band stays empty.
-    banded: [Line; Band::COUNT],
-    pinned: Line,
+    /// By the tiers' indices. That of the default band stays empty.
+    lines: [Line; Tier::COUNT],
     epoch: Epoch,
     stats: StoreStats,
     /// For [`EvictionPolicy::ReuseQueue`].
@@ -155,11 +165,7 @@ impl PlainPool {
             max_cached: usize::MAX,
             blocks: vec![Block::NEW; config.max_blocks],
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
-            blank: Line::EMPTY,
-            unneeded: Line::EMPTY,
-            regular: [Line::EMPTY; _],
-            banded: [Line::EMPTY; _],
-            pinned: Line::EMPTY,
+            lines: [Line::EMPTY; _],
             epoch: Epoch::default(),
             stats: StoreStats::default(),
             reuse: reuse.flatten(),
@@ -248,14 +254,14 @@ impl Lookup for PlainPool {
     }
 
     fn num_free(&self) -> usize {
-        self.blank.len + self.num_in_tiers() - self.leaving_in_line
+        self.line(Tier::Blank).len + self.num_in_tiers() - self.leaving_in_line
     }
 
     fn free_order(&self) -> Vec<BlockId> {
         let ended = self.ended();
-        let line = ended.iter().copied().chain(self.walk(self.blank));
+        let line = ended.iter().copied().chain(self.walk(Tier::Blank));
         let tiers = Band::all().flat_map(|band| self.tiers_of(band));
-        let rest = tiers.flat_map(|tier| self.walk(*self.line(tier)));
+        let rest = tiers.flat_map(|tier| self.walk(tier));
         line.chain(rest.filter(|id| !ended.contains(id))).collect()
     }
 
@@ -270,7 +276,7 @@ impl Lookup for PlainPool {
             held_above: self.num_held_above(),
             free: self.num_free(),
             pinned: self.blocks.iter().filter(|block| block.pinned).count(),
-            pinned_free: self.pinned.len,
+            pinned_free: self.line(Tier::Pinned).len,
             ..self.stats
         }
     }
@@ -391,10 +397,10 @@ impl BlockStore for PlainPool {
 
     fn demote(&mut self, count: usize) -> usize {
         let possible = if self.num_free() > 0 { count } else { 0 };
-        let moved = possible.min(self.pinned.len);
+        let moved = possible.min(self.line(Tier::Pinned).len);
         self.stats.demotions += moved as u64;
         for _ in 0..moved {
-            let id = self.pinned.front;
+            let id = self.line(Tier::Pinned).front;
             self.unlink(id);
             self.blocks[id.index()].pinned = false;
             if !self.is_cached(id) {
@@ -491,9 +497,8 @@ impl BlockStore for PlainPool {
 impl PlainPool {
     /// How many blocks stand in the tiers of those with content.
     fn num_in_tiers(&self) -> usize {
-        let lines = self.regular.iter().chain(&self.banded);
-        let queued: usize = lines.map(|line| line.len).sum();
-        self.unneeded.len + queued + self.pinned.len
+        let all: usize = self.lines.iter().map(|line| line.len).sum();
+        all - self.line(Tier::Blank).len
     }
 
     /// Every block that the pool may ever have, but the null block.
@@ -567,7 +572,7 @@ impl PlainPool {
         let above = Band::all().filter(|&band| band > Band::DEFAULT);
         let tiers = above.flat_map(|band| self.tiers_of(band));
         let ended = |tier| {
-            let line = self.walk(*self.line(tier));
+            let line = self.walk(tier);
             line.take_while(|&id| !self.is_cached(id))
         };
         tiers.flat_map(ended).collect()
@@ -586,10 +591,10 @@ impl PlainPool {
     /// The block of the lowest rank in the regular tier: without a policy the oldest one.
     fn next_regular(&self) -> Option<BlockId> {
         let Some(reuse) = &self.reuse else {
-            return self.walk(self.regular[0]).next();
+            return self.walk(Tier::Regular(Queue::default())).next();
         };
         let ranked = Queue::all().flat_map(|queue| {
-            let line = self.walk(self.regular[queue.index()]);
+            let line = self.walk(Tier::Regular(queue));
             line.map(move |id| (reuse.rank(queue, id, reuse.now()), id))
         });
         // Of several with the lowest rank the first.
@@ -605,7 +610,7 @@ impl PlainPool {
     /// The block at the front of the free line.
     fn next_free(&self) -> Option<BlockId> {
         let ended = self.ended().first().copied();
-        let blank = || self.walk(self.blank).next();
+        let blank = || self.walk(Tier::Blank).next();
         ended.or_else(blank).or_else(|| self.next_in_tiers())
     }
 
@@ -761,8 +766,6 @@ impl PlainPool {
         }
     }
 
-    // Bands.
-
     // Size.
 
     fn num_held_above(&self) -> usize {
@@ -819,7 +822,7 @@ impl PlainPool {
                     (Some(reuse), Tier::Regular(queue)) => Some(reuse.rank(queue, id, reuse.now())),
                     _ => None,
                 };
-                blocks.extend(self.walk(*self.line(tier)).map(|id| (rank(id), id)));
+                blocks.extend(self.walk(tier).map(|id| (rank(id), id)));
             }
             blocks.sort_by_key(|&(rank, _)| rank);
             blocks.retain(|(_, id)| !order.contains(id));
@@ -837,7 +840,7 @@ impl PlainPool {
         let last = order.iter().rposition(|&id| can_move(id))?;
         let from = order[last];
         let below = order.iter().position(|&id| !self.is_above(id));
-        let is_worse = self.blank.len > 0 || below.is_some_and(|first| first < last);
+        let is_worse = self.line(Tier::Blank).len > 0 || below.is_some_and(|first| first < last);
         if !is_worse {
             // What stands before it is leaving too, and goes before all that stays.
             if self.num_free() > 0 {
@@ -987,27 +990,15 @@ impl PlainPool {
     // The lines of free blocks.
 
     fn line(&self, tier: Tier) -> &Line {
-        match tier {
-            Tier::Blank => &self.blank,
-            Tier::Unneeded => &self.unneeded,
-            Tier::Regular(queue) => &self.regular[queue.index()],
-            Tier::Banded(band) => &self.banded[band.index()],
-            Tier::Pinned => &self.pinned,
-        }
+        &self.lines[tier.index()]
     }
 
     fn line_mut(&mut self, tier: Tier) -> &mut Line {
-        match tier {
-            Tier::Blank => &mut self.blank,
-            Tier::Unneeded => &mut self.unneeded,
-            Tier::Regular(queue) => &mut self.regular[queue.index()],
-            Tier::Banded(band) => &mut self.banded[band.index()],
-            Tier::Pinned => &mut self.pinned,
-        }
+        &mut self.lines[tier.index()]
     }
 
-    fn walk(&self, line: Line) -> impl Iterator<Item = BlockId> {
-        let mut next = line.front;
+    fn walk(&self, tier: Tier) -> impl Iterator<Item = BlockId> {
+        let mut next = self.line(tier).front;
         std::iter::from_fn(move || {
             let id = next;
             next = self.blocks[id.index()].after;
@@ -1016,16 +1007,14 @@ impl PlainPool {
     }
 
     fn push_front(&mut self, id: BlockId) {
-        let front = std::mem::replace(&mut self.blank.front, id);
-        self.place(id, Tier::Blank, BlockId::NULL, front);
+        self.place(id, Tier::Blank, BlockId::NULL, self.line(Tier::Blank).front);
     }
 
     fn push_back(&mut self, id: BlockId, tier: Tier) {
         if let Some(reuse) = &self.reuse {
             reuse.stamp(id, reuse.now());
         }
-        let back = std::mem::replace(&mut self.line_mut(tier).back, id);
-        self.place(id, tier, back, BlockId::NULL);
+        self.place(id, tier, self.line(tier).back, BlockId::NULL);
     }
 
     fn place(&mut self, id: BlockId, tier: Tier, before: BlockId, after: BlockId) {
@@ -1065,14 +1054,14 @@ impl PlainPool {
     fn validate_line(&self, tier: Tier) -> Result<(), Broken> {
         let line = *self.line(tier);
         let mut before = BlockId::NULL;
-        for id in self.walk(line).take(line.len + 1) {
+        for id in self.walk(tier).take(line.len + 1) {
             let block = &self.blocks[id.index()];
             ensure(block.tier == Some(tier) && block.before == before, || {
                 format!("block {id} is linked wrongly in the {tier:?} tier")
             })?;
             before = id;
         }
-        let walked = self.walk(line).take(line.len + 1).count();
+        let walked = self.walk(tier).take(line.len + 1).count();
         ensure(walked == line.len && line.back == before, || {
             format!("the {tier:?} tier ends at {before} after {walked} of {} blocks", line.len)
         })

@@ -3,7 +3,7 @@
 use super::{PrefixCache, check_len, fault};
 use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
 use crate::groups::GroupSpec;
-use crate::id::{BlockHash, BlockId, Epoch, GroupId, MAX_BLOCKS};
+use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::policy::Turn;
 use crate::sequence::retention::Fate;
 use crate::sequence::{Holding, Sequence, Table};
@@ -29,13 +29,6 @@ pub(super) struct Taken {
     pub(super) tables: Vec<Table>,
     /// Those of the hits that are new blocks, by their places.
     missing: Vec<MissingBlock>,
-}
-
-impl Taken {
-    /// Leading blocks that are there.
-    fn complete(&self) -> usize {
-        self.missing.first().map_or(self.hits, |one| one.index)
-    }
 }
 
 /// The blocks that a commit takes without content.
@@ -85,14 +78,8 @@ impl<S: BlockStore> PrefixCache<S> {
         num_tokens: usize,
         chunk: usize,
     ) -> Result<Option<usize>, CacheError> {
-        let (epoch, new) = self.begin_commit(sequence, hit_tokens, num_tokens, chunk)?;
-        let hit_blocks = hit_tokens / self.block_size();
-        let taken = self.take(&sequence.hashes()[..hit_blocks], new)?;
-        Ok(taken.map(|taken| {
-            let hits = taken.hits;
-            self.hold(sequence, epoch, taken, num_tokens, chunk);
-            hits * self.block_size()
-        }))
+        let missing = self.commit(sequence, hit_tokens, num_tokens, chunk, Self::take)?;
+        Ok(missing.map(|_| sequence.num_hits()))
     }
 
     /// [`Self::commit_in_chunks`] of a hit of which blocks are read from elsewhere: what it needs and does not hit
@@ -106,24 +93,18 @@ impl<S: BlockStore> PrefixCache<S> {
         num_tokens: usize,
         chunk: usize,
     ) -> Result<Option<Vec<MissingBlock>>, CacheError> {
-        let (epoch, new) = self.begin_commit(sequence, hit_tokens, num_tokens, chunk)?;
-        let hit_blocks = hit_tokens / self.block_size();
-        let taken = self.take_all(&sequence.hashes()[..hit_blocks], new)?;
-        Ok(taken.map(|taken| {
-            let missing = taken.missing.clone();
-            self.hold(sequence, epoch, taken, num_tokens, chunk);
-            missing
-        }))
+        self.commit(sequence, hit_tokens, num_tokens, chunk, Self::take_all)
     }
 
-    /// Checks a commit's arguments. Returns the epoch of what it takes, and how many new blocks that is.
-    fn begin_commit(
+    /// Lets the sequence hold what `take` gets for the hashes of its hit: see [`Self::commit_missing`].
+    fn commit(
         &mut self,
         sequence: &mut Sequence,
         hit_tokens: usize,
         num_tokens: usize,
         chunk: usize,
-    ) -> Result<(Epoch, NewBlocks), CacheError> {
+        take: impl FnOnce(&mut Self, &[BlockHash], NewBlocks) -> Result<Option<Taken>, Misuse>,
+    ) -> Result<Option<Vec<MissingBlock>>, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         if sequence.is_committed() {
             return Err(fault("sequence", SequenceFault::Committed));
@@ -134,27 +115,16 @@ impl<S: BlockStore> PrefixCache<S> {
         let epoch = self.store.epoch();
         self.refresh(sequence);
         self.reclaim();
-        let size = self.block_size();
-        let new = NewBlocks {
-            whole: num_tokens.div_ceil(size),
-            near: chunk.min(num_tokens).div_ceil(size),
+        let (size, near) = (self.block_size(), chunk.min(num_tokens));
+        let new = NewBlocks { whole: num_tokens.div_ceil(size), near: near.div_ceil(size) };
+        let Some(taken) = take(self, &sequence.hashes()[..hit_tokens / size], new)? else {
+            return Ok(None);
         };
-        Ok((epoch, new))
-    }
-
-    /// Lets the sequence hold what was taken for it.
-    fn hold(
-        &mut self,
-        sequence: &mut Sequence,
-        epoch: Epoch,
-        taken: Taken,
-        num_tokens: usize,
-        chunk: usize,
-    ) {
         let reuse = self.store.reuse_queue();
         let turn = reuse.map_or(Turn::FIRST, |reuse| reuse.begin(sequence.names()));
-        let (size, near) = (self.block_size(), chunk.min(num_tokens));
-        let (complete, hit_tokens) = (taken.complete(), taken.hits * size);
+        // Leading blocks that are there.
+        let complete = taken.missing.first().map_or(taken.hits, |one| one.index);
+        let hit_tokens = taken.hits * size;
         let any_whole = self.home.config.groups.any_whole();
         let all_whole = self.home.config.groups.all_whole();
         sequence.holding = Some(Holding {
@@ -175,6 +145,7 @@ impl<S: BlockStore> PrefixCache<S> {
             // The TTLs of what it hits begin again.
             hints.note_hits(store, sequence);
         }
+        Ok(Some(taken.missing))
     }
 
     fn check_plan(
@@ -475,7 +446,7 @@ impl<S: BlockStore> PrefixCache<S> {
         sequences: &mut [&mut Sequence],
         tokens: &[u32],
     ) -> Result<(), CacheError> {
-        self.check_owners(sequences)?;
+        self.check_made_here(sequences)?;
         check_len("tokens", tokens.len(), sequences.len())?;
         for (sequence, token) in sequences.iter_mut().zip(tokens) {
             sequence.extend(std::slice::from_ref(token));

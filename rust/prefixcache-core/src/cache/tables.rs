@@ -1,6 +1,6 @@
 //! Block tables as the attention kernels read them: compressed rows in buffers of the caller.
 
-use crate::cache::PrefixCache;
+use super::{PrefixCache, check_len};
 use crate::error::{Argument, CacheError, InvalidArgument};
 use crate::id::{BlockId, GroupId};
 use crate::sequence::Sequence;
@@ -78,8 +78,8 @@ impl<S: Lookup> PrefixCache<S> {
         group: GroupId,
     ) -> Result<Vec<Span>, CacheError> {
         let spec = self.group_spec(group);
-        crate::cache::check_len("starts", starts.len(), sequences.len())?;
-        crate::cache::check_len("counts", counts.len(), sequences.len())?;
+        check_len("starts", starts.len(), sequences.len())?;
+        check_len("counts", counts.len(), sequences.len())?;
         let rows = sequences.iter().zip(starts).zip(counts).enumerate();
         rows.map(|(row, ((sequence, &start), &count))| {
             self.check_owner(sequence, Argument::element("sequences", row))?;
@@ -98,16 +98,13 @@ impl<S: Lookup> PrefixCache<S> {
             // Where gaps may be: what is read before the first token, and written after the last.
             let at_ends = [start.saturating_sub(1), end.saturating_sub(1)];
             let is_missing = |&at: &usize| table[at / self.block_size()].is_null();
-            if spec.has_gaps() && start < end && at_ends[usize::from(start == 0)..].iter().any(is_missing) {
-                let reason = "must begin and end where the sequence has blocks, which `ensure_slots` up to the \
-                              end gives";
+            let mut read_and_written = at_ends[usize::from(start == 0)..].iter();
+            if spec.has_gaps() && start < end && read_and_written.any(is_missing) {
+                let reason = "must begin and end where the sequence has blocks, which `ensure_slots` \
+                              up to the end gives";
                 return Err(InvalidArgument::new(Argument::element("counts", row), reason).into());
             }
-            Ok(Span {
-                start,
-                end,
-                first_page,
-            })
+            Ok(Span { start, end, first_page })
         })
         .collect()
     }

@@ -132,10 +132,9 @@ impl Slot {
 #[cfg(all(test, loom))]
 mod models {
     use loom::sync::Arc;
-    use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, model};
+    use crate::sync::{Shared, in_parallel, model};
 
     /// Two threads write a record each into a log of `capacity`, which has been round once, and one reads in
     /// parallel: each record is read once and whole, or counted as missed.
@@ -145,9 +144,8 @@ mod models {
             log.push::<Shared>([9; WORDS]);
             assert_eq!(log.pop(), Some([9; WORDS]));
         }
-        let (other, reader) = (log.clone(), log.clone());
-        let writing = thread::spawn(move || other.push::<Shared>([1; WORDS]));
-        let reading = thread::spawn(move || reader.pop());
+        let writing = in_parallel(&log, |log| log.push::<Shared>([1; WORDS]));
+        let reading = in_parallel(&log, Log::pop);
         log.push::<Shared>([2; WORDS]);
         writing.join().unwrap();
         let mut read: Vec<Words> = reading.join().unwrap().into_iter().collect();

@@ -8,7 +8,7 @@ use crate::error::{InvalidArgument, ListenError};
 use crate::evictions::Cause;
 use crate::id::BlockId;
 use crate::store::{BlockKey, BlockStore, Lookup, Registration};
-use crate::sync::{Mode, Ordering::Relaxed, SingleWriter};
+use crate::sync::{Arc, Mode, Ordering::Relaxed, SingleWriter};
 
 impl Writer<SingleWriter> {
     /// Restores the content that `store` has kept, in the order of eviction, and reports to it from now on.
@@ -17,7 +17,7 @@ impl Writer<SingleWriter> {
     /// have or that is listed twice. Returns how many blocks were restored.
     pub fn keep_in(
         &mut self,
-        store: Box<dyn BackingStore>,
+        store: Arc<dyn BackingStore>,
         kept: &[KeptBlock],
     ) -> Result<usize, ListenError> {
         self.0.check_kept(kept)?;
@@ -110,7 +110,7 @@ impl<M: Mode> BlockPool<M> {
         }
         if one.pinned {
             block.transition_to_classed::<M>(State::pinned);
-            self.pins.count_given::<M>(1);
+            M::add(&self.counters.pins, 1);
         }
     }
 

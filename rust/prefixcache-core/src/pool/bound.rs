@@ -3,38 +3,16 @@
 use super::BlockPool;
 use super::free_stack::Chain;
 use crate::evictions::Cause;
-use crate::sync::{AtomicUsize, Mode, Ordering};
-
-use Ordering::Relaxed;
-
-/// The most blocks that may stand in the rings; by default as many as there are.
-#[derive(Debug)]
-pub(super) struct Bound(AtomicUsize);
-
-impl Default for Bound {
-    fn default() -> Self {
-        Self(AtomicUsize::new(usize::MAX))
-    }
-}
-
-impl Bound {
-    pub(super) fn set(&self, blocks: Option<usize>) {
-        // Relaxed: each release compares on its own.
-        self.0.store(blocks.unwrap_or(usize::MAX), Relaxed);
-    }
-
-    #[inline]
-    fn get(&self) -> usize {
-        self.0.load(Relaxed)
-    }
-}
+use crate::sync::{Mode, Ordering::Relaxed};
 
 impl<M: Mode> BlockPool<M> {
     /// Gives up the content of blocks beyond the bound, in the order in which they go.
     #[inline]
     pub(super) fn keep_bound(&self) {
-        if self.bound.get() != usize::MAX {
-            self.give_up_beyond(self.bound.get());
+        // Relaxed: as where it is set.
+        let bound = self.max_cached.load(Relaxed);
+        if bound != usize::MAX {
+            self.give_up_beyond(bound);
         }
     }
 

@@ -6,7 +6,7 @@ use super::BlockPool;
 use super::index::{Index, Only, Spot};
 use crate::band::Band;
 use crate::block::Transition::Done;
-use crate::block::{Block, Claim, Class, Content, GiveUp, OPEN, State};
+use crate::block::{Block, Class, Content, GiveUp, OPEN, State, Transition};
 use crate::error::Misuse;
 use crate::id::{BlockId, Epoch};
 use crate::store::{BlockKey, MAX_COPIES, Registration};
@@ -282,8 +282,8 @@ impl<M: Mode> BlockPool<M> {
             if let Some(outcome) = self.settled(id, state, &key, epoch) {
                 return outcome;
             }
-            if let Claim::Claimed { was_hashed } = self.claim(id, state) {
-                if was_hashed {
+            if self.claim(id, state) == Done {
+                if state.is_hashed() {
                     self.forget_all(&[id]);
                 }
                 return Ok(self.write(id, &key, epoch));
@@ -291,11 +291,12 @@ impl<M: Mode> BlockPool<M> {
         }
     }
 
-    /// Claims the content of a held block, which takes content and pin from it.
-    pub(super) fn claim(&self, id: BlockId, state: State) -> Claim {
+    /// Claims the content of a held block, which takes content and pin from it. The caller forgets what `state`
+    /// says it had.
+    pub(super) fn claim(&self, id: BlockId, state: State) -> Transition {
         let claim = self.block(id).transition_to_claimed::<M>(state);
-        if state.is_pinned() && matches!(claim, Claim::Claimed { .. }) {
-            self.pins.count_ended::<M>(1);
+        if state.is_pinned() && claim == Done {
+            M::add(&self.counters.ended_pins, 1);
         }
         claim
     }
@@ -468,7 +469,7 @@ impl<M: Mode> BlockPool<M> {
             pinned += usize::from(self.pin_content(id));
             Ok(())
         });
-        self.pins.count_given::<M>(pinned);
+        M::add(&self.counters.pins, pinned as u64);
         outcome.map(|()| pinned)
     }
 
@@ -517,7 +518,7 @@ impl<M: Mode> BlockPool<M> {
         };
         // All of them, so no `any`.
         let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
-        self.pins.count_ended::<M>(unpinned);
+        M::add(&self.counters.ended_pins, unpinned as u64);
         unpinned > 0
     }
 

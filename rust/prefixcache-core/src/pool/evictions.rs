@@ -33,6 +33,13 @@ impl BlockPool<SingleWriter> {
     }
 }
 
+pub(super) fn check_rising(name: &'static str, bounds: &[Duration]) -> Result<(), InvalidArgument> {
+    match bounds.is_sorted_by(|one, next| one < next) {
+        true => Ok(()),
+        false => Err(InvalidArgument::new(name, "must rise from each to the next")),
+    }
+}
+
 impl<M: Mode> BlockPool<M> {
     /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
     /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
@@ -42,10 +49,7 @@ impl<M: Mode> BlockPool<M> {
             let reason = format!("must be from 1 to {MAX_CAPACITY}, not {capacity}");
             return Err(InvalidArgument::new("capacity", reason).into());
         }
-        if !gap_bounds.is_sorted_by(|one, next| one < next) {
-            let reason = "must rise from each to the next";
-            return Err(InvalidArgument::new("gap_bounds", reason).into());
-        }
+        check_rising("gap_bounds", gap_bounds)?;
         let capacity = capacity.next_power_of_two();
         let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);
         let log = log.ok_or(ListenError::OutOfMemory { capacity })?;

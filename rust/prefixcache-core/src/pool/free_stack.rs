@@ -178,10 +178,9 @@ impl FreshRun {
 #[cfg(all(test, loom))]
 mod models {
     use loom::sync::Arc;
-    use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, model};
+    use crate::sync::{Shared, in_parallel, model};
 
     fn chain(blocks: &[Block], ids: &[u32]) -> Chain {
         let mut chain = Chain::EMPTY;
@@ -193,17 +192,13 @@ mod models {
     fn pop_with_pop_and_push() {
         let shared = Arc::new((FreeStack::default(), [(); 5].map(|()| Block::default())));
         shared.0.push::<Shared>(&shared.1, &chain(&shared.1, &[1, 2, 3]));
-        let other = {
-            let shared = shared.clone();
-            thread::spawn(move || {
-                let (stack, blocks) = &*shared;
-                let mut mine = Vec::new();
-                stack.pop::<Shared>(blocks, 2, &mut mine);
-                let back: Vec<u32> = mine.drain(..1).map(BlockId::get).chain([4]).collect();
-                stack.push::<Shared>(blocks, &chain(blocks, &back));
-                mine
-            })
-        };
+        let other = in_parallel(&shared, |(stack, blocks)| {
+            let mut mine = Vec::new();
+            stack.pop::<Shared>(blocks, 2, &mut mine);
+            let back: Vec<u32> = mine.drain(..1).map(BlockId::get).chain([4]).collect();
+            stack.push::<Shared>(blocks, &chain(blocks, &back));
+            mine
+        });
         let mut all = Vec::new();
         shared.0.pop::<Shared>(&shared.1, 1, &mut all);
         all.extend(other.join().unwrap());
@@ -217,14 +212,11 @@ mod models {
     /// Two threads take fresh blocks.
     fn take_with_take() {
         let run = Arc::new(FreshRun::new(1, 5));
-        let other = {
-            let run = run.clone();
-            thread::spawn(move || {
-                let mut mine = Vec::new();
-                run.take::<Shared>(2, &mut mine);
-                mine
-            })
-        };
+        let other = in_parallel(&run, |run| {
+            let mut mine = Vec::new();
+            run.take::<Shared>(2, &mut mine);
+            mine
+        });
         let mut all = Vec::new();
         run.take::<Shared>(1, &mut all);
         all.extend(other.join().unwrap());

@@ -234,7 +234,7 @@ impl<M: Mode> BlockPool<M> {
     fn blank(&self, id: BlockId, last: State, cause: Cause) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
             if last.is_pinned() {
-                self.pins.count_ended::<M>(1);
+                M::add(&self.counters.ended_pins, 1);
             }
             self.evict_all(&[id], cause, |_| last.class());
         }

@@ -451,10 +451,9 @@ mod tests {
 #[cfg(all(test, loom))]
 mod models {
     use loom::sync::Arc;
-    use loom::thread;
 
     use super::*;
-    use crate::sync::{Shared, model};
+    use crate::sync::{Shared, in_parallel, model};
 
     const OLD: Epoch = Epoch::new(0);
     const NOW: Epoch = Epoch::new(1);
@@ -527,14 +526,6 @@ mod models {
             let spot_of = |block| self.spot_of(block);
             self.index.check(NOW, spot_of).expect("the table is whole");
         }
-    }
-
-    fn in_parallel(
-        table: &Arc<Table>,
-        work: impl FnOnce(&Table) + 'static,
-    ) -> thread::JoinHandle<()> {
-        let table = table.clone();
-        thread::spawn(move || work(&table))
     }
 
     /// The home bucket is full and a third entry stands behind it. One thread enters a fourth key, one

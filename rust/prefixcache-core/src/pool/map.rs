@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::BlockPool;
+use super::evictions::check_rising;
 use crate::block::Block;
 use crate::error::InvalidArgument;
 use crate::evictions::EvictionLog;
@@ -92,10 +93,7 @@ impl<M: Mode> BlockPool<M> {
             let reason = format!("must be at most {MAX_AGE_BOUNDS}, not {}", age_bounds.len());
             return Err(InvalidArgument::new("age_bounds", reason));
         }
-        if !age_bounds.is_sorted_by(|one, next| one < next) {
-            let reason = "must rise from each to the next";
-            return Err(InvalidArgument::new("age_bounds", reason));
-        }
+        check_rising("age_bounds", age_bounds)?;
         let fresh = self.fresh.ids();
         let listener = self.eviction_log.get();
         let now = self.clock.micros();

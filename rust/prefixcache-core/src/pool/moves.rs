@@ -52,7 +52,8 @@ impl<M: Mode> BlockPool<M> {
             return Err(ResizeError::Busy);
         };
         self.note_time_of_batch();
-        let evictions = self.evictions();
+        // Relaxed, here and below: no other thread evicts during a shrink.
+        let evictions = self.counters.evictions.load(Relaxed);
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
         while moves.in_flight.len() < most {
@@ -62,7 +63,8 @@ impl<M: Mode> BlockPool<M> {
                 break;
             }
         }
-        self.size.count_lost::<M>(self.evictions() - evictions);
+        let lost = self.counters.evictions.load(Relaxed) - evictions;
+        M::add(&self.counters.lost_to_resize, lost);
         if planted(Fault::MoveEarly) {
             moves.in_flight.iter().for_each(|one| self.carry(one));
         }
@@ -207,10 +209,5 @@ impl<M: Mode> BlockPool<M> {
         self.index.replace::<M>(spot, one.from, one.to);
         from.erase_content();
         from.transition_to_unqueued::<M>();
-    }
-
-    fn evictions(&self) -> u64 {
-        // Relaxed: no other thread evicts during a shrink.
-        self.counters.evictions.load(Relaxed)
     }
 }

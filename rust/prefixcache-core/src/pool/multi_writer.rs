@@ -113,31 +113,20 @@ impl BlockStore for AnyWriter {
 }
 
 impl AnyReader {
-    /// See [`BlockPool::listen`].
-    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
-        either!(self, |pool| pool.listen(capacity, gap_bounds))
-    }
-
-    /// See [`BlockPool::take_evictions`].
-    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
-        either!(self, |pool| pool.take_evictions(most, out));
-    }
-
-    /// See [`BlockPool::missed_evictions`].
-    #[must_use]
-    pub fn missed_evictions(&self) -> u64 {
-        either!(self, |pool| pool.missed_evictions())
-    }
-
-    /// See [`BlockPool::reuse_gaps`].
-    #[must_use]
-    pub fn reuse_gaps(&self) -> ReuseGaps {
-        either!(self, |pool| pool.reuse_gaps())
-    }
-
-    /// See [`BlockPool::map`].
-    pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        either!(self, |pool| pool.map(cells, age_bounds))
+    forward! {
+        either, &self:
+        /// See [`BlockPool::listen`].
+        pub fn listen(capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError>;
+        /// See [`BlockPool::take_evictions`].
+        pub fn take_evictions(most: usize, out: &mut Vec<Eviction>);
+        /// See [`BlockPool::missed_evictions`].
+        #[must_use]
+        pub fn missed_evictions() -> u64;
+        /// See [`BlockPool::reuse_gaps`].
+        #[must_use]
+        pub fn reuse_gaps() -> ReuseGaps;
+        /// See [`BlockPool::map`].
+        pub fn map(cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument>;
     }
 }
 

@@ -10,7 +10,7 @@
 
 use super::BlockPool;
 use super::free_stack::Chain;
-use crate::block::{Claim, Class, Transition};
+use crate::block::{Class, Transition};
 use crate::error::ResizeError;
 use crate::evictions::Cause;
 use crate::id::BlockId;
@@ -26,8 +26,6 @@ pub(super) struct Size {
     held_above: AtomicU64,
     /// How often the end was moved, or a block from there on joined the line.
     changes: AtomicU64,
-    /// Blocks whose content of their epoch was dropped because the pool shrank.
-    lost: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -46,7 +44,6 @@ impl Size {
             }),
             held_above: AtomicU64::new(0),
             changes: AtomicU64::new(0),
-            lost: AtomicU64::new(0),
         }
     }
 
@@ -72,15 +69,6 @@ impl Size {
     /// How many blocks from the end on are held still.
     pub(super) fn held_above(&self) -> usize {
         self.held_above.load(Acquire) as usize
-    }
-
-    /// Blocks whose content was dropped because the pool shrank.
-    pub(super) fn lost(&self) -> u64 {
-        self.lost.load(Acquire)
-    }
-
-    pub(super) fn count_lost<M: Mode>(&self, blocks: u64) {
-        M::add(&self.lost, blocks);
     }
 
     /// A number that is another once a leaving block may stand where none stood.
@@ -209,7 +197,7 @@ impl<M: Mode> BlockPool<M> {
         M::fence();
         let lost = self.unqueue_all(ids(num_blocks..before))
             + ids(num_blocks..before).map(|id| self.forget_held(id, Cause::Resized)).sum::<u64>();
-        self.size.count_lost::<M>(lost);
+        M::add(&self.counters.lost_to_resize, lost);
         M::add(&self.counters.evictions, lost);
         if !in_order {
             self.contents.disorder();
@@ -239,12 +227,12 @@ impl<M: Mode> BlockPool<M> {
             let is_current = self.is_current(self.block(id));
             let (place, was_pinned) = self.block(id).transition_to_unqueued::<M>()?;
             vacated.add(place);
-            pinned += usize::from(was_pinned);
+            pinned += u64::from(was_pinned);
             current += u64::from(was_pinned && is_current);
             Some((id, place.class))
         });
         let (unqueued, classes): (Vec<BlockId>, Vec<Class>) = unqueued.unzip();
-        self.pins.count_recycled::<M>(pinned, current);
+        self.count_recycled_pins(pinned, current);
         if planted(Fault::KeepRetired) {
             return 0;
         }
@@ -260,11 +248,11 @@ impl<M: Mode> BlockPool<M> {
                 yield_now();
             } else if !state.is_hashed() {
                 return 0;
-            } else if let Claim::Claimed { .. } = self.claim(id, state) {
+            } else if self.claim(id, state) == Transition::Done {
                 self.note_released(&[id]);
                 let lost = self.evict_all(&[id], cause, |_| state.class());
                 if state.is_pinned() {
-                    self.pins.count_evicted::<M>(lost);
+                    M::add(&self.counters.pinned_evictions, lost);
                 }
                 self.end_claim(id, false);
                 return lost;

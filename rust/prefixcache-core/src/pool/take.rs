@@ -10,12 +10,12 @@ use crate::evictions::Cause;
 use crate::id::BlockId;
 use crate::policy::{Queue, Rank, ReuseQueue, Tick};
 use crate::store::BlockKey;
-use crate::sync::{Fault, Mode, pause, planted};
+use crate::sync::{Fault, Mode, planted, spin_loop};
 
 /// Pinned blocks that were taken for new content, and those of them whose content was of this epoch.
 #[derive(Default)]
 struct PinsTaken {
-    all: Cell<usize>,
+    all: Cell<u64>,
     current: Cell<u64>,
 }
 
@@ -132,17 +132,17 @@ impl<M: Mode> BlockPool<M> {
         inside.give_at_end(credits);
         M::add(&self.counters.touches, hits as u64);
         self.note_hits(&found[..hits]);
-        if self.pins.now() > 0 {
-            self.count_pinned(&found[..hits]);
+        if self.num_pinned() > 0 {
+            self.count_pinned_hits(&found[..hits]);
         }
         Ok(hits)
     }
 
     /// Counts the pinned ones of the blocks that a call has hit and holds.
     #[cold]
-    fn count_pinned(&self, hits: &[BlockId]) {
+    fn count_pinned_hits(&self, hits: &[BlockId]) {
         let pinned = hits.iter().filter(|&&id| self.is_pinned(id)).count();
-        self.pins.count_hits::<M>(pinned);
+        M::add(&self.counters.pinned_hits, pinned as u64);
     }
 
     /// Takes a hold on a block if it still holds the content of `key`; whether it did.
@@ -213,7 +213,7 @@ impl<M: Mode> BlockPool<M> {
             if out.len() < end {
                 // The credits promise that enough blocks are free, but one that was released, or moved
                 // by the compactor, behind the place that was searched is found on the next round.
-                pause();
+                spin_loop();
             }
         }
     }
@@ -376,7 +376,7 @@ impl<M: Mode> BlockPool<M> {
             let evicted = self.evict_all(&out[first..], cause, |_| class);
             M::add(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
-                self.pins.count_recycled::<M>(pinned.all.get(), pinned.current.get());
+                self.count_recycled_pins(pinned.all.get(), pinned.current.get());
             }
         }
     }

@@ -7,7 +7,7 @@ use super::ring::Ring;
 use crate::block::{Block, Class, State, Ticket};
 use crate::error::Broken;
 use crate::id::BlockId;
-use crate::sync::Mode;
+use crate::sync::{Mode, Ordering::Relaxed};
 
 type Check = Result<(), Broken>;
 
@@ -127,7 +127,7 @@ fn check_size<M: Mode>(pool: &BlockPool<M>) -> Check {
 fn check_pins<M: Mode>(pool: &BlockPool<M>) -> Check {
     let is_pinned = |block: &&Block| block.state().is_pinned();
     let pinned = pool.blocks.iter().filter(is_pinned).count();
-    let counted = pool.pins.now();
+    let counted = pool.num_pinned();
     ensure(pinned == counted, || format!("{pinned} blocks are pinned, {counted} are counted"))
 }
 
@@ -153,7 +153,8 @@ fn check_index<M: Mode>(pool: &BlockPool<M>, hashed: &[BlockId]) -> Check {
     })?;
     let is_indexed = |id: &BlockId| indexed.binary_search(id).is_ok();
     let is_missing = |id: &&BlockId| pool.is_cached(**id) && !is_indexed(id);
-    let (missing, surplus) = (hashed.iter().filter(is_missing).count() as u64, pool.surplus());
+    let missing = hashed.iter().filter(is_missing).count() as u64;
+    let surplus = pool.counters.surplus.load(Relaxed);
     ensure(missing <= surplus, || {
         format!("{missing} blocks are cached and not in the index, {surplus} copies were too many")
     })?;

@@ -107,8 +107,11 @@ impl<M: Mode> Deref for Reader<M> {
 
 /// Methods that `$through` makes of those of the pool behind.
 macro_rules! forward {
-    ($through:ident, &self: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
-        fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+    ($through:ident, &self: $(
+        $(#[$meta:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;
+    )*) => {$(
+        $(#[$meta])*
+        $visible fn $name(&self $(, $arg: $type)*) $(-> $result)? {
             $through!(self, |pool| pool.$name($($arg),*))
         }
     )*};

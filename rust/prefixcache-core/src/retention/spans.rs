@@ -166,23 +166,16 @@ pub(super) struct Span {
     /// None stands before this place.
     first: usize,
     live: usize,
-    links: [Link; 2],
+    /// Among those that end at one time.
+    pub(super) number: u64,
+    link: Link,
 }
 
-/// The neighbours in a line.
+/// The neighbours in the line of an owner's spans, the one used longest ago first.
 #[derive(Clone, Copy, Debug, Default)]
 struct Link {
     before: u32,
     after: u32,
-}
-
-/// The lines that a span stands in.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Line {
-    /// Those of its owner, the one used longest ago first.
-    Owner,
-    /// Those that end at one time.
-    Time,
 }
 
 /// The ends of a line.
@@ -297,38 +290,34 @@ impl Spans {
 
     /// The span before this one in its owner's line.
     pub(super) fn before(&self, span: u32) -> u32 {
-        self.spans[span].links[Line::Owner as usize].before
+        self.spans[span].link.before
+    }
+
+    pub(super) fn set_number(&mut self, span: u32, number: u64) {
+        self.spans[span].number = number;
     }
 
     /// Puts a span into a line, before another or at the end.
-    pub(super) fn link(&mut self, line: Line, ends: &mut Ends, span: u32, after: u32) {
-        let before = match after {
-            NONE => std::mem::replace(&mut ends.back, span),
-            _ => self.link_of(line, after).before,
-        };
-        *self.link_of(line, span) = Link { before, after };
-        if after != NONE {
-            self.link_of(line, after).before = span;
-        }
-        match before {
-            NONE => ends.front = span,
-            _ => self.link_of(line, before).after = span,
-        }
+    pub(super) fn link(&mut self, ends: &mut Ends, span: u32, after: u32) {
+        let before = if after == NONE { ends.back } else { self.before(after) };
+        self.spans[span].link = Link { before, after };
+        self.set_neighbours(ends, before, span, span, after);
     }
 
-    pub(super) fn unlink(&mut self, line: Line, ends: &mut Ends, span: u32) {
-        let Link { before, after } = *self.link_of(line, span);
+    pub(super) fn unlink(&mut self, ends: &mut Ends, span: u32) {
+        let Link { before, after } = self.spans[span].link;
+        self.set_neighbours(ends, before, after, before, after);
+    }
+
+    /// Puts `next` behind `before`, and `last` before `after`; no span stands for the end of the line.
+    fn set_neighbours(&mut self, ends: &mut Ends, before: u32, next: u32, last: u32, after: u32) {
         match before {
-            NONE => ends.front = after,
-            _ => self.link_of(line, before).after = after,
+            NONE => ends.front = next,
+            _ => self.spans[before].link.after = next,
         }
         match after {
-            NONE => ends.back = before,
-            _ => self.link_of(line, after).before = before,
+            NONE => ends.back = last,
+            _ => self.spans[after].link.before = last,
         }
-    }
-
-    fn link_of(&mut self, line: Line, span: u32) -> &mut Link {
-        &mut self.spans[span].links[line as usize]
     }
 }

@@ -11,24 +11,16 @@ use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use prefixcache_oracle::random::{Random, key};
 use proptest::prelude::*;
 
-use crate::{allocate, cases};
+use crate::{cases, hold};
 
 const BLOCKS: usize = 401;
 /// Blocks of each state that stays what it is.
 const STEADY: usize = 30;
 
-/// New blocks with content, held.
-fn hold(pool: &mut impl BlockStore, first: u64, count: usize) -> Vec<BlockId> {
-    let blocks = allocate(pool, count);
-    for (number, &block) in (first..).zip(&blocks) {
-        let _ = pool.register(block, key(number), pool.epoch()).unwrap();
-    }
-    blocks
-}
-
 /// Blocks that stay as they are, whatever others do: held, pinned and cached.
 fn steady(pool: &mut impl BlockStore) -> [(BlockState, Vec<BlockId>); 3] {
-    let [held, pinned, cached] = [0, 1, 2].map(|part| hold(pool, part * 1000, STEADY));
+    let part = |first| (0..STEADY).map(move |at| first + at as u64);
+    let [held, pinned, cached] = [0, 1000, 2000].map(|first| hold(pool, part(first)));
     assert_eq!(pool.pin(&pinned), Ok(STEADY));
     for (number, &block) in (2000..).zip(&cached) {
         assert!(pool.set_band(&key(number), block, Band::of(100)));

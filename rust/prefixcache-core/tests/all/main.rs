@@ -24,12 +24,23 @@ use prefixcache_core::id::BlockId;
 use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Mode, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig};
+use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig, Registration};
+use prefixcache_oracle::random::key;
 use proptest::prelude::*;
 
 fn allocate(pool: &mut impl BlockStore, count: usize) -> Vec<BlockId> {
     let mut blocks = Vec::new();
     pool.allocate(count, &mut blocks).expect("there is room");
+    blocks
+}
+
+/// New blocks that hold the content of these numbers, first or as duplicates.
+fn hold(pool: &mut impl BlockStore, numbers: impl ExactSizeIterator<Item = u64>) -> Vec<BlockId> {
+    let blocks = allocate(pool, numbers.len());
+    for (&block, number) in blocks.iter().zip(numbers) {
+        let outcome = pool.register(block, key(number), pool.epoch()).unwrap();
+        assert_ne!(outcome, Registration::Stale);
+    }
     blocks
 }
 

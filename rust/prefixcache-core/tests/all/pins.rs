@@ -6,16 +6,12 @@ use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, Registration};
 use prefixcache_oracle::plain::PlainPool;
 use prefixcache_oracle::random::key;
 
-use crate::allocate;
+use crate::{allocate, hold};
 
 const BLOCKS: usize = 8;
 
-/// A held block that is registered under the key, first or as a duplicate.
 fn registered(pool: &mut impl BlockStore, number: u64) -> BlockId {
-    let block = allocate(pool, 1)[0];
-    let outcome = pool.register(block, key(number), pool.epoch()).unwrap();
-    assert_ne!(outcome, Registration::Stale);
-    block
+    hold(pool, std::iter::once(number))[0]
 }
 
 fn hit(pool: &mut impl BlockStore, number: u64) -> BlockId {
@@ -30,7 +26,6 @@ fn pinned(pool: &mut impl BlockStore, number: u64) -> BlockId {
     let block = registered(pool, number);
     assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
-    assert_eq!(pool.stats().pinned_free, 1);
     block
 }
 
@@ -55,6 +50,7 @@ macro_rules! on_each_pool {
 on_each_pool! {
     fn a_pin_lasts_when_two_who_hit_the_block_let_go(pool) {
         let block = pinned(pool, 1);
+        assert_eq!(pool.stats().pinned_free, 1);
         let both = [hit(pool, 1), hit(pool, 1)];
         pool.release(&both[..1]).unwrap();
         assert_eq!(pool.num_free(), BLOCKS - 1, "one still holds it");
@@ -130,15 +126,13 @@ on_each_pool! {
         pool.clear_index();
         pool.release(&[held]).unwrap();
         assert_eq!(pool.free_order()[0], free);
-        let current = pinned_next_to(pool, 4);
+        let current = pinned(pool, 4);
         assert_eq!(pool.free_order()[0], held, "blank blocks are next, the stale pin is gone");
         assert_eq!(pool.free_order().last(), Some(&current));
         // A block of the regular tier that was cleared keeps its place before the pinned one.
         assert_eq!(allocate(pool, BLOCKS), [&[held][..], &[4, 5, 6, 7, 8].map(BlockId::new), &[cached, current]].concat());
     }
-}
 
-on_each_pool! {
     fn pins_are_counted_from_the_first_to_the_last(pool) {
         let counts = |pool: &_| {
             let stats = Lookup::stats(pool);
@@ -184,12 +178,4 @@ on_each_pool! {
         assert_eq!(pool.resize(2), Ok(1));
         assert_eq!((pool.stats().pins, pool.stats().pinned), (2, 0));
     }
-}
-
-/// As [`pinned`], but for a pool that has pins already.
-fn pinned_next_to(pool: &mut impl BlockStore, number: u64) -> BlockId {
-    let block = registered(pool, number);
-    assert_eq!(pool.pin(&[block]), Ok(1));
-    pool.release(&[block]).unwrap();
-    block
 }

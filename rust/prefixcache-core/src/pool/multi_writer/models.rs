@@ -9,23 +9,17 @@ use crate::evictions::Eviction;
 use crate::id::{BlockHash, BlockId, Epoch, GroupId};
 use crate::policy::{EvictionPolicy, Queue};
 use crate::pool::{BlockPool, Shared};
-use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig, Registration};
-use crate::sync::{AtomicU64, Ordering, model};
+use crate::store::{BlockKey, Lookup, Moves, PoolConfig, Registration};
+use crate::sync::{AtomicU64, Ordering, in_parallel, model};
 
-type Pool = Arc<BlockPool<Shared>>;
+type Pool = BlockPool<Shared>;
 
-fn pool(blocks: usize) -> Pool {
+fn pool(blocks: usize) -> Arc<Pool> {
     pool_with(blocks, EvictionPolicy::Lru)
 }
 
-fn pool_with(blocks: usize, eviction_policy: EvictionPolicy) -> Pool {
-    let size = blocks + 1;
-    let config = PoolConfig {
-        num_blocks: size,
-        max_blocks: size,
-        free_order: FreeOrder::UnhashedFirst,
-        eviction_policy,
-    };
+fn pool_with(blocks: usize, eviction_policy: EvictionPolicy) -> Arc<Pool> {
+    let config = PoolConfig::new(blocks + 1).with_eviction_policy(eviction_policy);
     Arc::new(BlockPool::with_ring_capacity(config, 8).unwrap())
 }
 
@@ -49,14 +43,6 @@ fn held(pool: &Pool, number: u8) -> BlockId {
     let block = allocate(pool).unwrap();
     assert_eq!(pool.register(block, key(number), Epoch::default()), Ok(Registration::New));
     block
-}
-
-fn in_parallel<T: 'static>(
-    pool: &Pool,
-    work: impl FnOnce(&Pool) -> T + 'static,
-) -> thread::JoinHandle<T> {
-    let pool = pool.clone();
-    thread::spawn(move || work(&pool))
 }
 
 /// At rest, with `held` in somebody's hands.
@@ -521,7 +507,7 @@ model!(two_evictions_of_duplicates, fails with LookBeforeErased("nobody tells of
 
 /// A pool of two blocks that shrinks to one: the first holds content 2, the second content 1, which goes later.
 /// Next to it, what their KV says.
-fn shrinking() -> (Pool, Arc<[AtomicU64; 3]>) {
+fn shrinking() -> (Arc<Pool>, Arc<[AtomicU64; 3]>) {
     let pool = pool(2);
     let memory = Arc::new([0, 2, 1].map(AtomicU64::new));
     let blocks = [2, 1].map(|number| held(&pool, number));
@@ -555,15 +541,13 @@ fn copy_and_finish(pool: &Pool, memory: &[AtomicU64], moves: &mut Moves) -> usiz
 /// Content moves while another thread looks for it and for what made way.
 fn move_with_lookup() {
     let (pool, memory) = shrinking();
-    let looking = {
-        let (pool, memory) = (pool.clone(), memory.clone());
-        thread::spawn(move || {
-            let kept = pool.lookup(&key(1)).expect("content is found all the time");
-            let kv = memory[kept.index()].load(Ordering::Relaxed);
-            assert_eq!(kv, 1, "a lookup found a block with other content");
-            pool.lookup(&key(2))
-        })
-    };
+    let seen = memory.clone();
+    let looking = in_parallel(&pool, move |pool| {
+        let kept = pool.lookup(&key(1)).expect("content is found all the time");
+        let kv = seen[kept.index()].load(Ordering::Relaxed);
+        assert_eq!(kv, 1, "a lookup found a block with other content");
+        pool.lookup(&key(2))
+    });
     assert_eq!(shrink(&pool, &*memory), 1);
     let made_way = looking.join().unwrap();
     assert!(made_way.is_none_or(|block| block == BlockId::new(1)));
@@ -608,14 +592,12 @@ model!(move_with_touch, fails with BlindMove(""));
 /// Content moves while another thread takes a block and lets it go.
 fn move_with_allocate() {
     let (pool, memory) = shrinking();
-    let allocating = {
-        let (pool, memory) = (pool.clone(), memory.clone());
-        thread::spawn(move || {
-            let Some(block) = allocate(&pool) else { return };
-            memory[block.index()].store(3, Ordering::Relaxed);
-            pool.release(&[block]).unwrap();
-        })
-    };
+    let written = memory.clone();
+    let allocating = in_parallel(&pool, move |pool| {
+        let Some(block) = allocate(pool) else { return };
+        written[block.index()].store(3, Ordering::Relaxed);
+        pool.release(&[block]).unwrap();
+    });
     shrink(&pool, &*memory);
     allocating.join().unwrap();
     if let Some(block) = pool.lookup(&key(1)) {

@@ -8,11 +8,9 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 
 use crate::id::{BlockHash, BlockId, GroupId};
-use crate::policy::EvictionPolicy;
 use crate::pool::{BlockPool, Shared};
 use crate::store::{BlockKey, FreeOrder, Lookup, Moves, PoolConfig};
-use crate::sync::Arc;
-use crate::sync::{AtomicU64, Fault, Ordering, faults};
+use crate::sync::{Arc, AtomicU64, Fault, Ordering, faults};
 
 const BLOCKS: usize = 12;
 const SHRUNK: usize = 9;
@@ -42,12 +40,7 @@ struct World {
 
 impl World {
     fn new(free_order: FreeOrder, ring: usize) -> Arc<Self> {
-        let config = PoolConfig {
-            num_blocks: BLOCKS,
-            max_blocks: BLOCKS,
-            free_order,
-            eviction_policy: EvictionPolicy::default(),
-        };
+        let config = PoolConfig::new(BLOCKS).with_free_order(free_order);
         let pool = BlockPool::with_ring_capacity(config, ring).unwrap();
         let memory = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
         let reserved = AtomicU64::new(0);

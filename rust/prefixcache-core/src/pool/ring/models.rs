@@ -1,13 +1,12 @@
 //! Every interleaving of two or three threads on a ring of four slots, two to a segment.
 
 use loom::sync::Arc;
-use loom::thread;
 
 use super::*;
 use crate::block::{Content, GiveUp, Hold, State};
 use crate::id::Epoch;
 use crate::pool::credits::Credits;
-use crate::sync::{Shared, faults, model};
+use crate::sync::{Shared, faults, in_parallel, model};
 
 const CAPACITY: usize = 4;
 
@@ -24,7 +23,7 @@ impl Line {
         for block in &blocks[1..] {
             block.transition_to_allocated();
             let claim = block.transition_to_claimed::<Shared>(State::HELD_ONCE);
-            assert!(matches!(claim, crate::block::Claim::Claimed { .. }));
+            assert_eq!(claim, Transition::Done);
             block.write_content(&Content::default(), Epoch::default(), 1);
             assert!(matches!(block.transition_to_unclaimed::<Shared>(true), GiveUp::StillHeld));
         }
@@ -89,6 +88,10 @@ impl Line {
         out
     }
 
+    fn compact(&self) {
+        self.ring.compact(&self.blocks, &self.credits, 8);
+    }
+
     /// At rest: the blocks that are not among `held` are in line, and the vacated slots are counted.
     fn check(&self, held: &[BlockId]) {
         let mut all: Vec<BlockId> = self.ring.walk(&self.blocks).map(|(_, id)| id).collect();
@@ -105,10 +108,7 @@ impl Line {
 /// Both of two blocks are being released while a third thread takes what it finds, and looks again.
 fn release_with_evict() {
     let line = Line::new(2);
-    let releasing = {
-        let line = line.clone();
-        thread::spawn(move || assert!(line.release(1)))
-    };
+    let releasing = in_parallel(&line, |line| assert!(line.release(1)));
     assert!(line.release(2));
     let mut held = line.evict(1);
     held.extend(line.evict(1));
@@ -126,10 +126,7 @@ fn release_with_touch_and_wrap() {
     // A credit for the touch, as the one of the release comes only after its slot is written.
     line.credits.give::<Shared>(1);
     let tickets = line.ring.reserve(1);
-    let releasing = {
-        let line = line.clone();
-        thread::spawn(move || assert!(line.release_to(1, tickets)))
-    };
+    let releasing = in_parallel(&line, |line| assert!(line.release_to(1, tickets)));
     let mut held = Vec::new();
     if line.touch(1) {
         held.push(BlockId::new(1));
@@ -153,14 +150,8 @@ fn compact_with_evict_and_release() {
     line.skip(2);
     // For the compactor, so that the eviction cannot take it away.
     line.credits.give::<Shared>(1);
-    let compacting = {
-        let line = line.clone();
-        thread::spawn(move || line.ring.compact(&line.blocks, &line.credits, 8))
-    };
-    let releasing = {
-        let line = line.clone();
-        thread::spawn(move || line.release(2))
-    };
+    let compacting = in_parallel(&line, Line::compact);
+    let releasing = in_parallel(&line, |line| line.release(2));
     line.ring.skip_vacant(&line.blocks, 4);
     let mut held = line.evict(1);
     if !releasing.join().unwrap() {
@@ -179,10 +170,7 @@ fn compact_with_skip() {
     assert!(line.release(1));
     line.skip(3);
     line.credits.give::<Shared>(1);
-    let compacting = {
-        let line = line.clone();
-        thread::spawn(move || line.ring.compact(&line.blocks, &line.credits, 8))
-    };
+    let compacting = in_parallel(&line, Line::compact);
     let mut held = Vec::new();
     line.ring.skip_vacant(&line.blocks, 4);
     held.extend(line.evict(1));

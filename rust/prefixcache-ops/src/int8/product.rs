@@ -170,17 +170,19 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         // Rows that there are not are the last one, computed for nothing.
         let last = first + sums.len() - 1;
         let rows = std::array::from_fn(|r| x.row(last.min(first + r)).as_ptr());
-        // SAFETY: a row of x has the blocks of the panel's depth.
+        // SAFETY: a row of x has the blocks of the panel's depth, and the groups are all that the panel has.
         unsafe {
             if const { L::LANES < TILE } {
-                self.sums::<H, 2, TILES>(rows, sums);
-            } else if const { H == 1 || H > MAX_HEIGHT } || self.width < TILES {
-                self.sums::<H, 1, TILES>(rows, sums);
+                self.sums::<H, 2, TILES>(self.width * TILE / (2 * L::LANES), rows, sums);
+            } else if self.width < TILES {
+                self.sums::<H, 1, TILES>(self.width, rows, sums);
+            } else if const { H == 1 || H > MAX_HEIGHT } {
+                self.sums::<H, 1, TILES>(TILES, rows, sums);
             } else if const { P::LAYOUT.halves() && H > 2 } {
                 // With sums of halves more would not fit into the registers.
-                self.sums::<H, 2, 2>(rows, sums);
+                self.sums::<H, 2, 2>(2, rows, sums);
             } else {
-                self.sums::<H, TILES, 1>(rows, sums);
+                self.sums::<H, TILES, 1>(1, rows, sums);
             }
         }
     }
@@ -296,20 +298,21 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         }
     }
 
-    /// Writes the sums of `H` rows, in up to `G` groups of `W` vectors of outputs.
+    /// Writes the sums of `H` rows, in `groups` groups of `W` vectors of outputs, `G` at most: a constant where panels
+    /// are whole, so that sums stay in registers.
     ///
     /// # Safety
-    /// Each row has the blocks of the panel's depth, and the panel's units are whole groups.
+    /// Each row has the blocks of the panel's depth, and the panel has the units of the groups.
     #[inline(always)]
     unsafe fn sums<const H: usize, const W: usize, const G: usize>(
         &self,
+        groups: usize,
         rows: [*const ActivationBlock; H],
         sums: &mut [Sums],
     ) {
         let (lanes, layout) = (self.lanes, const { P::LAYOUT });
         let outputs = W * L::LANES;
-        let groups =
-            if W * G == TILES && L::LANES == TILE { G } else { self.width * TILE / outputs };
+        debug_assert!(groups * outputs <= self.width * TILE, "units of the panel");
         let mut acc = [[[lanes.splat_f32(0.0); W]; H]; G];
         let steps = const { steps::<P, H>() };
         let ahead = if steps == 1 { AHEAD } else { steps * self.width * layout.unit() };

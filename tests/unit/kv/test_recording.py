@@ -25,8 +25,8 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv import trace_writer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
-from prefixcache.kv.retention import Retention
 from prefixcache.kv.request_records import RequestRecords
+from prefixcache.kv.retention import Retention
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.retention_range import RetentionRange

@@ -11,8 +11,9 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from prometheus_client.registry import Collector
 from prefixcache.types.modes import WeightsInfo
 from prefixcache.types.request import FinishReason
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 PREFIX = "prefixcache:"
 MetricsPrefix = Literal["prefixcache", "vllm"]
 
@@ -33,74 +37,76 @@ _TOKENS = tuple(2**power for power in range(15))
 _REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
+def _shown(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, documentation: str
+) -> dict[str, Any]:
+    return {"family": partial(kind, PREFIX + name, documentation)}
+
+
+def _gauge(name: str, documentation: str, **default: Any) -> Any:
+    """A field that is shown as a gauge of that name."""
+    return field(metadata=_shown(GaugeMetricFamily, name, documentation), **default)
+
+
+def _counter(name: str, documentation: str, **default: Any) -> Any:
+    """A field that is shown as a counter of that name."""
+    return field(metadata=_shown(CounterMetricFamily, name, documentation), **default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolGauges:
-    """The memory of the KV cache and its resizes; `seconds` is the time that steps waited."""
+    """The memory of the KV cache and its resizes."""
 
-    num_blocks: int
-    reserved_bytes: int
-    mapped_bytes: int
-    held_bytes: int
-    resizes: int
-    blocks_moved: int
-    blocks_lost: int
-    blocks_released: int
-    bytes_given_back: int
-    seconds: float
+    num_blocks: int = _gauge("kv_cache_blocks", "Blocks of the cache now.")
+    reserved_bytes: int = _gauge("kv_cache_reserved_bytes", "Address space of the KV cache.")
+    mapped_bytes: int = _gauge("kv_cache_mapped_bytes", "Memory that the system has given for it.")
+    held_bytes: int = _gauge("kv_cache_held_bytes", "Memory of blocks that requests hold.")
+    resizes: int = _counter("kv_cache_resizes", "Changes of the cache's size.")
+    blocks_moved: int = _counter("kv_cache_blocks_moved", "Cached blocks moved by a shrink.")
+    blocks_lost: int = _counter("kv_cache_blocks_lost", "Cached blocks lost to a shrink.")
+    blocks_released: int = _counter("kv_cache_blocks_released", "Blocks taken out of the cache.")
+    bytes_given_back: int = _counter("kv_cache_released_bytes", "Memory given back to the system.")
+    seconds: float = _counter("kv_cache_resize_seconds", "Time that steps waited for resizes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileCounts:
-    """Blocks of a cache that outlives its process.
+    """Blocks of a cache that outlives its process, at the start and since then."""
 
-    At the start `restored` were found and `dropped` could not be used; since then `kept` were
-    completed, and of the restored ones `checked` were read at their first hit and are sound,
-    `failed` are not.
-    """
-
-    restored: int
-    dropped: int
-    kept: int
-    checked: int
-    failed: int
+    restored: int = _counter("kv_file_restored_blocks", "Blocks found in the file at the start.")
+    dropped: int = _counter("kv_file_dropped_blocks", "Blocks of the file that could not be used.")
+    kept: int = _counter("kv_file_kept_blocks", "Blocks that the next process can find.")
+    checked: int = _counter("kv_file_checked_blocks", "Restored blocks that are sound.")
+    failed: int = _counter("kv_file_failed_checks", "Restored blocks that were damaged.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCounts:
-    """Blocks of a disk tier, of which `stored` are there now.
+    """Blocks of a disk tier. Those that were evicted so far were written, dropped or skipped."""
 
-    Of those that were evicted so far `written` went there, `dropped` found no room in the queue and
-    `skipped` were used too seldom. Of those that came back `damaged` were not used. `failures`
-    counts how often the disk failed.
-    """
-
-    stored: int
-    written: int
-    dropped: int
-    skipped: int
-    damaged: int
-    failures: int
+    stored: int = _gauge("disk_blocks", "Blocks on the disk.")
+    written: int = _counter("disk_written_blocks", "Evicted blocks that went to the disk.")
+    dropped: int = _counter("disk_dropped_blocks", "Evicted blocks that the queue had no room for.")
+    skipped: int = _counter("disk_skipped_blocks", "Evicted blocks that were used too seldom.")
+    damaged: int = _counter("disk_damaged_blocks", "Blocks that were not as they were written.")
+    failures: int = _counter("disk_failures", "Times that the disk failed.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCounts:
-    """Loads of a disk tier, and the tokens that they brought.
+    """Loads of a disk tier that were possible, and the tokens that they brought."""
 
-    Of the loads that were possible `refused` were predicted to take longer than computing, and
-    of those that were `started`, `late` ones did.
-    """
-
-    started: int
-    refused: int
-    late: int
-    tokens: int
+    started: int = _counter("disk_loads", "Loads from the disk.")
+    refused: int = _counter("disk_refused_loads", "Loads predicted slower than computing.")
+    late: int = _counter("disk_late_loads", "Loads that took longer than computing.")
+    tokens: int = _counter("disk_hits", "Tokens loaded from the disk.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
     """Guessed tokens by where they came from, and how often a request had any in a step."""
 
-    drafts: int
+    drafts: int = _counter("spec_decode_num_drafts", "Times that tokens were guessed.")
     drafted: Mapping[str, int]
     accepted: Mapping[str, int]
 
@@ -109,25 +115,35 @@ class DraftCounts:
 class Gauges:
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    cache_usage: float = 0
-    num_preemptions: int = 0
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_in_flight_waits: int = 0
-    num_window_missed_tokens: int = 0
-    num_cached_blocks: int = 0
-    num_free_blocks: int = 0
-    num_evictions: int = 0
-    num_pinned_blocks: int = 0
-    num_pins: int = 0
-    num_demotions: int = 0
-    num_pinned_evictions: int = 0
-    num_pinned_hits: int = 0
-    num_hinted_blocks: int = 0
-    num_hints_demoted: int = 0
-    num_hints_expired: int = 0
+    num_running: int = _gauge("num_requests_running", "Requests that hold blocks.", default=0)
+    num_waiting: int = _gauge("num_requests_waiting", "Requests not started.", default=0)
+    cache_usage: float = _gauge("kv_cache_usage_perc", "Share of blocks held, 0 to 1.", default=0)
+    num_preemptions: int = _counter("num_preemptions", "Preemptions so far.", default=0)
+    num_queried_tokens: int = _counter("prefix_cache_queries", "Tokens looked up.", default=0)
+    num_hit_tokens: int = _counter(
+        "prefix_cache_hits", "Tokens found in the prefix cache.", default=0
+    )
+    num_in_flight_waits: int = _counter("in_flight_waits", "Waits for another's blocks.", default=0)
+    num_window_missed_tokens: int = _counter(
+        "window_missed_tokens",
+        "Tokens that full attention had in the cache and sliding windows did not.",
+        default=0,
+    )
+    num_cached_blocks: int = _gauge(
+        "cached_blocks", "Blocks that can be hit, held or free.", default=0
+    )
+    num_free_blocks: int = _gauge(
+        "free_blocks", "Blocks that no request holds, cached ones included.", default=0
+    )
+    num_evictions: int = _counter("evictions", "Cached blocks that were evicted.", default=0)
+    num_pinned_blocks: int = _gauge("pinned_blocks", "Blocks that are evicted last.", default=0)
+    num_pins: int = _counter("pins", "Blocks pinned.", default=0)
+    num_demotions: int = _counter("demotions", "Pins that ended for younger ones.", default=0)
+    num_pinned_evictions: int = _counter("pinned_evictions", "Pinned blocks evicted.", default=0)
+    num_pinned_hits: int = _counter("pinned_hits", "Hits on pinned blocks.", default=0)
+    num_hinted_blocks: int = _gauge("hinted_blocks", "Blocks that a hint ranks.", default=0)
+    num_hints_demoted: int = _counter("hints_demoted", "Blocks demoted over a budget.", default=0)
+    num_hints_expired: int = _counter("hints_expired", "Blocks whose TTL ended.", default=0)
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     pool: PoolGauges | None = None
@@ -244,16 +260,12 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metric families, for prometheus-client."""
         gauges = self.gauges()
-        yield from _gauge_families(gauges)
-        if gauges.pool is not None:
-            yield from _pool_families(gauges.pool)
-        if gauges.file is not None:
-            yield from _file_families(gauges.file)
-        if gauges.disk is not None and gauges.loads is not None:
-            yield from _disk_families(gauges.disk, gauges.loads)
-        if gauges.drafts is not None:
-            yield from _draft_families(gauges.drafts)
-        yield from self._counter_families(gauges)
+        for part in (gauges, gauges.pool, gauges.file, gauges.disk, gauges.loads, gauges.drafts):
+            yield from _families(part)
+        if gauges.weights is not None:
+            yield from _weights_families(gauges.weights)
+        yield from self._counter_families()
+        yield from _labelled_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
         yield from self.of_blocks()
         yield from self.of_recording()
@@ -263,46 +275,18 @@ class Metrics(Collector):
         self._histograms.append(Histogram(name, documentation, bounds))
         return self._histograms[-1]
 
-    def _counter_families(self, gauges: Gauges) -> Iterator[Metric]:
-        yield from _families(
-            CounterMetricFamily,
-            ("num_preemptions", "Preemptions so far.", gauges.num_preemptions),
+    def _counter_families(self) -> Iterator[Metric]:
+        rows = (
             ("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens),
             ("generation_tokens", "Tokens generated.", self.generation_tokens),
-            ("prefix_cache_queries", "Tokens looked up.", gauges.num_queried_tokens),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", gauges.num_hit_tokens),
             ("queue_full_refusals", "Refused: too many waited.", self.queue_full_refusals),
             ("key_limit_refusals", "Refused: too many of a key waited.", self.key_limit_refusals),
-            ("in_flight_waits", "Waits for another's blocks.", gauges.num_in_flight_waits),
-            (
-                "window_missed_tokens",
-                "Tokens that full attention had in the cache and sliding windows did not.",
-                gauges.num_window_missed_tokens,
-            ),
-            ("evictions", "Cached blocks that were evicted.", gauges.num_evictions),
-            ("pins", "Blocks pinned.", gauges.num_pins),
-            ("demotions", "Pins that ended for younger ones.", gauges.num_demotions),
-            ("pinned_evictions", "Pinned blocks evicted.", gauges.num_pinned_evictions),
-            ("pinned_hits", "Hits on pinned blocks.", gauges.num_pinned_hits),
-            ("hints_demoted", "Blocks demoted over a budget.", gauges.num_hints_demoted),
-            ("hints_expired", "Blocks whose TTL ended.", gauges.num_hints_expired),
         )
+        for name, documentation, value in rows:
+            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
         yield _labelled_counter(
             "request_success", "Requests that ended.", "finished_reason", self.finished
         )
-        yield _labelled_counter(
-            "cache_threshold_refusals",
-            "Requests that ended below a cache hit threshold.",
-            "source",
-            gauges.num_below_threshold,
-        )
-        if gauges.num_stale_tokens:
-            yield _labelled_counter(
-                "prefix_cache_stale_hits",
-                "Tokens hit that older weights had computed, by updates of the weights since.",
-                "updates",
-                {str(age): count for age, count in gauges.num_stale_tokens.items()},
-            )
         if self.miss_counts is not None:
             yield _labelled_counter(
                 "prefix_cache_misses",
@@ -352,92 +336,37 @@ def _labelled_counter(
     return family
 
 
-def _families(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], *rows: tuple[str, str, float]
-) -> Iterator[Metric]:
-    """One family for each name, text and value."""
-    for name, documentation, value in rows:
-        yield kind(PREFIX + name, documentation, value=value)
+def _families(values: DataclassInstance | None) -> Iterator[Metric]:
+    """Those of the fields that are shown."""
+    for one in () if values is None else fields(values):
+        if one.metadata:
+            yield one.metadata["family"](value=getattr(values, one.name))
 
 
-def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
-    yield from _families(
-        GaugeMetricFamily,
-        ("num_requests_running", "Requests that hold blocks.", gauges.num_running),
-        ("num_requests_waiting", "Requests not started.", gauges.num_waiting),
-        ("kv_cache_usage_perc", "Share of blocks held, 0 to 1.", gauges.cache_usage),
-        ("cached_blocks", "Blocks that can be hit, held or free.", gauges.num_cached_blocks),
-        (
-            "free_blocks",
-            "Blocks that no request holds, cached ones included.",
-            gauges.num_free_blocks,
-        ),
-        ("pinned_blocks", "Blocks that are evicted last.", gauges.num_pinned_blocks),
-        ("hinted_blocks", "Blocks that a hint ranks.", gauges.num_hinted_blocks),
+def _labelled_families(gauges: Gauges) -> Iterator[Metric]:
+    yield _labelled_counter(
+        "cache_threshold_refusals",
+        "Requests that ended below a cache hit threshold.",
+        "source",
+        gauges.num_below_threshold,
     )
-    if (weights := gauges.weights) is not None:
-        mapped = "Weights that the start mapped from a file."
-        yield from _families(
-            GaugeMetricFamily,
-            ("weights_bytes", "Memory of the weights.", weights.bytes),
-            ("weights_mapped_bytes", mapped, weights.mapped_bytes),
+    if gauges.num_stale_tokens:
+        yield _labelled_counter(
+            "prefix_cache_stale_hits",
+            "Tokens hit that older weights had computed, by updates of the weights since.",
+            "updates",
+            {str(age): count for age, count in gauges.num_stale_tokens.items()},
+        )
+    if (drafts := gauges.drafts) is not None:
+        yield _labelled_counter(
+            "spec_decode_num_draft_tokens", "Tokens that were guessed.", "source", drafts.drafted
+        )
+        yield _labelled_counter(
+            "spec_decode_num_accepted_tokens", "Guesses that were right.", "source", drafts.accepted
         )
 
 
-def _pool_families(pool: PoolGauges) -> Iterator[Metric]:
-    yield from _families(
-        GaugeMetricFamily,
-        ("kv_cache_blocks", "Blocks of the cache now.", pool.num_blocks),
-        ("kv_cache_reserved_bytes", "Address space of the KV cache.", pool.reserved_bytes),
-        ("kv_cache_mapped_bytes", "Memory that the system has given for it.", pool.mapped_bytes),
-        ("kv_cache_held_bytes", "Memory of blocks that requests hold.", pool.held_bytes),
-    )
-    yield from _families(
-        CounterMetricFamily,
-        ("kv_cache_resizes", "Changes of the cache's size.", pool.resizes),
-        ("kv_cache_blocks_moved", "Cached blocks moved by a shrink.", pool.blocks_moved),
-        ("kv_cache_blocks_lost", "Cached blocks lost to a shrink.", pool.blocks_lost),
-        ("kv_cache_blocks_released", "Blocks taken out of the cache.", pool.blocks_released),
-        ("kv_cache_released_bytes", "Memory given back to the system.", pool.bytes_given_back),
-        ("kv_cache_resize_seconds", "Time that steps waited for resizes.", pool.seconds),
-    )
-
-
-def _file_families(file: FileCounts) -> Iterator[Metric]:
-    yield from _families(
-        CounterMetricFamily,
-        ("kv_file_restored_blocks", "Blocks found in the file at the start.", file.restored),
-        ("kv_file_dropped_blocks", "Blocks of the file that could not be used.", file.dropped),
-        ("kv_file_kept_blocks", "Blocks that the next process can find.", file.kept),
-        ("kv_file_checked_blocks", "Restored blocks that are sound.", file.checked),
-        ("kv_file_failed_checks", "Restored blocks that were damaged.", file.failed),
-    )
-
-
-def _disk_families(disk: DiskCounts, loads: LoadCounts) -> Iterator[Metric]:
-    yield from _families(GaugeMetricFamily, ("disk_blocks", "Blocks on the disk.", disk.stored))
-    yield from _families(
-        CounterMetricFamily,
-        ("disk_written_blocks", "Evicted blocks that went to the disk.", disk.written),
-        ("disk_dropped_blocks", "Evicted blocks that the queue had no room for.", disk.dropped),
-        ("disk_skipped_blocks", "Evicted blocks that were used too seldom.", disk.skipped),
-        ("disk_damaged_blocks", "Blocks that were not as they were written.", disk.damaged),
-        ("disk_failures", "Times that the disk failed.", disk.failures),
-        ("disk_loads", "Loads from the disk.", loads.started),
-        ("disk_refused_loads", "Loads predicted slower than computing.", loads.refused),
-        ("disk_late_loads", "Loads that took longer than computing.", loads.late),
-        ("disk_hits", "Tokens loaded from the disk.", loads.tokens),
-    )
-
-
-def _draft_families(counts: DraftCounts) -> Iterator[Metric]:
-    yield from _families(
-        CounterMetricFamily,
-        ("spec_decode_num_drafts", "Times that tokens were guessed.", counts.drafts),
-    )
-    yield _labelled_counter(
-        "spec_decode_num_draft_tokens", "Tokens that were guessed.", "source", counts.drafted
-    )
-    yield _labelled_counter(
-        "spec_decode_num_accepted_tokens", "Guesses that were right.", "source", counts.accepted
-    )
+def _weights_families(weights: WeightsInfo) -> Iterator[Metric]:
+    mapped = "Weights that the start mapped from a file."
+    yield GaugeMetricFamily(PREFIX + "weights_bytes", "Memory of the weights.", value=weights.bytes)
+    yield GaugeMetricFamily(PREFIX + "weights_mapped_bytes", mapped, value=weights.mapped_bytes)

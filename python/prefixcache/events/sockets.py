@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # What one consumer of a replay may have waiting for it, in batches: it gets the next as it reads.
 _REPLAY_HWM = 256
+_REQUESTS_AT_ONCE = 64
 # The most bytes that a peer may send in one frame: a replay's sequence, or a topic that it wants.
 _MAX_REQUEST_BYTES = 64
 _MAX_TOPIC_BYTES = 1024
@@ -84,8 +85,13 @@ class EventSockets:
         self._router.poll(int(1000 * seconds))
 
     def replay_requests(self) -> Iterator[tuple[bytes, int]]:
-        """Who asks for a replay, and from which sequence on."""
-        while self._router.poll(0):
+        """Some of those who ask for a replay, and from which sequence on.
+
+        Whoever asks faster than that is read may not keep the publisher from publishing.
+        """
+        for _ in range(_REQUESTS_AT_ONCE):
+            if not self._router.poll(0):
+                return
             frames = self._router.recv_multipart(zmq.NOBLOCK)
             try:
                 client, _, start = frames

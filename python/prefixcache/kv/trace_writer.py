@@ -206,7 +206,7 @@ class RecordFile:
             return
         following = _create(_part_path(self.path, self._part + 1))
         self.write([line({"e": "next", "t": now})])
-        self.close()
+        os.close(self._file)
         self._file = following
         self._part += 1
         self.begin()
@@ -217,8 +217,11 @@ class RecordFile:
             raise OSError("the file was deleted")
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
+        """Closes the last file, which may be when the system finds that it was not written."""
+        try:
+            os.close(self._file)
+        except OSError as error:
+            logger.error("The recording %s may lack its end: %s.", self.path, error.strerror)
 
 
 def _free_path(path: Path) -> Path:

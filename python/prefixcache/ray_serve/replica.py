@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
@@ -74,12 +73,16 @@ class EngineReplica:
         self._outdated: EngineDeadError | None = None
         self._following = asyncio.Lock()
         self._resources = ExitStack()
+        # Ray Serve calls the destructor that it finds at the instance. Python looks for one at the
+        # class alone: an engine is not closed, which waits for threads, while garbage is collected.
+        self.__del__ = self._resources.close
         self._built = built = await asyncio.to_thread(self._build, config, options)
         self._engine = AsyncEngine(
             built.engine,
             max_queue=options.max_queue or None,
             max_waiting_per_client=options.max_waiting_per_key,
         )
+        self._resources.callback(self._engine.close)
         self._metrics = LabelledMetrics(
             self._engine.metrics,
             prefix=options.metrics_prefix,
@@ -305,15 +308,6 @@ class EngineReplica:
         dead = self._engine.dead or self._outdated
         if dead is not None:
             raise dead
-
-    # An argument, since the module's names are gone when an interpreter ends.
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if ends():
-            return
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.close()
-        self._resources.close()
 
 
 def _events_config(options: ServeOptions) -> KVEventsConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tracemalloc
 from collections.abc import AsyncGenerator
@@ -261,6 +262,20 @@ async def test_other_media_types_are_refused(client, media_type):
     headers = {"Content-Type": media_type} if media_type else {}
     response = await client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
     assert "application/json" in _error(response, 415)["message"]
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("identity", 200), ("", 200)])
+async def test_a_compressed_body_is_refused_by_its_coding(client, coding, status):
+    body = json.dumps(GOOD[COMPLETIONS]).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    response = await client.post(
+        COMPLETIONS, content=gzip.compress(body) if status == 415 else body, headers=headers
+    )
+    assert response.status_code == status
+    if status == 415:
+        error = _error(response, 415)
+        assert "'Content-Encoding: gzip'" in error["message"]
+        assert error["code"] == "unsupported_encoding"
 
 
 async def test_a_body_over_the_limit_is_refused_without_being_kept(client):

@@ -106,6 +106,16 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         lambda: _completion(stop=[0] * _MILLION),
         400,
     ),
+    "a million wrong choices": (
+        "/v1/completions",
+        lambda: _completion(guided_choice=[0] * _MILLION),
+        400,
+    ),
+    "a million numbers in a schema": (
+        "/v1/completions",
+        lambda: _completion(guided_json={"enum": [0.1] * _MILLION}),
+        400,
+    ),
     "a million ids that end the answer": (
         "/v1/completions",
         lambda: _completion(stop_token_ids=[5] * _MILLION),

@@ -268,6 +268,20 @@ def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
             assert values["kv_events_publishing",] == 1
 
 
+def test_a_peer_that_asks_without_end_leaves_time_to_publish(context):
+    with closing(EventSockets(config())) as sockets, context.socket(zmq.DEALER) as rude:
+        rude.connect(sockets.replay_endpoint)
+        asked = 200
+        for sequence in range(asked):
+            rude.send_multipart([b"", wire.encode_sequence(sequence)])
+        found: list[int] = []
+        while len(found) < asked:
+            at_once = [start for _, start in sockets.replay_requests()]
+            assert len(at_once) <= 64
+            found += at_once
+    assert found == [*range(asked)]
+
+
 @pytest.mark.parametrize("which", ["endpoint", "replay_endpoint"])
 def test_a_peer_that_sends_a_long_frame_is_disconnected(context, which):
     kind = zmq.XSUB if which == "endpoint" else zmq.DEALER

@@ -25,6 +25,7 @@ from prefixcache.exceptions import ConfigError
 from prefixcache.kv import trace_writer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.recording import RecordedCacheManager
+from prefixcache.kv.request_records import RequestRecords
 from prefixcache.kv.retention import Retention
 from prefixcache.kv.trace_writer import TraceWriter, check_folder
 from prefixcache.types.request import CacheOptions, Request
@@ -354,6 +355,25 @@ def test_a_recording_that_cannot_go_on_stops_alone(tmp_path, failure, monkeypatc
     recorded.engine.close()
     if failure != "deleted":
         assert replay_recording(recorded.path)["difference"] is None
+
+
+@pytest.mark.parametrize("kind", ["trace", "requests"])
+def test_a_file_that_cannot_be_closed_is_reported_in_the_log(tmp_path, kind, monkeypatch, caplog):
+    def failing(file: int) -> None:
+        close(file)
+        if file == parts._file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    close = os.close
+    if kind == "trace":
+        writer: Any = record_some(tmp_path / "day.jsonl").writer
+        parts = writer._parts
+    else:
+        writer = RequestRecords(tmp_path / "day.jsonl", {})
+        parts = writer._file
+    monkeypatch.setattr(os, "close", failing)
+    writer.close()
+    assert f"The recording {writer.path} may lack its end: Input/output error." in caplog.text
 
 
 def waits_for_thread(writer: TraceWriter) -> None:

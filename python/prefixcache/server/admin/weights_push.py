@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from prefixcache.engine.weights_push import DEFAULT_TIMEOUT
 from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.admin.admin import read_options
-from prefixcache.server.http.body import RequestFields
+from prefixcache.server.http.body import RequestFields, media_type
 from prefixcache.server.http.errors import ApiError
 from prefixcache.types.modes import InFlightMode
 
@@ -91,7 +91,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
     @router.post("/weights/chunk")
     async def chunk(request: Request) -> dict[str, int]:
         """Takes tensors of an open update: safetensors, in the body or in shared memory."""
-        if _media_type(request) == _BYTES:
+        if media_type(request) == _BYTES:
             update_id = _required("update_id", request.query_params.get("update_id"))
             async with one_at_a_time:
                 pieces = [one async for one in _pieces(request, partial(push.touch, update_id))]
@@ -158,10 +158,6 @@ async def _pieces(request: Request, touch: Any) -> AsyncIterator[bytes]:
             yield piece
     except ClientDisconnect:
         raise InvalidRequestError("The client went away before the chunk ended.") from None
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _required(name: str, value: str | None) -> str:

@@ -20,7 +20,13 @@ from prefixcache.server.anthropic.message_blocks import (
     marked_tools,
 )
 from prefixcache.server.anthropic.message_events import MessageForm
-from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
+from prefixcache.server.http.body import (
+    RequestFields,
+    Strings,
+    parse_fields,
+    parse_object,
+    read_body,
+)
 from prefixcache.server.http.errors import MESSAGES_PATH
 from prefixcache.server.jobs.answers import answer_in_events
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
@@ -129,7 +135,7 @@ class MessagesRequest(CountTokensRequest):
 
     diagnostics: _Diagnostics | None = None
     max_tokens: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool | None = None
 
     def chat(self, conversation: Conversation) -> dict[str, Any]:

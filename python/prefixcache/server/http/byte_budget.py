@@ -6,16 +6,21 @@ from http import HTTPStatus
 
 from prefixcache.server.http.errors import ApiError
 
+# Short ones on 2,048 connections, as many as may be open by default, add a quarter to `most`.
+_SHORT_SHARE = 2**13
+
 
 class ByteBudget:
     """At most `most` bytes of bodies, and of log probabilities that answers keep; `size` are held.
 
     Where they are more, the largest of what still grows is given up: whoever sends long bodies, or
-    sends them slowly, keeps nobody else from sending a short one. One event loop uses it.
+    sends them slowly, keeps nobody else from sending a short one. What is short always has room,
+    since long ones that have come in full wait for threads. One event loop uses it.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.short = most // _SHORT_SHARE
         self.size = 0
         self.growing: dict[_Share, None] = {}
 
@@ -39,6 +44,8 @@ class _Share:
         budget.growing[self] = None
         while budget.size > budget.most and budget.growing:
             largest = max(budget.growing, key=len)
+            if len(largest) <= budget.short:
+                break
             largest.release()
             largest.is_given_up = True
         return not self.is_given_up

@@ -12,6 +12,7 @@ from functools import cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from prefixcache.config.checked import shown
 from prefixcache.config.logs import with_fields
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.diagnostics.spans import PromptSource
@@ -91,7 +92,7 @@ class JobMaker:
         if not (name is None or name in self.served.names or self.served.any_name):
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
-                f"The model {name!r} does not exist. Served here: {first!r}.",
+                f"The model {shown(name)} does not exist. Served here: {first!r}.",
                 param="model",
                 code="model_not_found",
             )

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from prefixcache.config.engine_config import HitTiers
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import RequestFields, check_length
+from prefixcache.server.http.body import RequestFields, Strings, check_length
 from prefixcache.server.jobs.structured_fields import (
     GuidedFields,
     Named,
@@ -104,10 +104,10 @@ class SamplingFields(RequestFields, GuidedFields):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Strings | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None

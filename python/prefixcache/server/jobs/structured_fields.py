@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from json import JSONEncoder
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.http.body import check_length
+from prefixcache.server.http.body import Strings
 from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from prefixcache.types.structured_output import Kind, StructuredOutput
 
@@ -50,7 +50,7 @@ class StructuredOutputsFields(BaseModel, strict=True, extra="allow"):
 
     schema_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -68,7 +68,7 @@ class GuidedFields(BaseModel):
 
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
 
@@ -93,9 +93,25 @@ def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[
 
 
 def _made(field: str, kind: Kind, value: object) -> Named:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    check_length(field, text, MAX_GRAMMAR_CHARACTERS)
+    text = value if isinstance(value, str) else _json(value)
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        problem = f"may have at most {MAX_GRAMMAR_CHARACTERS} characters"
+        raise wrong(field, problem, code="too_long")
     return field, StructuredOutput(kind, text)
+
+
+def _json(value: object) -> str:
+    """The text, or a beginning that is too long already.
+
+    `json.dumps` would write all of it in one go, which no other thread could interrupt.
+    """
+    pieces, size = list[str](), 0
+    for piece in JSONEncoder(ensure_ascii=False).iterencode(value):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_GRAMMAR_CHARACTERS:
+            break
+    return "".join(pieces)
 
 
 def only_one(found: list[Named]) -> Named | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, FailFast, Field
+from pydantic import BaseModel, Field
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
@@ -47,7 +47,7 @@ class _Message(BaseModel, strict=True, extra="allow"):
 class ChatFields(BaseModel):
     """How messages become a prompt."""
 
-    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[_Message], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ class Prediction(BaseModel, strict=True):
     """What much of the answer may look like: OpenAI's predicted output."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -164,4 +164,4 @@ class DetokenizeRequest(RequestFields):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

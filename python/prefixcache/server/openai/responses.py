@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import RequestFields, parse_fields
+from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
@@ -88,7 +88,7 @@ class ResponsesRequest(RequestFields):
 
     input: Any = None
     instructions: str | None = None
-    include: list[str] | None = None
+    include: Strings | None = None
     prompt_cache_options: ResponseCacheOptions | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None

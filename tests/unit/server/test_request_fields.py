@@ -1,0 +1,76 @@
+"""What a body's fields cost where they are wrong: no more than a little, however many entries."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from prefixcache.server.http import body
+from prefixcache.server.http.body import RequestFields, parse_fields
+from prefixcache.server.jobs.structured_fields import StructuredOutputsFields
+from prefixcache.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from prefixcache.server.openai.responses import ResponsesRequest
+from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
+
+MODELS: list[type[RequestFields]] = [
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+]
+WRONG = [object()] * 5000
+NESTED: dict[str, Any] = {
+    "structured_outputs": {"choice": WRONG},
+    "prediction": {"type": "content", "content": WRONG},
+    "messages": [{"role": "user", "content": WRONG}],
+}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_a_list_of_wrong_entries_is_a_few_errors(model, monkeypatch):
+    counts: list[int] = []
+
+    def counted(error: ValidationError) -> InvalidRequestError:
+        counts.append(error.error_count())
+        return InvalidRequestError("wrong")
+
+    monkeypatch.setattr(body, "invalid_field", counted)
+    for name in model.model_fields:
+        for value in (WRONG, *([NESTED[name]] if name in NESTED else [])):
+            with suppress(InvalidRequestError):
+                parse_fields({name: value}, model)
+    assert max(counts) < 10
+
+
+class Endless(dict[str, int]):
+    """An object of JSON that never ends."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def items(self) -> Any:
+        """Its members, one after the other."""
+        return itertools.repeat(("a" * 1000, 1))
+
+
+def test_a_schema_is_written_no_further_than_its_limit() -> None:
+    fields = StructuredOutputsFields.model_construct(schema_=Endless())
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_GRAMMAR_CHARACTERS}") as refused:
+        fields.found()
+    assert (refused.value.param, refused.value.code) == ("structured_outputs.json", "too_long")

@@ -156,7 +156,8 @@ def parse_tokens(value: object) -> int:
     if isinstance(value, str) and (match := _TOKENS.fullmatch(value.strip())):
         number, unit = match.groups()
         base = 1000 if unit.islower() else 1024
-        tokens = int(float(number) * base ** " kmg".index(unit.lower() or " "))
+        if unit or number.isdigit():
+            tokens = int(float(number) * base ** " kmg".index(unit.lower() or " "))
     if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_INT:
         raise ValueError("must be a number of tokens, as 8192, 8k (8,000) or 8K (8,192)")
     return tokens

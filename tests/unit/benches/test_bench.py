@@ -174,6 +174,20 @@ def test_the_picture_is_drawn(tmp_path: Path, ending: str) -> None:
         assert path.read_text().startswith("<?xml")
 
 
+def test_the_picture_leaves_out_what_has_no_answer(tmp_path: Path) -> None:
+    gone, short, long = (
+        Run(error="gone"),
+        Run([record(0.0, 1.0)]),
+        Run([record(0.0, 1.0, prompt=8)]),
+    )
+    for number, runs in enumerate(
+        ({"off": [short], "on": [gone]}, {"off": [gone], "on": [short, gone, gone, long]})
+    ):
+        path = tmp_path / f"{number}.png"
+        draw(make_report("prefixcache bench", SETTINGS, runs), path)
+        assert path.stat().st_size
+
+
 def test_the_page_stands_alone_and_says_all(tmp_path: Path) -> None:
     report = make(remarks=["<script>alert(1)</script>"])
     write_page(report, tmp_path / "pages" / "report.html")

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from prefixcache.cli.main import app
+from prefixcache.config.engine_config import SpeculationConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.tools.bench.arrivals import LoadConfig
 from prefixcache.tools.bench.bench_options import BenchOptions
@@ -259,6 +260,15 @@ def test_flags_become_arguments() -> None:
     expected = ["--dtype", "float32", "--num-blocks", "9", "--no-enable-prefix-caching"]
     assert serve_arguments(flags) == expected
     assert serve_arguments({"batch_invariant": True}) == ["--batch-invariant"]
+
+
+def test_a_server_makes_the_guesses_that_were_asked_for() -> None:
+    given = {"method": "suffix", "num_speculative_tokens": 3}
+    read = SpeculationConfig(speculative_config=given).speculative_config
+    arguments = serve_arguments({"speculative_config": read})
+    assert arguments == ["--speculate", "cache", "--speculate-tokens", "3"]
+    read = SpeculationConfig(speculative_config={"method": "ngram"}).speculative_config
+    assert serve_arguments({"speculative_config": read}) == ["--speculate", "prompt"]
 
 
 @pytest.mark.parametrize(

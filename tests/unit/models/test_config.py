@@ -388,7 +388,8 @@ def test_numbers_of_tokens_are_read_as_vllm_reads_them(given: Any, tokens: int) 
 
 
 @pytest.mark.parametrize(
-    "given", ["", "k", "8kb", "8 k", "-8k", "1e3", "0", "0.1", "9g", "9" * 5000, 8.0, True, b"8k"]
+    "given",
+    ["", "k", "8kb", "8 k", "-8k", "1e3", "0", "0.1", "1.5", "9g", "9" * 5000, 8.0, True, b"8k"],
 )
 def test_what_is_no_number_of_tokens_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="max_model_len must be a number of tokens"):

@@ -81,6 +81,9 @@ async def run_server(flags: Flags) -> AsyncGenerator[str, None]:
 def serve_arguments(flags: Flags) -> list[str]:
     """Flags by name as arguments of `prefixcache serve`; None is left out."""
     arguments = list[str]()
+    if (guesses := flags.get("speculative_config")) is not None:  # It was read: JSON it is no more.
+        source, most = guesses
+        flags = {**flags, "speculative_config": None, "speculate": source, "speculate_tokens": most}
     for name, value in flags.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):

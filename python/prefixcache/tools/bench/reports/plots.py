@@ -37,7 +37,7 @@ def picture(report: Report) -> Figure:
     first token as a bar, with a line to the 99th percentile. Below, where lengths differ: time to
     first token by the length of the prompt.
     """
-    variants = report.variants
+    variants = [variant for variant in report.variants if variant.typical_run]
     lengths = [record.prompt_tokens for one in variants for record in one.typical_run]
     heights = [1.9 + 0.62 * len(variants)]
     if max(lengths) > 1.5 * min(lengths):

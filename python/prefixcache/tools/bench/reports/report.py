@@ -67,9 +67,10 @@ class Variant:
 
     @property
     def typical_run(self) -> tuple[RequestRecord, ...]:
-        """The run whose duration is the median."""
-        order = sorted(range(len(self.runs)), key=lambda run: self.summaries[run].duration)
-        return self.runs[order[len(order) // 2]]
+        """Of the runs with answers the one whose duration is the median; empty without any."""
+        answered = (run for run, records in enumerate(self.runs) if records)
+        order = sorted(answered, key=lambda run: self.summaries[run].duration)
+        return self.runs[order[len(order) // 2]] if order else ()
 
 
 @dataclass(frozen=True, slots=True)

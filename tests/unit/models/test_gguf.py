@@ -118,6 +118,14 @@ def test_another_architecture_is_refused_by_name(file: Path) -> None:
         resolve_model(str(file))
 
 
+def test_metadata_without_sense_names_the_file(file: Path) -> None:
+    key = b"llama.attention.head_count"
+    described = struct.pack("<Q", len(key)) + key
+    edited(file, file.read_bytes().index(described) + len(described) + 4, "<I", 0)
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf is broken: .*zero"):
+        resolve_model(str(file))
+
+
 def test_a_scale_that_is_no_number_names_file_and_tensor(file: Path) -> None:
     tensor = next(one for one in read_header(file).tensors if one.name == "blk.0.ffn_up.weight")
     edited(file, tensor.offset + 34 * 2 * 5, "<e", np.nan)  # two blocks a row

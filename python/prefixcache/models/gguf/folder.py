@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -263,7 +264,7 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
     both name the file.
     """
     headers = [read_header(file) for file in files]
-    try:
+    with errors_of(f"The GGUF file {files[0]}"):
         config = _config_of(headers, dict(_factors(files, headers)))
         tensors = list(_indexed(headers, config))
         sizes = [file.stat().st_size for file in files]
@@ -272,14 +273,24 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
         metadata = headers[0].metadata
         _write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
         write_tokenizer(folder, metadata, config["max_position_embeddings"])
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"The GGUF file {files[0]}: {error}") from error
-    except ModelLoadError as error:
-        raise ModelLoadError(f"The GGUF file {files[0]}: {error}") from error
+
+
+@contextmanager
+def errors_of(file: str) -> Generator[None]:
+    """Lets errors name the file. What its header says without sense is one, `ModelLoadError`."""
+    try:
+        yield
+    except (UnsupportedModelError, ModelLoadError) as error:
+        raise type(error)(f"{file}: {error}") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ModelLoadError(f"{file} is broken: {error}") from error
 
 
 def check_header(parts: Sequence[GgufHeader]) -> None:
-    """Raises `UnsupportedModelError` where the model of a file's parts is not supported."""
+    """Raises `UnsupportedModelError` where the model of a file's parts is not supported.
+
+    What makes no sense raises other errors: see `errors_of`.
+    """
     lengths = {one.name: one.shape[0] for part in parts for one in part.tensors}
     factors = {name: [1.0] * lengths[name] for name in _FACTORS if name in lengths}
     config = _config_of(parts, factors)

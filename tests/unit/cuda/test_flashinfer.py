@@ -36,7 +36,7 @@ from prefixcache.runner.cuda.attention.flashinfer_plan import (
 )
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
@@ -127,7 +127,7 @@ def _hybrid_answers(folder: Path) -> dict[str, list[list[float]]]:
 class RowByRow(Ops):
     """Ops whose rows do not depend on the batch: each is computed alone."""
 
-    def linear(self, shape: LinearShape) -> Linear:
+    def linear(self, shape: LinearShape) -> TorchLinear:
         return AloneLinear(self.empty(shape.outputs, shape.inputs))
 
     @staticmethod

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
 from prefixcache.exceptions import ModelLoadError
+from prefixcache.text.chat.calls.formats import call_id
 from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
 from prefixcache.text.chat.tools import ToolUse
 
@@ -101,7 +101,6 @@ class ResponseTemplateParser:
                 break
             function = one["function"]
             arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-            call_id = f"call_{secrets.token_hex(12)}"
-            deltas.append(ToolCallDelta(self._num_calls, call_id, function["name"], arguments))
+            deltas.append(ToolCallDelta(self._num_calls, call_id(), function["name"], arguments))
             self._num_calls += 1
         return deltas

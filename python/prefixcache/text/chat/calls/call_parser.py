@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from prefixcache.text.chat.calls.argument_rules import ArgumentStyle
 from prefixcache.text.chat.calls.schemas import ToolSchemas
 from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
 from prefixcache.text.chat.text_stream import Reading, TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class CallMarkers:
-    """What stands around calls. Without a `closing` they end by themselves."""
-
-    opening: str
-    closing: str = ""
-
-
 class CallParser:
     """What only looks like a call until its name is known is content.
 
-    With `most` no more calls than that are passed on.
+    Calls stand between `opening` and `closing`; without that they end by themselves. With `most` no
+    more calls than that are passed on. `bare` and `style` are as in `ToolFormat`.
     """
 
     in_reasoning = False
@@ -29,15 +22,22 @@ class CallParser:
 
     def __init__(
         self,
-        markers: CallMarkers,
         tools: ToolSchemas,
         new_id: Callable[[], str],
+        *,
+        opening: str,
+        closing: str = "",
         most: int | None = None,
+        bare: bool = False,
+        style: ArgumentStyle | None = None,
     ) -> None:
-        self._markers = markers
         self._tools = tools
         self._new_id = new_id
+        self._opening = opening
+        self._closing = closing
         self._most = most
+        self._bare = bare
+        self._style = style
         self._stream = TextStream()
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -55,9 +55,9 @@ class CallParser:
         return delta
 
     def _read(self) -> Reading[None]:
-        while (yield from self._stream.until(self._markers.opening, self._say)):
+        while (yield from self._stream.until(self._opening, self._say)):
             self._stream.mark()
-            yield from self._stream.skip(self._markers.opening)
+            yield from self._stream.skip(self._opening)
             yield from self._read_section()
 
     def _read_section(self) -> Reading[None]:
@@ -66,8 +66,8 @@ class CallParser:
         before = self._num_calls
         yield from self._read_calls()
         self._content.append(self._stream.unmark())
-        if self._markers.closing and self._num_calls > before:
-            yield from self._stream.skip(self._markers.closing)
+        if self._closing and self._num_calls > before:
+            yield from self._stream.skip(self._closing)
 
     def _read_calls(self) -> Reading[None]:
         """The calls that come next, in the format's own notation."""

@@ -23,7 +23,7 @@ from prefixcache.config.model_config import (
     MambaConfig,
     ModelConfig,
 )
-from prefixcache.models.arrays import Array
+from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
 from prefixcache.models.weights import Slot
@@ -630,6 +630,10 @@ def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
     return Rotation(rope, rotated=rotated), Rotation(rope, config.query_growth, rotated)
 
 
+_Weight: TypeAlias = Array | QuantizedTensor
+_Order: TypeAlias = Pieces | PairedHeads | None
+
+
 class WritableLinear(Protocol):
     """A linear layer as those who load weights see it; its type is `dtype`, as "bfloat16"."""
 
@@ -661,16 +665,12 @@ class WritableLinear(Protocol):
 def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[str, Slot]]:
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
-        rows = shape.parts[name]
-        pieces = shape.pieces.get(name)
-        write, kept_format = (
-            partial(_in_order, pieces, partial(_copy_matrix, linear, start)),
-            partial(linear.kept_format, start),
-        )
-        yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
+        rows, order = shape.parts[name], shape.pieces.get(name)
+        write = partial(_write_matrix, linear, start, order)
+        size, kept_format = (rows, shape.inputs), partial(linear.kept_format, start)
+        yield f"{name}.weight", Slot(size, write, kept_format)
         if shape.bias:
-            write = partial(_copy_numbers, partial(linear.copy_bias, start))
-            write = partial(_in_order, pieces, write)
+            write = partial(_write_bias, linear, start, order)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -680,12 +680,7 @@ def norm_slots(
     """Where the tensors of a norm go; `write_rows` fills rows, alike if it gets one."""
     start = 0
     for name, rows in shape.parts.items():
-        write_part = partial(write_rows, slice(start, start + rows))
-        if shape.whole:
-            write_part = partial(_write_whole, write_part, (rows, shape.width))
-        if shape.factor != 1.0:
-            write_part = partial(_write_scaled, write_part, np.float32(shape.factor))
-        write = partial(_copy_numbers, write_part)
+        write = partial(_write_norm, shape, partial(write_rows, slice(start, start + rows)))
         yield f"{name}.{shape.tensor}", Slot(shape.shape(name), write, lambda: dtype_name)
         start += rows
 
@@ -699,7 +694,7 @@ def conv_slots(
     """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
     for name, size in shape.tensors.items():
         write = write_bias if name.endswith(".bias") else write_weight
-        yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
+        yield name, Slot(size, partial(_write_numbers, write), lambda: dtype_name)
 
 
 _STATE_FIELDS = {
@@ -745,64 +740,57 @@ class StateWeights:
     ) -> Iterator[tuple[str, Slot]]:
         """Where the tensors go; `write` fills an array."""
         for name, size in shape.own.items():
-            fill: Callable[[Any], None] = partial(write, getattr(self, _STATE_FIELDS[name]))
-            if name == "conv1d.weight":
-                fill = partial(_write_channels, partial(write, self.conv.T))
-            elif name == "A_log":
-                fill = partial(_write_exp, fill)
-            if name.startswith("conv1d"):
-                fill = partial(_in_order, shape.channels, fill)
-            yield (
-                f"{shape.name}.{name}",
-                Slot(size, partial(_copy_numbers, fill), lambda: "float32"),
-            )
+            fill = partial(self._fill, name, shape.channels, write)
+            yield f"{shape.name}.{name}", Slot(size, fill, lambda: "float32")
 
-
-def _write_channels(write: Callable[[Array], None], conv_C1L: Array) -> None:
-    write(conv_C1L[:, 0])
-
-
-def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
-    """In float64, so that every processor rounds to the same."""
-    wide = np.array([math.exp(float(one)) for one in numbers])
-    write(wide.astype(np.float32))
+    def _fill(
+        self, name: str, order: _Order, write: Callable[[Any, Array], None], tensor: _Weight
+    ) -> None:
+        target, numbers = getattr(self, _STATE_FIELDS[name]), _numbers(tensor)
+        if name.startswith("conv1d"):
+            numbers = numbers[_rows_in(order)]
+        if name == "conv1d.weight":
+            target, numbers = target.T, numbers[:, 0]
+        if name == "A_log":  # in float64, so that every processor rounds to the same
+            numbers = np.array([math.exp(float(one)) for one in numbers]).astype(np.float32)
+        write(target, numbers)
 
 
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
     """Where the tensor goes."""
-    return shape.name, Slot((shape.width,), partial(_copy_numbers, write), lambda: "float32")
+    return shape.name, Slot((shape.width,), partial(_write_numbers, write), lambda: "float32")
 
 
-def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
-    write(numbers.reshape(shape))
-
-
-def _write_scaled(write: Callable[[Array], None], factor: np.float32, numbers: Array) -> None:
-    write(numbers.astype(np.float32) * factor)
-
-
-def _in_order(
-    pieces: Pieces | PairedHeads | None,
-    write: Callable[[Any], None],
-    tensor: Array | QuantizedTensor,
-) -> None:
-    """Writes outputs with pieces of a kind together."""
-    if pieces is None:
-        write(tensor)
-    elif isinstance(tensor, QuantizedTensor):
-        write(replace(tensor, blocks=tensor.blocks[pieces.rows]))
-    else:
-        write(tensor[pieces.rows])
-
-
-def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:
+def _write_matrix(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
     if isinstance(tensor, QuantizedTensor):
-        linear.copy_blocks(start, tensor)
+        linear.copy_blocks(start, replace(tensor, blocks=tensor.blocks[_rows_in(order)]))
     else:
-        linear.copy_rows(start, tensor)
+        linear.copy_rows(start, tensor[_rows_in(order)])
 
 
-def _copy_numbers(write: Callable[[Array], None], tensor: Array | QuantizedTensor) -> None:
+def _write_bias(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
+    linear.copy_bias(start, _numbers(tensor)[_rows_in(order)])
+
+
+def _write_norm(shape: NormShape, write: Callable[[Array], None], tensor: _Weight) -> None:
+    numbers = _numbers(tensor)
+    if shape.whole:
+        numbers = numbers.reshape(-1, shape.width)
+    if shape.factor != 1.0:  # a tensor of torch may come too
+        numbers = given_array(shape.tensor, numbers).astype(np.float32) * np.float32(shape.factor)
+    write(numbers)
+
+
+def _write_numbers(write: Callable[[Array], None], tensor: _Weight) -> None:
+    write(_numbers(tensor))
+
+
+def _numbers(tensor: _Weight) -> Array:
     if isinstance(tensor, QuantizedTensor):
         raise TypeError("quantized weights are for linear layers and embeddings")
-    write(tensor)
+    return tensor
+
+
+def _rows_in(order: _Order) -> Any:
+    """The outputs of a checkpoint in our order: pieces of a kind together."""
+    return slice(None) if order is None else order.rows

@@ -27,7 +27,6 @@ from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
 from prefixcache.runner.cuda.model_memory import ModelMemory
 from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.runner.cuda.ops.sets import Ops
-from prefixcache.runner.cuda.torch_runner import Current
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
@@ -107,7 +106,7 @@ class System:
             enable_prefix_caching=setup.prefix_caching,
         )
         runner = ModelRunner(
-            Current(weights),
+            weights,
             self.attention,
             max_tokens=setup.max_tokens,
             max_seqs=setup.max_seqs,

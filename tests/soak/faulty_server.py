@@ -14,7 +14,7 @@ from prefixcache.engine.output import Answer
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import DiskStore
-from prefixcache.models import safetensors_file
+from prefixcache.models import weights
 from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server import app
@@ -78,7 +78,7 @@ def _plug_into_texts(faults: Faults) -> None:
 
 
 def _plug_into_disk(faults: Faults) -> None:
-    read_bytes = safetensors_file.read_bytes
+    read_bytes = weights.read_bytes
     num_read = WeakKeyDictionary[Any, int]()
 
     def faulty_read(stream: Any, start: int, length: int) -> Any:
@@ -88,7 +88,7 @@ def _plug_into_disk(faults: Faults) -> None:
             faults.meet(DISK, InjectedDiskError)
         return read_bytes(stream, start, length)
 
-    safetensors_file.read_bytes = faulty_read
+    weights.read_bytes = faulty_read
 
 
 def _plug_into_release(faults: Faults) -> None:

@@ -10,6 +10,7 @@ import torch
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
+from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.attention.torch_attention import TorchAttention
@@ -81,7 +82,7 @@ class PagedServer:
             )
             graphs = Graphs(decodes, steps or None)
         self.runner = ModelRunner(
-            model,
+            ReplaceableModel(model, lambda: model, None),
             self.attention,
             max_tokens=max_tokens,
             max_seqs=max_seqs,

@@ -26,9 +26,9 @@ from prefixcache.models.gguf.index import (
     has_index,
     read_index,
 )
-from prefixcache.models.safetensors_file import TensorRange, tensor_ranges
+from prefixcache.models.safetensors_file import TensorRange
 from prefixcache.models.weights import INDEX_FILE as SHARDS_FILE
-from prefixcache.models.weights import checkpoint_files
+from prefixcache.models.weights import checkpoint_files, stored_tensors
 
 _CONTEXT = "prefixcache v2 {}"
 
@@ -176,16 +176,13 @@ def _files(folder: Path) -> list[Path]:
 
 def _ranges(folder: Path) -> Iterator[tuple[Path, list[TensorRange]]]:
     """Each file with tensors, links followed, and where they lie in it."""
-    if has_index(folder):
-        index = read_index(folder)
-        for part, file in enumerate(index.files):
-            yield file, [_indexed_range(one) for one in index.tensors if one.part == part]
-    else:
-        for file in checkpoint_files(folder):
-            yield file.resolve(), tensor_ranges(file)
+    for file, tensors in stored_tensors(folder):
+        yield file.resolve(), [*map(_range_of, tensors)]
 
 
-def _indexed_range(tensor: IndexedTensor) -> TensorRange:
+def _range_of(tensor: TensorRange | IndexedTensor) -> TensorRange:
+    if isinstance(tensor, TensorRange):
+        return tensor
     form = tensor.format
     if tensor.paired_heads:
         form += f", rows paired in {tensor.paired_heads} heads"

@@ -100,16 +100,11 @@ class FusedTensor:
 
     def shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The tensors of the experts, by name; exponents are none of their own."""
-        count, outputs = shape[0], shape[2] if self.kind is None else shape[1]
-        columns = {
-            None: shape[1:2],
-            "_bias": (),
-            "_blocks": (shape[-2] * _NUMBERS,),
-            "_scales": None,
-        }[self.kind]
-        if columns is not None:
-            for name, _, rows in self._parts(count):
-                yield name, (len(range(outputs)[rows]), *columns)
+        if self.kind == "_blocks":
+            shape = (*shape[:2], shape[2] * _NUMBERS)
+        if self.kind != "_scales":
+            for name, part in self.dense(np.broadcast_to(np.float32(0), shape)):
+                yield name, part.shape
 
     def dense(self, numbers: Array) -> Iterator[tuple[str, Array]]:
         """The numbers of each expert, by name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeAlias
@@ -23,7 +23,7 @@ from prefixcache.config.model_config import (
     MambaConfig,
     ModelConfig,
 )
-from prefixcache.models.arrays import Array
+from prefixcache.models.arrays import Array, given_array
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.models.rope import Rotation
 from prefixcache.models.weights import Slot
@@ -85,6 +85,13 @@ class LinearShape:
     pieces: Mapping[str, Pieces | PairedHeads] = field(default_factory=dict[str, Any])
 
     @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors; none of a table that goes without a name."""
+        named = {name: rows for name, rows in self.parts.items() if name}
+        biases = {f"{name}.bias": (rows,) for name, rows in named.items() if self.bias}
+        return {f"{name}.weight": (rows, self.inputs) for name, rows in named.items()} | biases
+
+    @property
     def outputs(self) -> int:
         """Outputs of all parts."""
         return sum(self.parts.values())
@@ -109,6 +116,11 @@ class NormShape:
     factor: float = 1.0
 
     @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors."""
+        return {f"{name}.{self.tensor}": self.shape(name) for name in self.parts}
+
+    @property
     def rows(self) -> int:
         """Rows of all parts."""
         return sum(self.parts.values())
@@ -124,6 +136,11 @@ class VectorShape:
 
     name: str
     width: int
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the checkpoint's tensor."""
+        return {self.name: (self.width,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,21 +169,6 @@ class AttentionShape:
     rope: int
     query_rope: int
 
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (self.qkv, self.out)
-
-    @property
-    def norms(self) -> tuple[NormShape | None, ...]:
-        """None where there is none."""
-        return (self.qk_norm,)
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        return {} if self.sinks is None else {self.sinks.name: (self.sinks.width,)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectedShape:
@@ -175,16 +177,6 @@ class ProjectedShape:
     in_proj: LinearShape
     name: str
     out: LinearShape
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (self.in_proj, self.out)
-
-    @property
-    def norms(self) -> tuple[NormShape | None, ...]:
-        """It has none that is like others."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +190,8 @@ class ConvShape(ProjectedShape):
     bias: bool
 
     @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of the convolution itself."""
         channels = self.out.inputs
         bias = {f"{self.name}.bias": (channels,)} if self.bias else {}
         return {f"{self.name}.weight": (channels, 1, self.taps)} | bias
@@ -244,8 +236,8 @@ class StateShape(ProjectedShape):
         return found
 
     @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a checkpoint's tensors of the rule."""
         return {f"{self.name}.{name}": shape for name, shape in self.own.items()}
 
 
@@ -256,11 +248,6 @@ class DenseShape:
     gate_up: LinearShape
     down: LinearShape
     activation: Activation
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (self.gate_up, self.down)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,19 +269,6 @@ class ExpertsShape:
     shared: DenseShape | None
     shared_weight: LinearShape | None
 
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        shared = () if self.shared is None else self.shared.linears
-        weight = () if self.shared_weight is None else (self.shared_weight,)
-        return (self.router, self.gate_up, self.down, *shared, *weight)
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        vectors = (self.selection_bias, self.scales)
-        return {one.name: (one.width,) for one in vectors if one is not None}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseAndExpertsShape:
@@ -311,22 +285,6 @@ class DenseAndExpertsShape:
     experts_norm: NormShape
     experts: ExpertsShape
     experts_out_norm: NormShape
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        return (*self.dense.linears, *self.experts.linears)
-
-    @property
-    def norms(self) -> tuple[NormShape, ...]:
-        """In the order in which a token passes them."""
-        of_dense = (self.dense_norm, self.dense_out_norm)
-        return (*of_dense, self.router_norm, self.experts_norm, self.experts_out_norm)
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        return self.experts.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,31 +331,6 @@ class LayerShape:
     own_input: OwnInputShape | None
     scale: VectorShape | None
 
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        """In the order in which a token passes them."""
-        own = self.own_input
-        after = () if own is None else (own.gate, own.out)
-        made = () if self.feed_forward is None else self.feed_forward.linears
-        return (*self.mixer.linears, *made, *after)
-
-    @property
-    def norms(self) -> Iterator[NormShape]:
-        """Those that there are, in the order in which a token passes them."""
-        mixer = (self.input_norm, *self.mixer.norms, self.mixer_out_norm)
-        both = self.feed_forward
-        inner = both.norms if isinstance(both, DenseAndExpertsShape) else ()
-        own = None if self.own_input is None else self.own_input.norm
-        return filter(None, (*mixer, self.mlp_norm, *inner, self.mlp_out_norm, own))
-
-    @property
-    def others(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a checkpoint's tensors of no linear and no norm."""
-        scale = {} if self.scale is None else {self.scale.name: (self.scale.width,)}
-        made = self.feed_forward
-        of_experts = {} if made is None or isinstance(made, DenseShape) else made.others
-        return self.mixer.others | scale | of_experts
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
@@ -429,31 +362,17 @@ class DecoderShape:
         found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.head.outputs, self.head.inputs)}
         if self.own_inputs is not None:
             found[OWN_EMBEDDING] = (self.own_inputs.table.outputs, self.own_inputs.table.inputs)
-        for linear in self._linears():
-            for name, rows in linear.parts.items():
-                found[f"{name}.weight"] = (rows, linear.inputs)
-                if linear.bias:
-                    found[f"{name}.bias"] = (rows,)
-        for norm in self._norms():
-            found |= {f"{name}.{norm.tensor}": norm.shape(name) for name in norm.parts}
-        for layer in self.layers:
-            found |= layer.others
-        return found
+        return found | dict(_tensors(self))
 
-    def _linears(self) -> Iterator[LinearShape]:
-        for layer in self.layers:
-            yield from layer.linears
-        if self.own_inputs is not None:
-            yield self.own_inputs.projection
-        if "" not in self.head.parts:
-            yield self.head
 
-    def _norms(self) -> Iterator[NormShape]:
-        for layer in self.layers:
-            yield from layer.norms
-        if self.own_inputs is not None:
-            yield self.own_inputs.norm
-        yield self.norm
+def _tensors(shape: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a shape and of all that it is made of, by a checkpoint's names."""
+    yield from getattr(shape, "tensors", {}).items()
+    parts: tuple[Any, ...] = shape if isinstance(shape, tuple) else ()
+    if is_dataclass(shape):
+        parts = tuple(getattr(shape, one.name) for one in fields(shape))
+    for part in parts:
+        yield from _tensors(part)
 
 
 def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShape:
@@ -711,6 +630,10 @@ def _rotations_of(config: ModelConfig, layer: int) -> tuple[Rotation, Rotation]:
     return Rotation(rope, rotated=rotated), Rotation(rope, config.query_growth, rotated)
 
 
+_Weight: TypeAlias = Array | QuantizedTensor
+_Order: TypeAlias = Pieces | PairedHeads | None
+
+
 class WritableLinear(Protocol):
     """A linear layer as those who load weights see it; its type is `dtype`, as "bfloat16"."""
 
@@ -742,16 +665,12 @@ class WritableLinear(Protocol):
 def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[str, Slot]]:
     """Where the tensors of a linear layer go."""
     for name, start in shape.starts.items():
-        rows = shape.parts[name]
-        pieces = shape.pieces.get(name)
-        write, kept_format = (
-            partial(_in_order, pieces, partial(_copy_matrix, linear, start)),
-            partial(linear.kept_format, start),
-        )
-        yield f"{name}.weight", Slot((rows, shape.inputs), write, kept_format)
+        rows, order = shape.parts[name], shape.pieces.get(name)
+        write = partial(_write_matrix, linear, start, order)
+        size, kept_format = (rows, shape.inputs), partial(linear.kept_format, start)
+        yield f"{name}.weight", Slot(size, write, kept_format)
         if shape.bias:
-            write = partial(_copy_numbers, partial(linear.copy_bias, start))
-            write = partial(_in_order, pieces, write)
+            write = partial(_write_bias, linear, start, order)
             yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
 
 
@@ -761,12 +680,7 @@ def norm_slots(
     """Where the tensors of a norm go; `write_rows` fills rows, alike if it gets one."""
     start = 0
     for name, rows in shape.parts.items():
-        write_part = partial(write_rows, slice(start, start + rows))
-        if shape.whole:
-            write_part = partial(_write_whole, write_part, (rows, shape.width))
-        if shape.factor != 1.0:
-            write_part = partial(_write_scaled, write_part, np.float32(shape.factor))
-        write = partial(_copy_numbers, write_part)
+        write = partial(_write_norm, shape, partial(write_rows, slice(start, start + rows)))
         yield f"{name}.{shape.tensor}", Slot(shape.shape(name), write, lambda: dtype_name)
         start += rows
 
@@ -778,9 +692,9 @@ def conv_slots(
     dtype_name: str,
 ) -> Iterator[tuple[str, Slot]]:
     """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
-    for name, size in shape.others.items():
+    for name, size in shape.tensors.items():
         write = write_bias if name.endswith(".bias") else write_weight
-        yield name, Slot(size, partial(_copy_numbers, write), lambda: dtype_name)
+        yield name, Slot(size, partial(_write_numbers, write), lambda: dtype_name)
 
 
 _STATE_FIELDS = {
@@ -826,64 +740,57 @@ class StateWeights:
     ) -> Iterator[tuple[str, Slot]]:
         """Where the tensors go; `write` fills an array."""
         for name, size in shape.own.items():
-            fill: Callable[[Any], None] = partial(write, getattr(self, _STATE_FIELDS[name]))
-            if name == "conv1d.weight":
-                fill = partial(_write_channels, partial(write, self.conv.T))
-            elif name == "A_log":
-                fill = partial(_write_exp, fill)
-            if name.startswith("conv1d"):
-                fill = partial(_in_order, shape.channels, fill)
-            yield (
-                f"{shape.name}.{name}",
-                Slot(size, partial(_copy_numbers, fill), lambda: "float32"),
-            )
+            fill = partial(self._fill, name, shape.channels, write)
+            yield f"{shape.name}.{name}", Slot(size, fill, lambda: "float32")
 
-
-def _write_channels(write: Callable[[Array], None], conv_C1L: Array) -> None:
-    write(conv_C1L[:, 0])
-
-
-def _write_exp(write: Callable[[Array], None], numbers: Any) -> None:
-    """In float64, so that every processor rounds to the same."""
-    wide = np.array([math.exp(float(one)) for one in numbers])
-    write(wide.astype(np.float32))
+    def _fill(
+        self, name: str, order: _Order, write: Callable[[Any, Array], None], tensor: _Weight
+    ) -> None:
+        target, numbers = getattr(self, _STATE_FIELDS[name]), _numbers(tensor)
+        if name.startswith("conv1d"):
+            numbers = numbers[_rows_in(order)]
+        if name == "conv1d.weight":
+            target, numbers = target.T, numbers[:, 0]
+        if name == "A_log":  # in float64, so that every processor rounds to the same
+            numbers = np.array([math.exp(float(one)) for one in numbers]).astype(np.float32)
+        write(target, numbers)
 
 
 def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
     """Where the tensor goes."""
-    return shape.name, Slot((shape.width,), partial(_copy_numbers, write), lambda: "float32")
+    return shape.name, Slot((shape.width,), partial(_write_numbers, write), lambda: "float32")
 
 
-def _write_whole(write: Callable[[Array], None], shape: tuple[int, int], numbers: Array) -> None:
-    write(numbers.reshape(shape))
-
-
-def _write_scaled(write: Callable[[Array], None], factor: np.float32, numbers: Array) -> None:
-    write(numbers.astype(np.float32) * factor)
-
-
-def _in_order(
-    pieces: Pieces | PairedHeads | None,
-    write: Callable[[Any], None],
-    tensor: Array | QuantizedTensor,
-) -> None:
-    """Writes outputs with pieces of a kind together."""
-    if pieces is None:
-        write(tensor)
-    elif isinstance(tensor, QuantizedTensor):
-        write(replace(tensor, blocks=tensor.blocks[pieces.rows]))
-    else:
-        write(tensor[pieces.rows])
-
-
-def _copy_matrix(linear: WritableLinear, start: int, tensor: Array | QuantizedTensor) -> None:
+def _write_matrix(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
     if isinstance(tensor, QuantizedTensor):
-        linear.copy_blocks(start, tensor)
+        linear.copy_blocks(start, replace(tensor, blocks=tensor.blocks[_rows_in(order)]))
     else:
-        linear.copy_rows(start, tensor)
+        linear.copy_rows(start, tensor[_rows_in(order)])
 
 
-def _copy_numbers(write: Callable[[Array], None], tensor: Array | QuantizedTensor) -> None:
+def _write_bias(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
+    linear.copy_bias(start, _numbers(tensor)[_rows_in(order)])
+
+
+def _write_norm(shape: NormShape, write: Callable[[Array], None], tensor: _Weight) -> None:
+    numbers = _numbers(tensor)
+    if shape.whole:
+        numbers = numbers.reshape(-1, shape.width)
+    if shape.factor != 1.0:  # a tensor of torch may come too
+        numbers = given_array(shape.tensor, numbers).astype(np.float32) * np.float32(shape.factor)
+    write(numbers)
+
+
+def _write_numbers(write: Callable[[Array], None], tensor: _Weight) -> None:
+    write(_numbers(tensor))
+
+
+def _numbers(tensor: _Weight) -> Array:
     if isinstance(tensor, QuantizedTensor):
         raise TypeError("quantized weights are for linear layers and embeddings")
-    write(tensor)
+    return tensor
+
+
+def _rows_in(order: _Order) -> Any:
+    """The outputs of a checkpoint in our order: pieces of a kind together."""
+    return slice(None) if order is None else order.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -40,6 +40,20 @@ class TensorRange:
     start: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.start
+
+    def decoded(self, data: Array) -> Array:
+        """The numbers that these bytes of the file, uint8, stand for. Raises `ValueError`."""
+        dtype = TYPES.get(self.format)
+        if dtype is None:
+            raise ValueError(f"{self.name} has the type {self.format}, which no weights here have")
+        if self.nbytes != prod(self.shape) * dtype.itemsize:
+            raise ValueError(f"{self.name} has {self.nbytes} bytes, not those of its shape")
+        return data.view(dtype).reshape(self.shape)
+
 
 def tensor_ranges(file: Path) -> list[TensorRange]:
     """The tensors of a safetensors file, by its header.
@@ -74,28 +88,6 @@ def _range(name: str, entry: Mapping[str, Any], data: int) -> TensorRange:
     start, end = entry["data_offsets"]
     shape = tuple(map(int, entry["shape"]))
     return TensorRange(name, str(entry["dtype"]), shape, data + start, data + end)
-
-
-def read_tensors(file: Path, wanted: list[TensorRange]) -> Iterator[Array]:
-    """Those tensors, one after the other.
-
-    Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
-    """
-    try:
-        with file.open("rb") as stream:
-            for one in wanted:
-                yield _tensor(stream, one)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
-
-
-def _tensor(stream: BinaryIO, one: TensorRange) -> Array:
-    dtype = TYPES.get(one.format)
-    if dtype is None:
-        raise ValueError(f"{one.name} has the type {one.format}, which no weights here have")
-    if one.end - one.start != prod(one.shape) * dtype.itemsize:
-        raise ValueError(f"{one.name} has {one.end - one.start} bytes, not those of its shape")
-    return read_bytes(stream, one.start, one.end - one.start).view(dtype).reshape(one.shape)
 
 
 def read_bytes(stream: BinaryIO, start: int, length: int) -> Array:

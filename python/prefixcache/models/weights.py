@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +17,10 @@ from prefixcache.config.model_config import read_json_object
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import Array
 from prefixcache.models.fused import FusedReader, RowOrder, fused_names, fused_tensor
-from prefixcache.models.gguf.index import has_index, read_index
+from prefixcache.models.gguf.index import IndexedTensor, has_index, read_index
 from prefixcache.models.names import TensorNames
 from prefixcache.models.quantized import QuantizedTensor
-from prefixcache.models.safetensors_file import TensorRange, read_tensors, tensor_ranges
+from prefixcache.models.safetensors_file import TensorRange, read_bytes, tensor_ranges
 
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,10 +77,7 @@ def read_folder(
     `ModelLoadError` when a file cannot be read.
     """
     is_read = partial(_is_read, names, None if wanted is None else _and_fused(wanted))
-    if has_index(folder):
-        yield from _read_indexed(folder, is_read)
-    else:
-        yield from _split(_read(folder, is_read), names.fused_experts)
+    return _split(_read(folder, is_read), names.fused_experts)
 
 
 def _and_fused(names: Collection[str]) -> set[str]:
@@ -96,8 +94,7 @@ def _is_read(names: TensorNames, wanted: Collection[str] | None, name: str) -> b
 
 def check_folder(shapes: Shapes, folder: Path, names: TensorNames) -> None:
     """Raises what `load_folder` would, from the files' headers alone: no weight is read."""
-    tensors = _indexed_shapes(folder) if has_index(folder) else _read_shapes(folder)
-    tensors = _split_shapes(tensors, names.fused_experts)
+    tensors = _split_shapes(_read_shapes(folder), names.fused_experts)
     found = {checked_name(shapes, names, name, shape, source) for name, shape, source in tensors}
     _check_complete(shapes.keys() - found, folder)
 
@@ -184,23 +181,33 @@ def _next_to(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _read(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
-    files = [(file, tensor_ranges(file)) for file in checkpoint_files(folder)]
-    wanted = [(file, [one for one in ranges if is_read(one.name)]) for file, ranges in files]
-    tensors = (one for file, ranges in wanted for one in _read_file(file, ranges))
-    total = sum(one.end - one.start for _, ranges in wanted for one in ranges)
-    return with_progress("Loading weights", total, tensors, _tensor_bytes)
-
-
-def _read_indexed(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
+def stored_tensors(folder: Path) -> list[tuple[Path, list[TensorRange] | list[IndexedTensor]]]:
+    """Each file with weights, and what lies in it. Raises `ModelLoadError`."""
+    if not has_index(folder):
+        return [(file, tensor_ranges(file)) for file in checkpoint_files(folder)]
     index = read_index(folder)
-    wanted = [one for one in index.tensors if is_read(one.name)]
-    tensors = (
-        NamedTensor(one.name, tensor, index.source(one))
-        for one, tensor in zip(wanted, index.read(wanted), strict=True)
-    )
-    total = sum(one.nbytes for one in wanted)
-    return with_progress("Loading weights", total, tensors, _tensor_bytes)
+    return [
+        (file, [one for one in index.tensors if one.part == part])
+        for part, file in enumerate(index.files)
+    ]
+
+
+def _read(folder: Path, is_read: Callable[[str], bool]) -> Iterator[NamedTensor]:
+    stored = stored_tensors(folder)
+    wanted = [(file, [one for one in found if is_read(one.name)]) for file, found in stored]
+    tensors = (one for file, found in wanted for one in _read_file(file, found))
+    total = sum(one.nbytes for _, found in wanted for one in found)
+    return with_progress("Loading weights", total, tensors, attrgetter("tensor.nbytes"))
+
+
+def _read_file(file: Path, wanted: Sequence[TensorRange | IndexedTensor]) -> Iterator[NamedTensor]:
+    try:
+        with file.open("rb") as stream:
+            for one in wanted:
+                data = read_bytes(stream, one.start, one.nbytes)
+                yield NamedTensor(one.name, one.decoded(data), str(file))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
 
 def with_progress(
@@ -215,26 +222,19 @@ def with_progress(
             progress.advance(task, num_bytes(one))
 
 
-def _tensor_bytes(one: NamedTensor) -> int:
-    return one.tensor.nbytes
-
-
-def _read_file(file: Path, wanted: list[TensorRange]) -> Iterator[NamedTensor]:
-    for one, tensor in zip(wanted, read_tensors(file, wanted), strict=True):
-        yield NamedTensor(one.name, tensor, file.name)
-
-
 def _read_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
-    """Names, shapes and files; opening a file also checks that all of its data is there."""
-    for file in checkpoint_files(folder):
-        yield from _read_shapes_of(file)
+    """Names, shapes and files; also checks that all data of safetensors is there."""
+    for file, tensors in stored_tensors(folder):
+        if not has_index(folder):
+            _check_whole(file)
+        for one in tensors:
+            yield one.name, one.shape, str(file)
 
 
-def _read_shapes_of(file: Path) -> Iterator[tuple[str, Sequence[int], str]]:
+def _check_whole(file: Path) -> None:
     try:
-        with safe_open(file, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a mapping)
-                yield name, opened.get_slice(name).get_shape(), file.name
+        with safe_open(file, framework="np"):
+            pass
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
 
@@ -256,12 +256,6 @@ def _split_shapes(
         parts = [(name, shape)] if fused is None else fused.shapes(tuple(shape))
         for part, part_shape in parts:
             yield part, part_shape, source
-
-
-def _indexed_shapes(folder: Path) -> Iterator[tuple[str, Sequence[int], str]]:
-    index = read_index(folder)
-    for one in index.tensors:
-        yield one.name, one.shape, index.source(one)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -7,10 +7,10 @@ a runner of its own: it fills this interface, and `engine/build.py` chooses it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.buffers import BlockTableBuffers
@@ -18,11 +18,10 @@ from prefixcache.kv.elastic import BlockMemory
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
 from prefixcache.kv.tiers.disk_tier import DiskTier
-from prefixcache.types.modes import WeightsInfo
 from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from prefixcache.models.checkpoint import Checkpoint
+    from prefixcache.models.replaceable import ReplaceableModel
 
 Step = TypeVar("Step", bound=InFlightStep)
 
@@ -173,80 +172,8 @@ class ModelMemory(Protocol):
         ...
 
 
-class ModelWeights(Protocol):
-    """The weights of a model, which can be replaced and given up.
-
-    Tensors go by their checkpoint's names. What does not fit raises `ModelLoadError`.
-    """
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """What holds just these weights; None when some came from elsewhere."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """Whether the weights are there, every one of them."""
-        ...
-
-    @property
-    def info(self) -> WeightsInfo:
-        """How they are kept. From any thread."""
-        ...
-
-    @property
-    def quantized_digest(self) -> str | None:
-        """Which weights a folder's numbers were quantized for, and how; None where none were."""
-        ...
-
-    @property
-    def requantized_digest(self) -> str | None:
-        """The same of an update in chunks, which quantizes what is kept in blocks."""
-        ...
-
-    def check_folder(self, folder: Path, /) -> Checkpoint:
-        """The weights in a folder, for `load`, which must be of this very model.
-
-        From any thread. They are read then for their digest.
-        """
-        ...
-
-    def load(self, checkpoint: Checkpoint, /) -> None:
-        """Writes all weights of a checked folder, in place if they are there.
-
-        When the folder has changed meanwhile, the weights of the folder before are back, as
-        `checkpoint` says, or they are given up where no folder holds them.
-        """
-        ...
-
-    def check_tensors(self, tensors: Mapping[str, Any], /) -> None:
-        """Raises `ModelLoadError` for tensors that `write` would refuse."""
-        ...
-
-    def check_all_named(self, names: Collection[str], /) -> None:
-        """Raises `ModelLoadError` when a tensor of the model is not among `names`."""
-        ...
-
-    def write(self, tensors: Mapping[str, Any], /) -> set[str]:
-        """Replaces the named weights in place, all or none; the model's own names of them."""
-        ...
-
-    def replace(self, tensors: Mapping[str, Any], /) -> None:
-        """`write`; where it breaks off, weights are left as `load` leaves them."""
-        ...
-
-    @property
-    def most_given_bytes(self) -> int:
-        """More bytes than all tensors have, whatever their types."""
-        ...
-
-    def missing(self) -> set[str]:
-        """Weights that were never written since the model was made again."""
-        ...
-
-    def give_up(self) -> None:
-        """Frees the weights' memory."""
-        ...
+ModelWeights: TypeAlias = "ReplaceableModel[Any]"
+"""The weights of a model, which can be replaced and given up."""
 
 
 def check_supported(plan: StepPlan, supported: Collection[str] = ()) -> None:

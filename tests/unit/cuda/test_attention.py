@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from prefixcache.exceptions import ConfigError
+from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.registry import attention_names, make_attention
 from support.kernel_attention import backend_of
@@ -99,7 +100,7 @@ def test_keys_and_values_stand_at_their_slots() -> None:
 def test_an_unknown_backend_lists_the_known_ones() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
     with pytest.raises(ConfigError, match=f"auto, {', '.join(attention_names())}, got 'magic'"):
-        make_attention("magic", [AttentionGroup(spec, (0,))])
+        make_attention("magic", [AttentionGroup(spec, KVGroup((0,)))])
 
 
 def test_heads_must_divide() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
+from prefixcache.kv.specs import KVGroup
 from prefixcache.models.loader import load_model
 from prefixcache.models.parameters import LinearShape
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
@@ -36,7 +37,7 @@ from prefixcache.runner.cuda.attention.flashinfer_plan import (
 )
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
-from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.runner.cuda.ops.sets import Ops
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
@@ -127,7 +128,7 @@ def _hybrid_answers(folder: Path) -> dict[str, list[list[float]]]:
 class RowByRow(Ops):
     """Ops whose rows do not depend on the batch: each is computed alone."""
 
-    def linear(self, shape: LinearShape) -> Linear:
+    def linear(self, shape: LinearShape) -> TorchLinear:
         return AloneLinear(self.empty(shape.outputs, shape.inputs))
 
     @staticmethod
@@ -293,9 +294,9 @@ def test_a_models_groups_are_made_at_once_and_each_kernel_is_tried_once(monkeypa
     full = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
     window = dataclasses.replace(full, sliding_window=20)
     groups = [
-        AttentionGroup(full, (2,)),
-        AttentionGroup(window, (0,)),
-        AttentionGroup(window, (1,)),
+        AttentionGroup(full, KVGroup((2,))),
+        AttentionGroup(window, KVGroup((0,))),
+        AttentionGroup(window, KVGroup((1,))),
     ]
     options = AttentionOptions(dtype=torch.bfloat16)
     made = make_attention("flashinfer", groups, options)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equality import with_windows
+from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.cuda.attention.base import AttentionBackend, AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.registry import make_attention
 from support.kernel_attention import backend_of
@@ -117,7 +118,7 @@ def test_torch_and_the_cpus_kernel_agree_on_a_model_of_two_kinds(
 
 def test_each_layer_goes_to_its_groups_backend_by_its_number_there() -> None:
     spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0)
-    groups = [AttentionGroup(spec, (1, 3)), AttentionGroup(spec, (0, 2))]
+    groups = [AttentionGroup(spec, KVGroup((1, 3))), AttentionGroup(spec, KVGroup((0, 2)))]
     attention = make_attention("torch", groups)
     ran: list[tuple[AttentionBackend, int]] = []
     for backend in attention.backends:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.batch import StepBuffers
 from prefixcache.runner.cuda.results import StepResults
@@ -138,7 +139,7 @@ def test_a_steps_tables_go_to_the_device_in_one_copy(monkeypatch: pytest.MonkeyP
     )
     spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
     buffers = StepBuffers(
-        groups=[AttentionGroup(spec, (0,)), AttentionGroup(spec, (1,))],
+        groups=[AttentionGroup(spec, KVGroup((0,))), AttentionGroup(spec, KVGroup((1,)))],
         block_size=16,
         max_tokens=8,
         max_seqs=3,

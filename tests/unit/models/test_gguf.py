@@ -22,7 +22,8 @@ from prefixcache.models import arrays, digests, hub
 from prefixcache.models.gguf.header import read_header
 from prefixcache.models.gguf.index import INDEX_FILE, read_index
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.weights import check_folder, shapes_of
+from prefixcache.models.names import TensorNames
+from prefixcache.models.weights import check_folder, read_folder, shapes_of
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from support.loaded import torch_model
 from support.tiny_gguf import write_gguf
@@ -115,6 +116,14 @@ def test_another_architecture_is_refused_by_name(file: Path) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"tiny\.gguf: architecture 'mamba'.*llama, qwen2"
     ):
+        resolve_model(str(file))
+
+
+def test_metadata_without_sense_names_the_file(file: Path) -> None:
+    key = b"llama.attention.head_count"
+    described = struct.pack("<Q", len(key)) + key
+    edited(file, file.read_bytes().index(described) + len(described) + 4, "<I", 0)
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf is broken: .*zero"):
         resolve_model(str(file))
 
 
@@ -262,8 +271,9 @@ def test_tensors_leave_memory_as_they_are_written(converted, monkeypatch):
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(file: Path) -> None:
-    index = read_index(Path(resolve_model(str(file))))
-    tensors = index.read(index.tensors)
+    folder = resolve_model(str(file))
+    index = read_index(folder)
+    tensors = read_folder(folder, TensorNames(ModelConfig.from_hf(folder)))
     next(tensors)
     os.truncate(index.files[0], index.tensors[-1].offset + 1)
     with pytest.raises(ModelLoadError, match="it ends before byte"):

@@ -288,6 +288,11 @@ def bad_tensor(content: bytes) -> bytes:
     return content[:place] + struct.pack("<I", 21) + content[place + 4 :]
 
 
+def without_heads(content: bytes) -> bytes:
+    key = b"attention.head_count" + struct.pack("<I", 4)
+    return content.replace(key + struct.pack("<I", 4), key + struct.pack("<I", 0))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -295,6 +300,8 @@ def bad_tensor(content: bytes) -> bytes:
         (bad_file_type, "its quantization is IQ2_XXS. Supported: F32"),
         (bad_tensor, "tensor blk.1.ffn_down.weight is IQ3_S. Supported: F32"),
         (lambda content: content[4:], "is broken: it does not begin with GGUF"),
+        (lambda content: content.replace(b"block_count", b"clock_count"), "lacks llama.block_coun"),
+        (without_heads, "is broken: .*zero"),
     ],
 )
 def test_a_gguf_file_is_refused_by_its_header(loopback, tmp_path, change, said):

@@ -429,6 +429,14 @@ def test_weights_are_replaced_in_place_one_chunk_at_a_time(tiny_checkpoint):
     assert not torch.allclose(before, after, atol=0.1)
 
 
+def test_a_scaled_norm_takes_a_tensor_of_torch(tiny_checkpoint: TinyCheckpoint) -> None:
+    """As an update on a GPU gives it; what a folder holds is numpy's."""
+    model = load(tiny_checkpoint("gemma4-large"))
+    name = "model.layers.0.router.scale"
+    given = NamedTensor(name, torch.full(model.slots[name].shape, 2.0), "update")
+    assert copy_into(model.slots, [given], model.names) == {name}
+
+
 @pytest.mark.parametrize(
     ("asked", "checkpoint", "fast", "expected"),
     [

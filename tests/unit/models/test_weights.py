@@ -225,7 +225,7 @@ def test_a_missing_tensor_of_its_text_part_is_named(
 def test_wrong_tensors_of_its_text_part_go_by_the_files_names(sees_images: Path) -> None:
     name = "language_model.model.norm.weight"
     rewrite(sees_images, lambda tensors: tensors.update({name: torch.zeros(63)}))
-    with pytest.raises(ModelLoadError, match=rf"^{name} in model.safetensors has shape \[63\]"):
+    with pytest.raises(ModelLoadError, match=rf"^{name} in .*model.safetensors has shape \[63\]"):
         load(sees_images)
     rewrite(
         sees_images,

@@ -19,7 +19,7 @@ from prefixcache._core import Cpu, PackedLinear
 from prefixcache.cli.main import app
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
-from prefixcache.models.gguf import index
+from prefixcache.models import weights
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.laid_out.weights_folder import Parts, WeightsCache, WeightsFolder
 from prefixcache.runner.cpu import cpu_runner
@@ -230,9 +230,9 @@ def started(folder: Path, **flags: object) -> tuple[Said, int, int]:
         read.append(length)
         return real(stream, start, length)
 
-    real = index.read_bytes
+    real = weights.read_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "read_bytes", read_bytes)
+        patch.setattr(weights, "read_bytes", read_bytes)
         config = EngineConfig.from_flags(model=str(folder), device="cpu", num_blocks=64, **flags)
         engine = build(config, folder)
     said, _ = answer(engine, tokens(70), num_tokens=8)

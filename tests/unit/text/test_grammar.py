@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -250,6 +252,23 @@ def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
         assert sandboxes.thorough._process is process, "the process outlives what is cancelled"
     finally:
         sandboxes.close()
+
+
+_TIME_IS_OVER_BEHIND_THE_ANSWER = """
+import os, signal
+from prefixcache.text.grammar import sandbox
+os._exit = lambda _: os.kill(os.getpid(), signal.SIGPROF)
+sandbox.main()
+"""
+
+
+def test_a_grammar_gets_one_answer_whenever_its_time_is_over() -> None:
+    """A second one would be taken for that of the next grammar."""
+    asked = [(3.0, astuple(StructuredOutput("regex", text))) for text in "ab"]
+    sent = b"".join(map(pickle.dumps, [(TOKENS, (EOS, SPECIAL), (EOS,)), *asked]))
+    command = [sys.executable, "-c", _TIME_IS_OVER_BEHIND_THE_ANSWER]
+    said = subprocess.run(command, input=sent, stdout=subprocess.PIPE, check=True).stdout
+    assert len(said.splitlines()) == 1 + len(asked)
 
 
 def test_a_refused_grammar_is_not_tried_again() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -54,26 +55,25 @@ ARCHITECTURES = {
     "gemma4": "Gemma4ForCausalLM",
 }
 """The architectures of GGUF files, by their names there."""
+
+
+def _gated(name: str, module: str) -> dict[str, str]:
+    """The modules of a gated MLP, by names that have its part in the place of the "*"."""
+    parts = ("gate", "up", "down")
+    return {name.replace("*", one): module.replace("*", one) for one in parts}
+
+
 _MODULES = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **_gated("ffn_*", "mlp.*_proj"),
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    **_gated("ffn_*_shexp", "mlp.shared_expert.*_proj"),
+    **_gated("ffn_*_exps", "mlp.experts.{}.*_proj"),
 }
 # Tensors of all experts of a layer, one after the other, and what an expert has in them.
 _EXPERTS = {
@@ -99,8 +99,7 @@ _DELTA = ("qwen3next", "qwen35", "qwen35moe")
 _LFM2_MODULES = {
     "attn_norm": "operator_norm",
     "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
+    **{f"attn_{one}_norm": f"self_attn.{one}_layernorm" for one in "qk"},
     "ffn_norm": "ffn_norm",
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
@@ -123,12 +122,8 @@ _DELTA_MODULES = {
 }
 _GRANITE_MOE_MODULES = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_shexp": "shared_mlp.gate_proj",
-    "ffn_up_shexp": "shared_mlp.up_proj",
-    "ffn_down_shexp": "shared_mlp.down_proj",
-    "ffn_gate_exps": "block_sparse_moe.{}.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.{}.up_proj",
-    "ffn_down_exps": "block_sparse_moe.{}.down_proj",
+    **_gated("ffn_*_shexp", "shared_mlp.*_proj"),
+    **_gated("ffn_*_exps", "block_sparse_moe.{}.*_proj"),
 }
 _MAMBA_MODULES = {
     "ssm_in": "mamba.in_proj",
@@ -165,9 +160,7 @@ _OWN_MODULES = {
         "ffn_down_exps": "feed_forward.experts.{}.w2",
     },
     "granitemoe": _GRANITE_MOE_MODULES,
-    "granitehybrid": _GRANITE_MOE_MODULES
-    | _MAMBA_MODULES
-    | {f"ffn_{one}": f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
+    "granitehybrid": _GRANITE_MOE_MODULES | _MAMBA_MODULES | _gated("ffn_*", "shared_mlp.*_proj"),
     **dict.fromkeys(_DELTA, _DELTA_MODULES),
     "nemotron_h": _NEMOTRON_H_MODULES,
     "gpt-oss": {
@@ -195,9 +188,7 @@ _OWN_MODULES = {
         "ffn_gate_inp": "router.proj",
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
-        "ffn_gate_exps": "experts.{}.gate_proj",
-        "ffn_up_exps": "experts.{}.up_proj",
-        "ffn_down_exps": "experts.{}.down_proj",
+        **_gated("ffn_*_exps", "experts.{}.*_proj"),
     },
 }
 # What the frequencies of pairs are divided by, tensors of a file. Llama 3's are the same at any
@@ -263,7 +254,7 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
     both name the file.
     """
     headers = [read_header(file) for file in files]
-    try:
+    with errors_of(f"The GGUF file {files[0]}"):
         config = _config_of(headers, dict(_factors(files, headers)))
         tensors = list(_indexed(headers, config))
         sizes = [file.stat().st_size for file in files]
@@ -272,14 +263,24 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
         metadata = headers[0].metadata
         _write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
         write_tokenizer(folder, metadata, config["max_position_embeddings"])
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"The GGUF file {files[0]}: {error}") from error
-    except ModelLoadError as error:
-        raise ModelLoadError(f"The GGUF file {files[0]}: {error}") from error
+
+
+@contextmanager
+def errors_of(file: str) -> Generator[None]:
+    """Lets errors name the file. What its header says without sense is one, `ModelLoadError`."""
+    try:
+        yield
+    except (UnsupportedModelError, ModelLoadError) as error:
+        raise type(error)(f"{file}: {error}") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ModelLoadError(f"{file} is broken: {error}") from error
 
 
 def check_header(parts: Sequence[GgufHeader]) -> None:
-    """Raises `UnsupportedModelError` where the model of a file's parts is not supported."""
+    """Raises `UnsupportedModelError` where the model of a file's parts is not supported.
+
+    What makes no sense raises other errors: see `errors_of`.
+    """
     lengths = {one.name: one.shape[0] for part in parts for one in part.tensors}
     factors = {name: [1.0] * lengths[name] for name in _FACTORS if name in lengths}
     config = _config_of(parts, factors)
@@ -523,18 +524,17 @@ def _olmo_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _layer_types(slides: Sequence[bool]) -> list[str]:
+    return [SLIDING if one else FULL for one in slides]
+
+
 def _windows(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """The window, and the type of each layer; all are full where there is none."""
     window = metadata.shape("attention.sliding_window", 0) or None
     slides: list[bool] = [False] * config["num_hidden_layers"]
     if window:
         slides = metadata.shape("attention.sliding_window_pattern")
-    types = [SLIDING if one else FULL for one in slides]
-    return {"sliding_window": window, "layer_types": types}
-
-
-def _is_gemma(config: dict[str, Any]) -> bool:
-    return config["model_type"] == "gemma3"
+    return {"sliding_window": window, "layer_types": _layer_types(slides)}
 
 
 def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -543,18 +543,20 @@ def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]
         head_dim = config["hidden_size"] // config["num_attention_heads"]
     window = metadata.shape("attention.sliding_window", 0)
     slides = [bool(window and (i + 1) % _GEMMA_PATTERN) for i in range(num_layers)]
-    local_theta = metadata.decimal("rope.freq_base_swa", 10_000.0)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": head_dim,
         "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
         "sliding_window": window or None,
-        "layer_types": [SLIDING if one else FULL for one in slides],
-        "rope_parameters": {
-            FULL: config["rope_parameters"],
-            SLIDING: {"rope_theta": local_theta, "rope_type": "default"},
-        },
+        "layer_types": _layer_types(slides),
+        "rope_parameters": {FULL: config["rope_parameters"], SLIDING: _local_rope(metadata)},
     }
+
+
+def _local_rope(metadata: _Metadata) -> dict[str, Any]:
+    """That of layers with a window."""
+    theta = metadata.decimal("rope.freq_base_swa", 10_000.0)
+    return {"rope_theta": theta, "rope_type": "default"}
 
 
 def _gemma4_config(
@@ -576,6 +578,8 @@ def _gemma4_config(
     heads, sizes = of_layers["num_key_value_heads"], of_layers["intermediate_size"]
     has_experts = bool(metadata.shape("expert_count", 0))
     turned = [factor < _UNTURNED for factor in factors.get("rope_freqs.weight", [1.0])]
+    share = sum(turned) / len(turned)
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": share}
     return {
         "enable_moe_block": has_experts,
         **(_experts_config(metadata) if has_experts else {}),
@@ -592,17 +596,10 @@ def _gemma4_config(
         "vocab_size_per_layer_input": config["vocab_size"],
         "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
         "sliding_window": metadata.shape("attention.sliding_window"),
-        "layer_types": [SLIDING if one else FULL for one in slides],
+        "layer_types": _layer_types(slides),
         "rope_parameters": {
-            FULL: config["rope_parameters"]
-            | {
-                "rope_type": "proportional",
-                "partial_rotary_factor": sum(turned) / len(turned),
-            },
-            SLIDING: {
-                "rope_theta": metadata.decimal("rope.freq_base_swa", 10_000.0),
-                "rope_type": "default",
-            },
+            FULL: config["rope_parameters"] | proportional,
+            SLIDING: _local_rope(metadata),
         },
     }
 
@@ -705,7 +702,7 @@ def _layer_of(tensor: GgufTensor) -> int:
 
 def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
     """llama.cpp keeps what norms multiply by."""
-    has_offset = _is_gemma(config) or config["model_type"] in _DELTA
+    has_offset = config["model_type"] in ("gemma3", *_DELTA)
     is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
     return 1.0 if has_offset and is_norm else 0.0
 

@@ -7,9 +7,8 @@ headers are not read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import BFLOAT16, FLOAT32, Array, new_array
 from prefixcache.models.digests import file_digest
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, row_bytes
-from prefixcache.models.safetensors_file import read_bytes
 
 INDEX_FILE = "model.gguf.index.json"
 WEIGHTS_FILE = "model.gguf"
@@ -58,6 +56,25 @@ class IndexedTensor:
             raise ValueError(f"{self.format} with shape {list(self.shape)}")
         return self.shape[0] * row_bytes(self.format, self.shape[1])
 
+    @property
+    def start(self) -> int:
+        """The first of its bytes."""
+        return self.offset
+
+    def decoded(self, data: Array) -> Array | QuantizedTensor:
+        """The tensor of a checkpoint that these bytes of the file, uint8, stand for."""
+        dtype = UNQUANTIZED_TYPES.get(self.format)
+        rows: Array = data.reshape(self.shape[0], -1)
+        if dtype is not None:
+            rows = data.view(dtype).reshape(self.shape)
+        if self.paired_heads:
+            rows = _unpaired(rows, self.paired_heads)
+        if dtype is None:
+            return QuantizedTensor(self.format, (self.shape[0], self.shape[1]), rows)
+        if self.is_minus_exp:
+            return np.log(-rows.astype(np.float64)).astype(FLOAT32)
+        return rows.astype(FLOAT32) - np.float32(self.offset_by) if self.offset_by else rows
+
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
@@ -65,24 +82,6 @@ class TensorIndex:
 
     files: tuple[Path, ...]
     tensors: tuple[IndexedTensor, ...]
-
-    def read(self, wanted: Iterable[IndexedTensor]) -> Iterator[Array | QuantizedTensor]:
-        """Those tensors, one after the other.
-
-        Raises `ModelLoadError` when the file cannot be read, or is cut while it is read.
-        """
-        for part, tensors in groupby(wanted, key=lambda one: one.part):
-            file = self.files[part]
-            try:
-                with file.open("rb") as stream:
-                    for one in tensors:
-                        yield _as_in_a_checkpoint(one, read_bytes(stream, one.offset, one.nbytes))
-            except (OSError, ValueError) as error:
-                raise ModelLoadError(f"Cannot read the weight file {file}: {error}") from error
-
-    def source(self, tensor: IndexedTensor) -> str:
-        """The file that holds a tensor."""
-        return str(self.files[tensor.part])
 
 
 def has_index(folder: Path) -> bool:
@@ -176,20 +175,6 @@ def _check_file(file: Path, size: int, digest: str | None) -> None:
             f"The weight file {file.resolve()} is not the one that {file.parent} was made of. "
             "Start with the file itself as the model, which makes another folder."
         )
-
-
-def _as_in_a_checkpoint(tensor: IndexedTensor, data: Array) -> Array | QuantizedTensor:
-    dtype = UNQUANTIZED_TYPES.get(tensor.format)
-    rows: Array = data.reshape(tensor.shape[0], -1)
-    if dtype is not None:
-        rows = data.view(dtype).reshape(tensor.shape)
-    if tensor.paired_heads:
-        rows = _unpaired(rows, tensor.paired_heads)
-    if dtype is None:
-        return QuantizedTensor(tensor.format, (tensor.shape[0], tensor.shape[1]), rows)
-    if tensor.is_minus_exp:
-        return np.log(-rows.astype(np.float64)).astype(FLOAT32)
-    return rows.astype(FLOAT32) - np.float32(tensor.offset_by) if tensor.offset_by else rows
 
 
 def _unpaired(rows: Array, heads: int) -> Array:

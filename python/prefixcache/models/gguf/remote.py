@@ -9,8 +9,7 @@ import json
 import re
 from typing import Any
 
-from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models.gguf.folder import check_header, check_metadata
+from prefixcache.models.gguf.folder import check_header, check_metadata, errors_of
 from prefixcache.models.gguf.header import GgufHeader, parse_header
 
 # Of a range; each is twice the one before. The first has what the file is, and not its vocabulary.
@@ -26,17 +25,11 @@ def check_remote(repo_id: str, names: list[str], revision: str | None) -> None:
     """
     headers: list[GgufHeader] = []
     for name in names:
-        with _Ranges(repo_id, name, revision) as data:
-            try:
-                headers.append(parse_header(data, check_metadata if not headers else None))
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(f"{name} of {repo_id}: {error}") from error
-            except ValueError as error:
-                raise ModelLoadError(f"{name} of {repo_id} is broken: {error}") from error
-    try:
+        data = _Ranges(repo_id, name, revision)
+        with errors_of(f"{name} of {repo_id}"):
+            headers.append(parse_header(data, check_metadata if not headers else None))
+    with errors_of(f"{names[0]} of {repo_id}"):
         check_header(headers)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{names[0]} of {repo_id}: {error}") from error
 
 
 def remote_json(repo_id: str, name: str, revision: str | None) -> Any:
@@ -64,12 +57,6 @@ class _Ranges:
         self._next_bytes = _FIRST_BYTES
         self._size = 0
         self._fetch()
-
-    def __enter__(self) -> _Ranges:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._data.clear()
 
     def __len__(self) -> int:
         return self._size

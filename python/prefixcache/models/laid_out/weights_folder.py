@@ -64,8 +64,16 @@ class WeightsFolder(PrivateFolder):
         """Maps the parts of a file into their layers, after all of its bytes were checked.
 
         Returns their names. Raises `ValueError` for a file that is damaged, whatever it has mapped
-        by then.
+        by then; no file is left that cannot be mapped.
         """
+        try:
+            return self._mapped(facts, parts, threads)
+        except (NotUsableError, OSError, ValueError):
+            with suppress(OSError):
+                os.unlink(file_name(facts), dir_fd=self.descriptor)
+            raise
+
+    def _mapped(self, facts: Mapping[str, Any], parts: Parts, threads: int) -> set[str]:
         with self._opened(file_name(facts)) as descriptor:
             table = PartTable.read(descriptor)
             _check(descriptor, table, facts, threads)
@@ -78,15 +86,6 @@ class WeightsFolder(PrivateFolder):
             with suppress(OSError):  # A folder that is read only.
                 os.utime(descriptor)
         return {one.name for one in table.parts}
-
-    def map_or_remove(self, facts: Mapping[str, Any], parts: Parts, threads: int) -> set[str]:
-        """`map`, which leaves no file that it cannot map."""
-        try:
-            return self.map(facts, parts, threads)
-        except (NotUsableError, OSError, ValueError):
-            with suppress(OSError):
-                os.unlink(file_name(facts), dir_fd=self.descriptor)
-            raise
 
     def write(self, facts: Mapping[str, Any], parts: Parts, most_bytes: int, threads: int) -> None:
         """Writes parts to a file that `map` finds.
@@ -150,7 +149,7 @@ class WeightsCache:
         begun, facts = time.perf_counter(), self._facts(digest)
         try:
             with closing(WeightsFolder(self.folder, create=False)) as folder:
-                names = folder.map_or_remove(facts, parts, self.threads)
+                names = folder.map(facts, parts, self.threads)
         except FileNotFoundError:
             return set()
         except (NotUsableError, OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.batch import Batch
-from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.profile_run import null_batch
 from prefixcache.runner.cuda.sampling.sampler import greedy_token_ids
 
@@ -84,7 +84,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         attention: GroupedAttention,
         *,
         sizes: Sequence[int],

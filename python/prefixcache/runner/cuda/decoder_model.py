@@ -43,7 +43,7 @@ from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
 from prefixcache.runner.cuda.ops.delta import gated_delta_rule, mamba2
 from prefixcache.runner.cuda.ops.embedding import Embedding
-from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
 from prefixcache.runner.cuda.ops.sets import Ops
 
@@ -55,7 +55,7 @@ class Builder:
         self.ops = ops
         self.slots: dict[str, Slot] = {}
         self._tensors: list[Tensor] = []
-        self._layers: list[Linear | Embedding] = []
+        self._layers: list[TorchLinear | Embedding] = []
 
     @property
     def num_bytes(self) -> int:
@@ -88,20 +88,12 @@ class Builder:
         self.slots.update(made.slots(shape, _write))
         return made
 
-    def linear(self, shape: LinearShape) -> Linear:
+    def linear(self, shape: LinearShape) -> TorchLinear:
         """A linear layer."""
         made = self.ops.linear(shape)
         self._layers.append(made)
         if "" not in shape.parts:
             self.slots.update(linear_slots(shape, made))
-        return made
-
-    def stacked(self, shape: LinearShape) -> TorchLinear:
-        """A linear layer of which blocks of outputs are computed alone."""
-        bias_O = self.ops.empty(shape.outputs) if shape.bias else None
-        made = TorchLinear(self.ops.empty(shape.outputs, shape.inputs), bias_O)
-        self._layers.append(made)
-        self.slots.update(linear_slots(shape, made))
         return made
 
     def vector(self, shape: VectorShape) -> Tensor:
@@ -121,7 +113,7 @@ class Builder:
             "squared_relu": _squared_relu,
         }[activation]
 
-    def embedding(self, name: str, shape: LinearShape, head: Linear | None) -> Embedding:
+    def embedding(self, name: str, shape: LinearShape, head: TorchLinear | None) -> Embedding:
         """A table of embeddings by its name, and the head tied to it if there is one."""
         made = self.ops.embedding(shape, head)
         self._layers.append(made)
@@ -272,8 +264,8 @@ class ExpertsFeedForward:
         self._selection_bias_N = None if bias is None else builder.vector(bias)
         self._scales_N = None if shape.scales is None else builder.vector(shape.scales)
         self._router = builder.linear(shape.router)
-        self._gate_up = builder.stacked(shape.gate_up)
-        self._down = builder.stacked(shape.down)
+        self._gate_up = builder.linear(shape.gate_up)
+        self._down = builder.linear(shape.down)
         self._shared = DenseFeedForward(shape.shared, builder) if shape.shared else None
         self._shared_weight = builder.linear(shape.shared_weight) if shape.shared_weight else None
 

@@ -121,11 +121,8 @@ def attention_groups(layout: KVLayout, spec: AttentionSpec) -> tuple[AttentionGr
     return tuple(
         AttentionGroup(
             _spec_of(group, spec),
-            group.layers,
-            conv=group if group.conv_width else None,
-            states=tuple(part for part in layout.states if part.group == number),
-            parts=group if group.heads else None,
-            readers=group.readers,
+            group,
+            tuple(part for part in layout.states if part.group == number),
         )
         for number, group in enumerate(layout.groups)
     )

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from prefixcache.kv.buffers import BlockTableBuffers
+from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import check_supported
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.batch import Batch, StepBuffers
-from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.piecewise_graphs import Graphs
 from prefixcache.runner.cuda.profile_run import run_largest_step
 from prefixcache.runner.cuda.results import LaunchedStep, ResultCopies, StepResults
@@ -41,7 +42,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        weights: ReplaceableModel[DecoderModel],
         attention: GroupedAttention,
         *,
         max_tokens: int,
@@ -51,7 +52,7 @@ class ModelRunner:
         device: torch.device,
         graphs: Graphs | None = None,
     ) -> None:
-        self._model = model
+        self._weights = weights
         self._attention = attention
         self._device = device
         self.graphs = graphs
@@ -96,7 +97,7 @@ class ModelRunner:
         """See `StepRunner`."""
         with self._on_device():
             run_largest_step(
-                self._model,
+                self._weights.loaded,
                 self._attention,
                 max_tokens=1,
                 max_sampled=1,
@@ -106,7 +107,7 @@ class ModelRunner:
             )
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResults:
-        inputs = inputs_of(plan)
+        model, inputs = self._weights.loaded, inputs_of(plan)
         rows = [
             SampledRow(s.request_id, s.start + s.num_tokens + 1 + place - len(asked), one, place)
             for s, asked in zip(plan.sequences, inputs, strict=True)
@@ -121,10 +122,10 @@ class ModelRunner:
         if steps is not None and steps.fits(batch):
             hidden_TE = steps.forward(batch)
         else:
-            hidden_TE = self._model.forward(batch.token_ids_T, batch.positions_T, self._attention)
+            hidden_TE = model.forward(batch.token_ids_T, batch.positions_T, self._attention)
         sampled = self._nothing_sampled
         if rows:
-            logits_RV = self._model.compute_logits(hidden_TE[batch.sampled_rows_R])
+            logits_RV = model.compute_logits(hidden_TE[batch.sampled_rows_R])
             sampled = self._sampler.sample(logits_RV, rows)
         return StepResults(inputs, sampled, self._prompt_logprobs(plan, hidden_TE))
 
@@ -143,11 +144,11 @@ class ModelRunner:
 
     def _logprobs_of(self, asked: PromptLogprobsInput, hidden_RE: Tensor) -> list[PackedLogprobs]:
         """A few rows at a time: all logits of a long prompt would not fit into memory."""
-        upload = Upload()
+        model, upload = self._weights.loaded, Upload()
         ids_at = upload.integers(asked.followers)
         parts = ids_at(upload.send(self._device)).split(_LOGPROB_ROWS)
         rows = hidden_RE[: len(asked.followers)].split(_LOGPROB_ROWS)
         return [
-            compute_logprobs(self._model.compute_logits(rows_RE).float(), ids_R, asked.count)
+            compute_logprobs(model.compute_logits(rows_RE).float(), ids_R, asked.count)
             for rows_RE, ids_R in zip(rows, parts, strict=True)
         ]

@@ -26,7 +26,7 @@ from prefixcache.runner.cuda.cuda_graph import (
     choose_size,
     no_garbage_collection,
 )
-from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.profile_run import null_batch
 
 # Multiplications of a step that take a card about as long as the host takes to launch it.
@@ -50,7 +50,7 @@ class PiecewiseGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         attention: GroupedAttention,
         *,
         sizes: Sequence[int],

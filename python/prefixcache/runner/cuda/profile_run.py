@@ -10,7 +10,7 @@ import torch
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.runner.cuda.attention.base import AttentionBatch
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
-from prefixcache.runner.cuda.decoder import Decoder
+from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.sampling.sampler import sample
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
@@ -23,7 +23,7 @@ _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 @torch.inference_mode()
 def run_largest_step(
-    model: Decoder,
+    model: DecoderModel,
     attention: GroupedAttention,
     *,
     max_tokens: int,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prefixcache.runner.cuda.attention.fence import Fence
 from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs
 from prefixcache.runner.cuda.sampling.sampler import Sampled
 from prefixcache.runner.sampled_rows import outputs_of
@@ -84,20 +85,18 @@ class _Slot:
     def __init__(self, size: int, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._host = self._memory(size)
-        self._done = torch.cuda.Event() if self._on_cuda else None
+        self._fence = Fence(device)
 
     def start(self, results: Tensor) -> Callable[[], npt.NDArray[np.int64]]:
         if len(results) > len(self._host):
             self._host = self._memory(len(results))
         host = self._host[: len(results)]
         host.copy_(results, non_blocking=True)
-        if self._done is not None:
-            self._done.record()
+        self._fence.mark()
         return lambda: self._read(host)
 
     def _read(self, host: Tensor) -> npt.NDArray[np.int64]:
-        if self._done is not None:
-            self._done.synchronize()
+        self._fence.wait()
         return host.numpy()
 
     def _memory(self, size: int) -> Tensor:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
@@ -21,7 +20,6 @@ from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.base import KVSpecs, ModelSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
-from prefixcache.runner.cuda.decoder import Decoder
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.device import (
     choose_device,
@@ -106,9 +104,7 @@ class TorchRunner:
         )
         self.kv = kv_tensors(config, loaded, attention, sizes.start, sizes=sizes)
         self._specs = KVSpecs(self.kv.layout, sizes)
-        self.steps = _step_runner(
-            config, Current(weights), attention, self._specs, max_model_len, device
-        )
+        self.steps = _step_runner(config, weights, attention, self._specs, max_model_len, device)
         self.memory = ModelMemory(
             weights,
             self.kv,
@@ -146,23 +142,6 @@ class TorchRunner:
     def available_memory(self) -> int:
         """See `Runner`."""
         return device_memory(self._device).free
-
-
-class Current:
-    """The model that the weights are in now, whatever becomes of them."""
-
-    def __init__(self, weights: ReplaceableModel[DecoderModel]) -> None:
-        self._weights = weights
-
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, attention: GroupedAttention
-    ) -> Tensor:
-        """See `Decoder`. Raises `RuntimeError` while the weights are given up."""
-        return self._weights.loaded.forward(token_ids_T, positions_T, attention)
-
-    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
-        """See `Decoder`."""
-        return self._weights.loaded.compute_logits(hidden_RE)
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -233,7 +212,7 @@ def _attention(config: EngineConfig, model: DecoderModel, *, invariant: bool) ->
 
 def _step_runner(
     config: EngineConfig,
-    model: Decoder,
+    weights: ReplaceableModel[DecoderModel],
     attention: GroupedAttention,
     specs: KVSpecs,
     max_model_len: int,
@@ -243,7 +222,7 @@ def _step_runner(
     limits = config.scheduler.limits()
     max_tokens = limits.max_num_batched_tokens
     return ModelRunner(
-        model,
+        weights,
         attention,
         max_tokens=max_tokens,
         max_seqs=limits.max_num_seqs,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from pydantic_core import from_json
@@ -33,6 +35,44 @@ class MessageDelta:
     def __bool__(self) -> bool:
         """Whether anything was added."""
         return bool(self.content or self.reasoning or self.tool_calls)
+
+
+class CallDeltas:
+    """The calls of an answer as they are read; with `most` no more than that are passed on."""
+
+    def __init__(self, new_id: Callable[[], str], most: int | None) -> None:
+        self.count = 0
+        self._new_id = new_id
+        self._most = most
+        self._ids: set[str] = set()
+        self._found: list[ToolCallDelta] = []
+
+    def begin(self, name: str, call_id: str | None = None) -> int:
+        """The index of a new call, which has this id unless another one has it."""
+        index = self.count
+        self.count += 1
+        if self._is_passed_on(index):
+            call_id = self._new_id() if call_id is None or call_id in self._ids else call_id
+            self._ids.add(call_id)
+            self._found.append(ToolCallDelta(index, call_id, name))
+        return index
+
+    def add(self, index: int, arguments: str) -> None:
+        """Takes more of the arguments of a call."""
+        if self._is_passed_on(index):
+            self._found.append(ToolCallDelta(index, arguments=arguments))
+
+    def taken(self) -> tuple[ToolCallDelta, ...]:
+        """What came since this was last asked for, in one piece for neighbours of one call."""
+        found, self._found = self._found, []
+        calls = ([*of_one] for _, of_one in itertools.groupby(found, attrgetter("index")))
+        return tuple(
+            dataclasses.replace(call[0], arguments="".join(one.arguments for one in call))
+            for call in calls
+        )
+
+    def _is_passed_on(self, index: int) -> bool:
+        return self._most is None or index < self._most
 
 
 class MessageParser(Protocol):

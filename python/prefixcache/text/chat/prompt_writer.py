@@ -8,7 +8,7 @@ from typing import Any
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.text.chat.calls.formats import PHI4_MINI, ToolFormat
 from prefixcache.text.chat.harmony.turns import harmony_messages, single_calls
-from prefixcache.text.chat.prompted_tools import phi_messages, prompted
+from prefixcache.text.chat.prompted_tools import phi_messages, prompted, with_calls_as_text
 from prefixcache.text.chat.tools import Tool
 from prefixcache.text.tokenization.chat_template import ChatTemplate, plain_message
 
@@ -59,14 +59,14 @@ class PromptWriter:
             written = rewrite(written)
         if self._template.shows_tools:
             if self._tools is not None and "tool_calls" not in self._template.for_tools:
-                written = [_with_calls_as_text(one, self._tools) for one in written]
+                written = [with_calls_as_text(one, self._tools) for one in written]
             if self._tools is not None and not self._tools.many:
                 written = single_calls(written)
             needs = self._needs_parameters
             specs = [_whole(tool.spec) if needs else tool.spec for tool in tools]
             return self._template.render(written, tools=specs, **options)
         if self._tools is PHI4_MINI:
-            written = phi_messages(written, tools, PHI4_MINI.text)
+            written = phi_messages(written, tools)
         else:
             written = prompted(written, tools, self._role_of_tools)
         return self._template.render(written, **options)
@@ -79,14 +79,6 @@ def _takes_system_messages(template: ChatTemplate) -> bool:
     except InvalidRequestError:
         return False
     return True
-
-
-def _with_calls_as_text(message: _Message, tools: ToolFormat) -> _Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": f"{message.get('content', '')}{tools.text(calls)}"}
 
 
 def _with_thinking(messages: list[_Message]) -> list[_Message]:

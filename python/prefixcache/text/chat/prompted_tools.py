@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prefixcache.text.chat.calls.formats import PHI4_MINI, SMOLLM2, ToolFormat
 from prefixcache.text.chat.tools import Tool
 
 _Messages = list[dict[str, Any]]
@@ -20,6 +21,18 @@ To call some of them, answer with nothing but a list of calls in this form:
 What they return follows in <tool_response></tool_response>. Answer in plain text where no call \
 is needed."""
 _PHI_SYSTEM = "You are a helpful assistant with some tools."
+
+
+def with_calls_as_text(
+    message: Mapping[str, Any], tools: ToolFormat, before: str = ""
+) -> dict[str, Any]:
+    """The message, its calls in their format behind its content, with `before` between the two."""
+    written = dict(message)
+    calls = written.pop("tool_calls", None)
+    if calls:
+        said = written.get("content", "")
+        written["content"] = f"{said}{before if said else ''}{tools.text(calls)}"
+    return written
 
 
 def prompted(
@@ -37,28 +50,22 @@ def prompted(
         elif result:  # many templates want user and assistant by turns
             written.append({"role": "user", "content": _result(message)})
         else:
-            written.append(_with_calls(message))
+            written.append(with_calls_as_text(message, SMOLLM2, "\n"))
     return _with_tools(written, tools, role) if tools else written
 
 
-def phi_messages(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Tool],
-    calls_text: Callable[[Sequence[Mapping[str, Any]]], str],
-) -> _Messages:
+def phi_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> _Messages:
     """The messages, with plain text content, for Phi-4-mini's template.
 
     It shows the `tools` of a system message, and results by their role.
     """
-    written: _Messages = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        text = calls_text(calls) if calls else ""
-        role = "tool_response" if message.get("role") == "tool" else message.get("role")
-        written.append({**message, "role": role, "content": f"{message.get('content', '')}{text}"})
+    written = [with_calls_as_text(message, PHI4_MINI) for message in messages]
+    for message in written:
+        if message.get("role") == "tool":
+            message["role"] = "tool_response"
     if not tools:
         return written
-    if not written or written[0]["role"] != "system":
+    if not written or written[0].get("role") != "system":
         written.insert(0, {"role": "system", "content": _PHI_SYSTEM})
     written[0]["tools"] = _json([tool.spec["function"] for tool in tools])
     return written
@@ -74,16 +81,6 @@ def _with_tools(messages: _Messages, tools: Sequence[Tool], role: str) -> _Messa
     parts = (said, text) if role == "system" else (text, said)
     messages[at] = {**messages[at], "content": "\n\n".join(parts)}
     return messages
-
-
-def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    written = dict(message)
-    calls = written.pop("tool_calls", None)
-    if calls:
-        listed = ",\n".join(_json(call["function"]) for call in calls)
-        before = f"{written['content']}\n" if written.get("content") else ""
-        written["content"] = f"{before}<tool_call>[\n{listed}\n]</tool_call>"
-    return written
 
 
 def _result(message: Mapping[str, Any]) -> str:

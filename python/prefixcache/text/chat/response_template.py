@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
 from prefixcache.exceptions import ModelLoadError
-from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.text.chat.calls.formats import call_id
+from prefixcache.text.chat.message import CallDeltas, MessageDelta
 from prefixcache.text.chat.tools import ToolUse
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class ResponseTemplateParser:
         self.in_reasoning = False
         self._parser = parser
         self._calls_field = None if use.mode == "none" else "tool_calls"
-        self._most = None if use.parallel else 1
-        self._num_calls = 0
+        self._calls = CallDeltas(call_id, None if use.parallel else 1)
         self._unread: list[str] = []  # of a field that is passed on when it is whole
         self._broken = False
         self._follow(parser.initial_events)
@@ -79,29 +78,22 @@ class ResponseTemplateParser:
     def _follow(self, events: list[dict[str, Any]]) -> MessageDelta:
         content: list[str] = []
         reasoning: list[str] = []
-        calls: list[ToolCallDelta] = []
         for event in events:
             name, kind = event["field"], event["type"]
             if kind == "region_chunk":
                 kept = content if name == "content" else reasoning if name in _REASONING else None
                 (self._unread if kept is None else kept).append(event["text"])
             elif kind == "region_close" and name == self._calls_field:
-                calls += self._calls(event["value"])
+                self._read_calls(event["value"])
                 self._unread.clear()
             elif kind == "region_close":
                 content += self._unread
                 self._unread.clear()
             self.in_reasoning = name in _REASONING and kind != "region_close"
-        return MessageDelta("".join(content), "".join(reasoning), tuple(calls))
+        return MessageDelta("".join(content), "".join(reasoning), self._calls.taken())
 
-    def _calls(self, value: object) -> list[ToolCallDelta]:
-        deltas: list[ToolCallDelta] = []
+    def _read_calls(self, value: object) -> None:
         for one in cast("list[dict[str, Any]]", value if isinstance(value, list) else [value]):
-            if self._num_calls == self._most:
-                break
             function = one["function"]
             arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-            call_id = f"call_{secrets.token_hex(12)}"
-            deltas.append(ToolCallDelta(self._num_calls, call_id, function["name"], arguments))
-            self._num_calls += 1
-        return deltas
+            self._calls.add(self._calls.begin(function["name"]), arguments)

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
-from prefixcache.text.chat.parts import one_object
+from prefixcache.text.chat.parts import one_object, text_of
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -145,10 +145,7 @@ def _read_allowed(allowed: Mapping[str, Any]) -> tuple[Mode, list[str]]:
 
 def _name_of(value: object, field: str) -> str:
     function = one_object(one_object(value, field).get("function"), f"{field}.function")
-    name = function.get("name")
-    if not isinstance(name, str):
-        raise wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
-    return name
+    return text_of(function, "name", f"{field}.function")
 
 
 def _chosen(known: Sequence[Tool], names: Collection[str]) -> tuple[Tool, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from prefixcache.exceptions import ConfigError
@@ -66,28 +67,52 @@ class AttentionBatch:
     num_decodes: int = 0
     first_pages: Tensor | None = None  # int32 [S]
 
+    def sequences(self, block_size: int) -> list[BatchSequence]:
+        """Each sequence of the step, for kernels that compute one after the other."""
+        pages = self.kv_indices.to(self.slot_mapping.device, torch.int64)
+        qo_indptr, kv_indptr = self.qo_indptr.tolist(), self.kv_indptr.tolist()
+        first_pages = (
+            [0] * len(qo_indptr) if self.first_pages is None else self.first_pages.tolist()
+        )
+        found: list[BatchSequence] = []
+        for s, last_page_len in enumerate(self.last_page_len.tolist()):
+            rows, listed = slice(*qo_indptr[s : s + 2]), pages[slice(*kv_indptr[s : s + 2])]
+            stop = (first_pages[s] + len(listed) - 1) * block_size + last_page_len
+            start = stop - (rows.stop - rows.start)
+            found.append(BatchSequence(rows, listed, first_pages[s], start, stop))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSequence:
+    """A sequence of a step: its query rows, which are at the positions from `start` to `stop`.
+
+    `pages`, int64 on the device of the KV tensors, are its pages from number `first_page` on.
+    """
+
+    rows: slice
+    pages: Tensor
+    first_page: int
+    start: int
+    stop: int
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Layers of a model with the same attention and block table, by their numbers in the model.
+    """Layers of a model with the same attention and block table.
 
-    Where the layers are convolutions, `conv` is their group of the layout, and where they have
-    states, `states` are the parts that lie in the group; the spec says the shape of the KV tensors
-    alone then. Where they have a part of a tensor's blocks, `parts` is their group. `readers` are
-    as in `KVGroup`.
+    Where they are convolutions, or have states, whose parts in the group are `states`, the spec
+    says the shape of the KV tensors alone.
     """
 
     spec: AttentionSpec
-    layers: tuple[int, ...]
-    conv: KVGroup | None = None
+    kv: KVGroup
     states: tuple[StatePart, ...] = ()
-    parts: KVGroup | None = None
-    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def attends(self) -> bool:
         """Whether the layers attend."""
-        return self.conv is None and not self.states
+        return not (self.kv.conv_width or self.states)
 
 
 class AttentionBackend(Protocol):

@@ -1,4 +1,4 @@
-"""When pinned memory may be written again."""
+"""When pinned memory may be written again, or read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Fence:
-    """Keeps the host from writing pinned memory that a copy to the device still reads.
+    """Keeps the host from pinned memory that a copy to or from the device still reads or writes.
 
     Copies to a CPU are done when they return, so there is nothing to wait for.
     """

@@ -234,7 +234,7 @@ class KernelMaker:
 
         Always FA2: "auto" may become another one with the release or the shape of a step.
         """
-        tables = {} if fixed_rows is None else _decode_tables(fixed_rows)
+        tables = _graph_tables(fixed_rows, "buffer")
         splits = self._splits(len(fixed_rows.last_page_len) if fixed_rows else 0)
         wrapper = self._kernels.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -264,7 +264,9 @@ class KernelMaker:
         plans: Tensor,
         fixed_rows: FixedRows | None,
     ) -> _Prefill:
-        tables = {} if fixed_rows is None else _prefill_tables(fixed_rows)
+        tables = _graph_tables(fixed_rows, "buf")
+        if fixed_rows is not None:
+            tables["qo_indptr_buf"] = fixed_rows.qo_indptr
         wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, backend=self._prefill_backend, **tables
         )
@@ -302,20 +304,13 @@ class KernelMaker:
         }
 
 
-def _prefill_tables(rows: FixedRows) -> dict[str, Any]:
+def _graph_tables(rows: FixedRows | None, ending: str) -> dict[str, Any]:
+    """What both kinds of wrappers are given of fixed addresses, under names of this ending."""
+    if rows is None:
+        return {}
     return {
         "use_cuda_graph": True,
-        "qo_indptr_buf": rows.qo_indptr,
-        "paged_kv_indptr_buf": rows.kv_indptr,
-        "paged_kv_indices_buf": rows.indices,
-        "paged_kv_last_page_len_buf": rows.last_page_len,
-    }
-
-
-def _decode_tables(rows: FixedRows) -> dict[str, Any]:
-    return {
-        "use_cuda_graph": True,
-        "paged_kv_indptr_buffer": rows.kv_indptr,
-        "paged_kv_indices_buffer": rows.indices,
-        "paged_kv_last_page_len_buffer": rows.last_page_len,
+        f"paged_kv_indptr_{ending}": rows.kv_indptr,
+        f"paged_kv_indices_{ending}": rows.indices,
+        f"paged_kv_last_page_len_{ending}": rows.last_page_len,
     }

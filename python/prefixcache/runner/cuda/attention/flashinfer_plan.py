@@ -72,11 +72,6 @@ class KernelRows:
         )
 
     @property
-    def num_sequences(self) -> int:
-        """S."""
-        return len(self.last_page_len)
-
-    @property
     def num_rows(self) -> int:
         """Query rows of all sequences."""
         return int(self.qo_indptr[-1])

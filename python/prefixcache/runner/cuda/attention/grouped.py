@@ -11,12 +11,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from prefixcache.kv.specs import KVGroup, StatePart, layer_places
+from prefixcache.kv.specs import StatePart, layer_places
 from prefixcache.runner.cuda.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionGroup,
-    AttentionSpec,
     GraphAttention,
 )
 from prefixcache.runner.cuda.attention.short_conv import ShortConvCache
@@ -41,7 +40,7 @@ class GroupedAttention:
         self.name = first.name
         self.batch_invariant = all(backend.batch_invariant for backend in backends)
         self.kv_shape = first.kv_shape
-        places = layer_places(groups)
+        places = layer_places(group.kv for group in groups)
         self._layers = [(backends[group], number) for group, number in places]
 
     @property
@@ -56,10 +55,10 @@ class GroupedAttention:
         any.
         """
         for group, backend in zip(self.groups, self.backends, strict=True):
-            if group.parts is not None:
-                backend.bind(_parts(group.parts, group.spec, self.kv_shape, kv_tensors))
+            if group.kv.heads is not None:
+                backend.bind(_parts(group, self.kv_shape, kv_tensors))
             else:
-                backend.bind(kv_tensors if group.states else kv_tensors[: len(group.layers)])
+                backend.bind(kv_tensors if group.states else kv_tensors[: len(group.kv.layers)])
 
     def plan(self, batches: Sequence[AttentionBatch]) -> None:
         """Prepares for the step; the batches, one a group, must not change until its last `run`."""
@@ -144,14 +143,13 @@ class GroupedAttention:
 
 
 def _parts(
-    group: KVGroup,
-    spec: AttentionSpec,
+    group: AttentionGroup,
     kv_shape: Callable[[int, int, int, int], tuple[int, ...]],
     kv_tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     """The part of each layer of the group, of the backends' shape, without a copy."""
-    heads = (spec.num_kv_heads, spec.head_dim)
-    block_size = group.part_numbers // (2 * heads[0] * heads[1])
-    places = [group.part(number) for number in range(len(group.layers))]
+    kv, heads = group.kv, (group.spec.num_kv_heads, group.spec.head_dim)
+    block_size = kv.part_numbers // (2 * heads[0] * heads[1])
+    places = [kv.part(number) for number in range(len(kv.layers))]
     shape = kv_shape(1, block_size, *heads)[1:]
     return [kv_tensors[tensor].flatten(1)[:, part].unflatten(1, shape) for tensor, part in places]

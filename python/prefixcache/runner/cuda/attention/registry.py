@@ -67,7 +67,8 @@ def make_attention(
     package or device is missing.
     """
     options = options or AttentionOptions()
-    factory = _best if name == "auto" else _FACTORIES.get(name)
+    best = "flashinfer" if options.device.type == "cuda" else "torch"
+    factory = _FACTORIES.get(best if name == "auto" else name)
     if factory is None:
         raise FieldError(
             "attention", f"must be one of auto, {', '.join(_FACTORIES)}, got {name!r}."
@@ -78,10 +79,6 @@ def make_attention(
 
 
 def _kept(group: AttentionGroup) -> GroupBackend:
-    if group.conv is not None:
-        return ShortConvCache(group.spec, group.conv)
+    if group.kv.conv_width:
+        return ShortConvCache(group.spec, group.kv)
     return StatePages(group.spec)
-
-
-def _best(specs: Sequence[AttentionSpec], options: AttentionOptions) -> Sequence[AttentionBackend]:
-    return (_flashinfer if options.device.type == "cuda" else _torch)(specs, options)

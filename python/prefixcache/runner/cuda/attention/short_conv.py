@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.kv.specs import KVGroup
-from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
+from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec, BatchSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,14 @@ class ShortConvCache:
         self._kept = rows[is_kept].to(slots.device)
         self._kept_blocks = slots[self._kept] // size
         self._kept_places = slots[self._kept] % size % kept
-        zeros = torch.zeros_like(batch.last_page_len)
-        first_pages = zeros if batch.first_pages is None else batch.first_pages
-        self._sequences = [
-            self._plan_sequence(batch, s, int(first_pages[s])) for s in range(len(zeros))
-        ]
+        self._sequences = [self._planned(one) for one in batch.sequences(size)]
 
-    def _plan_sequence(self, batch: AttentionBatch, s: int, first_page: int) -> _SequencePlan:
-        size = self._block_size
-        begin, end = batch.qo_indptr[s : s + 2].tolist()
-        first, last = batch.kv_indptr[s : s + 2].tolist()
-        pages = batch.kv_indices[first:last].to(batch.slot_mapping.device, torch.int64)
-        start = (first_page + len(pages) - 1) * size + int(batch.last_page_len[s]) - (end - begin)
+    def _planned(self, sequence: BatchSequence) -> _SequencePlan:
+        size, start, pages = self._block_size, sequence.start, sequence.pages
         positions = torch.arange(max(0, start - self._taps + 1), start, device=pages.device)
         return _SequencePlan(
-            rows=slice(begin, end),
-            blocks=pages[positions // size - first_page],
+            rows=sequence.rows,
+            blocks=pages[positions // size - sequence.first_page],
             places=positions % size % self._group.kept_tokens,
             missing=self._taps - 1 - len(positions),
         )

@@ -39,17 +39,14 @@ class StatePages:
         """Finds the block before each run, and its own."""
         size = self._block_size
         self.runs, self._places = [], []
-        for s in range(len(batch.last_page_len)):
-            begin, end = batch.qo_indptr[s : s + 2].tolist()
-            pages = batch.kv_indices[slice(*batch.kv_indptr[s : s + 2].tolist())].tolist()
-            first_page = 0 if batch.first_pages is None else int(batch.first_pages[s])
-            stop = (first_page + len(pages) - 1) * size + int(batch.last_page_len[s])
-            start = stop - (end - begin)
-            while start < stop:
-                upto = min(stop, (start // size + 1) * size)
-                before = pages[(start - 1) // size - first_page] if start else None
-                self.runs.append(slice(end - (stop - start), end - (stop - upto)))
-                self._places.append((before, pages[start // size - first_page]))
+        for one in batch.sequences(size):
+            pages, start = one.pages.tolist(), one.start
+            while start < one.stop:
+                upto = min(one.stop, (start // size + 1) * size)
+                before = pages[(start - 1) // size - one.first_page] if start else None
+                end = one.rows.stop - one.stop
+                self.runs.append(slice(end + start, end + upto))
+                self._places.append((before, pages[start // size - one.first_page]))
                 start = upto
 
     def read(self, run: int, part: StatePart) -> Tensor:

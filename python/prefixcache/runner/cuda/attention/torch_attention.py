@@ -7,23 +7,17 @@ The straightforward form, which other backends are checked against. Letters of s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
-
-
-@dataclass(frozen=True, slots=True)
-class _SequencePlan:
-    """One sequence of the step: its query rows, its blocks and who sees whom."""
-
-    rows: slice
-    blocks: Tensor  # int64, the sequence's blocks in order
-    num_keys: int
-    visible_LN: Tensor | None  # None: every query sees every key
+from prefixcache.runner.cuda.attention.base import (
+    AttentionBatch,
+    AttentionSpec,
+    BatchSequence,
+    kv_shape_nhd,
+)
 
 
 class TorchAttention:
@@ -38,7 +32,8 @@ class TorchAttention:
         self._spec = spec
         self._kv_layers: Sequence[Tensor] = ()
         self._block_size = 0
-        self._sequences: list[_SequencePlan] = []
+        self._sequences: list[BatchSequence] = []
+        self._visible: list[Tensor | None] = []
         self._slot_blocks_T = torch.empty(0, dtype=torch.int64)
         self._slot_offsets_T = torch.empty(0, dtype=torch.int64)
 
@@ -51,48 +46,27 @@ class TorchAttention:
         """Prepares masks and block lists of the step."""
         self._slot_blocks_T = batch.slot_mapping // self._block_size
         self._slot_offsets_T = batch.slot_mapping % self._block_size
-        qo_indptr: list[int] = batch.qo_indptr.tolist()
-        kv_indptr: list[int] = batch.kv_indptr.tolist()
-        last_page_len: list[int] = batch.last_page_len.tolist()
-        zeros = [0] * len(last_page_len)
-        first_pages = zeros if batch.first_pages is None else batch.first_pages.tolist()
-        device = batch.slot_mapping.device
-        blocks = batch.kv_indices.to(device=device, dtype=torch.int64)
-        self._sequences = [
-            self._plan_sequence(
-                slice(qo_indptr[s], qo_indptr[s + 1]),
-                blocks[kv_indptr[s] : kv_indptr[s + 1]],
-                last_page_len[s],
-                first_pages[s],
-            )
-            for s in range(len(last_page_len))
-        ]
+        self._sequences = batch.sequences(self._block_size)
+        self._visible = [self._keys_seen(one) for one in self._sequences]
 
-    def _plan_sequence(
-        self, rows: slice, blocks: Tensor, last_page_len: int, first_page: int
-    ) -> _SequencePlan:
-        num_rows = rows.stop - rows.start
-        num_keys = (len(blocks) - 1) * self._block_size + last_page_len
-        self._check_left_out(first_page, first_page * self._block_size + num_keys - num_rows)
-        visible_LN = self._visible(num_rows, num_keys, blocks.device)
-        return _SequencePlan(rows, blocks, num_keys, visible_LN)
+    def _keys_seen(self, sequence: BatchSequence) -> Tensor | None:
+        """Which keys each query sees, [L, N]; None where every one sees all.
 
-    def _check_left_out(self, first_page: int, start: int) -> None:
-        """Raises `ValueError` where the query at position `start` sees a page before the first."""
-        window = self._spec.sliding_window
+        Raises `ValueError` where the first query sees a page before the first one listed.
+        """
+        window, start, stop = self._spec.sliding_window, sequence.start, sequence.stop
+        first_page, size = sequence.first_page, self._block_size
         seen = 0 if window is None else max(start + 1 - window, 0)
-        if not 0 <= first_page <= seen // self._block_size:
+        if not 0 <= first_page <= seen // size:
             raise ValueError(
                 f"first_pages leaves out {first_page} pages before a query that sees keys from "
                 f"position {seen} on"
             )
-
-    def _visible(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
-        window = self._spec.sliding_window
-        if num_rows == 1 and (window is None or window >= num_keys):
+        first_key, device = first_page * size, sequence.pages.device
+        if stop - start == 1 and (window is None or window >= stop - first_key):
             return None
-        query_L1 = torch.arange(num_keys - num_rows, num_keys, device=device).unsqueeze(1)
-        key_1N = torch.arange(num_keys, device=device).unsqueeze(0)
+        query_L1 = torch.arange(start, stop, device=device).unsqueeze(1)
+        key_1N = torch.arange(first_key, stop, device=device).unsqueeze(0)
         visible_LN = key_1N <= query_L1
         return visible_LN if window is None else visible_LN & (key_1N > query_L1 - window)
 
@@ -110,30 +84,19 @@ class TorchAttention:
             if x_TKD is not None:
                 kv_P2BKD[self._slot_blocks_T, half, self._slot_offsets_T] = x_TKD
         out_THD = torch.empty_like(q_THD)
-        for sequence in self._sequences:
-            out_THD[sequence.rows] = self._attend(q_THD[sequence.rows], kv_P2BKD, sequence, sinks_H)
+        for sequence, visible_LN in zip(self._sequences, self._visible, strict=True):
+            rows, num_keys = sequence.rows, sequence.stop - sequence.first_page * self._block_size
+            kv_N2BKD = kv_P2BKD.index_select(0, sequence.pages)
+            k_1KND, v_1KND = (
+                kv_N2BKD[:, half].flatten(0, 1)[:num_keys].transpose(0, 1).unsqueeze(0)
+                for half in range(2)
+            )
+            q_1HLD = q_THD[rows].transpose(0, 1).unsqueeze(0)
+            out_1HLD = self._attend(q_1HLD, k_1KND, v_1KND, visible_LN, sinks_H)
+            out_THD[rows] = out_1HLD.squeeze(0).transpose(0, 1)
         return out_THD
 
     def _attend(
-        self,
-        q_LHD: Tensor,
-        kv_P2BKD: Tensor,
-        sequence: _SequencePlan,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        kv_N2BKD = kv_P2BKD.index_select(0, sequence.blocks)
-        k_NKD = kv_N2BKD[:, 0].flatten(0, 1)[: sequence.num_keys]
-        v_NKD = kv_N2BKD[:, 1].flatten(0, 1)[: sequence.num_keys]
-        out_1HLD = self._scores_and_values(
-            q_LHD.transpose(0, 1).unsqueeze(0),
-            k_NKD.transpose(0, 1).unsqueeze(0),
-            v_NKD.transpose(0, 1).unsqueeze(0),
-            sequence.visible_LN,
-            sinks_H,
-        )
-        return out_1HLD.squeeze(0).transpose(0, 1)
-
-    def _scores_and_values(
         self,
         q_1HLD: Tensor,
         k_1KND: Tensor,

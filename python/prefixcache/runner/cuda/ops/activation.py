@@ -6,11 +6,16 @@ over at the end of a row by different code, so their last bits depend on the num
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from prefixcache.runner.cuda.ops.cuda import fused_kernels
-from prefixcache.runner.cuda.ops.gelu import GELU_CUBE, GELU_SLOPE
+
+# (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) with 2u = GELU_SLOPE * (x + GELU_CUBE * x^3).
+GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+GELU_CUBE = 0.044715
 
 
 def silu(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers: y = x W^T + b, behind one protocol.
+"""Linear layers: y = x W^T + b.
 
 A layer owns its weight in whatever form its kernel reads fastest, so that callers never see the
 weight's layout: rows are written with `copy_rows`, once at load and again whenever weights are
@@ -9,43 +9,17 @@ Letters of shapes: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.models.arrays import Array
-from prefixcache.models.parameters import WritableLinear
 from prefixcache.models.quantized import QuantizedTensor
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
 
 
-class Linear(WritableLinear, Protocol):
-    """One linear layer. Its weight is undefined until every row was written."""
-
-    in_features: int
-    out_features: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of weight and bias."""
-        ...
-
-    def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
-        """Returns [T, O], the residual added, in the type of `x_TI`.
-
-        The residual, of the same type, is used up: the result may take its memory.
-        """
-        ...
-
-    def wide(self, x_TI: Tensor) -> Tensor:
-        """Returns [T, O] in float32, or in the type of `x_TI` if the kernel has rounded to it."""
-        ...
-
-
 class TorchLinear:
-    """The plain form: a dense weight, `weight_OI`, and torch's own matmul."""
+    """A dense weight, `weight_OI`, and torch's own matmul. It is undefined until it was written."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -80,7 +54,10 @@ class TorchLinear:
         self._bias_O[start : start + bias_O.shape[0]].copy_(tensor_of(bias_O))
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
-        """Returns [T, O]; the matmul itself adds to the residual, in its place, before rounding."""
+        """Returns [T, O]. The residual is used up.
+
+        The matmul itself adds to it, in its place, before rounding.
+        """
         if residual_TO is None:
             return F.linear(x_TI, self.weight_OI, self._bias_O)
         if self._bias_O is not None:

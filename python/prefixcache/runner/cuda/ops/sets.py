@@ -8,7 +8,7 @@ from torch import Tensor
 from prefixcache.models.parameters import LinearShape
 from prefixcache.runner.cuda.ops import activation, norm, rope
 from prefixcache.runner.cuda.ops.embedding import Embedding
-from prefixcache.runner.cuda.ops.linear import Linear, TorchLinear
+from prefixcache.runner.cuda.ops.linear import TorchLinear
 
 
 class Ops:
@@ -24,14 +24,14 @@ class Ops:
         self.dtype = dtype
         self.device = device
 
-    def linear(self, shape: LinearShape) -> Linear:
+    def linear(self, shape: LinearShape) -> TorchLinear:
         """Makes an unfilled layer with an unquantized weight, in whatever format its parts come."""
         bias_O = self.empty(shape.outputs) if shape.bias else None
         return TorchLinear(self.empty(shape.outputs, shape.inputs), bias_O)
 
-    def embedding(self, shape: LinearShape, head: Linear | None) -> Embedding:
+    def embedding(self, shape: LinearShape, head: TorchLinear | None) -> Embedding:
         """Makes an unfilled, unquantized table: the weight of the head, if there is one."""
-        if isinstance(head, TorchLinear):
+        if head is not None:
             return Embedding(head.weight_OI, is_tied=True)
         return Embedding(self.empty(shape.outputs, shape.inputs), is_tied=False)
 

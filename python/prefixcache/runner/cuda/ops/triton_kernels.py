@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from prefixcache.runner.cuda.ops import gelu
+from prefixcache.runner.cuda.ops.activation import GELU_CUBE, GELU_SLOPE
 
 _HOPPER = 9
 _GATE_BLOCK = 1024
 _ROTATED_ROWS = 16
-_GELU_SLOPE = tl.constexpr(gelu.GELU_SLOPE)
-_GELU_CUBE = tl.constexpr(gelu.GELU_CUBE)
+_GELU_SLOPE = tl.constexpr(GELU_SLOPE)
+_GELU_CUBE = tl.constexpr(GELU_CUBE)
 # Of `sampling.tiles`: members of a block, blocks of a tile, tokens of a tile.
 _MEMBERS = tl.constexpr(16)
 _BLOCKS = tl.constexpr(64)

@@ -5,8 +5,7 @@ Letters of shapes: N rows with a mask, W words of a mask, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +15,19 @@ from torch import Tensor
 from prefixcache.runner.cuda.sampling.upload import Upload
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """The masks of a step's rows."""
+def add_masks(
+    upload: Upload, masks: Mapping[int, npt.NDArray[np.int32]]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Lets the masks, [W] words by row, be sent.
 
-    rows_N: Sequence[int]
-    words: Sequence[npt.NDArray[np.int32]]  # N of them, [W]
-
-    def add_to(self, upload: Upload) -> Callable[[Tensor, Tensor], Tensor]:
-        """Lets the masks be sent; what is sent and the step's logits then give the masked ones.
-
-        The logits themselves are left alone. Without masks they are what comes of it.
-        """
-        if not self.words:
-            return lambda _sent, logits_RV: logits_RV
-        rows_at = upload.integers(self.rows_N)
-        left_out_at = upload.int32(np.invert(np.concatenate(self.words)))
-        return lambda sent, logits_RV: _masked(logits_RV, rows_at(sent), left_out_at(sent))
+    What is sent and the step's logits then give the masked ones. The logits themselves are left
+    alone. Without masks they are what comes of it.
+    """
+    if not masks:
+        return lambda _sent, logits_RV: logits_RV
+    rows_at = upload.integers([*masks])
+    left_out_at = upload.int32(np.invert(np.concatenate([*masks.values()])))
+    return lambda sent, logits_RV: _masked(logits_RV, rows_at(sent), left_out_at(sent))
 
 
 def _masked(logits_RV: Tensor, rows_N: Tensor, left_out: Tensor) -> Tensor:

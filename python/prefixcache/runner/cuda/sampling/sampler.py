@@ -19,7 +19,7 @@ from torch import Tensor
 from prefixcache.runner.cuda.sampling.bad_words import BadWords
 from prefixcache.runner.cuda.sampling.cuts import floors
 from prefixcache.runner.cuda.sampling.logprobs import PackedLogprobs, compute_logprobs
-from prefixcache.runner.cuda.sampling.masks import Masks
+from prefixcache.runner.cuda.sampling.masks import add_masks
 from prefixcache.runner.cuda.sampling.penalties import TokenCounts, adjust_logits
 from prefixcache.runner.cuda.sampling.race import race
 from prefixcache.runner.cuda.sampling.row_options import (
@@ -107,7 +107,6 @@ class Sampler:
                 likeliest_R = greedy_token_ids(logits_RV)
             return Sampled(likeliest_R)
         known = KnownMasks.of(row.sampling.mask for row in rows)
-        masks = Masks([*known.words], [*known.words.values()])
         logits_RV = logits_RV.float()
         vocab_size = logits_RV.shape[1]
         drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -118,7 +117,7 @@ class Sampler:
         bans = self._bad_words.add(upload, rows)
         penalties = add_penalties(upload, rows, penalized, contexts)
         draws = add_draws(upload, rows, drawn, vocab_size)
-        masking = masks.add_to(upload)
+        masking = add_masks(upload, known.words)
         asked = _rows_by_logprobs(rows)
         asked_at = {count: upload.integers(asking) for count, asking in asked.items()}
         sent = upload.send(self._device)

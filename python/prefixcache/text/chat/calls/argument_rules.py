@@ -47,6 +47,16 @@ class ArgumentStyle:
     nested: bool = False
     in_order: bool = False
 
+    @property
+    def equals(self) -> str:
+        """What stands between a name and its value."""
+        return self.key.removeprefix("{}")
+
+    @property
+    def quotes(self) -> tuple[str, ...]:
+        """What a text may stand between."""
+        return ("'", '"') if self.escapes else (self.quote,)
+
     def text(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as it is written."""
         keys = sorted(arguments, key=str.lower) if self.in_order else arguments
@@ -126,14 +136,7 @@ QWEN_STYLE = ArgumentStyle(
     after="\n",
     words=(_PYTHON_WORDS, _JSON_WORDS),
 )
-SEED_STYLE = ArgumentStyle(
-    opening="<function={}>\n",
-    closing="</function>",
-    key="<parameter={}>",
-    end_quote="</parameter>",
-    after="\n",
-    words=(_PYTHON_WORDS, _JSON_WORDS),
-)
+SEED_STYLE = replace(QWEN_STYLE, key="<parameter={}>", end_quote="</parameter>")
 
 
 class _Writer:
@@ -301,7 +304,7 @@ class _Writer:
         lengths = schema.get("minLength", 0), schema.get("maxLength", "")
         many = "*" if lengths == (0, "") else f"{{{lengths[0]},{lengths[1]}}}"
         if style.escapes:
-            kinds = (rf"/{q}([^{q}\\\n]|\\[{q}\\nrt]){many}{q}/" for q in ("'", '"'))
+            kinds = (rf"/{q}([^{q}\\\n]|\\[{q}\\nrt]){many}{q}/" for q in style.quotes)
             return f"({' | '.join(kinds)})"
         quote, end = map(self._markers.terminal, (style.quote, style.end_quote))
         text = f"text_{self._tool.index}_{len(self.rules)}"

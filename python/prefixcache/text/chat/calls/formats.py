@@ -17,13 +17,13 @@ from prefixcache.text.chat.calls.argument_rules import (
     SEED_STYLE,
     ArgumentStyle,
 )
-from prefixcache.text.chat.calls.call_parser import CallMarkers, CallParser
+from prefixcache.text.chat.calls.call_parser import CallParser
 from prefixcache.text.chat.calls.json_calls import (
     DeepseekCallParser,
     JsonCallParser,
     NamedCallParser,
 )
-from prefixcache.text.chat.calls.notation_calls import GemmaCallParser, NotationCallParser
+from prefixcache.text.chat.calls.notation_calls import NotationCallParser
 from prefixcache.text.chat.calls.schemas import ToolSchemas
 from prefixcache.text.chat.calls.xml_calls import XmlCallParser
 from prefixcache.text.chat.grammars import Markers, call_rules, literal
@@ -80,9 +80,15 @@ class ToolFormat:
 
     def parser(self, use: ToolUse) -> MessageParser:
         """A parser of one answer."""
-        markers, tools = CallMarkers(self.opening, self.closing), ToolSchemas(use.tools)
-        most = None if use.parallel else 1
-        return self.new_parser(markers, tools, self.new_id, most, bare=self.bare)
+        return self.new_parser(
+            ToolSchemas(use.tools),
+            self.new_id,
+            opening=self.opening,
+            closing=self.closing,
+            most=None if use.parallel else 1,
+            bare=self.bare,
+            style=self.style,
+        )
 
     def rules(self, use: ToolUse, markers: Markers) -> str:
         """The rule `calls`: what follows the opening marker of the first call."""
@@ -228,7 +234,7 @@ GEMMA4 = ToolFormat(
     closing="<tool_call|>",
     repeats=True,
     style=GEMMA_STYLE,
-    new_parser=GemmaCallParser,
+    new_parser=NotationCallParser,
 )
 
 _FORMATS = (

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
-from prefixcache.text.chat.calls.call_parser import Call, CallMarkers, CallParser
-from prefixcache.text.chat.calls.schemas import ToolSchemas
+from prefixcache.text.chat.calls.call_parser import Call, CallParser
 from prefixcache.text.chat.text_stream import Reading
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -23,18 +21,6 @@ class JsonCallParser(CallParser):
     With `bare` the text may also begin with an object that calls a known tool, and `;` and another
     object may follow.
     """
-
-    def __init__(
-        self,
-        markers: CallMarkers,
-        tools: ToolSchemas,
-        new_id: Callable[[], str],
-        most: int | None = None,
-        *,
-        bare: bool = False,
-    ) -> None:
-        super().__init__(markers, tools, new_id, most)
-        self._bare = bare
 
     def _read(self) -> Reading[None]:
         if self._bare:

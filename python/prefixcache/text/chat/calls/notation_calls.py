@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from prefixcache.text.chat.calls.argument_rules import LFM2_STYLE, QWEN_STYLE, ArgumentStyle
 from prefixcache.text.chat.calls.call_parser import Call
 from prefixcache.text.chat.calls.json_calls import JsonCallParser
 from prefixcache.text.chat.text_stream import Reading, Sink, TextStream
@@ -18,34 +18,15 @@ _NAME_END = re.compile(r"[^A-Za-z0-9_.-]")
 _WORD_END = re.compile(r"[,\[\](){}]")
 _KEY_END = re.compile(r"[,:=\[\](){}]")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_SAME_WORDS = ("true", "false", "null")
+_WORDS = {word: name for words in QWEN_STYLE.words for name, word in words.items()}
 _SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
 _MOST_NESTED = 48
 
 
-@dataclass(frozen=True, slots=True)
-class Notation:
-    """How names, arguments and texts are written. A text without `escapes` ends at its quote."""
-
-    before_name: str = ""
-    opening: str = "("
-    closing: str = ")"
-    equals: str = "="
-    quotes: tuple[str, ...] = ("'", '"')
-    escapes: bool = True
-
-
-PYTHON = Notation()
-GEMMA = Notation("call:", "{", "}", ":", ('<|"|>',), escapes=False)
-
-
 class NotationCallParser(JsonCallParser):
     """Calls one after another, in brackets or not. An object or a list of them is read as JSON."""
-
-    notation = PYTHON
 
     def _read_calls(self) -> Reading[None]:
         stream = self._stream
@@ -64,43 +45,38 @@ class NotationCallParser(JsonCallParser):
 
     def _read_call(self) -> Reading[bool]:
         """One call; False where what comes next is none, or is cut off."""
-        stream, notation = self._stream, self.notation
+        stream, style = self._stream, self._style
+        assert style is not None
+        before_name, _, opening = style.opening.format("{}").partition("{}")
         stream.mark()
         pieces: list[str] = []
-        if notation.before_name and not (yield from stream.skip(notation.before_name)):
+        if before_name and not (yield from stream.skip(before_name)):
             return False
         yield from stream.before(_NAME_END, pieces.append)
         name = "".join(pieces)
-        if not name or not (yield from stream.skip(notation.opening)):
+        if not name or not (yield from stream.skip(opening)):
             return False
         call = Call()
         self._begin(call, name)
-        values = ValueReader(stream, notation, lambda text: self._add(call, text))
+        values = ValueReader(stream, style, lambda text: self._add(call, text))
         return (yield from values.read_arguments(self._tools.names(name)))
 
 
-class GemmaCallParser(NotationCallParser):
-    """Gemma 4's calls."""
-
-    notation = GEMMA
-
-
 class ValueReader:
-    """Reads values of a notation and passes them on as JSON, texts as they come.
+    """Reads values of a style and passes them on as JSON, texts as they come.
 
-    What is no value of the notation is a text. Methods return whether a value is whole.
+    What is no value of the style is a text. Methods return whether a value is whole.
     """
 
-    def __init__(self, stream: TextStream, notation: Notation, sink: Sink) -> None:
+    def __init__(self, stream: TextStream, style: ArgumentStyle, sink: Sink) -> None:
         self._stream = stream
-        self._notation = notation
+        self._style = style
         self._sink = sink
 
     def read_arguments(self, names: list[str]) -> Reading[bool]:
         """Arguments up to the bracket that closes them; `names` are for those without a key."""
         self._sink("{")
         unused = [*names]
-        notation = self._notation
 
         def key() -> Reading[bool]:
             name = yield from self._argument_name()
@@ -112,14 +88,14 @@ class ValueReader:
             self._sink(f"{json.dumps(name, ensure_ascii=False)}: ")
             return True
 
-        return (yield from self._items(notation.closing, "}", key, 0))
+        return (yield from self._items(self._style.closing, "}", key, 0))
 
     def _argument_name(self) -> Reading[str]:
         """The name and the sign behind it; empty, and nothing read, where a value stands alone."""
         pieces: list[str] = []
         end = yield from self._stream.before(_KEY_END, pieces.append)
         name = "".join(pieces).strip()
-        if end == self._notation.equals and name and not name.startswith(self._notation.quotes):
+        if name and end == self._style.equals and not name.startswith(self._style.quotes):
             self._stream.take(1)
             return name
         self._stream.unread("".join(pieces))
@@ -130,7 +106,7 @@ class ValueReader:
         first = yield from self._stream.skip_space()
         if not first or depth > _MOST_NESTED:
             return False
-        for quote in self._notation.quotes:
+        for quote in self._style.quotes:
             if (yield from self._stream.starts(quote)):
                 return (yield from self._text(quote))
         if first in ("[", "("):
@@ -170,7 +146,7 @@ class ValueReader:
     def _key(self) -> Reading[bool]:
         """A member's name, quoted or not, and the colon."""
         yield from self._stream.skip_space()
-        for quote in self._notation.quotes:
+        for quote in self._style.quotes:
             if (yield from self._stream.starts(quote)):
                 if not (yield from self._text(quote)):
                     return False
@@ -197,7 +173,7 @@ class ValueReader:
         stream = self._stream
         stream.take(len(quote))
         self._sink('"')
-        pattern = re.compile(f"[{re.escape(quote[0])}\\\\]" if self._notation.escapes else quote[0])
+        pattern = re.compile(f"[{re.escape(quote[0])}\\\\]" if self._style.escapes else quote[0])
         while (yield from stream.before(pattern, self._say)):
             if (yield from stream.starts("\\")):
                 yield from self._escape()
@@ -211,7 +187,7 @@ class ValueReader:
 
     def _ends(self, quote: str) -> Reading[bool]:
         """Whether a quote closes its text: templates write quotes within texts without escapes."""
-        if not self._notation.escapes:
+        if not self._style.escapes:
             return (yield from self._stream.starts(quote))
         return (yield from self._stream.following(1)) in (",", ")", "]", "}", ":", "")
 
@@ -244,18 +220,16 @@ class ValueReader:
 
 def json_word(word: str) -> str:
     """A word without quotes as JSON: a number, true, false or null, or else a text."""
-    if word in _SAME_WORDS or _NUMBER.fullmatch(word):
+    if _NUMBER.fullmatch(word):
         return word
-    if word in _WORDS:
-        return _WORDS[word]
-    return json.dumps(word, ensure_ascii=False)
+    return _WORDS.get(word) or json.dumps(word, ensure_ascii=False)
 
 
 def json_of(text: str) -> str | None:
     """The JSON of a Python literal; None where `text` is none as a whole."""
     stream, pieces = TextStream(), list[str]()
     stream.push(text, finished=True)
-    reading = ValueReader(stream, PYTHON, pieces.append).read()
+    reading = ValueReader(stream, LFM2_STYLE, pieces.append).read()
     try:
         next(reading)
     except StopIteration as ended:

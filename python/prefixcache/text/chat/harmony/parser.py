@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from prefixcache.text.chat.calls.call_parser import joined
-from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
+from prefixcache.text.chat.message import CallDeltas, MessageDelta
 from prefixcache.text.chat.text_stream import Reading, TextStream
 from prefixcache.text.chat.tools import ToolUse
 
@@ -41,13 +41,10 @@ class HarmonyParser:
         self.in_reasoning = False
         self.in_markup = not in_final
         self._calls_tools = use.mode != "none"
-        self._most = None if use.parallel else 1
-        self._new_id = new_id
+        self._calls = CallDeltas(new_id, None if use.parallel else 1)
         self._stream = TextStream()
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._said: set[str] = set()
-        self._deltas: list[ToolCallDelta] = []
-        self._num_calls = 0
         self._part = ""  # of the header that comes next, by the token before it
         self._seen_token = False
         self._reading = self._read(in_final=in_final)
@@ -57,10 +54,9 @@ class HarmonyParser:
         self._stream.push(text, finished=finished)
         next(self._reading, None)
         content, reasoning = ("".join(texts) for texts in self._texts.values())
-        delta = MessageDelta(content, reasoning, tuple(joined(self._deltas)))
+        delta = MessageDelta(content, reasoning, self._calls.taken())
         for texts in self._texts.values():
             texts.clear()
-        self._deltas.clear()
         return delta
 
     def _read(self, *, in_final: bool) -> Reading[None]:
@@ -122,7 +118,7 @@ class HarmonyParser:
         """Begins a message; returns what takes its text."""
         name = header.recipient.removeprefix(_FUNCTIONS)
         if self._calls_tools and name not in _NO_TOOLS:
-            return self._new_call(name)
+            return partial(self._calls.add, self._calls.begin(name))
         kind = "reasoning" if header.channel == "analysis" else "content"
         self.in_reasoning = kind == "reasoning"
         first = True
@@ -133,15 +129,6 @@ class HarmonyParser:
             first = False
 
         return say
-
-    def _new_call(self, name: str) -> Callable[[str], None]:
-        index = self._num_calls
-        self._num_calls += 1
-        if index == self._most:
-            self._num_calls = index
-            return lambda _: None
-        self._deltas.append(ToolCallDelta(index, self._new_id(), name))
-        return lambda text: self._deltas.append(ToolCallDelta(index, arguments=text))
 
     def _say(self, kind: str, text: str, *, first: bool) -> None:
         if text:

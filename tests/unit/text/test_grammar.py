@@ -252,6 +252,27 @@ def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
         sandboxes.close()
 
 
+def test_a_child_that_is_killed_behind_its_answer_gives_no_second_one(tmp_path: Path) -> None:
+    """As by a client that leaves then: the next grammar was refused, for ever."""
+    script = tmp_path / "sandbox"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import os, signal\n"
+        "from prefixcache.text.grammar import sandbox\n"
+        "sandbox.os._exit = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sandbox.main()\n"
+    )
+    script.chmod(0o755)
+    sandbox, known = Sandbox(), all_grammars()
+    try:
+        with mock.patch.object(sys, "executable", str(script)):
+            for pattern in "ab":
+                output = StructuredOutput("regex", pattern)
+                assert known.compile(output, sandbox).num_bytes > 0
+    finally:
+        sandbox.close()
+
+
 def test_a_refused_grammar_is_not_tried_again() -> None:
     sandbox, known = mock.Mock(is_quick=False), all_grammars()
     sandbox.run.side_effect = GrammarError("x" * 10**6)

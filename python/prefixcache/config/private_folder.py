@@ -16,7 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_STAT_BLOCK = 512
+STAT_BLOCK = 512
 
 
 class NotUsableError(Exception):
@@ -81,7 +81,7 @@ class PrivateFolder:
                 except FileNotFoundError:  # Removed meanwhile.
                     continue
                 if stat.S_ISREG(found.st_mode):
-                    size = found.st_blocks * _STAT_BLOCK
+                    size = found.st_blocks * STAT_BLOCK
                     infos.append(FileInfo(name, size, found.st_mtime))
         return sorted(infos, key=lambda info: -info.last_used)
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from prefixcache._core import KVFile, derive_digest, describe_kv_file, hash_file_ranges
-from prefixcache.config.private_folder import FileState, NotUsableError, PrivateFolder
+from prefixcache.config.private_folder import STAT_BLOCK, FileState, NotUsableError, PrivateFolder
 from prefixcache.metrics import FileCounts
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class KeptFile:
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
         self.path = path
         self.descriptor = descriptor
+        self._num_tensors = layout.num_tensors
         is_new = os.fstat(descriptor).st_size == 0
         self.core = KVFile(
             descriptor,
@@ -115,12 +116,25 @@ class KeptFile:
         begin, mapped = _whole_pages(used), layout.max_blocks * layout.block_bytes
         for tensor in range(layout.num_tensors):
             start = self.core.tensor_at(tensor)
-            self.core.allocate(start, used)
             try:
                 self.core.punch(start + begin, max(0, most - begin))
             except OSError:
                 self.can_give_back = False
+            self.allocate(tensor, used)
             self.maps.append(mmap.mmap(self.descriptor, mapped, offset=start))
+
+    def allocate(self, tensor: int, num_bytes: int) -> None:
+        """Gives the first bytes of a tensor space on the disk.
+
+        Raises `OSError`, where the disk has no room for as much of every tensor before anything is
+        taken: a file system that allocates half of it would leave the disk full.
+        """
+        lacks = num_bytes * self._num_tensors - os.fstat(self.descriptor).st_blocks * STAT_BLOCK
+        disk = os.fstatvfs(self.descriptor)
+        free = disk.f_bavail * disk.f_frsize
+        if lacks > free and disk.f_blocks:  # Not all file systems say what they have.
+            raise OSError(f"it needs {lacks} bytes more, and the disk has {free}")
+        self.core.allocate(self.core.tensor_at(tensor), num_bytes)
 
     def give_back(self, start: int, num_bytes: int) -> bool:
         """Gives bytes back to the disk; false, and never again, where the file system does not."""

@@ -327,6 +327,26 @@ def test_a_full_disk_means_no_file_and_no_crash(folder, caplog):
     assert cache_in(opened(folder))[1] == (0, 0)
 
 
+def test_a_pool_larger_than_the_room_on_the_disk_takes_none_of_it(folder, monkeypatch, caplog):
+    """ext4 keeps what it has allocated before it fails, so nothing may be asked of it."""
+    monkeypatch.setattr(os, "fstatvfs", lambda _: _SmallDisk)
+    assert open_kept_file(folder, layout(), _NUM_BLOCKS, None) is None
+    assert "bytes more, and the disk has 8192" in caplog.text
+    (path,) = folder.iterdir()
+    assert path.stat().st_blocks * 512 < _NUM_BLOCKS * _BLOCK_BYTES
+
+
+def test_a_pool_that_has_its_room_needs_no_more(folder, monkeypatch):
+    opened(folder).close()
+    monkeypatch.setattr(os, "fstatvfs", lambda _: _SmallDisk)
+    memory = memories(opened(folder))[0]
+    memory.provide(_NUM_BLOCKS * _BLOCK_BYTES)
+
+
+class _SmallDisk:
+    f_blocks, f_frsize, f_bavail = 1000, 4096, 2
+
+
 class _FullDisk:
     """A file whose disk has no space left."""
 

@@ -254,21 +254,25 @@ def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
         sandboxes.close()
 
 
-_TIME_IS_OVER_BEHIND_THE_ANSWER = """
-import os, signal
-from prefixcache.text.grammar import sandbox
-os._exit = lambda _: os.kill(os.getpid(), signal.SIGPROF)
-sandbox.main()
-"""
-
-
-def test_a_grammar_gets_one_answer_whenever_its_time_is_over() -> None:
-    """A second one would be taken for that of the next grammar."""
-    asked = [(3.0, astuple(StructuredOutput("regex", text))) for text in "ab"]
-    sent = b"".join(map(pickle.dumps, [(TOKENS, (EOS, SPECIAL), (EOS,)), *asked]))
-    command = [sys.executable, "-c", _TIME_IS_OVER_BEHIND_THE_ANSWER]
-    said = subprocess.run(command, input=sent, stdout=subprocess.PIPE, check=True).stdout
-    assert len(said.splitlines()) == 1 + len(asked)
+def test_a_child_that_is_killed_behind_its_answer_gives_no_second_one(tmp_path: Path) -> None:
+    """As by a client that leaves then: the next grammar was refused, for ever."""
+    script = tmp_path / "sandbox"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import os, signal\n"
+        "from prefixcache.text.grammar import sandbox\n"
+        "sandbox.os._exit = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sandbox.main()\n"
+    )
+    script.chmod(0o755)
+    sandbox, known = Sandbox(), all_grammars()
+    try:
+        with mock.patch.object(sys, "executable", str(script)):
+            for pattern in "ab":
+                output = StructuredOutput("regex", pattern)
+                assert known.compile(output, sandbox).num_bytes > 0
+    finally:
+        sandbox.close()
 
 
 def test_a_refused_grammar_is_not_tried_again() -> None:

@@ -25,7 +25,7 @@ class FileMemory:
     page_bytes = mmap.PAGESIZE
 
     def __init__(self, file: KeptFile, tensor: int, num_bytes: int) -> None:
-        self._file, self._num_bytes = file, num_bytes
+        self._file, self._tensor, self._num_bytes = file, tensor, num_bytes
         self._start = file.core.tensor_at(tensor)
         self._pages = file.maps[tensor]
         self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
@@ -49,7 +49,7 @@ class FileMemory:
     def provide(self, end: int) -> None:
         """See `ReservedMemory`."""
         try:
-            self._file.core.allocate(self._start, end)
+            self._file.allocate(self._tensor, end)
         except OSError as error:
             raise OutOfMemoryError(
                 f"{self._file.path} cannot have {end} bytes more on its disk: {error}"

@@ -193,24 +193,26 @@ def main() -> None:
             seconds, fields = pickle.load(source)
         except EOFError:
             return
-        readable, writable = os.pipe()
+        reading, writing = os.pipe()
         child = os.fork()
         if not child:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a failed allocation is reported
-            with open(writable, "wb") as pipe:
+            with open(writing, "wb") as pipe:
                 pipe.write(_answer(_tried(StructuredOutput(*fields), vocabulary, seconds)))
             os._exit(0)
-        os.close(writable)
-        with open(readable, "rb") as pipe:
-            answer = pipe.read()  # until the child ends
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            answer = pipe.readline()
         # It stays a process that can be killed until its status is taken, which is when none waits.
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         ended, child = child, 0
         _, status = os.waitpid(ended, 0)
-        if status:
+        # One answer a grammar, also where the child was killed behind its own: a second would be
+        # taken for that of the next grammar.
+        if not answer.endswith(b"\n"):
             is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             answer = _answer(SandboxResult(0, _TOO_MUCH, is_slow))
-        target.write(answer)  # one a grammar, also where the child was ended right behind its own
+        target.write(answer)
         target.flush()
 
 

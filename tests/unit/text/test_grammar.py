@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1065,7 +1065,7 @@ class DeltaMixer:
 
 @final
 class DenseFeedForward:
-    """A gated MLP of a layer on the CPU."""
+    """An MLP of a layer on the CPU, gated or not."""
 
     def __new__(
         cls,
@@ -1074,7 +1074,10 @@ class DenseFeedForward:
         gate: _Gate,
         down: PackedLinear,
     ) -> DenseFeedForward:
-        """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
+        """The MLP of these linears: `gate_up` has the gates, then what they let pass.
+
+        For "squared_relu" it has one half alone.
+        """
 
 @final
 class ExpertsFeedForward:
@@ -1256,7 +1259,7 @@ class RowOps:
     ) -> None:
         """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense.
 
-        "squared_relu" is of rows of width numbers alone.
+        "clamped_swiglu" adds 1 to the second half; "squared_relu" is of rows of width numbers alone.
         """
     def rotate(
         self,
@@ -1290,7 +1293,10 @@ class PagedAttention:
         window_left: int | None = None,
         softcap: float | None = None,
     ) -> PagedAttention:
-        """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512."""
+        """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512.
+
+        `softcap` c replaces a scaled score x by c tanh(x / c).
+        """
     def plan(
         self,
         num_pages: int,
@@ -1319,7 +1325,10 @@ class PagedAttention:
         value_stride: int,
         out: int,
     ) -> None:
-        """Write the step's keys and values to their slots, then attend; `out` is dense."""
+        """Write the step's keys and values to their slots, then attend; `out` is dense.
+
+        Of `queries` there are [T, H * D], of `keys` and `values` [T, K * D].
+        """
 
 @final
 class StopStrings:

@@ -38,6 +38,7 @@ macro_rules! names {
     }};
     ($($name:ident $(= $text:literal)?),* $(,)?) => {
         $(
+            #[derive(Clone, Copy)]
             pub struct $name;
 
             impl Name for $name {

@@ -151,16 +151,21 @@ impl<T: PyClass> Value for Py<T> {
     }
 }
 
-/// 32 bytes.
-impl Value for BlockHash {
+impl Value for [u8; 32] {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let Ok(bytes) = value.extract::<&[u8]>() else {
             return Err(wrong_type(argument, "bytes", value));
         };
-        bytes.try_into().map(Self::from_bytes).map_err(|_| {
+        bytes.try_into().map_err(|_| {
             let reason = format!("must have 32 bytes, not {}", bytes.len());
             out_of_range(argument, reason)
         })
+    }
+}
+
+impl Value for BlockHash {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        <[u8; 32]>::read(argument, value).map(Self::from_bytes)
     }
 }
 

@@ -2,30 +2,18 @@
 
 use std::os::fd::RawFd;
 
-use prefixcache_core::error::Argument;
 use prefixcache_file::{KvFile, Layout, OpenError, describe, duplicate};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Number, One, Value, or, wrong_type};
+use crate::arguments::{Number, One, or};
 use crate::errors::{Failure, Result, out_of_range};
 use crate::names;
 
 /// An open file of KV blocks, which the caller has locked.
 #[pyclass(frozen, module = "prefixcache.core")]
 pub struct KVFile(pub KvFile);
-
-/// 32 bytes.
-impl Value for [u8; 32] {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
-        let digest = (*bytes).try_into();
-        digest.map_err(|_| out_of_range(argument, format!("must be 32 bytes, not {}", bytes.len())))
-    }
-}
 
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Self {

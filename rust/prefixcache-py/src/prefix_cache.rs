@@ -34,7 +34,6 @@ use crate::evictions;
 use crate::exclusive::{Exclusive, Using};
 use crate::kv_file::KVFile;
 use crate::names::{self, Name};
-use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, Reader, blocks_looked_at};
 use crate::staging::BlockStaging;
@@ -111,9 +110,7 @@ impl Value for WeightsName {
 /// Bytes, of any length.
 impl Value for Vec<u8> {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
-        Ok(bytes.to_vec())
+        PyBackedBytes::read(argument, value).map(|bytes| bytes.to_vec())
     }
 }
 
@@ -502,10 +499,9 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Let the eviction policy go by the names that a `BlockPseudonyms` with this key gives blocks, not by hashes.
     ///
     /// For sequences made from now on; once in a cache's life. A recording of the names can then be replayed.
-    fn name_blocks(&self, key: &[u8]) -> Result<()> {
-        let key = key_of("key", key)?;
+    fn name_blocks(&self, key: One<names::Key, [u8; 32]>) -> Result<()> {
         let core = &mut *self.0.write()?;
-        Ok(core.name_blocks(Arc::new(Pseudonyms::new(key, core.block_size())?))?)
+        Ok(core.name_blocks(Arc::new(Pseudonyms::new(key.0, core.block_size())?))?)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.

@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
-use prefixcache_core::policy::{Chain, NameBlocks};
+use prefixcache_core::policy::NameBlocks;
 use prefixcache_replay::recording::{Counters, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::{Number, Word};
+use crate::arguments::{Number, One, Word};
 use crate::detach::run_on_tokens;
-use crate::errors::{Failure, Result, out_of_range};
+use crate::errors::{Failure, Result};
 use crate::names;
 use crate::tokens::Tokens;
 
@@ -24,8 +24,8 @@ pub struct BlockPseudonyms(Pseudonyms);
 impl BlockPseudonyms {
     /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
-    fn new(key: &[u8], block_size: Number<names::BlockSize>) -> Result<Self> {
-        Ok(Self(Pseudonyms::new(key_of("key", key)?, block_size.0)?))
+    fn new(key: One<names::Key, [u8; 32]>, block_size: Number<names::BlockSize>) -> Result<Self> {
+        Ok(Self(Pseudonyms::new(key.0, block_size.0)?))
     }
 
     /// Tokens in a block.
@@ -44,11 +44,10 @@ impl BlockPseudonyms {
     fn extend<'py>(
         &self,
         py: Python<'py>,
-        chain: &[u8],
+        chain: One<names::Chain, [u8; 32]>,
         tokens: Tokens,
-    ) -> Result<(Bound<'py, PyBytes>, String)> {
-        let mut chain: Chain = key_of("chain", chain)?;
-        let tokens = tokens.0;
+    ) -> (Bound<'py, PyBytes>, String) {
+        let (mut chain, tokens) = (chain.0, tokens.0);
         let named = run_on_tokens(py, tokens.len(), || {
             let mut named = String::new();
             for next in self.0.extend(chain, &tokens) {
@@ -57,15 +56,8 @@ impl BlockPseudonyms {
             }
             named
         });
-        Ok((PyBytes::new(py, &chain), named))
+        (PyBytes::new(py, &chain), named)
     }
-}
-
-pub fn key_of(argument: &'static str, bytes: &[u8]) -> Result<[u8; 32]> {
-    bytes.try_into().map_err(|_| {
-        let reason = format!("must have 32 bytes, not {}", bytes.len());
-        out_of_range(argument, reason)
-    })
 }
 
 /// Make the calls of a recording again, to a cache of its size and policy: does that count the same?

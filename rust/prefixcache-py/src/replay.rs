@@ -18,8 +18,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{List, Number, Numbers, One, OneOf, Word, or_empty};
-use crate::errors::{Failure, Result, in_use, out_of_range};
-use crate::exclusive::{Exclusive, Using};
+use crate::errors::{Failure, Result, out_of_range};
+use crate::exclusive::Exclusive;
 use crate::names::{self, Name};
 
 /// The percentiles that are reported of what requests compute and wait.
@@ -131,40 +131,15 @@ fn set<T: Element>(dict: &Bound<'_, PyDict>, name: &str, values: Vec<T>) -> Resu
     Ok(dict.set_item(name, values.into_pyarray(dict.py()))?)
 }
 
-/// Where snapshots of states are kept.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum SnapshotRule {
-    Anchors,
-    Ends,
-    Every,
-    Marconi,
-}
-
-impl Word for SnapshotRule {
+/// Where snapshots of states are kept; none where Marconi's cache keeps them.
+impl Word for Option<Snapshots> {
     const ARGUMENT: &'static str = "snapshots";
     const WORDS: &'static [(&'static str, Self)] = &[
-        ("anchors", Self::Anchors),
-        ("ends", Self::Ends),
-        ("every", Self::Every),
-        ("marconi", Self::Marconi),
+        ("anchors", Some(Snapshots::Anchors)),
+        ("ends", Some(Snapshots::Ends)),
+        ("every", Some(Snapshots::Every)),
+        ("marconi", None),
     ];
-}
-
-impl SnapshotRule {
-    fn of_core(self) -> Option<Snapshots> {
-        match self {
-            Self::Anchors => Some(Snapshots::Anchors),
-            Self::Ends => Some(Snapshots::Ends),
-            Self::Every => Some(Snapshots::Every),
-            Self::Marconi => None,
-        }
-    }
-}
-
-/// A replay before its first batch is made of caches; after that they are its.
-enum Stage {
-    Collecting(Option<Reader>, Vec<Simulation>),
-    Running(Box<Replay>),
 }
 
 /// A trace through caches side by side.
@@ -172,10 +147,8 @@ enum Stage {
 pub struct TraceReplay {
     block_size: usize,
     name: String,
-    threads: usize,
-    with_history: bool,
     caches_answers: bool,
-    stage: Exclusive<Stage>,
+    replay: Exclusive<Replay>,
 }
 
 #[pymethods]
@@ -191,14 +164,10 @@ impl TraceReplay {
         caches_answers: bool,
     ) -> Result<Self> {
         let reader = py.detach(|| Reader::open(&path))?;
-        Ok(Self {
-            block_size: reader.block_size(),
-            name: reader.name().to_owned(),
-            threads: threads.0,
-            with_history,
-            caches_answers,
-            stage: Exclusive::new(Stage::Collecting(Some(reader), Vec::new())),
-        })
+        let (name, block_size) = (reader.name().to_owned(), reader.block_size());
+        let history = with_history.then(|| History::new(block_size, caches_answers));
+        let replay = Exclusive::new(Replay::new(reader, Vec::new(), history, threads.0));
+        Ok(Self { block_size, name, caches_answers, replay })
     }
 
     #[getter]
@@ -214,7 +183,7 @@ impl TraceReplay {
     /// Add a cache of `num_blocks` blocks, the null block not counted, before the first batch.
     #[pyo3(signature = (
         num_blocks, *, eviction_policy=OneOf(EvictionPolicy::Lru), hints=None, ms_per_token=None,
-        ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(SnapshotRule::Anchors),
+        ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(Some(Snapshots::Anchors)),
         snapshot_blocks=None, disk_blocks=None, min_uses=None
     ), text_signature = "($self, num_blocks, *, eviction_policy='lru', hints=None, ms_per_token=None, \
 ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', snapshot_blocks=None, \
@@ -228,7 +197,7 @@ disk_blocks=None, min_uses=None)")]
         ms_per_request: Option<One<names::MsPerRequest, f64>>,
         objective_ms: Option<One<names::ObjectiveMs, f64>>,
         max_delay_ms: Option<One<names::MaxDelayMs, f64>>,
-        snapshots: OneOf<SnapshotRule>,
+        snapshots: OneOf<Option<Snapshots>>,
         snapshot_blocks: Option<Number<names::SnapshotBlocks>>,
         disk_blocks: Option<Number<names::DiskBlocks>>,
         min_uses: Option<Number<names::MinUses, u32>>,
@@ -239,7 +208,7 @@ disk_blocks=None, min_uses=None)")]
             eviction_policy: eviction_policy.0,
             hints: or_empty(hints),
             caches_answers: self.caches_answers,
-            snapshots: snapshots.0.of_core().zip(snapshot_blocks),
+            snapshots: snapshots.0.zip(snapshot_blocks),
             disk: disk_blocks
                 .zip(min_uses)
                 .map(|(blocks, uses)| DiskConfig { num_blocks: blocks.0, min_uses: uses.0 }),
@@ -257,13 +226,13 @@ disk_blocks=None, min_uses=None)")]
         };
         let objective = objective_ms.map_or(Ok(f64::INFINITY), milliseconds)?;
         let server = prefill.map(|prefill| Server::new(prefill, admission, objective));
-        let mut stage = self.use_stage()?;
-        let Stage::Collecting(_, simulations) = &mut *stage else {
+        let replay = &mut *self.replay.use_as("replay")?;
+        if replay.has_begun() {
             let reason = "caches are added before the first batch";
             return Err(PyRuntimeError::new_err(reason).into());
-        };
-        let simulation = match snapshot_blocks.filter(|_| snapshots.0 == SnapshotRule::Marconi) {
-            Some(blocks) => Simulation::marconi(Marconi::new(
+        }
+        let simulation = match snapshot_blocks.filter(|_| snapshots.0.is_none()) {
+            Some(blocks) => Simulation::Marconi(Marconi::new(
                 num_blocks.0,
                 blocks,
                 self.block_size,
@@ -271,34 +240,20 @@ disk_blocks=None, min_uses=None)")]
             )),
             None => Simulation::new(&config, server, self.block_size)?,
         };
-        simulations.push(simulation);
-        Ok(simulations.len() - 1)
+        replay.add(simulation);
+        Ok(replay.simulations().len() - 1)
     }
 
     /// Run the next batch of requests; False after the last one.
     fn advance(&self, py: Python<'_>) -> Result<bool> {
-        let mut stage = self.use_stage()?;
-        if let Stage::Collecting(reader, simulations) = &mut *stage {
-            let reader = reader.take().ok_or_else(|| in_use("replay"))?;
-            let history =
-                self.with_history.then(|| History::new(self.block_size, self.caches_answers));
-            let simulations = std::mem::take(simulations);
-            let replay = Replay::new(reader, simulations, history, self.threads);
-            *stage = Stage::Running(Box::new(replay));
-        }
-        match &mut *stage {
-            Stage::Running(replay) => Ok(py.detach(|| replay.advance())?),
-            Stage::Collecting(..) => Ok(false),
-        }
+        let replay = &mut *self.replay.use_as("replay")?;
+        Ok(py.detach(|| replay.advance())?)
     }
 
     /// Bytes of the file that were read so far.
     #[getter]
     fn bytes_read(&self) -> Result<u64> {
-        Ok(match &*self.use_stage()? {
-            Stage::Collecting(reader, _) => reader.as_ref().map_or(0, Reader::bytes_read),
-            Stage::Running(replay) => replay.reader().bytes_read(),
-        })
+        Ok(self.replay.use_as("replay")?.reader().bytes_read())
     }
 
     /// What the requests found in the cache of this number, and what they waited.
@@ -307,11 +262,8 @@ disk_blocks=None, min_uses=None)")]
         py: Python<'py>,
         index: Number<names::Index>,
     ) -> Result<Bound<'py, PyDict>> {
-        let stage = self.use_stage()?;
-        let simulations = match &*stage {
-            Stage::Collecting(_, simulations) => simulations,
-            Stage::Running(replay) => replay.simulations(),
-        };
+        let replay = self.replay.use_as("replay")?;
+        let simulations = replay.simulations();
         let simulation = simulations.get(index.0).ok_or_else(|| {
             let count = simulations.len();
             PyIndexError::new_err(format!("index must be below {count}, not {}", index.0))
@@ -326,8 +278,8 @@ disk_blocks=None, min_uses=None)")]
 
     /// What the trace says of itself and of a cache without a bound.
     fn history<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let stage = self.use_stage()?;
-        let (replay, history) = self.running(&stage)?;
+        let replay = self.replay.use_as("replay")?;
+        let history = history_of(&replay)?;
         let dict = PyDict::new(py);
         dict.set_item("requests", history.num_requests())?;
         dict.set_item("input_tokens", history.input_tokens())?;
@@ -343,8 +295,8 @@ disk_blocks=None, min_uses=None)")]
         py: Python<'py>,
         sizes: Numbers<names::Sizes>,
     ) -> Result<Vec<Bound<'py, PyDict>>> {
-        let stage = self.use_stage()?;
-        let (_, history) = self.running(&stage)?;
+        let replay = self.replay.use_as("replay")?;
+        let history = history_of(&replay)?;
         let found = py.detach(|| history.optimum(&sizes.0));
         let each = found.into_iter().map(|hits| {
             let dict = PyDict::new(py);
@@ -355,21 +307,13 @@ disk_blocks=None, min_uses=None)")]
     }
 }
 
-impl TraceReplay {
-    fn use_stage(&self) -> Result<Using<'_, Stage>> {
-        self.stage.use_as("replay")
+fn history_of(replay: &Replay) -> Result<&History> {
+    if !replay.has_begun() {
+        let reason = "nothing is known before the first batch";
+        return Err(PyRuntimeError::new_err(reason).into());
     }
-
-    fn running<'a>(&self, stage: &'a Stage) -> Result<(&'a Replay, &'a History)> {
-        let Stage::Running(replay) = stage else {
-            let reason = "nothing is known before the first batch";
-            return Err(PyRuntimeError::new_err(reason).into());
-        };
-        let history = replay.history().ok_or_else(|| {
-            PyRuntimeError::new_err("with_history=False: nothing is known of the trace alone")
-        })?;
-        Ok((replay, history))
-    }
+    let missing = "with_history=False: nothing is known of the trace alone";
+    Ok(replay.history().ok_or_else(|| PyRuntimeError::new_err(missing))?)
 }
 
 fn milliseconds<N: Name>(value: One<N, f64>) -> Result<f64> {

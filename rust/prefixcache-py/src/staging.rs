@@ -30,8 +30,7 @@ pub struct BlockStaging(pub Staging);
 /// 34 bytes: the hash, and the group, big endian.
 impl Value for BlockKey {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
+        let bytes = PyBackedBytes::read(argument, value)?;
         let reason = || format!("must have 34 bytes, not {}", bytes.len());
         key_from_bytes(&bytes).ok_or_else(|| out_of_range(argument, reason()))
     }

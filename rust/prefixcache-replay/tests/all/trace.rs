@@ -6,6 +6,8 @@ use std::io::Write;
 use flate2::{Compression, write::GzEncoder};
 use prefixcache_replay::trace::{Reader, Request, TraceError};
 
+use crate::common::RECORDING;
+
 const HEADER: &str = "#PTT1 name=small block=4 cols=..";
 
 fn try_read(text: &str) -> Result<Vec<Request>, TraceError> {
@@ -119,8 +121,6 @@ fn errors_name_the_line_and_the_field() {
     let error = error_of(&format!("{HEADER}\n5,3,0,-1,0,-1,0,-1,0\n4,3,0,-1,0,-1,0,-1,0"));
     assert!(error.contains("line 3: time must not be before"), "{error}");
 }
-
-const RECORDING: &str = r#"{"prefixcache_trace": 1, "recording": "ab", "part": 0, "block_size": 4, "num_blocks": 9, "max_blocks": 9, "max_cached_blocks": null, "groups": ["full"], "eviction_policy": "lru", "free_order": "unhashed_first", "retention_budget": 0.2, "merge_twins": false, "retention": null}"#;
 
 fn names(blocks: &[u64]) -> String {
     blocks.iter().map(|block| format!("{block:016x}")).collect()

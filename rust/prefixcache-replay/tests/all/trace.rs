@@ -160,6 +160,20 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
 }
 
 #[test]
+fn an_answer_that_starts_again_leaves_nothing_of_the_first_one() {
+    let add =
+        format!(r#"{{"e": "add", "t": 0, "id": 0, "tokens": 4, "names": "{}"}}"#, names(&[1]));
+    let publish = |name| {
+        let names = names(&[name]);
+        format!(r#"{{"e": "publish", "t": 0, "ids": [0], "upto": [8], "names": ["{names}"]}}"#)
+    };
+    let restart = r#"{"e": "restart", "t": 0, "id": 0}"#.to_owned();
+    let end = r#"{"e": "end", "t": 0, "ids": [0], "tokens": [9], "well": [true]}"#.to_owned();
+    let lines = [RECORDING.to_owned(), add, publish(2), restart, publish(3), end];
+    assert_eq!(read(&lines.join("\n"))[0].blocks, [1, 3]);
+}
+
+#[test]
 fn a_wrong_recording_is_reported_with_line_and_field() {
     let cases = [
         (r#"{"prefixcache_trace": 2}"#, "line 1: prefixcache_trace must be 1, not 2"),

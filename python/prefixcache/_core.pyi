@@ -1065,16 +1065,13 @@ class DeltaMixer:
 
 @final
 class DenseFeedForward:
-    """A gated MLP of a layer on the CPU."""
+    """An MLP of a layer on the CPU, gated or not."""
 
-    def __new__(
-        cls,
-        *,
-        gate_up: PackedLinear,
-        gate: _Gate,
-        down: PackedLinear,
-    ) -> DenseFeedForward:
-        """The MLP of these linears: `gate_up` has the gates, then what they let pass."""
+    def __new__(cls, *, gate_up: PackedLinear, gate: _Gate, down: PackedLinear) -> DenseFeedForward:
+        """The MLP of these linears: `gate_up` has the gates, then what they let pass.
+
+        For "squared_relu" it has one half alone.
+        """
 
 @final
 class ExpertsFeedForward:
@@ -1132,12 +1129,7 @@ class OwnInput:
     """What takes a layer's own input into the stream, on the CPU."""
 
     def __new__(
-        cls,
-        *,
-        gate: PackedLinear,
-        activation: _Gate,
-        out: PackedLinear,
-        norm: int,
+        cls, *, gate: PackedLinear, activation: _Gate, out: PackedLinear, norm: int
     ) -> OwnInput:
         """What gates, made of the stream, let pass of the layer's own input.
 
@@ -1173,12 +1165,7 @@ class DecoderStack:
     """The layers of a decoder on the CPU, one call a step."""
 
     def __new__(
-        cls,
-        cpu: Cpu,
-        dtype: _KernelDType,
-        hidden: int,
-        eps: float,
-        layers: list[DecoderLayer],
+        cls, cpu: Cpu, dtype: _KernelDType, hidden: int, eps: float, layers: list[DecoderLayer]
     ) -> DecoderStack:
         """A stack of `layers`, which may differ, over a residual stream of `hidden` numbers."""
     def forward(
@@ -1245,29 +1232,13 @@ class RowOps:
         `weight_width` is a multiple of `group` and divides `width`: the weight repeats along a row.
         `out` is dense.
         """
-    def gated(
-        self,
-        gate: _Gate,
-        x: int,
-        rows: int,
-        width: int,
-        x_stride: int,
-        out: int,
-    ) -> None:
+    def gated(self, gate: _Gate, x: int, rows: int, width: int, x_stride: int, out: int) -> None:
         """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense.
 
-        "squared_relu" is of rows of width numbers alone.
+        "clamped_swiglu" adds 1 to the second half; "squared_relu" is of rows of width numbers alone.
         """
     def rotate(
-        self,
-        cos: int,
-        sin: int,
-        half: int,
-        x: int,
-        rows: int,
-        width: int,
-        x_stride: int,
-        out: int,
+        self, cos: int, sin: int, half: int, x: int, rows: int, width: int, x_stride: int, out: int
     ) -> None:
         """Write the heads of 2 * half numbers, turned by the angles of their row.
 
@@ -1290,7 +1261,10 @@ class PagedAttention:
         window_left: int | None = None,
         softcap: float | None = None,
     ) -> PagedAttention:
-        """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512."""
+        """Position i sees keys from i - window_left; `head_dim` is a multiple of 16 up to 512.
+
+        `softcap` c replaces a scaled score x by c tanh(x / c).
+        """
     def plan(
         self,
         num_pages: int,
@@ -1319,7 +1293,10 @@ class PagedAttention:
         value_stride: int,
         out: int,
     ) -> None:
-        """Write the step's keys and values to their slots, then attend; `out` is dense."""
+        """Write the step's keys and values to their slots, then attend; `out` is dense.
+
+        Of `queries` there are [T, H * D], of `keys` and `values` [T, K * D].
+        """
 
 @final
 class StopStrings:

@@ -33,6 +33,13 @@ struct Page {
     newer: u32,
 }
 
+impl Page {
+    fn empty(born: u64, older: u32, newer: u32) -> Self {
+        let (scope, user, prev_born, len) = (0, 0, 0, 0);
+        Self { scope, born, user, prev_born, prev: NONE, next: NONE, len, older, newer }
+    }
+}
+
 /// All pages. A full page may have several pages after it: texts that begin alike share their pages.
 pub(crate) struct Ring {
     tokens: Vec<u32>,
@@ -50,16 +57,9 @@ impl Ring {
         tokens.try_reserve_exact(num_pages * PAGE)?;
         tokens.resize(num_pages * PAGE, 0);
         pages.try_reserve_exact(num_pages)?;
-        pages.extend((0..count).map(|page| Page {
-            scope: 0,
-            born: 0,
-            user: 0,
-            prev_born: 0,
-            prev: NONE,
-            next: NONE,
-            len: 0,
-            older: page.wrapping_sub(1),
-            newer: if page + 1 < count { page + 1 } else { NONE },
+        pages.extend((0..count).map(|page| {
+            let newer = if page + 1 < count { page + 1 } else { NONE };
+            Page::empty(0, page.wrapping_sub(1), newer)
         }));
         Ok(Self { tokens, pages, oldest: 0, newest: count - 1, births: 0, num_tokens: 0 })
     }
@@ -194,17 +194,7 @@ impl Ring {
         self.births += 1;
         self.num_tokens -= self.pages[page].len as usize;
         let Page { older, newer, .. } = self.pages[page];
-        self.pages[page] = Page {
-            scope: 0,
-            born: self.births,
-            user: 0,
-            prev_born: 0,
-            prev: NONE,
-            next: NONE,
-            len: 0,
-            older,
-            newer,
-        };
+        self.pages[page] = Page::empty(self.births, older, newer);
     }
 
     /// Whether the next token of a stream that ends in `tail` begins a page.

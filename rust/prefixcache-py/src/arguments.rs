@@ -16,22 +16,23 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 
-use crate::errors::out_of_range;
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names::{self, Name};
 
 /// What an argument, or an element of a list, is read into.
 pub trait Value: Sized {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self>;
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self>;
 }
 
 /// The argument `N`.
+#[derive(Clone, Copy)]
 pub struct One<N, T>(pub T, PhantomData<N>);
 
 impl<'a, 'py, N: Name, T: Value> FromPyObject<'a, 'py> for One<N, T> {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        Ok(Self(T::read(N::NAME.into(), &value)?, PhantomData))
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
+        Ok(Self::new(T::read(N::NAME.into(), &value)?))
     }
 }
 
@@ -39,9 +40,9 @@ impl<'a, 'py, N: Name, T: Value> FromPyObject<'a, 'py> for One<N, T> {
 pub struct List<N, T>(pub Vec<T>, PhantomData<N>);
 
 impl<'a, 'py, N: Name, T: Value> FromPyObject<'a, 'py> for List<N, T> {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         Ok(Self(each::<N, _>(&value, T::read)?, PhantomData))
     }
 }
@@ -61,10 +62,17 @@ pub type Group = One<names::GroupIndex, GroupId>;
 /// The argument `blocks`.
 pub type Blocks = List<names::Blocks, BlockId>;
 
+impl<N, T> One<N, T> {
+    /// A value that the argument stands for, or is part of.
+    pub fn new(value: T) -> Self {
+        Self(value, PhantomData)
+    }
+}
+
 macro_rules! whole {
     ($($number:ty),*) => {
         $(impl Value for $number {
-            fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+            fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
                 let number = value.extract::<Self>();
                 number.map_err(|error| not_whole(argument, value, Self::MAX as u64, error))
             }
@@ -74,7 +82,7 @@ macro_rules! whole {
 
 whole!(i32, u16, u32, u64, usize);
 
-fn not_whole(argument: Argument, value: &Bound<'_, PyAny>, most: u64, error: PyErr) -> PyErr {
+fn not_whole(argument: Argument, value: &Bound<'_, PyAny>, most: u64, error: PyErr) -> Failure {
     if error.is_instance_of::<PyOverflowError>(value.py()) {
         let reason = format!("must be from 0 to {most}, not {}", shown(value));
         return out_of_range(argument, reason);
@@ -82,7 +90,7 @@ fn not_whole(argument: Argument, value: &Bound<'_, PyAny>, most: u64, error: PyE
     if error.is_instance_of::<PyTypeError>(value.py()) {
         return wrong_type(argument, "a whole number", value);
     }
-    error
+    error.into()
 }
 
 /// A number as a message shows it; Python refuses to write very long ones.
@@ -92,28 +100,28 @@ fn shown(value: &Bound<'_, PyAny>) -> String {
 }
 
 impl Value for f64 {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         value.extract::<Self>().map_err(|error| {
             match error.is_instance_of::<PyOverflowError>(value.py()) {
                 true => out_of_range(argument, "must be a number that a float can hold"),
                 false if error.is_instance_of::<PyTypeError>(value.py()) => {
                     wrong_type(argument, "a number", value)
                 }
-                false => error,
+                false => error.into(),
             }
         })
     }
 }
 
 impl Value for f32 {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         f64::read(argument, value).map(|real| real as Self)
     }
 }
 
 /// Seconds.
 impl Value for Duration {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let seconds = f64::read(argument, value)?;
         Self::try_from_secs_f64(seconds).map_err(|_| {
             let reason = format!("must be a number of seconds from 0, not {seconds}");
@@ -123,36 +131,41 @@ impl Value for Duration {
 }
 
 impl Value for GroupId {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         u16::read(argument, value).map(Self::new)
     }
 }
 
 impl Value for BlockId {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         u32::read(argument, value).map(Self::new)
     }
 }
 
 /// An object of one of our classes.
 impl<T: PyClass> Value for Py<T> {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let object = value.cast::<T>().cloned().map(Bound::unbind);
         let wanted = || format!("a {}", <T as PyClass>::NAME);
         object.map_err(|_| wrong_type(argument, &wanted(), value))
     }
 }
 
-/// 32 bytes.
-impl Value for BlockHash {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+impl Value for [u8; 32] {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let Ok(bytes) = value.extract::<&[u8]>() else {
             return Err(wrong_type(argument, "bytes", value));
         };
-        bytes.try_into().map(Self::from_bytes).map_err(|_| {
+        bytes.try_into().map_err(|_| {
             let reason = format!("must have 32 bytes, not {}", bytes.len());
             out_of_range(argument, reason)
         })
+    }
+}
+
+impl Value for BlockHash {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        <[u8; 32]>::read(argument, value).map(Self::from_bytes)
     }
 }
 
@@ -166,9 +179,9 @@ pub trait Word: Copy + 'static {
 pub struct OneOf<T>(pub T);
 
 impl<'a, 'py, T: Word> FromPyObject<'a, 'py> for OneOf<T> {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         let Ok(text) = value.cast::<PyString>() else {
             return Err(wrong_type(T::ARGUMENT.into(), "a string", &value));
         };
@@ -183,15 +196,15 @@ impl<'a, 'py, T: Word> FromPyObject<'a, 'py> for OneOf<T> {
     }
 }
 
-pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {
+pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> Failure {
     let found = value.get_type();
-    PyTypeError::new_err(format!("{argument} must be {wanted}, not {found}"))
+    PyTypeError::new_err(format!("{argument} must be {wanted}, not {found}")).into()
 }
 
 /// The items of a list or of any other iterable.
 ///
 /// Their number is what the iterator gives, not what `__len__` says, which may be anything.
-fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> Result<Bound<'py, PyList>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(list.clone());
     }
@@ -206,16 +219,21 @@ fn items<'py>(name: &'static str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'
 /// What `read` makes of each item of the list `N`.
 pub fn each<'py, N: Name, T>(
     value: &Bound<'py, PyAny>,
-    read: impl Fn(Argument, &Bound<'py, PyAny>) -> PyResult<T>,
-) -> PyResult<Vec<T>> {
+    read: impl Fn(Argument, &Bound<'py, PyAny>) -> Result<T>,
+) -> Result<Vec<T>> {
     let element = |(index, item)| read(Argument::element(N::NAME, index), &item);
     let list = items(N::NAME, value)?;
     list.iter().enumerate().map(element).collect()
 }
 
-/// The group of an argument `group`; the first, if there is none.
-pub fn or_first(group: Option<Group>) -> GroupId {
-    group.map_or(GroupId::new(0), |group| group.0)
+/// An argument that need not be given, or what it is then.
+pub fn or<N, T>(given: Option<One<N, T>>, default: T) -> T {
+    given.map_or(default, |given| given.0)
+}
+
+/// A list that need not be given, and is empty then.
+pub fn or_empty<N, T>(given: Option<List<N, T>>) -> Vec<T> {
+    given.map_or_else(Vec::new, |given| given.0)
 }
 
 pub fn ids_of(blocks: &[BlockId]) -> Vec<u32> {
@@ -226,9 +244,9 @@ pub fn ids_of(blocks: &[BlockId]) -> Vec<u32> {
 pub struct Array<'py, N, T>(Bound<'py, PyArray1<T>>, PhantomData<N>);
 
 impl<'a, 'py, N: Name, T: Element> FromPyObject<'a, 'py> for Array<'py, N, T> {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         match value.cast::<PyArray1<T>>() {
             Ok(array) => Ok(Self(array.to_owned(), PhantomData)),
             Err(_) => {
@@ -241,7 +259,7 @@ impl<'a, 'py, N: Name, T: Element> FromPyObject<'a, 'py> for Array<'py, N, T> {
 
 impl<'py, N: Name, T: Element> Array<'py, N, T> {
     /// The array, to read. No code of the caller may run meanwhile.
-    pub fn read(&self) -> PyResult<PyReadonlyArray1<'py, T>> {
+    pub fn read(&self) -> Result<PyReadonlyArray1<'py, T>> {
         let array = self.0.try_readonly();
         array.map_err(|_| out_of_range(N::NAME, "is written to by another call"))
     }
@@ -249,13 +267,13 @@ impl<'py, N: Name, T: Element> Array<'py, N, T> {
     /// The array, to write. No code of the caller may run meanwhile.
     ///
     /// Fails where the same memory is already taken for another argument.
-    pub fn write(&self) -> PyResult<PyReadwriteArray1<'py, T>> {
+    pub fn write(&self) -> Result<PyReadwriteArray1<'py, T>> {
         let array = self.0.try_readwrite();
         array.map_err(|error| out_of_range(N::NAME, format!("cannot be written to: {error}")))
     }
 }
 
 /// The elements of an array, which must lie side by side.
-pub fn slice_of<N: Name, S>(slice: Result<S, AsSliceError>) -> PyResult<S> {
+pub fn slice_of<N: Name, S>(slice: Result<S, AsSliceError>) -> Result<S> {
     slice.map_err(|_| out_of_range(N::NAME, "must be contiguous and aligned"))
 }

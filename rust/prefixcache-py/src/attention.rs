@@ -1,12 +1,12 @@
 //! The Python class `PagedAttention`.
 
-use prefixcache_attention::{Attention, BlockTables, KvElement, Plan, append, attend};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use prefixcache_attention::{Attention, BlockTables, Plan, append, attend};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::arguments::{Array, Number, OneOf, Real, slice_of};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::errors::{Result, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
 
@@ -25,31 +25,7 @@ pub struct PlannedStep {
     pub slots: Vec<i64>,
 }
 
-/// The tensors of one layer.
-struct Tensors {
-    cache: Matrix,
-    queries: Matrix,
-    keys: Matrix,
-    values: Matrix,
-    out: Matrix,
-}
-
-impl Tensors {
-    /// # Safety
-    /// The addresses are those of numbers of type E, as `run` demands.
-    unsafe fn run<E: KvElement>(&self, cpu: &Cpu, step: &PlannedStep) -> PyResult<()> {
-        // SAFETY: the caller's promise. The cache is written first, and then only read.
-        unsafe {
-            let cache = self.cache.rows_mut::<E>()?;
-            append(&cache, &step.plan, &step.slots, self.keys.rows()?, self.values.rows()?);
-            let (cache, queries) = (self.cache.rows::<E>()?, self.queries.rows()?);
-            attend(cpu.form, &cpu.team, &step.plan, cache, queries, None, &self.out.rows_mut()?)
-        }
-        .map_err(IntoPyErr::into_py_err)
-    }
-}
-
-fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
+fn checked_slots(slots: &[i64], limit: usize) -> Result<Vec<i64>> {
     let inside = |&slot: &i64| usize::try_from(slot).is_ok_and(|slot| slot < limit);
     match slots.iter().find(|slot| !inside(slot)) {
         None => Ok(slots.to_vec()),
@@ -60,7 +36,7 @@ fn checked_slots(slots: &[i64], limit: usize) -> PyResult<Vec<i64>> {
     }
 }
 
-fn check_num_queries(qo_indptr: &[i32], num_slots: usize) -> PyResult<()> {
+fn check_num_queries(qo_indptr: &[i32], num_slots: usize) -> Result<()> {
     match qo_indptr.last() {
         Some(&queries) if usize::try_from(queries) != Ok(num_slots) => {
             let reason = format!("must have {queries} slots, one a query, not {num_slots}");
@@ -72,17 +48,17 @@ fn check_num_queries(qo_indptr: &[i32], num_slots: usize) -> PyResult<()> {
 
 impl PagedAttention {
     /// The planned step, for one call.
-    pub fn planned(&self) -> PyResult<Using<'_, Option<PlannedStep>>> {
-        self.step.try_use().ok_or_else(|| in_use("the attention"))
+    pub fn planned(&self) -> Result<Using<'_, Option<PlannedStep>>> {
+        self.step.use_as("the attention")
     }
 
-    pub fn of_step(planned: &Option<PlannedStep>) -> PyResult<&PlannedStep> {
+    pub fn of_step(planned: &Option<PlannedStep>) -> Result<&PlannedStep> {
         let nothing = || PyRuntimeError::new_err("no step is planned");
-        planned.as_ref().ok_or_else(nothing)
+        Ok(planned.as_ref().ok_or_else(nothing)?)
     }
 
     /// Slots of a cache of `num_pages` pages, whose keys and values must fit into memory.
-    fn num_slots(&self, num_pages: usize, block_size: usize) -> PyResult<usize> {
+    fn num_slots(&self, num_pages: usize, block_size: usize) -> Result<usize> {
         let dims = self.attention.kv_heads() * self.attention.head_dim();
         let slots = num_pages.checked_mul(block_size);
         let bytes = slots.and_then(|slots| slots.checked_mul(2 * dims * size_of::<f32>()));
@@ -99,18 +75,20 @@ impl PagedAttention {
     }
 
     /// A part of each page at an address, of `numbers` float32 numbers of a state.
-    pub fn state_parts(&self, step: &PlannedStep, address: usize, numbers: usize) -> Matrix {
+    pub fn state_parts(
+        &self,
+        step: &PlannedStep,
+        address: Number<names::States>,
+        numbers: usize,
+    ) -> Matrix {
         let stride = self.page_numbers(step) * self.dtype.size() / size_of::<f32>();
-        Matrix::strided_at("states", address, (step.plan.num_pages(), numbers), stride)
+        Matrix::strided(address, (step.plan.num_pages(), numbers), stride)
     }
 }
 
 #[pymethods]
 impl PagedAttention {
     /// Attention of `num_heads` query heads over `num_kv_heads` heads of the cache.
-    ///
-    /// `window_left` lets position i see keys from i - window_left; `softcap` c replaces a scaled
-    /// score x by c tanh(x / c).
     #[new]
     #[pyo3(signature = (
         cpu, dtype, num_heads, num_kv_heads, head_dim, scale, *, window_left=None, softcap=None
@@ -124,9 +102,8 @@ impl PagedAttention {
         scale: Real<names::Scale>,
         window_left: Option<Number<names::WindowLeft>>,
         softcap: Option<Real<names::Softcap>>,
-    ) -> PyResult<Self> {
-        let mut attention = Attention::new(num_heads.0, num_kv_heads.0, head_dim.0, scale.0)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+    ) -> Result<Self> {
+        let mut attention = Attention::new(num_heads.0, num_kv_heads.0, head_dim.0, scale.0)?;
         attention.window_left = window_left.map(|left| left.0);
         attention.softcap = softcap.map(|cap| cap.0);
         let step = Exclusive::new(None);
@@ -134,9 +111,6 @@ impl PagedAttention {
     }
 
     /// Take the block tables of a step over a cache [num_pages, 2, K, block_size, D].
-    ///
-    /// The queries of sequence s are rows `qo_indptr[s]:qo_indptr[s + 1]`, its last tokens.
-    /// `first_pages[s]` is the number of pages that are left out before its first, behind the window.
     #[pyo3(signature = (
         num_pages, block_size, qo_indptr, kv_indptr, kv_indices, last_page_len, slot_mapping,
         first_pages=None
@@ -151,7 +125,7 @@ impl PagedAttention {
         last_page_len: Array<'_, names::LastPageLen, i32>,
         slot_mapping: Array<'_, names::SlotMapping, i64>,
         first_pages: Option<Array<'_, names::FirstPages, i32>>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (num_pages, block_size) = (num_pages.0, block_size.0);
         if block_size == 0 {
             return Err(out_of_range("block_size", "must be positive"));
@@ -176,15 +150,12 @@ impl PagedAttention {
         let slots = checked_slots(slots, num_slots)?;
         // Before the plan, which takes memory for each query.
         check_num_queries(tables.qo_indptr, slots.len())?;
-        let plan = Plan::new(tables, num_pages, block_size, &self.attention)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let plan = Plan::new(tables, num_pages, block_size, &self.attention)?;
         *self.planned()? = Some(PlannedStep { plan, slots });
         Ok(())
     }
 
     /// Write the step's keys and values to their slots in `cache`, then attend; to `out`, dense.
-    ///
-    /// Rows of `queries` [T, H * D], `keys` and `values` [T, K * D] are their stride apart, in numbers.
     fn run(
         &self,
         py: Python<'_>,
@@ -196,20 +167,26 @@ impl PagedAttention {
         values: Number<names::Values>,
         value_stride: Number<names::ValueStride>,
         out: Number<names::Out>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let step = self.planned()?;
         let step = Self::of_step(&step)?;
         let (rows, dims) = (step.plan.num_queries(), self.attention.head_dim());
         let (width, kv_width) = (self.attention.heads() * dims, self.attention.kv_heads() * dims);
-        let tensors = Tensors {
-            cache: Matrix::dense(cache, step.plan.num_pages(), self.page_numbers(step)),
-            queries: Matrix::strided(queries, (rows, width), query_stride.0),
-            keys: Matrix::strided(keys, (rows, kv_width), key_stride.0),
-            values: Matrix::strided(values, (rows, kv_width), value_stride.0),
-            out: Matrix::dense(out, rows, width),
-        };
-        let cpu = self.cpu.get();
+        let cache = Matrix::dense(cache, step.plan.num_pages(), self.page_numbers(step));
+        let queries = Matrix::strided(queries, (rows, width), query_stride.0);
+        let keys = Matrix::strided(keys, (rows, kv_width), key_stride.0);
+        let values = Matrix::strided(values, (rows, kv_width), value_stride.0);
+        let out = Matrix::dense(out, rows, width);
+        let (cpu, PlannedStep { plan, slots }) = (self.cpu.get(), step);
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
-        py.detach(|| unsafe { with_dtype!(self.dtype, E => tensors.run::<E>(cpu, step)) })
+        // The cache is written first, and then only read.
+        py.detach(|| unsafe {
+            with_dtype!(self.dtype, E => {
+                append(&cache.rows_mut::<E>()?, plan, slots, keys.rows()?, values.rows()?);
+                let (cache, queries) = (cache.rows::<E>()?, queries.rows()?);
+                attend(cpu.form, &cpu.team, plan, cache, queries, None, &out.rows_mut()?)?;
+            });
+            Ok(())
+        })
     }
 }

@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 
 use crate::arguments::{Number, One};
 use crate::detach::run_on_tokens;
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::errors::{Result, out_of_range};
 use crate::names::{self, Name};
 use crate::tokens::Tokens;
 
@@ -29,9 +29,9 @@ impl BlockHashes {
         block_hash: One<names::BlockHash, BlockHash>,
         block_size: Number<names::BlockSize>,
         cache_salt: Option<String>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let (tokens, block_size) = (tokens.0, block_size.0);
-        hash::check_block_size(block_size).map_err(IntoPyErr::into_py_err)?;
+        hash::check_block_size(block_size)?;
         let scope = Scope { lora: None, cache_salt };
         let hashes = run_on_tokens(py, tokens.len(), || {
             sequence::BlockHashes::new(block_hash.0, block_size, &scope, &tokens)
@@ -41,7 +41,7 @@ impl BlockHashes {
 
     /// What `state` gave in another process.
     #[staticmethod]
-    fn from_state(state: &[u8]) -> PyResult<Self> {
+    fn from_state(state: &[u8]) -> Result<Self> {
         let hashes = sequence::BlockHashes::from_bytes(state);
         hashes
             .map(Self)
@@ -69,7 +69,7 @@ impl BlockHashes {
         &self,
         py: Python<'py>,
         index: Number<names::Index>,
-    ) -> PyResult<Bound<'py, PyBytes>> {
+    ) -> Result<Bound<'py, PyBytes>> {
         let index = index.0;
         let hash = self.0.as_slice().get(index).ok_or_else(|| {
             let count = self.__len__();

@@ -6,9 +6,9 @@ use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Registrat
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Blocks, Group, List, Number, One, OneOf, ids_of, or_first};
+use crate::arguments::{Blocks, Group, List, Number, One, OneOf, ids_of, or};
 use crate::detach::run;
-use crate::errors::{IntoPyErr, bad_blocks, out_of_range};
+use crate::errors::{Result, bad_blocks, out_of_range};
 use crate::names;
 use crate::prefix_cache::{pool_config, store_stats};
 use crate::writer::{Threads, Writer};
@@ -21,7 +21,7 @@ pub struct BlockPool {
 }
 
 /// Fails for more blocks than the pool has at all.
-fn check_count(pool: &impl Lookup, name: &'static str, count: usize) -> PyResult<()> {
+fn check_count(pool: &impl Lookup, name: &'static str, count: usize) -> Result<()> {
     let most = pool.num_blocks() - 1;
     if count <= most {
         return Ok(());
@@ -30,7 +30,11 @@ fn check_count(pool: &impl Lookup, name: &'static str, count: usize) -> PyResult
     Err(out_of_range(name, reason))
 }
 
-fn keys(hashes: &[BlockHash], group: GroupId) -> impl ExactSizeIterator<Item = BlockKey> + Clone {
+fn keys(
+    hashes: &[BlockHash],
+    group: Option<Group>,
+) -> impl ExactSizeIterator<Item = BlockKey> + Clone {
+    let group = or(group, GroupId::new(0));
     hashes.iter().map(move |&hash| BlockKey::new(hash, group))
 }
 
@@ -52,16 +56,15 @@ max_blocks=None)"
         free_order: OneOf<FreeOrder>,
         threads: OneOf<Threads>,
         max_blocks: Option<Number<names::MaxBlocks>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let config = pool_config(num_blocks, max_blocks, free_order.0);
         let (pool, writer) = match threads.0 {
             Threads::SingleWriter => {
-                let pool = pool::Writer::new(config).map(AnyWriter::One);
-                let pool = pool.map_err(IntoPyErr::into_py_err)?;
+                let pool = AnyWriter::One(pool::Writer::new(config)?);
                 (pool.reader(), Writer::one(pool))
             }
             Threads::Shared => {
-                let pool = MultiWriter::shared(config).map_err(IntoPyErr::into_py_err)?;
+                let pool = MultiWriter::shared(config)?;
                 let make = move || AnyWriter::Many(pool.clone());
                 (make().reader(), Writer::many(make))
             }
@@ -70,7 +73,7 @@ max_blocks=None)"
     }
 
     /// Take `count` blocks from the front of the free order, all or none; None when they are lacking.
-    fn allocate(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<Option<Vec<u32>>> {
+    fn allocate(&self, py: Python<'_>, count: Number<names::Count>) -> Result<Option<Vec<u32>>> {
         let count = count.0;
         let pool = &mut *self.writer.write()?;
         check_count(pool, "count", count)?;
@@ -94,9 +97,9 @@ max_blocks=None)"
         hashes: List<names::Hashes, BlockHash>,
         num_new: Option<Number<names::NumNew>>,
         group: Option<Group>,
-    ) -> PyResult<Option<(usize, Vec<u32>)>> {
-        let num_new = num_new.map_or(0, |count| count.0);
-        let keys = keys(&hashes.0, or_first(group));
+    ) -> Result<Option<(usize, Vec<u32>)>> {
+        let num_new = or(num_new, 0);
+        let keys = keys(&hashes.0, group);
         let pool = &mut *self.writer.write()?;
         check_count(pool, "num_new", num_new)?;
         let count = keys.len() + num_new;
@@ -114,7 +117,7 @@ max_blocks=None)"
         block_hash: One<names::BlockHash, BlockHash>,
         group: Option<Group>,
     ) -> Option<u32> {
-        let key = BlockKey::new(block_hash.0, or_first(group));
+        let key = BlockKey::new(block_hash.0, or(group, GroupId::new(0)));
         self.pool.lookup(&key).map(BlockId::get)
     }
 
@@ -134,13 +137,13 @@ max_blocks=None)"
         hashes: List<names::Hashes, BlockHash>,
         epoch: Number<names::EpochBefore, u64>,
         group: Option<Group>,
-    ) -> PyResult<Vec<Option<u32>>> {
+    ) -> Result<Vec<Option<u32>>> {
         let most = Epoch::new(u64::MAX).get();
         if epoch.0 > most {
             return Err(out_of_range("epoch", format!("must be at most {most}, not {}", epoch.0)));
         }
         let (blocks, epoch) = (blocks.0, Epoch::new(epoch.0));
-        let keys = keys(&hashes.0, or_first(group));
+        let keys = keys(&hashes.0, group);
         if blocks.len() != keys.len() {
             let reason =
                 format!("must be one for each of {} blocks, not {}", blocks.len(), keys.len());
@@ -159,7 +162,7 @@ max_blocks=None)"
     /// Give up one hold of each block; those without a holder join the free blocks in this order.
     ///
     /// At a block that cannot be released it raises: those before it are released, the rest is not.
-    fn release(&self, py: Python<'_>, blocks: Blocks) -> PyResult<()> {
+    fn release(&self, py: Python<'_>, blocks: Blocks) -> Result<()> {
         let pool = &mut *self.writer.write()?;
         run(py, blocks.0.len(), || pool.release(&blocks.0)).map_err(bad_blocks)
     }
@@ -171,38 +174,37 @@ max_blocks=None)"
     }
 
     /// Forget every hash, in constant time.
-    fn clear_index(&self) -> PyResult<()> {
+    fn clear_index(&self) -> Result<()> {
         let pool = &mut *self.writer.write()?;
         pool.clear_index();
         Ok(())
     }
 
     /// Pin held blocks that have a hash; they are evicted last. Returns how many were not pinned.
-    fn pin(&self, py: Python<'_>, blocks: Blocks) -> PyResult<usize> {
+    fn pin(&self, py: Python<'_>, blocks: Blocks) -> Result<usize> {
         let pool = &mut *self.writer.write()?;
         run(py, blocks.0.len(), || pool.pin(&blocks.0)).map_err(bad_blocks)
     }
 
     /// Take the pins off held blocks. Returns how many were pinned.
-    fn unpin(&self, py: Python<'_>, blocks: Blocks) -> PyResult<usize> {
+    fn unpin(&self, py: Python<'_>, blocks: Blocks) -> Result<usize> {
         let pool = &mut *self.writer.write()?;
         run(py, blocks.0.len(), || pool.unpin(&blocks.0)).map_err(bad_blocks)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> Result<usize> {
         let count = count.0;
         let pool = &mut *self.writer.write()?;
         Ok(run(py, count, || pool.demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
-    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
+    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> Result<usize> {
         let num_blocks = num_blocks.0;
         let pool = &mut *self.writer.write()?;
         let work = pool.num_blocks().max(num_blocks);
-        let busy = run(py, work, || pool.resize(num_blocks));
-        busy.map_err(IntoPyErr::into_py_err)
+        Ok(run(py, work, || pool.resize(num_blocks))?)
     }
 
     /// Blocks, the null block counted, as `num_blocks` is wherever it is given or returned.
@@ -218,31 +220,30 @@ max_blocks=None)"
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
-    fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+    fn free_order(&self, py: Python<'_>) -> Result<Vec<u32>> {
         let pool = &*self.writer.pause()?;
         Ok(run(py, pool.num_blocks(), || ids_of(&pool.free_order())))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
-    fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+    fn cached_blocks(&self, py: Python<'_>) -> Result<Vec<u32>> {
         let pool = &*self.writer.pause()?;
         Ok(run(py, pool.num_blocks(), || ids_of(&pool.cached_blocks())))
     }
 
     /// Lifetime counts, and blocks by state.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         store_stats(py, &self.pool)
     }
 
     /// Check every invariant of the pool; raises RuntimeError that names the broken one.
-    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+    fn validate(&self, py: Python<'_>) -> Result<()> {
         let pool = &*self.writer.pause()?;
-        let sound = run(py, pool.num_blocks(), || pool.validate());
-        sound.map_err(IntoPyErr::into_py_err)
+        Ok(run(py, pool.num_blocks(), || pool.validate())?)
     }
 
     /// Make the calling thread the one that may write; for a shared pool that changes nothing.
-    fn adopt_writer(&self) -> PyResult<()> {
+    fn adopt_writer(&self) -> Result<()> {
         self.writer.adopt()
     }
 }

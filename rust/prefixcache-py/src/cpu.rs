@@ -10,7 +10,7 @@ use pyo3::types::PyString;
 
 use crate::arguments::{Number, One, Value, Word, wrong_type};
 use crate::detach;
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 use crate::names::{self, Name};
 
 /// The threads and the instruction set that kernels run with, and the memory of their weights.
@@ -30,17 +30,15 @@ impl Cpu {
         py: Python<'_>,
         threads: Number<names::ThreadCount>,
         instructions: Option<One<names::Instructions, Form>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let threads = threads.0;
         if !(1..=MAX_THREADS).contains(&threads) {
             let reason = format!("must be from 1 to {MAX_THREADS}, not {threads}");
             return Err(out_of_range("threads", reason));
         }
-        let team = detach::run(py, threads, || Team::new(threads));
-        let team = team.map_err(|error| {
-            PyRuntimeError::new_err(format!(
-                "the system does not give {threads} threads; ask for fewer: {error}"
-            ))
+        let team = detach::run(py, threads, || Team::new(threads)).map_err(|error| {
+            let reason = "the system does not give";
+            PyRuntimeError::new_err(format!("{reason} {threads} threads; ask for fewer: {error}"))
         })?;
         Ok(Self {
             form: instructions.map_or_else(Form::detect, |form| form.0),
@@ -69,7 +67,7 @@ impl Cpu {
 }
 
 impl Value for Form {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let Ok(name) = value.cast::<PyString>() else {
             return Err(wrong_type(argument, "a string", value));
         };
@@ -126,37 +124,26 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// `rows` rows of `width` numbers, one every `stride` numbers.
-    pub fn strided<N: Name>(address: Number<N>, shape: (usize, usize), stride: usize) -> Self {
-        Self::strided_at(N::NAME, address.0, shape, stride)
+    /// Rows that follow each other without gaps.
+    pub fn dense<N: Name>(address: Number<N>, rows: usize, width: usize) -> Self {
+        Self::strided(address, (rows, width), width)
     }
 
-    /// The same at an address that was read before.
-    pub fn strided_at(
-        name: &'static str,
-        address: usize,
+    /// `rows` rows of `width` numbers, one every `stride` numbers.
+    pub fn strided<N: Name>(
+        address: Number<N>,
         (rows, width): (usize, usize),
         stride: usize,
     ) -> Self {
-        Self { stride, ..Self::dense_at(name, address, rows, width) }
-    }
-
-    /// Rows that follow each other without gaps.
-    pub fn dense<N: Name>(address: Number<N>, rows: usize, width: usize) -> Self {
-        Self::dense_at(N::NAME, address.0, rows, width)
-    }
-
-    /// Rows at an address that was read before.
-    pub fn dense_at(name: &'static str, address: usize, rows: usize, width: usize) -> Self {
-        Self { name, address, rows, width, stride: width }
+        Self { name: N::NAME, address: address.0, rows, width, stride }
     }
 
     /// Where the matrix starts, and its stride: rows that can lie in memory and do not overlap.
-    fn checked<E>(&self) -> PyResult<(*mut E, usize)> {
+    fn checked<E>(&self) -> Result<(*mut E, usize)> {
         if self.rows == 0 || self.width == 0 {
             return Ok((std::ptr::NonNull::dangling().as_ptr(), 0));
         }
-        let wrong = |reason: &str| Err(out_of_range(self.name, reason));
+        let wrong = |reason| Err(out_of_range(self.name, reason));
         if self.address == 0 || !self.address.is_multiple_of(align_of::<E>()) {
             return wrong("must be the address of its numbers");
         }
@@ -189,7 +176,7 @@ impl Matrix {
     ///
     /// # Safety
     /// Such numbers stand there while `'a` lasts, and nobody writes to them.
-    pub unsafe fn rows<'a, E>(&self) -> PyResult<Rows<'a, E>> {
+    pub unsafe fn rows<'a, E>(&self) -> Result<Rows<'a, E>> {
         let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { Rows::from_raw(start, self.rows, self.width, stride) })
@@ -199,11 +186,32 @@ impl Matrix {
     ///
     /// # Safety
     /// Numbers of this type stand there while `'a` lasts, and nobody else uses them.
-    pub unsafe fn rows_mut<'a, E: Element>(&self) -> PyResult<RowsMut<'a, E>> {
+    pub unsafe fn rows_mut<'a, E: Element>(&self) -> Result<RowsMut<'a, E>> {
         let (start, stride) = self.checked::<E>()?;
         // SAFETY: the caller's promise; rows do not overlap.
         Ok(unsafe { RowsMut::from_raw(start, self.rows, self.width, stride) })
     }
+}
+
+/// `count` numbers at an address.
+///
+/// # Safety
+/// They stand there while `'a` lasts, and nobody writes to them.
+pub unsafe fn numbers_at<'a, N: Name, E>(address: Number<N>, count: usize) -> Result<&'a [E]> {
+    // SAFETY: the caller's promise.
+    Ok(unsafe { Matrix::dense(address, 1, count).rows()? }.row(0))
+}
+
+/// Those at an address that need not be given.
+///
+/// # Safety
+/// As for [`numbers_at`].
+pub unsafe fn numbers_if_given<'a, N: Name, E>(
+    address: Option<Number<N>>,
+    count: usize,
+) -> Result<Option<&'a [E]>> {
+    // SAFETY: the caller's promise.
+    address.map(|address| unsafe { numbers_at(address, count) }).transpose()
 }
 
 /// Bfloat16 is two bytes, as torch has it.

@@ -6,28 +6,26 @@ use prefixcache_cpu::memory::filled;
 use prefixcache_decoder::{Group, Rotation, Scratch, Step};
 use pyo3::prelude::*;
 
-use crate::arguments::{List, Number, Numbers, OneOf, Real, Value, wrong_type};
+use crate::arguments::{List, Number, Numbers, One, OneOf, Real, Value, or, or_empty, wrong_type};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::delta::{DeltaMixer, StatePlace, sees_states};
-use crate::errors::{IntoPyErr, in_use, out_of_range};
-use crate::exclusive::Exclusive;
-use crate::layer::{DecoderLayer, Linears};
+use crate::delta::{StatePlace, sees_states};
+use crate::errors::{Failure, Result, out_of_range};
+use crate::exclusive::{Exclusive, Using};
+use crate::layer::{DecoderLayer, Guard};
 use crate::linear::LayerElement;
 use crate::names;
 
 /// The addresses of the cosines and sines of a step's positions.
-struct Angles {
-    cos: usize,
-    sin: usize,
-}
+struct Angles([Number<names::Rotations>; 2]);
 
 impl Value for Angles {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let pair = value.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>();
         let wanted = "a pair of the addresses of cosines and sines";
         let (cos, sin) = pair.map_err(|_| wrong_type(argument, wanted, value))?;
-        Ok(Self { cos: usize::read(argument, &cos)?, sin: usize::read(argument, &sin)? })
+        let [cos, sin] = [cos, sin].map(|address| usize::read(argument, &address));
+        Ok(Self([cos?, sin?].map(One::new)))
     }
 }
 
@@ -54,12 +52,12 @@ type States = Vec<Vec<(usize, Matrix)>>;
 unsafe fn parts_of<'a>(
     states: &[(usize, Matrix)],
     steps: &[&'a PlannedStep],
-) -> PyResult<Vec<StatePart<'a>>> {
+) -> Result<Vec<StatePart<'a>>> {
     let part = |&(group, pages): &(usize, Matrix)| {
         // SAFETY: the caller's promise.
         let pages = unsafe { pages.rows_mut::<f32>()? };
         let plan = &steps[group].plan;
-        Ok::<_, PyErr>(StatePart { plan, pages })
+        Ok::<_, Failure>(StatePart { plan, pages })
     };
     states.iter().map(part).collect()
 }
@@ -75,17 +73,17 @@ struct Guessed {
 
 impl Guessed {
     /// A row for each guess, of each of these widths.
-    fn rows(&mut self, widths: &[usize], dtype: DType) -> PyResult<Vec<Matrix>> {
+    fn rows(&mut self, widths: &[usize], dtype: DType) -> Result<Vec<Matrix>> {
         let rows: usize = self.counts.iter().sum();
         let width = widths.iter().sum::<usize>() * dtype.size() / size_of::<f32>() + 1;
         if self.numbers.len() < rows.saturating_mul(width) {
-            self.numbers = filled(0.0, rows, width).map_err(IntoPyErr::into_py_err)?;
+            self.numbers = filled(0.0, rows, width)?;
         }
         let mut next = self.numbers.as_mut_ptr().expose_provenance();
         let matrix = |&width: &usize| {
             let address = next;
             next += rows * width * dtype.size();
-            Matrix::dense_at("guesses", address, rows, width)
+            Matrix::dense(Number::<names::Guesses>::new(address), rows, width)
         };
         Ok(widths.iter().map(matrix).collect())
     }
@@ -110,16 +108,16 @@ impl DecoderStack {
         (steps, guesses): (&[&PlannedStep], &[usize]),
         groups: &[Group<'_>],
         layer_groups: &[usize],
-        linears: &[Linears<'_>],
+        linears: &[Vec<Guard<'_>>],
         tensors: &Tensors,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let rotation = |[cos, sin]: &[Matrix; 2]| {
             // SAFETY: the caller's promise.
             let (cos, sin) = unsafe { (cos.rows()?, sin.rows()?) };
-            Ok::<_, PyErr>(Rotation { cos, sin })
+            Ok::<_, Failure>(Rotation { cos, sin })
         };
         let rotations = tensors.rotations.iter().map(rotation);
-        let rotations = rotations.collect::<PyResult<Vec<_>>>()?;
+        let rotations = rotations.collect::<Result<Vec<_>>>()?;
         let cpu = self.cpu.get();
         let step = Step { form: cpu.form, team: &cpu.team, groups, rotations: &rotations, guesses };
         // SAFETY: the caller's promise.
@@ -135,9 +133,8 @@ impl DecoderStack {
                 layer.read::<E>(self.eps, self.hidden, group, states, linears)
             }
         });
-        let layers = layers.collect::<PyResult<Vec<_>>>()?;
-        let scratch = Scratch::new(x.rows(), self.hidden, &layers);
-        let mut scratch = scratch.map_err(IntoPyErr::into_py_err)?;
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        let mut scratch = Scratch::new(x.rows(), self.hidden, &layers)?;
         // SAFETY: the caller's promise.
         let own = unsafe { tensors.own_inputs.map(|own| own.rows::<E>()).transpose()? };
         let mut first = 0;
@@ -150,8 +147,7 @@ impl DecoderStack {
                 first += width;
                 own.columns(first - width..first)
             });
-            step.forward(layer, &mut cache, own, &mut x, &mut scratch)
-                .map_err(IntoPyErr::into_py_err)?;
+            step.forward(layer, &mut cache, own, &mut x, &mut scratch)?;
         }
         Ok(())
     }
@@ -164,7 +160,7 @@ impl DecoderStack {
         states: &States,
         counts: (&[usize], &[usize]),
         guessed: &[Matrix],
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let cpu = self.cpu.get();
         for ((layer, states), guessed) in self.layers.iter().zip(states).zip(guessed) {
             let Some(delta) = layer.get().delta() else {
@@ -175,8 +171,7 @@ impl DecoderStack {
                 let parts = parts_of(states, steps)?;
                 (delta.rule()?, parts, guessed.rows::<E>()?)
             };
-            replay_delta_rule(cpu.form, &cpu.team, &rule, &parts, counts, x)
-                .map_err(IntoPyErr::into_py_err)?;
+            replay_delta_rule(cpu.form, &cpu.team, &rule, &parts, counts, x)?;
         }
         Ok(())
     }
@@ -184,7 +179,7 @@ impl DecoderStack {
     /// Numbers of a token that pass the states of each layer.
     fn inputs_of_states(&self) -> Vec<usize> {
         let deltas = self.layers.iter().map(|layer| layer.get().delta());
-        deltas.map(|delta| delta.map_or(0, DeltaMixer::inputs)).collect()
+        deltas.map(|delta| delta.map_or(0, |delta| delta.heads.inputs())).collect()
     }
 
     /// The attention of each layer has its heads; all are of one type.
@@ -192,7 +187,7 @@ impl DecoderStack {
         &self,
         attentions: &[&PagedAttention],
         layer_groups: &[usize],
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         for (index, paged) in attentions.iter().enumerate() {
             let attention = &paged.attention;
             let same = paged.dtype == self.dtype;
@@ -209,7 +204,7 @@ impl DecoderStack {
     }
 
     /// Each layer has a cache, and a group that there is.
-    fn check_places(&self, layer_groups: &[usize], caches: usize, groups: usize) -> PyResult<()> {
+    fn check_places(&self, layer_groups: &[usize], caches: usize, groups: usize) -> Result<()> {
         let layers = self.layers.len();
         for (name, count) in [("layer_groups", layer_groups.len()), ("caches", caches)] {
             if count != layers {
@@ -233,7 +228,7 @@ impl DecoderStack {
         places: &[StatePlace],
         attentions: &[&PagedAttention],
         steps: &[&PlannedStep],
-    ) -> PyResult<States> {
+    ) -> Result<States> {
         let mut states = vec![Vec::new(); self.layers.len()];
         let mut left: Vec<_> = self.layers.iter().map(|layer| layer.get().state()).collect();
         for (number, place) in places.iter().enumerate() {
@@ -274,7 +269,7 @@ impl DecoderStack {
         given: Option<Vec<usize>>,
         rotations: usize,
         heads: &[usize],
-    ) -> PyResult<Vec<usize>> {
+    ) -> Result<Vec<usize>> {
         let whole = heads.iter().copied().max().unwrap_or(0);
         let rotated = given.unwrap_or_else(|| vec![whole; rotations]);
         if rotated.len() != rotations {
@@ -314,7 +309,7 @@ impl DecoderStack {
         hidden: Number<names::Hidden>,
         eps: Real<names::Eps>,
         layers: List<names::Layers, Py<DecoderLayer>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let (dtype, hidden, eps, layers) = (dtype.0, hidden.0, eps.0, layers.0);
         for (number, layer) in layers.iter().enumerate() {
             if !layer.get().fits(hidden, dtype) {
@@ -326,15 +321,6 @@ impl DecoderStack {
     }
 
     /// Take `x`, dense rows of the step that all `attentions` have planned, through all layers, in place.
-    ///
-    /// Layer i computes with `attentions[layer_groups[i]]`, over keys and values at `caches[i]`.
-    /// A page of a cache begins `page_stride` numbers after the one before, by default where that ends.
-    /// Each of `rotations` is (cos, sin): dense float32, half of `rotated` numbers a row. They turn the first
-    /// `rotated` numbers of a head, one entry a rotation, by default all. At the cache of a convolution a
-    /// block has the inputs of its last `kept_tokens` tokens, among those of others. `states` has the parts
-    /// of states, in their order: of which layer, in which group, where that is in page 0, and how many
-    /// float32 numbers. `own_inputs` are dense rows of what each layer with an `own_input` has, one layer
-    /// after the other. As many of the last tokens of each sequence as `guesses` says are not taken into states.
     #[pyo3(signature = (
         attentions, layer_groups, caches, rotations, x, kept_tokens=None, *, rotated=None, states=None,
         page_stride=None, own_inputs=None, guesses=None
@@ -353,7 +339,7 @@ impl DecoderStack {
         page_stride: Option<Number<names::PageStride>>,
         own_inputs: Option<Number<names::OwnInputs>>,
         guesses: Option<Numbers<names::Guesses>>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
         if attentions.is_empty() {
@@ -361,21 +347,19 @@ impl DecoderStack {
         }
         self.check_places(&layer_groups, caches.0.len(), attentions.len())?;
         self.check_attentions(&attentions, &layer_groups)?;
-        let planned = attentions.iter().map(|attention| attention.planned());
-        let planned = planned.collect::<PyResult<Vec<_>>>()?;
-        let steps = planned.iter().map(|step| PagedAttention::of_step(step));
-        let steps = steps.collect::<PyResult<Vec<_>>>()?;
+        let planned = planned(&attentions)?;
+        let steps = steps_of(&planned)?;
         let rows = steps[0].plan.num_queries();
         let head = |&group: &usize| attentions[group].attention.head_dim();
         let heads: Vec<_> = layer_groups.iter().map(head).collect();
         let given = rotated.map(|rotated| rotated.0);
         let rotated = self.rotated(given, rotations.0.len(), &heads)?;
-        let angles = |address, turned| Matrix::dense_at("rotations", address, rows, turned / 2);
-        let kept_tokens = kept_tokens.map_or(0, |kept| kept.0);
+        let kept_tokens = or(kept_tokens, 0);
         let cache = |((layer, &group), address): ((&Py<DecoderLayer>, &usize), usize)| {
+            let address = Number::<names::Caches>::new(address);
             let (attention, step) = (attentions[group], steps[group]);
             if layer.get().state() > 0 {
-                return Ok(Matrix::dense_at("caches", 0, 0, 0));
+                return Ok(Matrix::dense(address, 0, 0));
             }
             let page = attention.page_numbers(step);
             let width = match layer.get().least_kept(step.plan.block_size()) {
@@ -386,42 +370,35 @@ impl DecoderStack {
                 }
                 Some(_) => kept_tokens.saturating_mul(self.hidden),
             };
-            let stride = page_stride.as_ref().map_or(page, |stride| stride.0);
             let shape = (step.plan.num_pages(), width);
-            Ok(Matrix::strided_at("caches", address, shape, stride))
+            Ok(Matrix::strided(address, shape, or(page_stride, page)))
         };
         let own_inputs = own_inputs.map(|own| Matrix::dense(own, rows, self.own_width()));
         if own_inputs.is_none() && self.own_width() > 0 {
             return Err(out_of_range("own_inputs", "must be given for these layers"));
         }
-        let guesses = guesses.map_or(Vec::new(), |guesses| guesses.0);
+        let guesses = or_empty(guesses);
         if !steps[0].plan.has_guesses(&guesses) {
             let reason = "must have a number for each sequence, of its rows at most";
             return Err(out_of_range("guesses", reason));
         }
-        let mut guessed = self.guessed.try_use().ok_or_else(|| in_use("the decoder"))?;
+        let mut guessed = self.guessed.use_as("the decoder")?;
         guessed.counts = guesses;
         let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
+        let angles = |(angles, turned): (Angles, usize)| {
+            angles.0.map(|address| Matrix::dense(address, rows, turned / 2))
+        };
         let tensors = Tensors {
-            rotations: rotations
-                .0
-                .iter()
-                .zip(&rotated)
-                .map(|(r, &turned)| [r.cos, r.sin].map(|at| angles(at, turned)))
-                .collect(),
+            rotations: rotations.0.into_iter().zip(rotated).map(angles).collect(),
             x: Matrix::dense(x, rows, self.hidden),
-            caches: places.map(cache).collect::<PyResult<_>>()?,
+            caches: places.map(cache).collect::<Result<_>>()?,
             own_inputs,
-            states: self.states(
-                &states.map_or(Vec::new(), |states| states.0),
-                &attentions,
-                &steps,
-            )?,
+            states: self.states(&or_empty(states), &attentions, &steps)?,
             guessed: guessed.rows(&self.inputs_of_states(), self.dtype)?,
         };
         let groups = groups(&steps)?;
-        let linears = self.layers.iter().map(Linears::of);
-        let linears = linears.collect::<PyResult<Vec<_>>>()?;
+        let linears = self.layers.iter().map(|layer| layer.get().read_linears());
+        let linears = linears.collect::<Result<Vec<_>>>()?;
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
         py.detach(|| unsafe {
             let step = (steps.as_slice(), guessed.counts.as_slice());
@@ -431,21 +408,18 @@ impl DecoderStack {
         })
     }
 
-    /// Take the first `accepted` guesses of each sequence of the last `forward` into `states`, which are as they
-    /// were there, and so is what `attentions` have planned.
+    /// Take the first `accepted` guesses of each sequence of the last `forward` into `states`.
     fn keep_accepted(
         &self,
         py: Python<'_>,
         attentions: List<names::Attentions, Py<PagedAttention>>,
         states: List<names::States, StatePlace>,
         accepted: Numbers<names::Accepted>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
-        let planned = attentions.iter().map(|attention| attention.planned());
-        let planned = planned.collect::<PyResult<Vec<_>>>()?;
-        let steps = planned.iter().map(|step| PagedAttention::of_step(step));
-        let steps = steps.collect::<PyResult<Vec<_>>>()?;
-        let mut guessed = self.guessed.try_use().ok_or_else(|| in_use("the decoder"))?;
+        let planned = planned(&attentions)?;
+        let steps = steps_of(&planned)?;
+        let mut guessed = self.guessed.use_as("the decoder")?;
         let (counts, accepted) = (guessed.counts.clone(), accepted.0);
         let pairs = || accepted.iter().zip(&counts);
         let are_there = |step: &&PlannedStep| step.plan.has_guesses(&counts);
@@ -464,8 +438,17 @@ impl DecoderStack {
     }
 }
 
+/// What each attention has planned, for one call.
+fn planned<'a>(attentions: &[&'a PagedAttention]) -> Result<Vec<Using<'a, Option<PlannedStep>>>> {
+    attentions.iter().map(|attention| attention.planned()).collect()
+}
+
+fn steps_of<'a>(planned: &'a [Using<'_, Option<PlannedStep>>]) -> Result<Vec<&'a PlannedStep>> {
+    planned.iter().map(|step| PagedAttention::of_step(step)).collect()
+}
+
 /// The groups of a step, which all have planned the same number of rows.
-fn groups<'a>(steps: &[&'a PlannedStep]) -> PyResult<Vec<Group<'a>>> {
+fn groups<'a>(steps: &[&'a PlannedStep]) -> Result<Vec<Group<'a>>> {
     let rows = steps[0].plan.num_queries();
     let group = |(index, step): (usize, &&'a PlannedStep)| {
         let PlannedStep { plan, slots } = step;

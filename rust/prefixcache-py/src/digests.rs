@@ -15,12 +15,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments::{List, Number, Value, wrong_type};
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 use crate::names;
 
 /// (start, end) in bytes.
 impl Value for Range<u64> {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let pair = value.extract::<(u64, u64)>();
         let (start, end) =
             pair.map_err(|_| wrong_type(argument, "(start, end) in bytes", value))?;
@@ -40,7 +40,7 @@ pub fn hash_file_ranges<'py>(
     path: PathBuf,
     ranges: List<names::Ranges, Range<u64>>,
     threads: Number<names::ThreadCount>,
-) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+) -> Result<Vec<Bound<'py, PyBytes>>> {
     let threads = NonZeroUsize::new(threads.0)
         .ok_or_else(|| out_of_range("threads", "must be at least 1, not 0"))?;
     let digests = py.detach(|| hash_ranges(&File::open(path)?, &ranges.0, threads))?;

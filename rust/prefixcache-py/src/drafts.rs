@@ -8,16 +8,16 @@ use pyo3::prelude::*;
 
 use crate::arguments::Number;
 use crate::detach::run_on_tokens;
-use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::errors::{Failure, Result, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names::{self, Name};
 use crate::tokens::Tokens;
 
-impl IntoPyErr for SizeError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Memory(_) => PyMemoryError::new_err(self.to_string()),
-            Self::Tokens(_) => out_of_range(names::MaxTokens::NAME, self.to_string()),
+impl From<SizeError> for Failure {
+    fn from(error: SizeError) -> Self {
+        match error {
+            SizeError::Memory(_) => PyMemoryError::new_err(error.to_string()).into(),
+            SizeError::Tokens(_) => out_of_range(names::MaxTokens::NAME, error.to_string()),
         }
     }
 }
@@ -32,8 +32,8 @@ pub struct DraftIndex {
 }
 
 impl DraftIndex {
-    fn use_it(&self) -> PyResult<Using<'_, Index>> {
-        self.index.try_use().ok_or_else(|| in_use("index"))
+    fn use_it(&self) -> Result<Using<'_, Index>> {
+        self.index.use_as("index")
     }
 
     fn note(&self, index: &Index) {
@@ -45,8 +45,8 @@ impl DraftIndex {
 #[pymethods]
 impl DraftIndex {
     #[new]
-    fn new(max_tokens: Number<names::MaxTokens>) -> PyResult<Self> {
-        let index = Index::new(max_tokens.0).map_err(IntoPyErr::into_py_err)?;
+    fn new(max_tokens: Number<names::MaxTokens>) -> Result<Self> {
+        let index = Index::new(max_tokens.0)?;
         Ok(Self {
             num_tokens: AtomicUsize::new(0),
             num_bytes: index.num_bytes(),
@@ -54,7 +54,7 @@ impl DraftIndex {
         })
     }
 
-    fn stream(this: Bound<'_, Self>, scope: &[u8], shares: bool) -> PyResult<DraftStream> {
+    fn stream(this: Bound<'_, Self>, scope: &[u8], shares: bool) -> Result<DraftStream> {
         let stream = this.get().use_it()?.stream(scope, shares);
         Ok(DraftStream { index: this.unbind(), stream: Exclusive::new(Some(stream)) })
     }
@@ -80,18 +80,18 @@ pub struct DraftStream {
 }
 
 impl DraftStream {
-    fn use_it(&self) -> PyResult<Using<'_, Option<Stream>>> {
-        self.stream.try_use().ok_or_else(|| in_use("stream"))
+    fn use_it(&self) -> Result<Using<'_, Option<Stream>>> {
+        self.stream.use_as("stream")
     }
 }
 
-fn closed() -> PyErr {
-    PyRuntimeError::new_err("the stream is closed")
+fn closed() -> Failure {
+    PyRuntimeError::new_err("the stream is closed").into()
 }
 
 #[pymethods]
 impl DraftStream {
-    fn append(&self, py: Python<'_>, tokens: Tokens) -> PyResult<()> {
+    fn append(&self, py: Python<'_>, tokens: Tokens) -> Result<()> {
         let (shared, tokens) = (self.index.get(), tokens.0);
         let (index, stream) = (&mut *shared.use_it()?, &mut *self.use_it()?);
         let stream = stream.as_mut().ok_or_else(closed)?;
@@ -103,7 +103,7 @@ impl DraftStream {
     fn draft(
         &self,
         max_tokens: Number<names::MaxTokens>,
-    ) -> PyResult<(Vec<u32>, usize, &'static str)> {
+    ) -> Result<(Vec<u32>, usize, &'static str)> {
         let (mut using, stream) = (self.index.get().use_it()?, self.use_it()?);
         let draft = using.draft(stream.as_ref().ok_or_else(closed)?, max_tokens.0);
         let source = match draft.source {
@@ -113,7 +113,7 @@ impl DraftStream {
         Ok((draft.tokens, draft.matched, source))
     }
 
-    fn close(&self) -> PyResult<()> {
+    fn close(&self) -> Result<()> {
         let index = self.index.get();
         let (mut using, mut stream) = (index.use_it()?, self.use_it()?);
         if let Some(stream) = stream.take() {

@@ -1,70 +1,100 @@
-//! The core's errors as Python exceptions: ValueError for an argument out of its range, RuntimeError
-//! for misuse, a broken invariant and what another thread prevents, MemoryError where there is not enough.
+//! Errors as Python exceptions: ValueError for an argument out of its range, RuntimeError for misuse, a
+//! broken invariant and what another thread prevents, MemoryError where there is not enough.
 
+use prefixcache_attention::{PlanError, ShapeError};
 use prefixcache_core::error::{
     Argument, Broken, CacheError, InvalidArgument, ListenError, Misuse, PoolError, ResizeError,
 };
 use prefixcache_cpu::OutOfMemory;
+use prefixcache_replay::trace::TraceError;
+use prefixcache_sampler::RowError;
 use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 
-/// An error of the core that knows its Python exception.
-pub trait IntoPyErr {
-    fn into_py_err(self) -> PyErr;
-}
+/// What a call raises. `?` makes it of any error that knows its Python exception.
+#[derive(Debug)]
+pub struct Failure(PyErr);
 
-impl IntoPyErr for InvalidArgument {
-    fn into_py_err(self) -> PyErr {
-        PyValueError::new_err(self.to_string())
+/// What a call returns or raises.
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
+
+impl From<PyErr> for Failure {
+    fn from(error: PyErr) -> Self {
+        Self(error)
     }
 }
 
-/// For errors that may be an invalid argument, or of the kind that is named, and else are misuse.
-macro_rules! into_py_err {
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        failure.0
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Self(error.into())
+    }
+}
+
+/// Errors that are one exception each.
+macro_rules! one_exception {
+    ($($error:ty => $exception:ident;)+) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                $exception::new_err(error.to_string()).into()
+            }
+        })+
+    };
+}
+
+one_exception! {
+    InvalidArgument => PyValueError;
+    PlanError => PyValueError;
+    RowError => PyValueError;
+    ShapeError => PyValueError;
+    TraceError => PyValueError;
+    Broken => PyRuntimeError;
+}
+
+/// Errors that may be an invalid argument, or of the kind that is named, and else are misuse.
+macro_rules! several_exceptions {
     ($($error:ident $(, $kind:ident => $exception:ident)?;)+) => {
-        $(impl IntoPyErr for $error {
-            fn into_py_err(self) -> PyErr {
-                match self {
-                    Self::Invalid(error) => error.into_py_err(),
-                    $(Self::$kind { .. } => $exception::new_err(self.to_string()),)?
-                    other => PyRuntimeError::new_err(other.to_string()),
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                match error {
+                    $error::Invalid(error) => error.into(),
+                    $($error::$kind { .. } => $exception::new_err(error.to_string()).into(),)?
+                    other => PyRuntimeError::new_err(other.to_string()).into(),
                 }
             }
         })+
     };
 }
 
-into_py_err! {
+several_exceptions! {
     CacheError;
     ResizeError;
     PoolError, OutOfMemory => PyMemoryError;
     ListenError, OutOfMemory => PyMemoryError;
 }
 
-impl IntoPyErr for Broken {
-    fn into_py_err(self) -> PyErr {
-        PyRuntimeError::new_err(self.to_string())
-    }
-}
-
-impl IntoPyErr for OutOfMemory {
-    fn into_py_err(self) -> PyErr {
-        PyMemoryError::new_err(format!("the call {self}"))
+impl From<OutOfMemory> for Failure {
+    fn from(error: OutOfMemory) -> Self {
+        PyMemoryError::new_err(format!("the call {error}")).into()
     }
 }
 
 /// A block id that the pool refused, as an error of the argument `blocks`.
-pub fn bad_blocks(misuse: Misuse) -> PyErr {
-    PyValueError::new_err(format!("blocks: {misuse}"))
+pub fn bad_blocks(misuse: Misuse) -> Failure {
+    PyValueError::new_err(format!("blocks: {misuse}")).into()
 }
 
-pub fn out_of_range(argument: impl Into<Argument>, reason: impl Into<String>) -> PyErr {
-    InvalidArgument::new(argument, reason).into_py_err()
+pub fn out_of_range(argument: impl Into<Argument>, reason: impl Into<String>) -> Failure {
+    InvalidArgument::new(argument, reason).into()
 }
 
-pub fn in_use(argument: impl Into<Argument>) -> PyErr {
+pub fn in_use(argument: impl Into<Argument>) -> Failure {
     let argument = argument.into();
-    PyRuntimeError::new_err(format!(
-        "{argument} is in use by another call: of another thread, or twice in this one"
-    ))
+    let reason = "is in use by another call: of another thread, or twice in this one";
+    PyRuntimeError::new_err(format!("{argument} {reason}")).into()
 }

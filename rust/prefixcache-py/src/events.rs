@@ -4,7 +4,7 @@ use prefixcache_core::events::{Change, Run, ShortHash, Snapshot};
 use pyo3::prelude::*;
 
 use crate::arguments::Number;
-use crate::errors::in_use;
+use crate::errors::Result;
 use crate::exclusive::Exclusive;
 use crate::names;
 
@@ -50,8 +50,8 @@ impl EventSnapshot {
     }
 
     /// The next runs of blocks, up to about `max_blocks` blocks; empty at the end.
-    fn take(&self, py: Python<'_>, max_blocks: Number<names::MaxBlocks>) -> PyResult<Vec<Event>> {
-        let mut rest = self.rest.try_use().ok_or_else(|| in_use("self"))?;
+    fn take(&self, py: Python<'_>, max_blocks: Number<names::MaxBlocks>) -> Result<Vec<Event>> {
+        let mut rest = self.rest.use_as("self")?;
         let rest = &mut *rest;
         let runs = py.detach(|| {
             let (mut runs, mut taken) = (Vec::new(), 0);

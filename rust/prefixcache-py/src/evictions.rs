@@ -5,6 +5,8 @@ use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::errors::Result;
+
 /// The code of a cause; 0 stands for a cleared index.
 fn cause(loss: &Eviction) -> u8 {
     match loss {
@@ -14,7 +16,7 @@ fn cause(loss: &Eviction) -> u8 {
 }
 
 /// The arrays that `take_losses` returns, by name.
-pub fn arrays<'py>(py: Python<'py>, evictions: &[Eviction]) -> PyResult<Bound<'py, PyDict>> {
+pub fn arrays<'py>(py: Python<'py>, evictions: &[Eviction]) -> Result<Bound<'py, PyDict>> {
     let block = |loss: &Eviction| match loss {
         Eviction::Block(block) => Some(block.clone()),
         Eviction::Everything => None,

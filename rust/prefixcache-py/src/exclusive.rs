@@ -2,6 +2,10 @@
 
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
+use prefixcache_core::error::Argument;
+
+use crate::errors::{Result, in_use};
+
 /// A value that is lent to one call at a time.
 pub struct Exclusive<T>(Mutex<T>);
 
@@ -21,5 +25,10 @@ impl<T> Exclusive<T> {
             Err(TryLockError::Poisoned(using)) => Some(using.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
+    }
+
+    /// The value; fails, by the argument's name, where another call is using it.
+    pub fn use_as(&self, argument: impl Into<Argument>) -> Result<Using<'_, T>> {
+        self.try_use().ok_or_else(|| in_use(argument))
     }
 }

@@ -9,10 +9,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::arguments::{Value, wrong_type};
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 
 impl Value for Hint {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let fields = value.cast::<PyTuple>().ok();
         let Some(fields) = fields.filter(|fields| fields.len() == 4) else {
             return Err(wrong_type(argument, "(start, end, priority, ttl)", value));
@@ -30,8 +30,8 @@ impl Value for Hint {
 
 fn optional<'py, T>(
     value: &Bound<'py, PyAny>,
-    read: impl Fn(&Bound<'py, PyAny>) -> PyResult<T>,
-) -> PyResult<Option<T>> {
+    read: impl Fn(&Bound<'py, PyAny>) -> Result<T>,
+) -> Result<Option<T>> {
     (!value.is_none()).then(|| read(value)).transpose()
 }
 
@@ -40,7 +40,7 @@ fn whole<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
     argument: Argument,
     field: &str,
     value: &Bound<'py, PyAny>,
-) -> PyResult<T> {
+) -> Result<T> {
     value.extract::<T>().map_err(|error| {
         if error.is_instance_of::<PyOverflowError>(value.py()) {
             return out_of_range(argument, format!("has a {field} that is out of range"));
@@ -48,11 +48,11 @@ fn whole<'py, T: for<'a> FromPyObject<'a, 'py, Error = PyErr>>(
         if error.is_instance_of::<PyTypeError>(value.py()) {
             return wrong_type(argument, &format!("a tuple with a whole number as {field}"), value);
         }
-        error
+        error.into()
     })
 }
 
-fn seconds(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Duration> {
+fn seconds(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Duration> {
     let seconds = f64::read(argument, value)?;
     let ttl = Duration::try_from_secs_f64(seconds).ok();
     ttl.filter(|ttl| !ttl.is_zero()).ok_or_else(|| {

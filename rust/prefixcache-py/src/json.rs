@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString};
 
 use crate::arguments::Number;
+use crate::errors::{Failure, Result};
 use crate::names;
 
 /// Objects made before other threads get a chance to use the interpreter.
@@ -18,23 +19,25 @@ pub fn parse_json<'py>(
     text: &Bound<'py, PyBytes>,
     max_numbers: Number<names::MaxNumbers>,
     max_others: Number<names::MaxOthers>,
-) -> PyResult<Bound<'py, PyAny>> {
+) -> Result<Bound<'py, PyAny>> {
     let py = text.py();
     let limits = Limits { numbers: max_numbers.0, others: max_others.0 };
     let bytes = text.as_bytes();
-    let value = py.detach(|| parse(bytes, limits)).map_err(into_py_err)?;
+    let value = py.detach(|| parse(bytes, limits))?;
     let mut maker = ObjectMaker { py, until_pause: VALUES_AT_ONCE };
-    maker.object(value)
+    Ok(maker.object(value)?)
 }
 
-fn into_py_err(refusal: Refusal) -> PyErr {
-    let (kind, message, field) = match refusal {
-        Refusal::Invalid(message) => ("invalid", message, None),
-        Refusal::Twice(key) => ("twice", format!("{key:?} appears twice"), Some(key)),
-        Refusal::TooManyNumbers { field } => ("numbers", "too many numbers".to_string(), field),
-        Refusal::TooManyOthers { field } => ("others", "too many other values".to_string(), field),
-    };
-    PyValueError::new_err((kind, message, field))
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        let (kind, message, field) = match refusal {
+            Refusal::Invalid(message) => ("invalid", message, None),
+            Refusal::Twice(key) => ("twice", format!("{key:?} appears twice"), Some(key)),
+            Refusal::TooManyNumbers { field } => ("numbers", "too many numbers".into(), field),
+            Refusal::TooManyOthers { field } => ("others", "too many other values".into(), field),
+        };
+        PyValueError::new_err((kind, message, field)).into()
+    }
 }
 
 struct ObjectMaker<'py> {

@@ -2,36 +2,24 @@
 
 use std::os::fd::RawFd;
 
-use prefixcache_core::error::Argument;
 use prefixcache_file::{KvFile, Layout, OpenError, describe, duplicate};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 
-use crate::arguments::{Number, One, Value, wrong_type};
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::arguments::{Number, One, or};
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names;
 
 /// An open file of KV blocks, which the caller has locked.
 #[pyclass(frozen, module = "prefixcache.core")]
 pub struct KVFile(pub KvFile);
 
-/// 32 bytes.
-impl Value for [u8; 32] {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
-        let digest = (*bytes).try_into();
-        digest.map_err(|_| out_of_range(argument, format!("must be 32 bytes, not {}", bytes.len())))
-    }
-}
-
-impl IntoPyErr for OpenError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Io(error) => error.into(),
-            other => PyValueError::new_err(other.to_string()),
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Io(error) => error.into(),
+            other => PyValueError::new_err(other.to_string()).into(),
         }
     }
 }
@@ -39,8 +27,6 @@ impl IntoPyErr for OpenError {
 #[pymethods]
 impl KVFile {
     /// Opens the file of a descriptor; an empty one becomes one of this layout.
-    ///
-    /// Raises ValueError with the reason why a file is not used, and OSError.
     #[new]
     #[pyo3(signature = (descriptor, digest, num_tensors, block_bytes, capacity, about="", block_tokens=None))]
     fn new(
@@ -52,17 +38,16 @@ impl KVFile {
         capacity: Number<names::Capacity, u64>,
         about: &str,
         block_tokens: Option<Number<names::BlockTokens, u32>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let layout = Layout {
             digest: digest.0,
             num_tensors: num_tensors.0,
             block_bytes: block_bytes.0,
             capacity: capacity.0,
-            block_tokens: block_tokens.map_or(0, |count| count.0),
+            block_tokens: or(block_tokens, 0),
             about: about.to_owned(),
         };
-        let opened = py.detach(|| KvFile::open(duplicate(descriptor.0)?, &layout));
-        opened.map(Self).map_err(IntoPyErr::into_py_err)
+        Ok(Self(py.detach(|| KvFile::open(duplicate(descriptor.0)?, &layout))?))
     }
 
     /// The most blocks that fit, the null block counted.
@@ -72,7 +57,7 @@ impl KVFile {
     }
 
     /// Where a tensor begins, in bytes; that after the last is the end of the file.
-    fn tensor_at(&self, tensor: Number<names::TensorIndex, u32>) -> PyResult<u64> {
+    fn tensor_at(&self, tensor: Number<names::TensorIndex, u32>) -> Result<u64> {
         let most = self.0.layout().num_tensors;
         if tensor.0 > most {
             let reason = format!("must be at most {most}, not {}", tensor.0);
@@ -82,12 +67,12 @@ impl KVFile {
     }
 
     /// Gives bytes space on the disk, so that writing to them cannot fail. Raises OSError.
-    fn allocate(&self, py: Python<'_>, start: u64, length: u64) -> PyResult<()> {
+    fn allocate(&self, py: Python<'_>, start: u64, length: u64) -> Result<()> {
         Ok(py.detach(|| self.0.allocate(start, length))?)
     }
 
     /// Gives space back; the bytes read as zero. Raises OSError.
-    fn punch(&self, py: Python<'_>, start: u64, length: u64) -> PyResult<()> {
+    fn punch(&self, py: Python<'_>, start: u64, length: u64) -> Result<()> {
         Ok(py.detach(|| self.0.punch(start, length))?)
     }
 
@@ -98,7 +83,7 @@ impl KVFile {
     }
 
     /// What this process did: blocks kept, restored ones that were checked, and those that failed. Any thread.
-    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let (counts, dict) = (self.0.counts(), PyDict::new(py));
         dict.set_item("kept", counts.kept)?;
         dict.set_item("checked", counts.checked)?;
@@ -114,10 +99,8 @@ impl KVFile {
 pub fn describe_kv_file(
     py: Python<'_>,
     descriptor: Number<names::Descriptor, RawFd>,
-) -> PyResult<Bound<'_, PyDict>> {
-    let layout = duplicate(descriptor.0).map_err(OpenError::from);
-    let layout = layout.and_then(|file| describe(&file));
-    let layout = layout.map_err(IntoPyErr::into_py_err)?;
+) -> Result<Bound<'_, PyDict>> {
+    let layout = describe(&duplicate(descriptor.0)?)?;
     let dict = PyDict::new(py);
     dict.set_item("digest", pyo3::types::PyBytes::new(py, &layout.digest))?;
     dict.set_item("num_tensors", layout.num_tensors)?;

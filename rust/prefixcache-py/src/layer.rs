@@ -5,7 +5,7 @@ use std::sync::RwLockReadGuard;
 
 use prefixcache_attention::{Attention, MAX_TAPS, ShortConv, StatePart};
 use prefixcache_core::error::Argument;
-use prefixcache_cpu::RowsMut;
+use prefixcache_cpu::{Element, RowsMut};
 use prefixcache_decoder as decoder;
 use prefixcache_decoder::Makes;
 use prefixcache_ops as ops;
@@ -13,12 +13,12 @@ use prefixcache_ops::experts::{Experts, Router, Scores, SharedExpert};
 use prefixcache_ops::rowwise::{Gate, RmsNorm};
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, One, OneOf, Real, Value, Word, wrong_type};
-use crate::cpu::{DType, Matrix};
+use crate::arguments::{Number, One, OneOf, Real, Value, Word, or, wrong_type};
+use crate::cpu::{DType, Matrix, numbers_at, numbers_if_given};
 use crate::delta::{DeltaMixer, sees_states};
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 use crate::linear::{Layer, LayerElement, PackedLinear};
-use crate::names;
+use crate::names::{self, Name};
 
 /// Attention of a layer on the CPU: its weights, and the rotations of its queries and keys.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -26,10 +26,10 @@ pub struct AttentionMixer {
     qkv: Py<PackedLinear>,
     makes: Makes,
     gated: bool,
-    qk_norm: Option<usize>,
+    qk_norm: Option<Number<names::QkNorm>>,
     whole_norms: bool,
-    value_norm: Option<usize>,
-    sinks: Option<usize>,
+    value_norm: Option<Number<names::ValueNorm>>,
+    sinks: Option<Number<names::Sinks>>,
     out: Py<PackedLinear>,
     rope: usize,
     query_rope: usize,
@@ -46,17 +46,7 @@ impl Word for Makes {
 
 #[pymethods]
 impl AttentionMixer {
-    /// Attention with these linears, and a norm of queries and keys at this address: of each head, or with
-    /// `whole_norms` of all queries at once and all keys; `value_norm` is that of values. `sinks` is the
-    /// address of a float32 a head. With `gated` outputs of `qkv` before those of queries are gates, whose
-    /// sigmoid multiplies what heads make.
-    ///
-    /// `qkv` makes "all" of a token's queries, keys and values, or "queries_and_keys", whose keys are the
-    /// values too, neither normalised nor turned; or "queries" alone: keys and values are then those of an
-    /// earlier layer with the same cache.
-    ///
-    /// `rope` is the number of the layer's rotation among those of a step, `query_rope` that of its
-    /// queries where it is another.
+    /// Attention with these linears, and norms at these addresses.
     #[new]
     #[pyo3(signature = (
         *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
@@ -74,18 +64,9 @@ impl AttentionMixer {
         rope: Number<names::Rope>,
         query_rope: Option<Number<names::QueryRope>>,
     ) -> Self {
-        Self {
-            qkv,
-            makes: makes.map_or(Makes::All, |makes| makes.0),
-            gated,
-            qk_norm: qk_norm.map(|norm| norm.0),
-            whole_norms,
-            value_norm: value_norm.map(|norm| norm.0),
-            sinks: sinks.map(|sinks| sinks.0),
-            out,
-            rope: rope.0,
-            query_rope: query_rope.map_or(rope.0, |rope| rope.0),
-        }
+        let makes = makes.map_or(Makes::All, |makes| makes.0);
+        let (rope, query_rope) = (rope.0, or(query_rope, rope.0));
+        Self { qkv, makes, gated, qk_norm, whole_norms, value_norm, sinks, out, rope, query_rope }
     }
 }
 
@@ -94,11 +75,9 @@ impl AttentionMixer {
         [self.qkv.get(), self.out.get()]
     }
 
-    fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
-        let [qkv, out] = linears;
-        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
-        of_type && [qkv.inputs, out.outputs] == [hidden; 2]
+    fn fits(&self, hidden: usize) -> bool {
+        let [qkv, out] = self.linears();
+        [qkv.inputs, out.outputs] == [hidden; 2]
     }
 
     fn has_heads_of(&self, attention: &Attention) -> bool {
@@ -119,17 +98,14 @@ impl AttentionMixer {
 pub struct ShortConvMixer {
     in_proj: Py<PackedLinear>,
     taps: usize,
-    weight: usize,
-    bias: Option<usize>,
+    weight: Number<names::Weight>,
+    bias: Option<Number<names::Bias>>,
     out: Py<PackedLinear>,
 }
 
 #[pymethods]
 impl ShortConvMixer {
     /// A convolution over the last `taps` tokens, channel by channel, between these linears.
-    ///
-    /// `in_proj` makes B, C and x of a token. At `weight` is [taps, channels], the oldest token's
-    /// first, at `bias` [channels].
     #[new]
     #[pyo3(signature = (*, in_proj, taps, weight, bias=None, out))]
     fn new(
@@ -138,12 +114,12 @@ impl ShortConvMixer {
         weight: Number<names::Weight>,
         bias: Option<Number<names::Bias>>,
         out: Py<PackedLinear>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         if !(1..=MAX_TAPS).contains(&taps.0) {
             let reason = format!("must be from 1 to {MAX_TAPS}, not {}", taps.0);
             return Err(out_of_range("taps", reason));
         }
-        Ok(Self { in_proj, taps: taps.0, weight: weight.0, bias: bias.map(|bias| bias.0), out })
+        Ok(Self { in_proj, taps: taps.0, weight, bias, out })
     }
 }
 
@@ -152,12 +128,10 @@ impl ShortConvMixer {
         [self.in_proj.get(), self.out.get()]
     }
 
-    fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
-        let [in_proj, out] = linears;
-        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+    fn fits(&self, hidden: usize) -> bool {
+        let [in_proj, out] = self.linears();
         let stream = [in_proj.inputs, out.inputs, out.outputs];
-        of_type && stream == [hidden; 3] && in_proj.outputs == 3 * hidden
+        stream == [hidden; 3] && in_proj.outputs == 3 * hidden
     }
 
     /// Whether the plans of this attention list the pages that it needs.
@@ -171,22 +145,15 @@ impl ShortConvMixer {
         &self,
         hidden: usize,
         group: usize,
-        linears: &'a Linears<'_>,
-    ) -> PyResult<decoder::ShortConvMixer<'a, E>> {
-        let rows = |name, address, count| {
-            // SAFETY: the caller's promise.
-            unsafe { Matrix::dense_at(name, address, count, hidden).rows::<E>() }
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> Result<decoder::ShortConvMixer<'a, E>> {
+        // SAFETY: the caller's promise.
+        let (weight, bias) = unsafe {
+            let weight = Matrix::dense(self.weight, self.taps, hidden).rows()?;
+            (weight, numbers_if_given(self.bias, hidden)?)
         };
-        let bias = self.bias.map(|address| rows("bias", address, 1));
-        Ok(decoder::ShortConvMixer {
-            in_proj: linears.mixer(0),
-            conv: ShortConv {
-                weight: rows("weight", self.weight, self.taps)?,
-                bias: bias.transpose()?.map(|rows| rows.row(0)),
-            },
-            out: linears.mixer(1),
-            group,
-        })
+        let conv = ShortConv { weight, bias };
+        Ok(decoder::ShortConvMixer { in_proj: next(), conv, out: next(), group })
     }
 }
 
@@ -200,13 +167,11 @@ pub struct DenseFeedForward {
 
 #[pymethods]
 impl DenseFeedForward {
-    /// The MLP of these linears: `gate_up` has the gates, then what they let pass; one half for
-    /// "squared_relu".
+    /// The MLP of these linears.
     #[new]
     #[pyo3(signature = (*, gate_up, gate, down))]
     fn new(gate_up: Py<PackedLinear>, gate: OneOf<Gate>, down: Py<PackedLinear>) -> Self {
-        let gate = gate.0;
-        Self { gate_up, gate, down }
+        Self { gate_up, gate: gate.0, down }
     }
 }
 
@@ -215,12 +180,17 @@ impl DenseFeedForward {
         [self.gate_up.get(), self.down.get()]
     }
 
-    fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
-        let [gate_up, down] = linears;
-        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+    fn fits(&self, hidden: usize) -> bool {
+        let [gate_up, down] = self.linears();
         let stream = [gate_up.inputs, down.outputs];
-        of_type && stream == [hidden; 2] && gate_up.outputs == self.gate.width() * down.inputs
+        stream == [hidden; 2] && gate_up.outputs == self.gate.width() * down.inputs
+    }
+
+    fn read<'a, E: LayerElement>(
+        &self,
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> decoder::Dense<'a, E> {
+        decoder::Dense { gate_up: next(), gate: self.gate, down: next() }
     }
 }
 
@@ -229,11 +199,11 @@ impl DenseFeedForward {
 pub struct ExpertsFeedForward {
     router: Py<PackedLinear>,
     scores: Scores,
-    selection_bias: Option<usize>,
+    selection_bias: Option<Number<names::SelectionBias>>,
     top_k: usize,
     renormalise: Option<f32>,
     scale: f32,
-    expert_scales: Option<usize>,
+    expert_scales: Option<Number<names::ExpertScales>>,
     gate_up: Py<PackedLinear>,
     gate: Gate,
     down: Py<PackedLinear>,
@@ -244,13 +214,6 @@ pub struct ExpertsFeedForward {
 #[pymethods]
 impl ExpertsFeedForward {
     /// The experts of these linears, as many as the router has outputs.
-    ///
-    /// `gate_up` has for each expert its gates, then what they let pass, in parts of its own, `down` a
-    /// part an expert. A row goes to the `top_k` experts with the highest scores, to which float32
-    /// numbers at `selection_bias` are added before. With `renormalise` a row's scores are divided by
-    /// their sum plus this, and then multiplied by `scale`, and by an expert's float32 at
-    /// `expert_scales`. All rows go through `shared` too, which the sigmoid of the output of
-    /// `shared_weight` weighs, if it is given.
     #[new]
     #[pyo3(signature = (
         *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, expert_scales=None,
@@ -269,7 +232,7 @@ impl ExpertsFeedForward {
         down: Py<PackedLinear>,
         shared: Option<Py<DenseFeedForward>>,
         shared_weight: Option<Py<PackedLinear>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         if shared.is_none() && shared_weight.is_some() {
             return Err(out_of_range("shared_weight", "needs what it weighs, shared"));
         }
@@ -281,11 +244,11 @@ impl ExpertsFeedForward {
         Ok(Self {
             router,
             scores: scores.0,
-            selection_bias: selection_bias.map(|bias| bias.0),
+            selection_bias,
             top_k: top_k.0,
             renormalise: renormalise.map(|more| more.0),
-            scale: scale.map_or(1.0, |scale| scale.0),
-            expert_scales: expert_scales.map(|scales| scales.0),
+            scale: or(scale, 1.0),
+            expert_scales,
             gate_up,
             gate: gate.0,
             down,
@@ -310,28 +273,56 @@ impl ExpertsFeedForward {
         linears
     }
 
-    fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let shared = self.shared.as_ref();
+    fn fits(&self, hidden: usize) -> bool {
+        let shared = self.shared.as_ref().map(Py::get);
         let weight = self.shared_weight.as_ref().map(Py::get);
-        self.routed_fit(hidden, dtype)
-            && shared.is_none_or(|shared| {
-                shared.get().gate.width() == 2 && shared.get().fits(hidden, dtype)
-            })
-            && weight
-                .is_none_or(|one| one.dtype == dtype && [one.inputs, one.outputs] == [hidden, 1])
+        self.routed_fit(hidden)
+            && shared.is_none_or(|shared| shared.gate.width() == 2 && shared.fits(hidden))
+            && weight.is_none_or(|one| [one.inputs, one.outputs] == [hidden, 1])
     }
 
-    fn routed_fit(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = [self.router.get(), self.gate_up.get(), self.down.get()];
-        let [router, gate_up, down] = linears;
+    fn routed_fit(&self, hidden: usize) -> bool {
+        let [router, gate_up, down] = [&self.router, &self.gate_up, &self.down].map(Py::get);
         let (experts, inner) = (router.outputs, down.inputs);
-        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
         let outputs = [gate_up.outputs, down.outputs];
         let wanted = [2 * inner, hidden].map(|one| one.checked_mul(experts));
-        of_type
-            && [router.inputs, gate_up.inputs] == [hidden; 2]
+        [router.inputs, gate_up.inputs] == [hidden; 2]
             && (self.gate.width() == 2 && outputs.map(Some) == wanted)
             && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
+    }
+
+    /// # Safety
+    /// The selection bias and the scales are addresses of a float32 for each expert.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> Result<Experts<'a, E>> {
+        let count = self.router.get().outputs;
+        // SAFETY: the caller's promise.
+        let (selection_bias, expert_scales) = unsafe {
+            let bias = numbers_if_given(self.selection_bias, count)?;
+            (bias, numbers_if_given(self.expert_scales, count)?)
+        };
+        Ok(Experts {
+            router: Router {
+                linear: next(),
+                scores: self.scores,
+                selection_bias,
+                top_k: self.top_k,
+                renormalise: self.renormalise,
+                scale: self.scale,
+                expert_scales,
+            },
+            gate_up: next(),
+            gate: self.gate,
+            down: next(),
+            shared: self.shared.as_ref().map(|shared| SharedExpert {
+                gate_up: next(),
+                gate: shared.get().gate,
+                down: next(),
+                weight: self.shared_weight.as_ref().map(|_| next()),
+            }),
+        })
     }
 }
 
@@ -340,17 +331,16 @@ impl ExpertsFeedForward {
 pub struct DenseAndExperts {
     dense: Py<DenseFeedForward>,
     experts: Py<ExpertsFeedForward>,
-    dense_norm: usize,
-    dense_out_norm: usize,
-    router_norm: usize,
-    experts_norm: usize,
-    experts_out_norm: usize,
+    dense_norm: Number<names::DenseNorm>,
+    dense_out_norm: Number<names::DenseOutNorm>,
+    router_norm: Number<names::RouterNorm>,
+    experts_norm: Number<names::ExpertsNorm>,
+    experts_out_norm: Number<names::ExpertsOutNorm>,
 }
 
 #[pymethods]
 impl DenseAndExperts {
-    /// These two, and norms at these addresses: of what the MLP, the router and the experts read of the
-    /// stream, and of what the MLP and the experts make. Their layer needs an `mlp_out_norm`.
+    /// These two, and norms at these addresses.
     #[new]
     #[pyo3(signature = (
         *, dense, experts, dense_norm, dense_out_norm, router_norm, experts_norm, experts_out_norm
@@ -367,11 +357,11 @@ impl DenseAndExperts {
         Self {
             dense,
             experts,
-            dense_norm: dense_norm.0,
-            dense_out_norm: dense_out_norm.0,
-            router_norm: router_norm.0,
-            experts_norm: experts_norm.0,
-            experts_out_norm: experts_out_norm.0,
+            dense_norm,
+            dense_out_norm,
+            router_norm,
+            experts_norm,
+            experts_out_norm,
         }
     }
 }
@@ -382,7 +372,7 @@ pub struct OwnInput {
     gate: Py<PackedLinear>,
     activation: Gate,
     out: Py<PackedLinear>,
-    norm: usize,
+    norm: Number<names::Norm>,
 }
 
 #[pymethods]
@@ -396,7 +386,7 @@ impl OwnInput {
         out: Py<PackedLinear>,
         norm: Number<names::Norm>,
     ) -> Self {
-        Self { gate, activation: activation.0, out, norm: norm.0 }
+        Self { gate, activation: activation.0, out, norm }
     }
 }
 
@@ -405,15 +395,10 @@ impl OwnInput {
         [self.gate.get(), self.out.get()]
     }
 
-    fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let linears = self.linears();
-        let [gate, out] = linears;
-        let of_type = linears.iter().all(|linear| linear.dtype == dtype);
+    fn fits(&self, hidden: usize) -> bool {
+        let [gate, out] = self.linears();
         let doubles = self.activation.width() == 2;
-        of_type
-            && doubles
-            && [gate.inputs, out.outputs] == [hidden; 2]
-            && gate.outputs == out.inputs
+        doubles && [gate.inputs, out.outputs] == [hidden; 2] && gate.outputs == out.inputs
     }
 }
 
@@ -432,21 +417,23 @@ impl Mixer {
             Self::Delta(mixer) => mixer.get().linears(),
         }
     }
+
+    fn fits(&self, hidden: usize) -> bool {
+        match self {
+            Self::Attention(mixer) => mixer.get().fits(hidden),
+            Self::ShortConv(mixer) => mixer.get().fits(hidden),
+            Self::Delta(mixer) => mixer.get().fits(hidden),
+        }
+    }
 }
 
 impl Value for Mixer {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Ok(mixer) = value.cast() {
-            return Ok(Self::Attention(mixer.clone().unbind()));
-        }
-        if let Ok(mixer) = value.cast() {
-            return Ok(Self::ShortConv(mixer.clone().unbind()));
-        }
-        if let Ok(mixer) = value.cast() {
-            return Ok(Self::Delta(mixer.clone().unbind()));
-        }
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        let mixer = (value.extract().map(Self::Attention))
+            .or_else(|_| value.extract().map(Self::ShortConv))
+            .or_else(|_| value.extract().map(Self::Delta));
         let wanted = "an AttentionMixer, a ShortConvMixer or a DeltaMixer";
-        Err(wrong_type(argument, wanted, value))
+        mixer.map_err(|_| wrong_type(argument, wanted, value))
     }
 }
 
@@ -458,76 +445,57 @@ enum FeedForward {
 }
 
 impl FeedForward {
-    /// Those of an MLP stand behind those of experts.
     fn linears(&self) -> Vec<&PackedLinear> {
         match self {
             Self::Dense(dense) => dense.get().linears().into(),
             Self::Experts(experts) => experts.get().linears(),
             Self::DenseAndExperts(both) => {
                 let both = both.get();
-                let mut linears = both.experts.get().linears();
-                linears.extend(both.dense.get().linears());
-                linears
+                let dense = both.dense.get().linears();
+                dense.into_iter().chain(both.experts.get().linears()).collect()
             }
         }
     }
 
-    fn fits(&self, hidden: usize, dtype: DType, norms: &Norms) -> bool {
+    fn fits(&self, hidden: usize, has_out_norm: bool) -> bool {
         match self {
-            Self::Dense(dense) => dense.get().fits(hidden, dtype),
-            Self::Experts(experts) => experts.get().fits(hidden, dtype),
+            Self::Dense(dense) => dense.get().fits(hidden),
+            Self::Experts(experts) => experts.get().fits(hidden),
             Self::DenseAndExperts(both) => {
                 let both = both.get();
-                let (dense, experts) = (both.dense.get(), both.experts.get());
-                let has_norm = norms.mlp_out.is_some();
-                has_norm && dense.fits(hidden, dtype) && experts.fits(hidden, dtype)
+                has_out_norm && both.dense.get().fits(hidden) && both.experts.get().fits(hidden)
             }
         }
     }
 }
 
 impl Value for FeedForward {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Ok(dense) = value.cast() {
-            return Ok(Self::Dense(dense.clone().unbind()));
-        }
-        if let Ok(experts) = value.cast() {
-            return Ok(Self::Experts(experts.clone().unbind()));
-        }
-        if let Ok(both) = value.cast() {
-            return Ok(Self::DenseAndExperts(both.clone().unbind()));
-        }
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        let feed_forward = (value.extract().map(Self::Dense))
+            .or_else(|_| value.extract().map(Self::Experts))
+            .or_else(|_| value.extract().map(Self::DenseAndExperts));
         let wanted = "a DenseFeedForward, an ExpertsFeedForward or a DenseAndExperts";
-        Err(wrong_type(argument, wanted, value))
+        feed_forward.map_err(|_| wrong_type(argument, wanted, value))
     }
 }
 
 /// A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them.
 #[pyclass(frozen, module = "prefixcache._core")]
 pub struct DecoderLayer {
-    norms: Norms,
+    input_norm: Option<Number<names::InputNorm>>,
     mixer: Mixer,
+    mixer_out_norm: Option<Number<names::MixerOutNorm>>,
+    mlp_norm: Option<Number<names::MlpNorm>>,
     feed_forward: Option<FeedForward>,
+    mlp_out_norm: Option<Number<names::MlpOutNorm>>,
+    norm_offset: f32,
     own_input: Option<Py<OwnInput>>,
-    stream_scale: Option<usize>,
-}
-
-/// The addresses of a layer's norms.
-struct Norms {
-    input: Option<usize>,
-    mixer_out: Option<usize>,
-    mlp: Option<usize>,
-    mlp_out: Option<usize>,
-    offset: f32,
+    stream_scale: Option<Number<names::StreamScale>>,
 }
 
 #[pymethods]
 impl DecoderLayer {
     /// A layer of these parts, and of norms at these addresses.
-    ///
-    /// `input_norm` and `mlp_norm` are of what mixer and feed-forward read, `mixer_out_norm` and
-    /// `mlp_out_norm` of what they add. `norm_offset` is added to the weights of all norms. In the end
-    /// comes `own_input`, and the stream is multiplied by the float32 at the address `stream_scale`.
     #[new]
     #[pyo3(signature = (
         *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward=None,
@@ -544,35 +512,41 @@ impl DecoderLayer {
         own_input: Option<Py<OwnInput>>,
         stream_scale: Option<Number<names::StreamScale>>,
     ) -> Self {
-        let norms = Norms {
-            input: input_norm.map(|norm| norm.0),
-            mixer_out: mixer_out_norm.map(|norm| norm.0),
-            mlp: mlp_norm.map(|norm| norm.0),
-            mlp_out: mlp_out_norm.map(|norm| norm.0),
-            offset: norm_offset.0,
-        };
         Self {
-            norms,
+            input_norm,
             mixer: mixer.0,
+            mixer_out_norm,
+            mlp_norm,
             feed_forward: feed_forward.map(|one| one.0),
+            mlp_out_norm,
+            norm_offset: norm_offset.0,
             own_input,
-            stream_scale: stream_scale.map(|scale| scale.0),
+            stream_scale,
         }
     }
 }
 
 impl DecoderLayer {
+    /// In the order in which [`Self::read`] takes them.
+    fn linears(&self) -> Vec<&PackedLinear> {
+        let feed_forward = self.feed_forward.iter().flat_map(FeedForward::linears);
+        let own = self.own_input.iter().flat_map(|own| own.get().linears());
+        self.mixer.linears().into_iter().chain(feed_forward).chain(own).collect()
+    }
+
+    /// The linears, which nobody writes meanwhile.
+    pub fn read_linears(&self) -> Result<Vec<Guard<'_>>> {
+        self.linears().into_iter().map(PackedLinear::read).collect()
+    }
+
     /// Whether the linears fit each other and a stream of `hidden` numbers of this type.
     pub fn fits(&self, hidden: usize, dtype: DType) -> bool {
-        let mixer_fits = match &self.mixer {
-            Mixer::Attention(mixer) => mixer.get().fits(hidden, dtype),
-            Mixer::ShortConv(mixer) => mixer.get().fits(hidden, dtype),
-            Mixer::Delta(mixer) => mixer.get().fits(hidden, dtype),
-        };
-        let fits = |one: &FeedForward| one.fits(hidden, dtype, &self.norms);
-        let feed_forward_fits = self.feed_forward.as_ref().is_none_or(fits);
+        let feed_forward = self.feed_forward.as_ref();
         let own = self.own_input.as_ref();
-        mixer_fits && feed_forward_fits && own.is_none_or(|own| own.get().fits(hidden, dtype))
+        self.linears().iter().all(|linear| linear.dtype == dtype)
+            && self.mixer.fits(hidden)
+            && feed_forward.is_none_or(|one| one.fits(hidden, self.mlp_out_norm.is_some()))
+            && own.is_none_or(|own| own.get().fits(hidden))
     }
 
     /// Whether the layer can compute with this attention.
@@ -594,7 +568,7 @@ impl DecoderLayer {
 
     /// Numbers of the layer's state; 0 where it has none.
     pub fn state(&self) -> usize {
-        self.delta().map_or(0, DeltaMixer::state)
+        self.delta().map_or(0, |delta| delta.heads.state())
     }
 
     /// The delta rule of the layer, where it has one.
@@ -626,234 +600,192 @@ impl DecoderLayer {
     /// The norms, and the weights of a convolution, are addresses of numbers of type E; sinks, selection
     /// bias and scale of float32.
     pub unsafe fn read<'a, E: LayerElement>(
-        &'a self,
+        &self,
         eps: f32,
         hidden: usize,
         (group, attention): (usize, &Attention),
         (states, guessed): (Vec<StatePart<'a>>, RowsMut<'a, E>),
-        linears: &'a Linears<'_>,
-    ) -> PyResult<decoder::DecoderLayer<'a, E>> {
-        let norm = |name, address: Option<usize>, width, group| {
-            let read = |address| {
-                // SAFETY: the caller's promise.
-                let rows = unsafe { Matrix::dense_at(name, address, 1, width).rows::<E>() };
-                Ok::<_, PyErr>(RmsNorm {
-                    weight: rows?.row(0),
-                    offset: self.norms.offset,
-                    group,
-                    eps,
-                })
+        linears: &'a [Guard<'_>],
+    ) -> Result<decoder::DecoderLayer<'a, E>> {
+        let mut linears = linears.iter();
+        let mut next = || {
+            let linear = linears.next().expect("there are as many as the layer has");
+            E::of(linear).expect("types were checked with the shapes")
+        };
+        let next = &mut next;
+        let norms = Norms { offset: self.norm_offset, eps, hidden };
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mixer = match &self.mixer {
+                Mixer::Attention(mixer) => {
+                    decoder::Mixer::Attention(mixer.get().read(norms, (group, attention), next)?)
+                }
+                Mixer::ShortConv(mixer) => {
+                    decoder::Mixer::ShortConv(mixer.get().read(hidden, group, next)?)
+                }
+                Mixer::Delta(mixer) => {
+                    decoder::Mixer::Delta(mixer.get().read(states, guessed, next)?)
+                }
             };
-            address.map(read).transpose()
-        };
-        let of_stream = |name, address| norm(name, address, hidden, hidden);
-        let mixer = match &self.mixer {
-            Mixer::Attention(mixer) => {
-                let mixer = mixer.get();
-                let dims = attention.head_dim();
-                let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
-                let turned = match mixer.makes {
-                    Makes::All | Makes::QueriesAndKeys => queries + keys,
-                    Makes::Queries => queries,
-                };
-                let (qk_norm, key_norm) = if mixer.whole_norms {
-                    let after = |address: usize| address.saturating_add(queries * size_of::<E>());
-                    let of_keys = mixer.qk_norm.map(after);
-                    (
-                        norm("qk_norm", mixer.qk_norm, queries, queries)?,
-                        norm("qk_norm", of_keys, keys, keys)?,
-                    )
-                } else {
-                    (norm("qk_norm", mixer.qk_norm, turned, dims)?, None)
-                };
-                decoder::Mixer::Attention(decoder::AttentionMixer {
-                    qkv: linears.mixer(0),
-                    makes: mixer.makes,
-                    gated: mixer.gated,
-                    qk_norm,
-                    key_norm,
-                    value_norm: norm("value_norm", mixer.value_norm, keys, dims)?,
-                    // SAFETY: the caller's promise.
-                    sinks: unsafe { float32_at("sinks", mixer.sinks, attention.heads())? },
-                    out: linears.mixer(1),
-                    group,
-                    rope: mixer.rope,
-                    query_rope: mixer.query_rope,
-                })
-            }
-            Mixer::ShortConv(mixer) => {
-                // SAFETY: the caller's promise.
-                decoder::Mixer::ShortConv(unsafe { mixer.get().read(hidden, group, linears)? })
-            }
-            Mixer::Delta(mixer) => {
-                let linears = [linears.mixer(0), linears.mixer(1)];
-                // SAFETY: the caller's promise.
-                decoder::Mixer::Delta(unsafe { mixer.get().read(states, guessed, linears)? })
-            }
-        };
-        let own_input = |own: &'a Py<OwnInput>| {
-            let own = own.get();
-            let norm = norm("norm", Some(own.norm), hidden, hidden)?;
-            Ok::<_, PyErr>(decoder::OwnInput {
-                gate: linears.own_input(0),
-                activation: own.activation,
-                out: linears.own_input(1),
-                norm: norm.expect("it has an address"),
+            let feed_forward = self.feed_forward.as_ref().map(|one| one.read(norms, next));
+            let feed_forward = feed_forward.transpose()?;
+            let own_input = self.own_input.as_ref().map(|own| own.get().read(norms, next));
+            let scale = numbers_if_given(self.stream_scale, 1)?;
+            Ok(decoder::DecoderLayer {
+                input_norm: norms.if_given(self.input_norm)?,
+                mixer,
+                mixer_out_norm: norms.if_given(self.mixer_out_norm)?,
+                mlp_norm: norms.if_given(self.mlp_norm)?,
+                feed_forward,
+                mlp_out_norm: norms.if_given(self.mlp_out_norm)?,
+                own_input: own_input.transpose()?,
+                scale: scale.map(|scale| scale[0]),
             })
+        }
+    }
+}
+
+/// What all norms of a layer have in common.
+#[derive(Clone, Copy)]
+struct Norms {
+    offset: f32,
+    eps: f32,
+    hidden: usize,
+}
+
+impl Norms {
+    /// The norm of each `group` of `width` numbers.
+    ///
+    /// # Safety
+    /// The address is that of as many numbers of type E.
+    unsafe fn of<'a, N: Name, E: Element>(
+        self,
+        address: Number<N>,
+        width: usize,
+        group: usize,
+    ) -> Result<RmsNorm<'a, E>> {
+        // SAFETY: the caller's promise.
+        let weight = unsafe { numbers_at(address, width)? };
+        Ok(RmsNorm { weight, offset: self.offset, group, eps: self.eps })
+    }
+
+    /// The norm of the stream.
+    ///
+    /// # Safety
+    /// As for [`Self::of`].
+    unsafe fn of_stream<'a, N: Name, E: Element>(
+        self,
+        address: Number<N>,
+    ) -> Result<RmsNorm<'a, E>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.of(address, self.hidden, self.hidden) }
+    }
+
+    /// The norm of the stream, where there is one.
+    ///
+    /// # Safety
+    /// As for [`Self::of`].
+    unsafe fn if_given<'a, N: Name, E: Element>(
+        self,
+        address: Option<Number<N>>,
+    ) -> Result<Option<RmsNorm<'a, E>>> {
+        // SAFETY: the caller's promise.
+        address.map(|address| unsafe { self.of_stream(address) }).transpose()
+    }
+}
+
+impl AttentionMixer {
+    /// # Safety
+    /// The norms are addresses of numbers of type E, sinks of float32.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        norms: Norms,
+        (group, attention): (usize, &Attention),
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> Result<decoder::AttentionMixer<'a, E>> {
+        let dims = attention.head_dim();
+        let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
+        let turned = match self.makes {
+            Makes::All | Makes::QueriesAndKeys => queries + keys,
+            Makes::Queries => queries,
+        };
+        let after_queries = |address: Number<names::QkNorm>| {
+            One::new(address.0.saturating_add(queries * size_of::<E>()))
         };
         // SAFETY: the caller's promise.
-        let feed_forward = |one: &FeedForward| unsafe { one.read(linears, of_stream) };
+        let norm = |address, width, group| unsafe { norms.of(address, width, group) };
+        let (qk_norm, key_norm) = match (self.qk_norm, self.whole_norms) {
+            (None, _) => (None, None),
+            (Some(both), false) => (Some(norm(both, turned, dims)?), None),
+            (Some(both), true) => {
+                (Some(norm(both, queries, queries)?), Some(norm(after_queries(both), keys, keys)?))
+            }
+        };
         // SAFETY: the caller's promise.
-        let scale = unsafe { float32_at("stream_scale", self.stream_scale, 1)? };
-        Ok(decoder::DecoderLayer {
-            input_norm: of_stream("input_norm", self.norms.input)?,
-            mixer,
-            mixer_out_norm: of_stream("mixer_out_norm", self.norms.mixer_out)?,
-            mlp_norm: of_stream("mlp_norm", self.norms.mlp)?,
-            feed_forward: self.feed_forward.as_ref().map(feed_forward).transpose()?,
-            mlp_out_norm: of_stream("mlp_out_norm", self.norms.mlp_out)?,
-            own_input: self.own_input.as_ref().map(own_input).transpose()?,
-            scale: scale.map(|scale| scale[0]),
+        let (value_norm, sinks) = unsafe {
+            let value_norm = self.value_norm.map(|address| norms.of(address, keys, dims));
+            (value_norm.transpose()?, numbers_if_given(self.sinks, attention.heads())?)
+        };
+        Ok(decoder::AttentionMixer {
+            qkv: next(),
+            makes: self.makes,
+            gated: self.gated,
+            qk_norm,
+            key_norm,
+            value_norm,
+            sinks,
+            out: next(),
+            group,
+            rope: self.rope,
+            query_rope: self.query_rope,
         })
     }
 }
 
 impl FeedForward {
     /// # Safety
-    /// A selection bias and scales are addresses of a float32 for each expert.
+    /// Norms are addresses of numbers of type E, a selection bias and scales of a float32 for each expert.
     unsafe fn read<'a, E: LayerElement>(
         &self,
-        linears: &'a Linears<'_>,
-        norm: impl Fn(&'static str, Option<usize>) -> PyResult<Option<RmsNorm<'a, E>>>,
-    ) -> PyResult<decoder::FeedForward<'a, E>> {
-        let norm = |name, address| {
-            let read = norm(name, Some(address))?;
-            Ok::<_, PyErr>(read.expect("it has an address"))
-        };
-        Ok(match self {
-            Self::Dense(dense) => decoder::FeedForward::Dense(dense.get().read(0, linears)),
-            Self::Experts(experts) => {
-                // SAFETY: the caller's promise.
-                decoder::FeedForward::Experts(unsafe { experts.get().read(linears)? })
-            }
-            Self::DenseAndExperts(both) => {
-                let both = both.get();
-                let experts = both.experts.get();
-                decoder::FeedForward::DenseAndExperts(decoder::DenseAndExperts {
-                    dense_norm: norm("dense_norm", both.dense_norm)?,
-                    dense: both.dense.get().read(experts.linears().len(), linears),
-                    dense_out_norm: norm("dense_out_norm", both.dense_out_norm)?,
-                    router_norm: norm("router_norm", both.router_norm)?,
-                    experts_norm: norm("experts_norm", both.experts_norm)?,
-                    // SAFETY: the caller's promise.
-                    experts: unsafe { experts.read(linears)? },
-                    experts_out_norm: norm("experts_out_norm", both.experts_out_norm)?,
-                })
-            }
-        })
-    }
-}
-
-impl DenseFeedForward {
-    /// Its linears are those from number `first` on.
-    fn read<'a, E: LayerElement>(
-        &self,
-        first: usize,
-        linears: &'a Linears<'_>,
-    ) -> decoder::Dense<'a, E> {
-        decoder::Dense {
-            gate_up: linears.feed_forward(first),
-            gate: self.gate,
-            down: linears.feed_forward(first + 1),
-        }
-    }
-}
-
-impl ExpertsFeedForward {
-    /// # Safety
-    /// The selection bias and the scales are addresses of a float32 for each expert.
-    unsafe fn read<'a, E: LayerElement>(
-        &self,
-        linears: &'a Linears<'_>,
-    ) -> PyResult<Experts<'a, E>> {
-        let count = self.router.get().outputs;
+        norms: Norms,
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> Result<decoder::FeedForward<'a, E>> {
         // SAFETY: the caller's promise.
-        let of_experts = |name, address| unsafe { float32_at(name, address, count) };
-        Ok(Experts {
-            router: Router {
-                linear: linears.feed_forward(0),
-                scores: self.scores,
-                selection_bias: of_experts("selection_bias", self.selection_bias)?,
-                top_k: self.top_k,
-                renormalise: self.renormalise,
-                scale: self.scale,
-                expert_scales: of_experts("expert_scales", self.expert_scales)?,
-            },
-            gate_up: linears.feed_forward(1),
-            gate: self.gate,
-            down: linears.feed_forward(2),
-            shared: self.shared.as_ref().map(|shared| SharedExpert {
-                gate_up: linears.feed_forward(3),
-                gate: shared.get().gate,
-                down: linears.feed_forward(4),
-                weight: self.shared_weight.as_ref().map(|_| linears.feed_forward(5)),
-            }),
+        Ok(unsafe {
+            match self {
+                Self::Dense(dense) => decoder::FeedForward::Dense(dense.get().read(next)),
+                Self::Experts(experts) => decoder::FeedForward::Experts(experts.get().read(next)?),
+                Self::DenseAndExperts(both) => {
+                    let both = both.get();
+                    decoder::FeedForward::DenseAndExperts(decoder::DenseAndExperts {
+                        dense_norm: norms.of_stream(both.dense_norm)?,
+                        dense: both.dense.get().read(next),
+                        dense_out_norm: norms.of_stream(both.dense_out_norm)?,
+                        router_norm: norms.of_stream(both.router_norm)?,
+                        experts_norm: norms.of_stream(both.experts_norm)?,
+                        experts: both.experts.get().read(next)?,
+                        experts_out_norm: norms.of_stream(both.experts_out_norm)?,
+                    })
+                }
+            }
         })
     }
 }
 
-/// `count` numbers at an address, if there is one.
-///
-/// # Safety
-/// They stand there while `'a` lasts, and nobody writes to them.
-unsafe fn float32_at<'a>(
-    name: &'static str,
-    address: Option<usize>,
-    count: usize,
-) -> PyResult<Option<&'a [f32]>> {
-    // SAFETY: the caller's promise.
-    let read = |address| unsafe { Matrix::dense_at(name, address, 1, count).rows::<f32>() };
-    Ok(address.map(read).transpose()?.map(|rows| rows.row(0)))
-}
-
-type Guard<'a> = RwLockReadGuard<'a, Layer>;
-
-/// The linears of a layer's parts, which nobody writes meanwhile, in the order in which a token passes
-/// them.
-pub struct Linears<'a> {
-    mixer: Vec<Guard<'a>>,
-    feed_forward: Vec<Guard<'a>>,
-    own_input: Vec<Guard<'a>>,
-}
-
-impl<'a> Linears<'a> {
-    pub fn of(layer: &'a Py<DecoderLayer>) -> PyResult<Self> {
-        let read = |linears: &[&'a PackedLinear]| {
-            let guards = linears.iter().map(|linear| linear.read());
-            guards.collect::<PyResult<Vec<_>>>()
-        };
-        Ok(Self {
-            mixer: read(&layer.get().mixer.linears())?,
-            feed_forward: match &layer.get().feed_forward {
-                Some(one) => read(&one.linears())?,
-                None => Vec::new(),
-            },
-            own_input: match &layer.get().own_input {
-                Some(own) => read(&own.get().linears())?,
-                None => Vec::new(),
-            },
-        })
-    }
-
-    fn mixer<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
-        E::of(&self.mixer[number]).expect("types were checked with the shapes")
-    }
-
-    fn feed_forward<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
-        E::of(&self.feed_forward[number]).expect("types were checked with the shapes")
-    }
-
-    fn own_input<E: LayerElement>(&self, number: usize) -> &ops::PackedLinear<E> {
-        E::of(&self.own_input[number]).expect("types were checked with the shapes")
+impl OwnInput {
+    /// # Safety
+    /// The norm is an address of numbers of type E.
+    unsafe fn read<'a, E: LayerElement>(
+        &self,
+        norms: Norms,
+        next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
+    ) -> Result<decoder::OwnInput<'a, E>> {
+        let (gate, out) = (next(), next());
+        // SAFETY: the caller's promise.
+        let norm = unsafe { norms.of_stream(self.norm)? };
+        Ok(decoder::OwnInput { gate, activation: self.activation, out, norm })
     }
 }
+
+/// A linear that nobody writes meanwhile.
+pub type Guard<'a> = RwLockReadGuard<'a, Layer>;

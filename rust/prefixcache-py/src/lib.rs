@@ -1,5 +1,7 @@
 //! The Python module `prefixcache._core`: translate arguments, call the core, map errors.
 //!
+//! What a call takes, in which units and shapes, and what it raises is said in `_core.pyi`.
+//!
 //! Nothing is decided here. Arguments are checked once, with an error that names the argument; no
 //! call panics, and none waits for another: what is in use by another thread raises. Only calls about
 //! replicas (`routing.rs`) wait for each other, for microseconds and detached from the interpreter.

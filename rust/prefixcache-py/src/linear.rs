@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, Numbers, OneOf, Word};
 use crate::cpu::{Cpu, DType, Matrix};
 use crate::detach::run_on_numbers;
-use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::errors::{Failure, Result, in_use, out_of_range};
 use crate::names;
 
 /// A linear layer, its weight packed for the kernels of the CPU.
@@ -64,11 +64,11 @@ impl Word for Activations {
     const WORDS: &'static [(&'static str, Self)] = &[("exact", Self::Exact), ("int8", Self::Int8)];
 }
 
-impl IntoPyErr for BlocksError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::OutOfMemory(error) => error.into_py_err(),
-            invalid => PyValueError::new_err(invalid.to_string()),
+impl From<BlocksError> for Failure {
+    fn from(error: BlocksError) -> Self {
+        match error {
+            BlocksError::OutOfMemory(error) => error.into(),
+            invalid => PyValueError::new_err(invalid.to_string()).into(),
         }
     }
 }
@@ -98,7 +98,7 @@ impl LayerElement for f32 {
 }
 
 impl PackedLinear {
-    pub fn read(&self) -> PyResult<RwLockReadGuard<'_, Layer>> {
+    pub fn read(&self) -> Result<RwLockReadGuard<'_, Layer>> {
         self.layer.try_read().map_err(|_| in_use("the layer"))
     }
 
@@ -109,7 +109,7 @@ impl PackedLinear {
         self.parts.len().is_multiple_of(count) && each > 0 && self.parts.chunks(each).all(is_one)
     }
 
-    fn write(&self) -> PyResult<RwLockWriteGuard<'_, Layer>> {
+    fn write(&self) -> Result<RwLockWriteGuard<'_, Layer>> {
         self.layer.try_write().map_err(|_| in_use("the layer"))
     }
 
@@ -117,7 +117,7 @@ impl PackedLinear {
     ///
     /// # Safety
     /// Such ids stand there.
-    unsafe fn checked_ids(&self, ids: Matrix) -> PyResult<Vec<usize>> {
+    unsafe fn checked_ids(&self, ids: Matrix) -> Result<Vec<usize>> {
         // SAFETY: the caller's promise.
         let ids = unsafe { ids.rows::<i64>()? }.row(0);
         let row = |(index, id): (usize, &i64)| match usize::try_from(*id) {
@@ -131,7 +131,7 @@ impl PackedLinear {
     }
 
     /// The number of the part whose first output is `start`.
-    fn part_at(&self, start: usize) -> PyResult<usize> {
+    fn part_at(&self, start: usize) -> Result<usize> {
         let mut first = 0;
         let begins_there = |outputs: &usize| {
             let begin = first;
@@ -142,7 +142,7 @@ impl PackedLinear {
         found.ok_or_else(|| out_of_range("start", "must be the first output of a part"))
     }
 
-    fn check_outputs(&self, start: usize, count: usize) -> PyResult<()> {
+    fn check_outputs(&self, start: usize, count: usize) -> Result<()> {
         let end = start.checked_add(count);
         match end.is_some_and(|end| end <= self.outputs) {
             true => Ok(()),
@@ -168,14 +168,13 @@ impl Product {
         &self,
         layer: &ops::PackedLinear<E>,
         cpu: &Cpu,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         // SAFETY: the caller's promise.
         let (x, residual, out) = unsafe {
             let residual = self.residual.map(|residual| residual.rows()).transpose()?;
             (self.x.rows()?, residual, self.out.rows_mut::<O>()?)
         };
-        let written = layer.forward(cpu.form, &cpu.team, x, residual, &out);
-        written.map_err(IntoPyErr::into_py_err)
+        Ok(layer.forward(cpu.form, &cpu.team, x, residual, &out)?)
     }
 }
 
@@ -187,7 +186,7 @@ pub struct LaidOutFile(MappedWords);
 impl LaidOutFile {
     /// Maps the file of a descriptor, which nobody writes to or cuts short any more. Raises OSError.
     #[new]
-    fn new(descriptor: Number<names::Descriptor, RawFd>) -> PyResult<Self> {
+    fn new(descriptor: Number<names::Descriptor, RawFd>) -> Result<Self> {
         let file = duplicate(descriptor.0)?;
         // SAFETY: the caller gives a file that stays as it is.
         Ok(Self(unsafe { MappedWords::map(&file)? }))
@@ -196,11 +195,7 @@ impl LaidOutFile {
 
 #[pymethods]
 impl PackedLinear {
-    /// A layer of zeros from `inputs` to `outputs` numbers of type "bfloat16" or "float32".
-    ///
-    /// `parts` are the numbers of outputs of the tensors that it is made of; by default it is one.
-    /// `activations` says what blocks are multiplied with: "exact", or "int8" for their codes of eight
-    /// bits.
+    /// A layer of zeros from `inputs` to `outputs` numbers.
     #[new]
     #[pyo3(
         signature = (cpu, inputs, outputs, dtype, *, bias=false, parts=None, activations=None),
@@ -215,7 +210,7 @@ impl PackedLinear {
         bias: bool,
         parts: Option<Numbers<names::Parts>>,
         activations: Option<OneOf<Activations>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let activations = activations.map_or_else(Activations::default, |word| word.0);
         let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
@@ -237,7 +232,7 @@ impl PackedLinear {
             DType::F32 => ops::PackedLinear::new(inputs, &parts, bias)
                 .map(|layer| Layer::F32(layer.with_activations(activations))),
         });
-        let layer = RwLock::new(layer.map_err(IntoPyErr::into_py_err)?);
+        let layer = RwLock::new(layer?);
         Ok(Self { cpu, dtype, layer, parts, inputs, outputs })
     }
 
@@ -248,16 +243,14 @@ impl PackedLinear {
         start: Number<names::Start>,
         address: Number<names::Address>,
         rows: Number<names::RowCount>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (start, rows) = (start.0, rows.0);
         self.check_outputs(start, rows)?;
         let weight = Matrix::dense(address, rows, self.inputs);
         let (memory, layer) = (&self.cpu.get().weights, &mut *self.write()?);
         // SAFETY: the caller gives the address of a weight of the layer's type, and keeps it.
         run_on_numbers(py, weight.numbers(), || unsafe {
-            let written =
-                with_layer!(layer, layer => layer.copy_rows(memory, start, weight.rows()?));
-            written.map_err(IntoPyErr::into_py_err)
+            Ok(with_layer!(layer, layer => layer.copy_rows(memory, start, weight.rows()?))?)
         })
     }
 
@@ -269,18 +262,17 @@ impl PackedLinear {
         address: Number<names::Address>,
         rows: Number<names::RowCount>,
         format: OneOf<Format>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (start, rows, format) = (start.0, rows.0, format.0);
         let (cpu, layer) = (self.cpu.get(), &mut *self.write()?);
-        with_layer!(&*layer, layer => layer.check_blocks(start, rows, format))
-            .map_err(IntoPyErr::into_py_err)?;
+        with_layer!(&*layer, layer => layer.check_blocks(start, rows, format))?;
         let blocks = Matrix::dense(address, rows, format.row_bytes(self.inputs));
         // SAFETY: the caller gives the address of blocks of this format, and keeps them.
         run_on_numbers(py, blocks.numbers(), || unsafe {
             let (memory, team, blocks) = (&cpu.weights, &cpu.team, blocks.rows()?);
             let written = with_layer!(layer, layer => layer
                 .copy_blocks(memory, cpu.form, team, start, format, blocks));
-            written.map_err(IntoPyErr::into_py_err)
+            Ok(written?)
         })
     }
 
@@ -291,7 +283,7 @@ impl PackedLinear {
         ids: Number<names::Ids>,
         count: Number<names::Count>,
         out: Number<names::Out>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let count = count.0;
         let out = Matrix::dense(out, count, self.inputs);
         let (cpu, layer) = (self.cpu.get(), self.read()?);
@@ -305,13 +297,12 @@ impl PackedLinear {
 
     /// Bytes of weight and bias as they are kept.
     #[getter]
-    fn num_bytes(&self) -> PyResult<usize> {
+    fn num_bytes(&self) -> Result<usize> {
         Ok(with_layer!(&*self.read()?, layer => layer.num_bytes()))
     }
 
-    /// What the part that starts at output `start` is kept as: "bfloat16" or "float32", or the format of
-    /// its blocks.
-    fn format_at(&self, start: Number<names::Start>) -> PyResult<&'static str> {
+    /// What the part that starts at output `start` is kept as.
+    fn format_at(&self, start: Number<names::Start>) -> Result<&'static str> {
         let number = self.part_at(start.0)?;
         let layer = self.read()?;
         let format = with_layer!(&*layer, layer => layer.formats().nth(number).flatten());
@@ -320,15 +311,13 @@ impl PackedLinear {
     }
 
     /// Write the part that starts at output `start`, as it is laid out, to a file from byte `offset` on.
-    ///
-    /// Returns how many bytes that are, 0 where the part was never written. Raises OSError.
     fn write_laid_out(
         &self,
         py: Python<'_>,
         start: Number<names::Start>,
         descriptor: Number<names::Descriptor, RawFd>,
         offset: Number<names::Offset, u64>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let (part, layer) = (self.part_at(start.0)?, self.read()?);
         let file = duplicate(descriptor.0)?;
         let bytes = with_layer!(&*layer, layer => layer.laid_out(part)).unwrap_or_default();
@@ -337,8 +326,6 @@ impl PackedLinear {
     }
 
     /// Take for the part that starts at output `start` what was written of one like it.
-    ///
-    /// Without a format it is dense. It stays in the file until the part is written again.
     #[pyo3(signature = (start, file, offset, num_bytes, format=None))]
     fn map_laid_out(
         &self,
@@ -347,15 +334,14 @@ impl PackedLinear {
         offset: Number<names::Offset>,
         num_bytes: Number<names::NumBytes>,
         format: Option<OneOf<Format>>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let part = self.part_at(start.0)?;
         let words = file.0.part(offset.0, num_bytes.0).ok_or_else(|| {
             out_of_range("offset", "must be a multiple of 64 and leave room for num_bytes")
         })?;
         let (form, format) = (self.cpu.get().form, format.map(|word| word.0));
         let mut layer = self.write()?;
-        with_layer!(&mut *layer, layer => layer.map_laid_out(form, part, format, &words))
-            .map_err(IntoPyErr::into_py_err)
+        Ok(with_layer!(&mut *layer, layer => layer.map_laid_out(form, part, format, &words))?)
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.
@@ -364,7 +350,7 @@ impl PackedLinear {
         start: Number<names::Start>,
         address: Number<names::Address>,
         count: Number<names::Count>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (start, count) = (start.0, count.0);
         self.check_outputs(start, count)?;
         let bias = Matrix::dense(address, 1, count);
@@ -379,10 +365,7 @@ impl PackedLinear {
         Ok(())
     }
 
-    /// Write x W^T + bias + residual for `rows` rows to `out`, dense; a residual of 0 is none.
-    ///
-    /// x has a row every `x_stride` numbers; `out` and the residual are dense. They are of the
-    /// layer's type, but for a bfloat16 layer with `wide_out`, whose `out` and residual are float32.
+    /// Write x W^T + bias + residual for `rows` rows to `out`.
     #[pyo3(
         signature = (x, rows, x_stride, out, residual=None, *, wide_out=false),
         text_signature = "($self, x, rows, x_stride, out, residual=0, *, wide_out=False)"
@@ -396,7 +379,7 @@ impl PackedLinear {
         out: Number<names::Out>,
         residual: Option<Number<names::Residual>>,
         wide_out: bool,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let rows = rows.0;
         let residual = residual.filter(|address| address.0 != 0);
         let product = Product {

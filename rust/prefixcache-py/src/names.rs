@@ -38,6 +38,7 @@ macro_rules! names {
     }};
     ($($name:ident $(= $text:literal)?),* $(,)?) => {
         $(
+            #[derive(Clone, Copy)]
             pub struct $name;
 
             impl Name for $name {
@@ -50,10 +51,10 @@ macro_rules! names {
 names! {
     Accepted, Address, Addresses, Affinity, AgeBounds, Alike, Allowed, Answer, Attentions, BadWords, Balance,
     Banned, Bias, BiasTokens, Block, BlockBytes, BlockHash, BlockSize, BlockTokens, Blocks, Cache, Caches, Cap,
-    Capacity, Cells, Chunk, Conv, ConvBias, Cos, Count, Counts, Decay, DenseNorm, DenseOutNorm, Descriptor,
+    Capacity, Cells, Chain, Chunk, Conv, ConvBias, Cos, Count, Counts, Decay, DenseNorm, DenseOutNorm, Descriptor,
     Digest, DiskBlocks, Eps, Era, ExpertScales, ExpertsNorm, ExpertsOutNorm, Extras, FeedForward, FirstPages, Frequency,
     GapBounds, Groups, Guesses, Half, Hashes, HeadDim, Hidden, Hints, HitTokens, Ids, Index, Indices, Indptr,
-    InputNorm, Inputs, Instructions, Interval, KeptTokens, KeyDim, KeyHeads, KeyStride, Keys, KvIndices,
+    InputNorm, Inputs, Instructions, Interval, KeptTokens, KeyDim, KeyHeads, Key, KeyStride, Keys, KvIndices,
     KvIndptr, LastPageLen, LayerGroups, Layers, Loads, Logits, Logprobs, Mask, MaxBlocks, MaxCachedBlocks,
     MaxDelayMs, MaxMoves, MaxNumbers, MaxOthers, MaxTokens, MinP, MinPinBlocks, MinUses, Mixer, MixerOutNorm,
     MlpNorm, MlpOutNorm, Most, MsPerRequest, MsPerToken, Norm, NormOffset, NumBlocks, NumBytes, NumGroups,

@@ -6,9 +6,9 @@ use std::time::Duration;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use prefixcache_core::TableBuffers;
 use prefixcache_core::cache;
-use prefixcache_core::error::{Argument, CacheError, ListenError, ResizeError};
+use prefixcache_core::error::{Argument, CacheError, ResizeError};
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::{Extras, HashConfig, Scope};
+use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::Owner;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::policy::EvictionPolicy;
@@ -23,17 +23,17 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 
 use crate::arguments::{
-    Array, Group, List, Number, Numbers, One, OneOf, Value, Word, ids_of, slice_of, wrong_type,
+    Array, Group, List, Number, Numbers, One, OneOf, Value, Word, ids_of, or, or_empty, slice_of,
+    wrong_type,
 };
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::errors::{Result, out_of_range};
 use crate::events::{Event, EventSnapshot, event};
 use crate::evictions;
 use crate::exclusive::{Exclusive, Using};
 use crate::kv_file::KVFile;
 use crate::names::{self, Name};
-use crate::recording::key_of;
 use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::{Cache, Core, Reader, blocks_looked_at};
 use crate::staging::BlockStaging;
@@ -61,7 +61,7 @@ impl Word for EvictionPolicy {
 
 /// "full", ("sliding_window", window) or "state".
 impl Value for GroupSpec {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let kinds = r#""full", ("sliding_window", window) or "state""#;
         let (name, window) = match value.cast::<PyTuple>() {
             Ok(pair) if pair.len() == 2 => (pair.get_item(0)?, Some(pair.get_item(1)?)),
@@ -93,26 +93,24 @@ pub fn pool_config(
 ) -> PoolConfig {
     let num_blocks = num_blocks.0;
     PoolConfig::new(num_blocks)
-        .with_max_blocks(max_blocks.map_or(num_blocks, |most| most.0))
+        .with_max_blocks(or(max_blocks, num_blocks))
         .with_free_order(free_order)
 }
 
 /// A kind, a colon and a name.
 impl Value for WeightsName {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let Ok(name) = value.cast::<PyString>() else {
             return Err(wrong_type(argument, "a string", value));
         };
-        Self::new(name.to_cow()?.as_ref()).map_err(IntoPyErr::into_py_err)
+        Ok(Self::new(name.to_cow()?.as_ref())?)
     }
 }
 
 /// Bytes, of any length.
 impl Value for Vec<u8> {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
-        Ok(bytes.to_vec())
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        PyBackedBytes::read(argument, value).map(|bytes| bytes.to_vec())
     }
 }
 
@@ -162,8 +160,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         max_blocks: Option<Number<names::MaxBlocks>>,
         retention_budget: Option<One<names::RetentionBudget, f64>>,
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
-    ) -> PyResult<Self> {
-        let share = retention_budget.map_or(RETENTION_BUDGET, |share| share.0);
+    ) -> Result<Self> {
+        let share = or(retention_budget, RETENTION_BUDGET);
         let pool = pool_config(num_blocks, max_blocks, free_order.0)
             .with_eviction_policy(eviction_policy.0);
         let groups = match (groups, num_groups) {
@@ -172,18 +170,15 @@ retention_budget=0.2, max_cached_blocks=None)"
                 return Err(out_of_range("num_groups", reason));
             }
             (Some(specs), None) => Groups::new(specs.0),
-            (None, count) => Groups::full(count.map_or(1, |count| count.0.into())),
+            (None, count) => Groups::full(or(count, 1).into()),
         };
-        let hashing = HashConfig::new(
-            block_size.map_or(16, |size| size.0),
-            groups.map_err(IntoPyErr::into_py_err)?,
-        )
-        .with_model(model, kv_dtype, arithmetic)
-        .with_revision(revision);
+        let hashing = HashConfig::new(or(block_size, 16), groups?)
+            .with_model(model, kv_dtype, arithmetic)
+            .with_revision(revision);
         let weights = weights.map(|name| name.0);
         let cache = Cache::new(hashing, weights, pool, threads.0, share)?;
-        let bound = max_cached_blocks.map(|most| most.0);
-        cache.set_max_cached(bound)?;
+        // The calling thread does not become the writer.
+        cache.pause()?.set_max_cached(max_cached_blocks.map(|most| most.0));
         Ok(Self(Arc::new(cache)))
     }
 
@@ -194,7 +189,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'py>,
         cache_salt: Option<String>,
         lora: Option<String>,
-    ) -> PyResult<Bound<'py, PyBytes>> {
+    ) -> Result<Bound<'py, PyBytes>> {
         let scope = Scope { lora, cache_salt };
         let root = self.0.reader()?.root_hash(&scope);
         Ok(PyBytes::new(py, root.as_bytes()))
@@ -209,13 +204,11 @@ retention_budget=0.2, max_cached_blocks=None)"
         cache_salt: Option<String>,
         lora: Option<String>,
         extras: Option<BlockExtras>,
-    ) -> PyResult<BlockHashes> {
+    ) -> Result<BlockHashes> {
         let core = self.0.reader()?;
-        let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
-        let extras = extras.map_or_else(Extras::new, |extras| extras.0);
-        let hashes =
-            run_on_tokens(py, tokens.len(), || core.compute_block_hashes(&tokens, &scope, extras));
-        Ok(BlockHashes(hashes))
+        let (tokens, scope, extras) = (tokens.0, Scope { lora, cache_salt }, or_empty(extras));
+        let hash = || core.compute_block_hashes(&tokens, &scope, extras);
+        Ok(BlockHashes(run_on_tokens(py, tokens.len(), hash)))
     }
 
     /// A sequence that holds nothing yet, its full blocks hashed. Any thread.
@@ -232,17 +225,15 @@ retention_budget=0.2, max_cached_blocks=None)"
         lora: Option<String>,
         extras: Option<BlockExtras>,
         hashes: Option<PyRef<'_, BlockHashes>>,
-    ) -> PyResult<Sequence> {
+    ) -> Result<Sequence> {
         let core = self.0.reader()?;
         let (tokens, scope) = (tokens.0, Scope { lora, cache_salt });
-        if let (Some(hashes), None) = (hashes, &extras) {
-            let known = hashes.0.clone();
-            let sequence = core.new_hashed_sequence(tokens, scope, known);
-            return Ok(Sequence::new(sequence, Arc::downgrade(&self.0)));
-        }
-        let extras = extras.map_or_else(Extras::new, |extras| extras.0);
-        let count = tokens.len();
-        let sequence = run_on_tokens(py, count, || core.new_sequence(tokens, scope, extras));
+        let sequence = match (hashes, extras) {
+            (Some(hashes), None) => core.new_hashed_sequence(tokens, scope, hashes.0.clone()),
+            (_, extras) => run_on_tokens(py, tokens.len(), || {
+                core.new_sequence(tokens, scope, or_empty(extras))
+            }),
+        };
         Ok(Sequence::new(sequence, Arc::downgrade(&self.0)))
     }
 
@@ -253,12 +244,10 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         hashes: &BlockHashes,
         max_tokens: Option<Number<names::MaxTokens>>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let (core, hashes) = (self.0.reader()?, &hashes.0);
-        let most = max_tokens.map_or(usize::MAX, |most| most.0);
         let work = blocks_looked_at(core, hashes.as_slice().len());
-        let probe = || core.probe_within(hashes, most);
-        Ok(run(py, work, probe))
+        Ok(run(py, work, || core.probe_within(hashes, or(max_tokens, usize::MAX))))
     }
 
     /// `probe` for a sequence.
@@ -268,12 +257,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequence: &Sequence,
         max_tokens: Option<Number<names::MaxTokens>>,
-    ) -> PyResult<usize> {
-        let most = max_tokens.map_or(usize::MAX, |most| most.0);
-        let sequence = &mut *sequence.use_as("sequence")?;
-        let core = self.0.reader()?;
-        run(py, count_work(core, sequence), || core.count_prefix_hits_within(sequence, most))
-            .map_err(IntoPyErr::into_py_err)
+    ) -> Result<usize> {
+        self.count(py, sequence, max_tokens, Reader::count_prefix_hits_within)
     }
 
     /// How many leading tokens hit in all groups of full attention, whatever the others have.
@@ -283,12 +268,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequence: &Sequence,
         max_tokens: Option<Number<names::MaxTokens>>,
-    ) -> PyResult<usize> {
-        let most = max_tokens.map_or(usize::MAX, |most| most.0);
-        let sequence = &mut *sequence.use_as("sequence")?;
-        let core = self.0.reader()?;
-        run(py, count_work(core, sequence), || core.count_whole_hits(sequence, most))
-            .map_err(IntoPyErr::into_py_err)
+    ) -> Result<usize> {
+        self.count(py, sequence, max_tokens, Reader::count_whole_hits)
     }
 
     /// `count_prefix_hits` where blocks that `staging`'s tier holds count too; and how many of these the hit needs.
@@ -299,16 +280,15 @@ retention_budget=0.2, max_cached_blocks=None)"
         sequence: &Sequence,
         staging: &BlockStaging,
         max_tokens: Option<Number<names::MaxTokens>>,
-    ) -> PyResult<(usize, usize)> {
-        let most = max_tokens.map_or(usize::MAX, |most| most.0);
+    ) -> Result<(usize, usize)> {
+        let most = or(max_tokens, usize::MAX);
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = self.0.reader()?;
-        run(py, sequence.hashes().len(), || {
+        Ok(run(py, sequence.hashes().len(), || {
             staging.0.with_stored(|stored| {
                 core.count_hits_with(sequence, most, |key| stored.contains(key))
             })
-        })
-        .map_err(IntoPyErr::into_py_err)
+        })?)
     }
 
     /// Take the first `hit_tokens` as hits and slots for `num_tokens` more, all or none.
@@ -324,17 +304,16 @@ retention_budget=0.2, max_cached_blocks=None)"
         hit_tokens: Number<names::HitTokens>,
         num_tokens: Number<names::NumTokens>,
         chunk: Option<Number<names::Chunk>>,
-    ) -> PyResult<Option<usize>> {
+    ) -> Result<Option<usize>> {
         let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
-        let chunk = chunk.map_or(num_tokens, |chunk| chunk.0);
+        let chunk = or(chunk, num_tokens);
         let sequence = &mut *sequence.use_as("sequence")?;
         let work = hit_tokens.saturating_add(num_tokens);
-        let taken = self.0.write_hinted(|core| {
+        Ok(self.0.write_hinted(|core| {
             run_on_tokens(py, work, || {
                 core.commit_in_chunks(sequence, hit_tokens, num_tokens, chunk)
             })
-        })?;
-        taken.map_err(IntoPyErr::into_py_err)
+        })??)
     }
 
     /// `commit_prefix_plan` of a hit of which blocks come from a tier: blocks, keys and places of what is to be read.
@@ -347,14 +326,13 @@ retention_budget=0.2, max_cached_blocks=None)"
         hit_tokens: Number<names::HitTokens>,
         num_tokens: Number<names::NumTokens>,
         chunk: Number<names::Chunk>,
-    ) -> PyResult<Option<Missing>> {
+    ) -> Result<Option<Missing>> {
         let (hit_tokens, num_tokens, chunk) = (hit_tokens.0, num_tokens.0, chunk.0);
         let sequence = &mut *sequence.use_as("sequence")?;
         let work = hit_tokens.saturating_add(num_tokens);
         let missing = self.0.write_hinted(|core| {
             run_on_tokens(py, work, || core.commit_missing(sequence, hit_tokens, num_tokens, chunk))
-        })?;
-        let missing = missing.map_err(IntoPyErr::into_py_err)?;
+        })??;
         Ok(missing.map(|all| {
             let key = |key| PyBytes::new(py, &key_to_bytes(key)).unbind();
             (
@@ -374,7 +352,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequences: Batch,
         counts: Numbers<names::Counts>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let counts = &counts.0;
         self.on_batch(&sequences, |core, batch| {
             run_on_tokens(py, saturating_sum(counts), || core.append_slots(batch, counts))
@@ -389,7 +367,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequences: Batch,
         upto: Numbers<names::Upto>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let upto = &upto.0;
         self.on_batch(&sequences, |core, batch| {
             let ready = batch.iter().map(|one| one.num_ready_slots()).sum();
@@ -407,7 +385,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequences: Batch,
         starts: Numbers<names::Starts>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let starts = &starts.0;
         self.on_batch(&sequences, |core, batch| {
             run(py, batch.len(), || core.keep_snapshots(batch, starts))
@@ -419,13 +397,13 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         num_tokens: Number<names::NumTokens>,
         chunk: Number<names::Chunk>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let (num_tokens, chunk) = (num_tokens.0, chunk.0);
         Ok(self.0.reader()?.most_blocks(num_tokens, chunk))
     }
 
     /// Add one token to each sequence.
-    fn append_tokens(&self, py: Python<'_>, sequences: Batch, tokens: Tokens) -> PyResult<()> {
+    fn append_tokens(&self, py: Python<'_>, sequences: Batch, tokens: Tokens) -> Result<()> {
         let tokens = &tokens.0;
         self.on_batch(&sequences, |core, batch| {
             run_on_tokens(py, tokens.len(), || core.append_tokens(batch, tokens))
@@ -441,7 +419,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequences: Batch,
         upto: Numbers<names::Upto>,
-    ) -> PyResult<Vec<(usize, u16, usize, u32)>> {
+    ) -> Result<Vec<(usize, u16, usize, u32)>> {
         let upto = &upto.0;
         let duplicates = self.on_batch(&sequences, |core, batch| {
             let filled = batch.iter().map(|sequence| sequence.num_filled()).sum();
@@ -465,7 +443,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequences: Batch,
         upto: Numbers<names::Upto>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let upto = &upto.0;
         self.on_batch(&sequences, |core, batch| {
             run(py, batch.len(), || core.drop_unneeded(batch, upto))
@@ -473,7 +451,7 @@ retention_budget=0.2, max_cached_blocks=None)"
     }
 
     /// Pin what the sequences' anchors need, as their retention says; how many pins are new.
-    fn pin_anchors(&self, py: Python<'_>, sequences: Batch) -> PyResult<usize> {
+    fn pin_anchors(&self, py: Python<'_>, sequences: Batch) -> Result<usize> {
         self.on_batch(&sequences, |core, batch| {
             let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
             run_on_tokens(py, work, || core.pin_anchors(batch))
@@ -487,38 +465,33 @@ retention_budget=0.2, max_cached_blocks=None)"
         group: Group,
         index: Number<names::Index>,
         block: One<names::Block, BlockId>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (group, index, block) = (group.0, index.0, block.0);
         let mut sequence = sequence.use_as("sequence")?;
         let core = &mut *self.0.write()?;
-        let replaced = core.replace_block(&mut sequence, group, index, block);
-        replaced.map_err(IntoPyErr::into_py_err)
+        Ok(core.replace_block(&mut sequence, group, index, block)?)
     }
 
     /// Give all blocks of each sequence back, the tail first, so that it is evicted before the head.
     ///
     /// The sequence can be committed again.
-    fn release(&self, py: Python<'_>, sequences: Batch) -> PyResult<()> {
-        let mut batch = sequences.use_all()?;
-        let mut batch: Vec<&mut core::Sequence> =
-            batch.iter_mut().map(|sequence| &mut **sequence).collect();
-        let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
-        let released =
-            self.0.write_hinted(|core| run_on_tokens(py, work, || core.release(&mut batch)))?;
-        released.map_err(IntoPyErr::into_py_err)
+    fn release(&self, py: Python<'_>, sequences: Batch) -> Result<()> {
+        sequences.use_together(|batch| {
+            let work = batch.iter().map(|sequence| sequence.num_slots()).sum();
+            Ok(self.0.write_hinted(|core| run_on_tokens(py, work, || core.release(batch)))??)
+        })
     }
 
     /// Give content whose TTL has ended the priority that it has without; how many blocks.
     ///
     /// Of `max_blocks` at most, those that ended first.
     #[pyo3(signature = (max_blocks=None), text_signature = "($self, max_blocks=256)")]
-    fn demote_expired(&self, max_blocks: Option<Number<names::MaxBlocks>>) -> PyResult<usize> {
-        let most = max_blocks.map_or(EXPIRED_AT_ONCE, |most| most.0);
-        self.0.write_hinted(|core| core.demote_expired(most))
+    fn demote_expired(&self, max_blocks: Option<Number<names::MaxBlocks>>) -> Result<usize> {
+        self.0.write_hinted(|core| core.demote_expired(or(max_blocks, EXPIRED_AT_ONCE)))
     }
 
     /// Set the time that TTLs, evictions and the eviction policy go by, in seconds, and end the use of the clock.
-    fn set_time(&self, seconds: One<names::Seconds, Duration>) -> PyResult<()> {
+    fn set_time(&self, seconds: One<names::Seconds, Duration>) -> Result<()> {
         let now = seconds.0;
         self.0.write_hinted(|core| core.set_time(now))
     }
@@ -526,16 +499,13 @@ retention_budget=0.2, max_cached_blocks=None)"
     /// Let the eviction policy go by the names that a `BlockPseudonyms` with this key gives blocks, not by hashes.
     ///
     /// For sequences made from now on; once in a cache's life. A recording of the names can then be replayed.
-    fn name_blocks(&self, key: &[u8]) -> PyResult<()> {
-        let key = key_of("key", key)?;
+    fn name_blocks(&self, key: One<names::Key, [u8; 32]>) -> Result<()> {
         let core = &mut *self.0.write()?;
-        Pseudonyms::new(key, core.block_size())
-            .and_then(|pseudonyms| core.name_blocks(Arc::new(pseudonyms)))
-            .map_err(IntoPyErr::into_py_err)
+        Ok(core.name_blocks(Arc::new(Pseudonyms::new(key.0, core.block_size())?))?)
     }
 
     /// Forget everything cached, in constant time. Sequences keep their blocks and publish no more.
-    fn clear_cache_index(&self) -> PyResult<()> {
+    fn clear_cache_index(&self) -> Result<()> {
         self.0.write_hinted(|core| core.clear_cache_index())
     }
 
@@ -547,7 +517,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         weights: Option<One<names::Weights, WeightsName>>,
         keep: bool,
-    ) -> PyResult<u64> {
+    ) -> Result<u64> {
         let name = weights.map(|name| name.0);
         self.0.write_hinted(|core| match keep {
             true => core.next_weight_version(name),
@@ -563,22 +533,21 @@ retention_budget=0.2, max_cached_blocks=None)"
         owner: &str,
         sequence: &Sequence,
         first: Number<names::FirstBlock>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let sequence = &*sequence.use_as("sequence")?;
-        self.0
-            .write_hinted(|core| core.end_hints(Owner::named(owner), sequence, first.0))?
-            .map_err(IntoPyErr::into_py_err)
+        let owner = Owner::named(owner);
+        Ok(self.0.write_hinted(|core| core.end_hints(owner, sequence, first.0))??)
     }
 
     /// Counts the changes of the weights; 0 at first.
     #[getter]
-    fn weight_version(&self) -> PyResult<u64> {
+    fn weight_version(&self) -> Result<u64> {
         Ok(self.0.reader()?.weight_version())
     }
 
     /// What every hash calls the weights of now: their name, or the version's digits.
     #[getter]
-    fn weights_name(&self) -> PyResult<String> {
+    fn weights_name(&self) -> Result<String> {
         Ok(self.0.reader()?.weights_name())
     }
 
@@ -590,36 +559,34 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'_>,
         sequence: &Sequence,
         num_tokens: Number<names::NumTokens>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let num_tokens = num_tokens.0;
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = &mut *self.0.write()?;
-        run(py, sequence.hashes().len(), || core.pin(sequence, num_tokens))
-            .map_err(IntoPyErr::into_py_err)
+        Ok(run(py, sequence.hashes().len(), || core.pin(sequence, num_tokens))?)
     }
 
     /// Take the pins off the sequence's cached blocks. Returns how many were pinned.
-    fn unpin(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
+    fn unpin(&self, py: Python<'_>, sequence: &Sequence) -> Result<usize> {
         let sequence = &mut *sequence.use_as("sequence")?;
         let core = &mut *self.0.write()?;
-        run(py, sequence.hashes().len(), || core.unpin(sequence)).map_err(IntoPyErr::into_py_err)
+        Ok(run(py, sequence.hashes().len(), || core.unpin(sequence))?)
     }
 
     /// Move the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
-    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+    fn demote(&self, py: Python<'_>, count: Number<names::Count>) -> Result<usize> {
         let count = count.0;
         let core = &mut *self.0.write()?;
         Ok(run(py, count, || core.demote(count)))
     }
 
     /// Set the number of blocks, the null block counted. Returns how many above it are still held.
-    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> PyResult<usize> {
+    fn resize(&self, py: Python<'_>, num_blocks: Number<names::NumBlocks>) -> Result<usize> {
         let num_blocks = num_blocks.0;
-        let busy = self.0.write_hinted(|core| {
+        Ok(self.0.write_hinted(|core| {
             let work = core.store().num_blocks().max(num_blocks);
             run(py, work, || core.resize(num_blocks))
-        })?;
-        busy.map_err(IntoPyErr::into_py_err)
+        })??)
     }
 
     /// Begin one slice of a shrink to `num_blocks` that keeps what is worth most.
@@ -633,13 +600,12 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'py>,
         num_blocks: Number<names::NumBlocks>,
         max_moves: Number<names::MaxMoves>,
-    ) -> PyResult<(BlockArray<'py>, BlockArray<'py>)> {
+    ) -> Result<(BlockArray<'py>, BlockArray<'py>)> {
         let (num_blocks, most) = (num_blocks.0, max_moves.0);
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
         let work = core.store().num_blocks();
-        let begun = run(py, work, || core.begin_moves(num_blocks, most, moves));
-        begun.map_err(IntoPyErr::into_py_err)?;
+        run(py, work, || core.begin_moves(num_blocks, most, moves))?;
         let array = |side: fn(&Move) -> BlockId| {
             let ids = moves.in_flight.iter().map(|one| side(one).get() as i32);
             PyArray1::from_iter(py, ids)
@@ -648,23 +614,22 @@ retention_budget=0.2, max_cached_blocks=None)"
     }
 
     /// End the slice whose KV was copied: its content is found where it was copied to. How many moved.
-    fn finish_moves(&self, py: Python<'_>) -> PyResult<usize> {
+    fn finish_moves(&self, py: Python<'_>) -> Result<usize> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let finished = run(py, moves.in_flight.len(), || core.finish_moves(moves));
-        finished.map_err(IntoPyErr::into_py_err)
+        Ok(run(py, moves.in_flight.len(), || core.finish_moves(moves))?)
     }
 
     /// Take the slice back: content stays where it is.
-    fn abort_moves(&self, py: Python<'_>) -> PyResult<()> {
+    fn abort_moves(&self, py: Python<'_>) -> Result<()> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
         let aborted = run(py, moves.in_flight.len(), || core.abort_moves(moves));
-        aborted.map_err(|misuse| CacheError::from(misuse).into_py_err())
+        Ok(aborted.map_err(CacheError::from)?)
     }
 
     /// Give up the content of the `count` free blocks that would lose it first. How many there were.
-    fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> PyResult<usize> {
+    fn release_cached(&self, py: Python<'_>, count: Number<names::Count>) -> Result<usize> {
         let count = count.0;
         self.0.write_hinted(|core| {
             let work = count.min(core.store().num_blocks());
@@ -678,7 +643,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         py: Python<'_>,
         max_cached_blocks: Option<Number<names::MaxCachedBlocks>>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let bound = max_cached_blocks.map(|most| most.0);
         let core = &mut *self.0.write()?;
         run(py, core.store().num_blocks(), || {
@@ -708,7 +673,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         last_page_len: Array<'_, names::LastPageLen, i32>,
         slot_mapping: Array<'_, names::SlotMapping, i64>,
         first_pages: Option<Array<'_, names::FirstPages, i32>>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let batch = sequences.use_all()?;
         let batch: Vec<&core::Sequence> = batch.iter().map(|sequence| &**sequence).collect();
         let core = self.0.reader()?;
@@ -725,48 +690,47 @@ retention_budget=0.2, max_cached_blocks=None)"
             slot_mapping: slice_of::<names::SlotMapping, _>(slot_mapping.as_slice_mut())?,
             first_pages: first_pages.map(slice_of::<names::FirstPages, _>).transpose()?,
         };
-        let written = core.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers);
-        written.map_err(IntoPyErr::into_py_err)
+        Ok(core.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers)?)
     }
 
     /// Tokens in a block.
     #[getter]
-    fn block_size(&self) -> PyResult<usize> {
+    fn block_size(&self) -> Result<usize> {
         Ok(self.0.reader()?.block_size())
     }
 
     /// Blocks, the null block counted, as `num_blocks` is wherever it is given or returned.
     #[getter]
-    fn num_blocks(&self) -> PyResult<usize> {
+    fn num_blocks(&self) -> Result<usize> {
         Ok(self.0.reader()?.store().num_blocks())
     }
 
     /// Blocks that nobody holds.
     #[getter]
-    fn num_free_blocks(&self) -> PyResult<usize> {
+    fn num_free_blocks(&self) -> Result<usize> {
         Ok(self.0.reader()?.store().num_free())
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
-    fn free_order(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+    fn free_order(&self, py: Python<'_>) -> Result<Vec<u32>> {
         let core = &*self.0.pause()?;
         Ok(run(py, core.store().num_blocks(), || ids_of(&core.store().free_order())))
     }
 
     /// The blocks that hold a hash, lowest id first. For debugging.
-    fn cached_blocks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+    fn cached_blocks(&self, py: Python<'_>) -> Result<Vec<u32>> {
         let core = &*self.0.pause()?;
         Ok(run(py, core.store().num_blocks(), || ids_of(&core.store().cached_blocks())))
     }
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let core = self.0.reader()?;
         let dict = store_stats(py, core.store())?;
         let stats = core.stats();
         dict.set_item("queries", stats.queries)?;
         dict.set_item("hits", stats.hits)?;
-        let [hinted, demoted, expired] = self.0.hint_counts();
+        let [hinted, demoted, expired] = self.0.hints.get();
         dict.set_item("hinted_blocks", hinted)?;
         dict.set_item("hints_demoted", demoted)?;
         dict.set_item("hints_expired", expired)?;
@@ -780,11 +744,10 @@ retention_budget=0.2, max_cached_blocks=None)"
         py: Python<'py>,
         cells: Number<names::Cells>,
         age_bounds: Option<List<names::AgeBounds, Duration>>,
-    ) -> PyResult<(CountTable<'py>, CountTable<'py>)> {
-        let bounds = age_bounds.map_or_else(Vec::new, |bounds| bounds.0);
+    ) -> Result<(CountTable<'py>, CountTable<'py>)> {
+        let bounds = or_empty(age_bounds);
         let core = self.0.reader()?;
-        let map = run(py, core.store().num_blocks(), || core.store().map(cells.0, &bounds));
-        let map = map.map_err(IntoPyErr::into_py_err)?;
+        let map = run(py, core.store().num_blocks(), || core.store().map(cells.0, &bounds))?;
         let rows = map.states.len();
         let states = map.states.into_flattened().into_pyarray(py);
         let ages = map.ages.into_pyarray(py);
@@ -800,11 +763,8 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         capacity: Number<names::Capacity>,
         gap_bounds: Option<List<names::GapBounds, Duration>>,
-    ) -> PyResult<()> {
-        let bounds = gap_bounds.map_or_else(Vec::new, |bounds| bounds.0);
-        let core = self.0.reader()?;
-        let listening = core.store().listen(capacity.0, &bounds);
-        listening.map_err(IntoPyErr::into_py_err)
+    ) -> Result<()> {
+        Ok(self.0.reader()?.store().listen(capacity.0, &or_empty(gap_bounds))?)
     }
 
     /// Take up to `max_losses` evictions out of the log, the oldest first, as arrays. Any thread.
@@ -812,7 +772,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         py: Python<'py>,
         max_losses: Number<names::MaxEvictions>,
-    ) -> PyResult<Bound<'py, PyDict>> {
+    ) -> Result<Bound<'py, PyDict>> {
         let (core, most) = (self.0.reader()?, max_losses.0);
         let evictions = py.detach(|| {
             let mut evictions = Vec::new();
@@ -824,13 +784,13 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// How many evictions the log had no room for. Any thread.
     #[getter]
-    fn missed_losses(&self) -> PyResult<u64> {
+    fn missed_losses(&self) -> Result<u64> {
         Ok(self.0.reader()?.store().missed_evictions())
     }
 
     /// How many gaps between uses lie up to each bound and above the one before, and the sum of all in
     /// seconds. Any thread.
-    fn reuse_gaps(&self) -> PyResult<(Vec<u64>, f64)> {
+    fn reuse_gaps(&self) -> Result<(Vec<u64>, f64)> {
         let gaps = self.0.reader()?.store().reuse_gaps();
         Ok((gaps.counts, gaps.sum.as_secs_f64()))
     }
@@ -839,35 +799,33 @@ retention_budget=0.2, max_cached_blocks=None)"
     ///
     /// Once, before the cache's first use; the pool's KV lies in the file. Returns how many blocks were restored, and
     /// how many of the file's were not.
-    fn keep_in(&self, py: Python<'_>, file: &KVFile) -> PyResult<(usize, u64)> {
+    fn keep_in(&self, py: Python<'_>, file: &KVFile) -> Result<(usize, u64)> {
         let core = &mut *self.0.write()?;
-        let kept = run(py, core.store().num_blocks(), || {
+        run(py, core.store().num_blocks(), || {
             let num_blocks = core.store().num_blocks();
             let kept = file.0.take_kept(num_blocks, core.num_groups());
             let restored = core.keep_in(file.0.store(), &kept.blocks)?;
             let lost = kept.blocks.len() - restored;
             Ok((restored, kept.dropped + lost as u64))
-        });
-        kept.map_err(ListenError::into_py_err)
+        })
     }
 
     /// Copy what is evicted from now on into `staging`. The writer's thread, once, before the cache's first use.
-    fn stage_evicted(&self, staging: &BlockStaging) -> PyResult<()> {
+    fn stage_evicted(&self, staging: &BlockStaging) -> Result<()> {
         let core = &mut *self.0.write()?;
-        let kept = core.keep_in(staging.0.store(), &[]);
-        kept.map(drop).map_err(ListenError::into_py_err)
+        core.keep_in(staging.0.store(), &[])?;
+        Ok(())
     }
 
     /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.
-    fn keep_events(&self) -> PyResult<()> {
+    fn keep_events(&self) -> Result<()> {
         let core = &mut *self.0.write()?;
         let block_size = core.block_size();
         let AnyWriter::One(pool) = core.store_mut() else {
             let reason = "must be \"single_writer\": what several writers change has no one order";
             return Err(out_of_range("threads", reason));
         };
-        let reader = pool.keep_events(block_size);
-        let reader = reader.map_err(IntoPyErr::into_py_err)?;
+        let reader = pool.keep_events(block_size)?;
         // The pool refuses a second event_log, so nothing stands here.
         let _ = self.0.events.set(Exclusive::new(reader));
         Ok(())
@@ -880,14 +838,14 @@ retention_budget=0.2, max_cached_blocks=None)"
         &self,
         py: Python<'_>,
         max_blocks: Number<names::MaxBlocks>,
-    ) -> PyResult<Vec<Event>> {
+    ) -> Result<Vec<Event>> {
         let events = self.0.events()?;
         let taken = py.detach(|| events.try_use().map(|mut events| events.take(max_blocks.0)));
         Ok(taken.unwrap_or_default().into_iter().map(event).collect())
     }
 
     /// What all changes taken have led to; None while there are others to take. Any thread.
-    fn snapshot_events(&self, py: Python<'_>) -> PyResult<Option<EventSnapshot>> {
+    fn snapshot_events(&self, py: Python<'_>) -> Result<Option<EventSnapshot>> {
         let events = self.0.events()?;
         let snapshot = py.detach(|| events.try_use().and_then(|events| events.snapshot()));
         Ok(snapshot.map(EventSnapshot::new))
@@ -897,24 +855,22 @@ retention_budget=0.2, max_cached_blocks=None)"
     ///
     /// With `sequences`, all that hold blocks, also that each block counts its holders and no more.
     #[pyo3(signature = (sequences=None))]
-    fn validate(&self, py: Python<'_>, sequences: Option<Batch>) -> PyResult<()> {
+    fn validate(&self, py: Python<'_>, sequences: Option<Batch>) -> Result<()> {
         let batch = sequences.as_ref().map(Batch::use_all).transpose()?;
         let batch: Option<Vec<&core::Sequence>> =
             batch.as_ref().map(|batch| batch.iter().map(|sequence| &**sequence).collect());
         let core = &*self.0.pause()?;
-        let made_here = core.check_made_here(batch.as_deref().unwrap_or_default());
-        made_here.map_err(IntoPyErr::into_py_err)?;
+        core.check_made_here(batch.as_deref().unwrap_or_default())?;
         let moves = &*self.moves()?;
-        let sound = run(py, core.store().num_blocks(), || {
+        Ok(run(py, core.store().num_blocks(), || {
             core.validate()?;
             batch.map_or(Ok(()), |batch| core.validate_holds(&batch, moves))
-        });
-        sound.map_err(IntoPyErr::into_py_err)
+        })?)
     }
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
-    fn adopt_writer(&self) -> PyResult<()> {
-        self.0.adopt_writer()
+    fn adopt_writer(&self) -> Result<()> {
+        self.0.writer.adopt()
     }
 
     /// End the cache: every later call raises RuntimeError.
@@ -925,9 +881,9 @@ retention_budget=0.2, max_cached_blocks=None)"
 
 impl PrefixCache {
     /// The slice of a shrink that is in flight.
-    fn moves(&self) -> PyResult<Using<'_, Moves>> {
+    fn moves(&self) -> Result<Using<'_, Moves>> {
         let moves = self.0.moves.try_use();
-        moves.ok_or_else(|| ResizeError::Busy.into_py_err())
+        Ok(moves.ok_or(ResizeError::Busy)?)
     }
 
     /// Calls `work`, which changes the cache, with all sequences of the argument `sequences`.
@@ -935,20 +891,26 @@ impl PrefixCache {
         &self,
         sequences: &Batch,
         work: impl FnOnce(&mut Core, &mut [&mut core::Sequence]) -> Result<T, CacheError>,
-    ) -> PyResult<T> {
-        let mut batch = sequences.use_all()?;
-        let mut batch: Vec<&mut core::Sequence> =
-            batch.iter_mut().map(|sequence| &mut **sequence).collect();
-        let core = &mut *self.0.write()?;
-        work(core, &mut batch).map_err(IntoPyErr::into_py_err)
+    ) -> Result<T> {
+        sequences.use_together(|batch| Ok(work(&mut *self.0.write()?, batch)?))
     }
-}
 
-/// About how many blocks a count of a sequence's hits looks at or hashes.
-fn count_work(core: &Reader, sequence: &core::Sequence) -> usize {
-    match core.hashes_are_current(sequence) {
-        true => blocks_looked_at(core, sequence.hashes().len()),
-        false => sequence.hashes().len(),
+    /// Calls `count` with the cache, a sequence, and the most tokens that may hit.
+    fn count(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        most: Option<Number<names::MaxTokens>>,
+        count: fn(&Reader, &mut core::Sequence, usize) -> Result<usize, CacheError>,
+    ) -> Result<usize> {
+        let sequence = &mut *sequence.use_as("sequence")?;
+        let core = self.0.reader()?;
+        // The blocks that it looks at, or hashes first.
+        let work = match core.hashes_are_current(sequence) {
+            true => blocks_looked_at(core, sequence.hashes().len()),
+            false => sequence.hashes().len(),
+        };
+        Ok(run(py, work, || count(core, sequence, or(most, usize::MAX)))?)
     }
 }
 
@@ -957,7 +919,7 @@ fn saturating_sum(counts: &[usize]) -> usize {
 }
 
 /// What a pool tells of itself.
-pub fn store_stats<'py>(py: Python<'py>, store: &impl Lookup) -> PyResult<Bound<'py, PyDict>> {
+pub fn store_stats<'py>(py: Python<'py>, store: &impl Lookup) -> Result<Bound<'py, PyDict>> {
     let stats = store.stats();
     let dict = PyDict::new(py);
     dict.set_item("evictions", stats.evictions)?;

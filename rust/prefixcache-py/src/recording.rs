@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
-use prefixcache_core::policy::{Chain, NameBlocks};
-use prefixcache_replay::recording::{Agreement, Counters, Pseudonyms, replay, write_name};
+use prefixcache_core::policy::NameBlocks;
+use prefixcache_replay::recording::{Counters, Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
-use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::{Number, Word};
+use crate::arguments::{Number, One, Word};
 use crate::detach::run_on_tokens;
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::errors::{Failure, Result};
 use crate::names;
 use crate::tokens::Tokens;
 
@@ -24,9 +24,8 @@ pub struct BlockPseudonyms(Pseudonyms);
 impl BlockPseudonyms {
     /// Pseudonyms under a `key` of 32 bytes, for blocks of `block_size` tokens.
     #[new]
-    fn new(key: &[u8], block_size: Number<names::BlockSize>) -> PyResult<Self> {
-        let pseudonyms = Pseudonyms::new(key_of("key", key)?, block_size.0);
-        Ok(Self(pseudonyms.map_err(IntoPyErr::into_py_err)?))
+    fn new(key: One<names::Key, [u8; 32]>, block_size: Number<names::BlockSize>) -> Result<Self> {
+        Ok(Self(Pseudonyms::new(key.0, block_size.0)?))
     }
 
     /// Tokens in a block.
@@ -45,11 +44,10 @@ impl BlockPseudonyms {
     fn extend<'py>(
         &self,
         py: Python<'py>,
-        chain: &[u8],
+        chain: One<names::Chain, [u8; 32]>,
         tokens: Tokens,
-    ) -> PyResult<(Bound<'py, PyBytes>, String)> {
-        let mut chain: Chain = key_of("chain", chain)?;
-        let tokens = tokens.0;
+    ) -> (Bound<'py, PyBytes>, String) {
+        let (mut chain, tokens) = (chain.0, tokens.0);
         let named = run_on_tokens(py, tokens.len(), || {
             let mut named = String::new();
             for next in self.0.extend(chain, &tokens) {
@@ -58,15 +56,8 @@ impl BlockPseudonyms {
             }
             named
         });
-        Ok((PyBytes::new(py, &chain), named))
+        (PyBytes::new(py, &chain), named)
     }
-}
-
-pub fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
-    bytes.try_into().map_err(|_| {
-        let reason = format!("must have 32 bytes, not {}", bytes.len());
-        out_of_range(argument, reason)
-    })
 }
 
 /// Make the calls of a recording again, to a cache of its size and policy: does that count the same?
@@ -74,19 +65,11 @@ pub fn key_of(argument: &'static str, bytes: &[u8]) -> PyResult<[u8; 32]> {
 /// Returns what the live server and the replay counted, and the first difference. Raises ValueError, naming
 /// file and line, for what is no recording, and OSError for what cannot be read.
 #[pyfunction]
-pub fn replay_recording(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let outcome = py.detach(|| replay(&path)).map_err(into_py_err)?;
-    agreement(py, &outcome)
-}
-
-fn into_py_err(error: TraceError) -> PyErr {
-    match error {
-        TraceError::Unreadable { .. } => PyOSError::new_err(error.to_string()),
-        TraceError::Invalid { .. } => PyValueError::new_err(error.to_string()),
-    }
-}
-
-fn agreement<'py>(py: Python<'py>, outcome: &Agreement) -> PyResult<Bound<'py, PyDict>> {
+pub fn replay_recording(py: Python<'_>, path: PathBuf) -> Result<Bound<'_, PyDict>> {
+    let outcome = py.detach(|| replay(&path)).map_err(|error| match error {
+        TraceError::Unreadable { .. } => PyOSError::new_err(error.to_string()).into(),
+        TraceError::Invalid { .. } => Failure::from(error),
+    })?;
     let dict = PyDict::new(py);
     dict.set_item("agrees", outcome.agrees())?;
     dict.set_item("difference", &outcome.difference)?;
@@ -107,7 +90,7 @@ fn agreement<'py>(py: Python<'py>, outcome: &Agreement) -> PyResult<Bound<'py, P
     Ok(dict)
 }
 
-fn counters<'py>(py: Python<'py>, counters: &Counters) -> PyResult<Bound<'py, PyDict>> {
+fn counters<'py>(py: Python<'py>, counters: &Counters) -> Result<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (name, count) in counters.named() {
         dict.set_item(name, count)?;

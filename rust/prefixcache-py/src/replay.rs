@@ -13,39 +13,33 @@ use prefixcache_replay::optimum::Hits;
 use prefixcache_replay::replay::{Replay, ReplayError, Simulation};
 use prefixcache_replay::server::{Admission, Latency, PrefillTime, Server};
 use prefixcache_replay::trace::{Reader, Request, TraceError};
-use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arguments::{List, Number, Numbers, One, OneOf, Word};
-use crate::errors::{IntoPyErr, in_use, out_of_range};
-use crate::exclusive::{Exclusive, Using};
+use crate::arguments::{List, Number, Numbers, One, OneOf, Word, or_empty};
+use crate::errors::{Failure, Result, out_of_range};
+use crate::exclusive::Exclusive;
 use crate::names::{self, Name};
 
 /// The percentiles that are reported of what requests compute and wait.
 const PERCENTILES: [u64; 3] = [50, 90, 99];
 
-impl IntoPyErr for TraceError {
-    fn into_py_err(self) -> PyErr {
-        PyValueError::new_err(self.to_string())
-    }
-}
-
-impl IntoPyErr for ConfigError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Pool(error) => error.into_py_err(),
-            Self::Argument(error) => error.into_py_err(),
-            Self::Listen(error) => error.into_py_err(),
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        match error {
+            ConfigError::Pool(error) => error.into(),
+            ConfigError::Argument(error) => error.into(),
+            ConfigError::Listen(error) => error.into(),
         }
     }
 }
 
-impl IntoPyErr for ReplayError {
-    fn into_py_err(self) -> PyErr {
-        match self {
-            Self::Trace(error) => error.into_py_err(),
-            Self::Cache(error) => error.into_py_err(),
+impl From<ReplayError> for Failure {
+    fn from(error: ReplayError) -> Self {
+        match error {
+            ReplayError::Trace(error) => error.into(),
+            ReplayError::Cache(error) => error.into(),
         }
     }
 }
@@ -62,9 +56,8 @@ pub struct TraceReader {
 impl TraceReader {
     /// Open a trace of any form, plain or compressed by gzip or xz.
     #[new]
-    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let reader = py.detach(|| Reader::open(&path));
-        let reader = reader.map_err(IntoPyErr::into_py_err)?;
+    fn new(py: Python<'_>, path: PathBuf) -> Result<Self> {
+        let reader = py.detach(|| Reader::open(&path))?;
         Ok(Self {
             name: reader.name().to_owned(),
             block_size: reader.block_size(),
@@ -83,15 +76,9 @@ impl TraceReader {
     }
 
     /// The next requests, up to `most`, as arrays.
-    fn read<'py>(
-        &self,
-        py: Python<'py>,
-        most: Number<names::Most>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let mut reader = self.reader.try_use().ok_or_else(|| in_use("reader"))?;
-        let reader = &mut *reader;
-        let columns = py.detach(|| Columns::read(reader, most.0));
-        columns.map_err(IntoPyErr::into_py_err)?.into_dict(py)
+    fn read<'py>(&self, py: Python<'py>, most: Number<names::Most>) -> Result<Bound<'py, PyDict>> {
+        let reader = &mut *self.reader.use_as("reader")?;
+        py.detach(|| Columns::read(reader, most.0))?.into_dict(py)
     }
 }
 
@@ -125,7 +112,7 @@ impl Columns {
         self.indptr.push(self.block_ids.len() as u64);
     }
 
-    fn into_dict(self, py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    fn into_dict(self, py: Python<'_>) -> Result<Bound<'_, PyDict>> {
         let dict = PyDict::new(py);
         if self.time_ms.is_empty() {
             return Ok(dict);
@@ -140,44 +127,19 @@ impl Columns {
     }
 }
 
-fn set<T: Element>(dict: &Bound<'_, PyDict>, name: &str, values: Vec<T>) -> PyResult<()> {
-    dict.set_item(name, values.into_pyarray(dict.py()))
+fn set<T: Element>(dict: &Bound<'_, PyDict>, name: &str, values: Vec<T>) -> Result<()> {
+    Ok(dict.set_item(name, values.into_pyarray(dict.py()))?)
 }
 
-/// Where snapshots of states are kept.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum SnapshotRule {
-    Anchors,
-    Ends,
-    Every,
-    Marconi,
-}
-
-impl Word for SnapshotRule {
+/// Where snapshots of states are kept; none where Marconi's cache keeps them.
+impl Word for Option<Snapshots> {
     const ARGUMENT: &'static str = "snapshots";
     const WORDS: &'static [(&'static str, Self)] = &[
-        ("anchors", Self::Anchors),
-        ("ends", Self::Ends),
-        ("every", Self::Every),
-        ("marconi", Self::Marconi),
+        ("anchors", Some(Snapshots::Anchors)),
+        ("ends", Some(Snapshots::Ends)),
+        ("every", Some(Snapshots::Every)),
+        ("marconi", None),
     ];
-}
-
-impl SnapshotRule {
-    fn of_core(self) -> Option<Snapshots> {
-        match self {
-            Self::Anchors => Some(Snapshots::Anchors),
-            Self::Ends => Some(Snapshots::Ends),
-            Self::Every => Some(Snapshots::Every),
-            Self::Marconi => None,
-        }
-    }
-}
-
-/// A replay before its first batch is made of caches; after that they are its.
-enum Stage {
-    Collecting(Option<Reader>, Vec<Simulation>),
-    Running(Box<Replay>),
 }
 
 /// A trace through caches side by side.
@@ -185,10 +147,8 @@ enum Stage {
 pub struct TraceReplay {
     block_size: usize,
     name: String,
-    threads: usize,
-    with_history: bool,
     caches_answers: bool,
-    stage: Exclusive<Stage>,
+    replay: Exclusive<Replay>,
 }
 
 #[pymethods]
@@ -202,17 +162,12 @@ impl TraceReplay {
         threads: Number<names::ThreadCount>,
         with_history: bool,
         caches_answers: bool,
-    ) -> PyResult<Self> {
-        let reader = py.detach(|| Reader::open(&path));
-        let reader = reader.map_err(IntoPyErr::into_py_err)?;
-        Ok(Self {
-            block_size: reader.block_size(),
-            name: reader.name().to_owned(),
-            threads: threads.0,
-            with_history,
-            caches_answers,
-            stage: Exclusive::new(Stage::Collecting(Some(reader), Vec::new())),
-        })
+    ) -> Result<Self> {
+        let reader = py.detach(|| Reader::open(&path))?;
+        let (name, block_size) = (reader.name().to_owned(), reader.block_size());
+        let history = with_history.then(|| History::new(block_size, caches_answers));
+        let replay = Exclusive::new(Replay::new(reader, Vec::new(), history, threads.0));
+        Ok(Self { block_size, name, caches_answers, replay })
     }
 
     #[getter]
@@ -226,13 +181,9 @@ impl TraceReplay {
     }
 
     /// Add a cache of `num_blocks` blocks, the null block not counted, before the first batch.
-    ///
-    /// With `ms_per_token` its requests wait for a server whose prefill takes that. Of a model with states a
-    /// snapshot takes `snapshot_blocks`; `snapshots` says where they are kept. Behind it is a disk of
-    /// `disk_blocks` for what was used `min_uses` times.
     #[pyo3(signature = (
         num_blocks, *, eviction_policy=OneOf(EvictionPolicy::Lru), hints=None, ms_per_token=None,
-        ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(SnapshotRule::Anchors),
+        ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots=OneOf(Some(Snapshots::Anchors)),
         snapshot_blocks=None, disk_blocks=None, min_uses=None
     ), text_signature = "($self, num_blocks, *, eviction_policy='lru', hints=None, ms_per_token=None, \
 ms_per_request=None, objective_ms=None, max_delay_ms=None, snapshots='anchors', snapshot_blocks=None, \
@@ -246,18 +197,18 @@ disk_blocks=None, min_uses=None)")]
         ms_per_request: Option<One<names::MsPerRequest, f64>>,
         objective_ms: Option<One<names::ObjectiveMs, f64>>,
         max_delay_ms: Option<One<names::MaxDelayMs, f64>>,
-        snapshots: OneOf<SnapshotRule>,
+        snapshots: OneOf<Option<Snapshots>>,
         snapshot_blocks: Option<Number<names::SnapshotBlocks>>,
         disk_blocks: Option<Number<names::DiskBlocks>>,
         min_uses: Option<Number<names::MinUses, u32>>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let snapshot_blocks = snapshot_blocks.map(|blocks| blocks.0);
         let config = CacheConfig {
             num_blocks: num_blocks.0,
             eviction_policy: eviction_policy.0,
-            hints: hints.map(|hints| hints.0).unwrap_or_default(),
+            hints: or_empty(hints),
             caches_answers: self.caches_answers,
-            snapshots: snapshots.0.of_core().zip(snapshot_blocks),
+            snapshots: snapshots.0.zip(snapshot_blocks),
             disk: disk_blocks
                 .zip(min_uses)
                 .map(|(blocks, uses)| DiskConfig { num_blocks: blocks.0, min_uses: uses.0 }),
@@ -275,50 +226,34 @@ disk_blocks=None, min_uses=None)")]
         };
         let objective = objective_ms.map_or(Ok(f64::INFINITY), milliseconds)?;
         let server = prefill.map(|prefill| Server::new(prefill, admission, objective));
-        let mut stage = self.use_stage()?;
-        let Stage::Collecting(_, simulations) = &mut *stage else {
+        let replay = &mut *self.replay.use_as("replay")?;
+        if replay.has_begun() {
             let reason = "caches are added before the first batch";
-            return Err(PyRuntimeError::new_err(reason));
-        };
-        let simulation = match snapshot_blocks.filter(|_| snapshots.0 == SnapshotRule::Marconi) {
-            Some(blocks) => Ok(Simulation::marconi(Marconi::new(
+            return Err(PyRuntimeError::new_err(reason).into());
+        }
+        let simulation = match snapshot_blocks.filter(|_| snapshots.0.is_none()) {
+            Some(blocks) => Simulation::Marconi(Marconi::new(
                 num_blocks.0,
                 blocks,
                 self.block_size,
                 self.caches_answers,
-            ))),
-            None => Simulation::new(&config, server, self.block_size),
+            )),
+            None => Simulation::new(&config, server, self.block_size)?,
         };
-        simulations.push(simulation.map_err(IntoPyErr::into_py_err)?);
-        Ok(simulations.len() - 1)
+        replay.add(simulation);
+        Ok(replay.simulations().len() - 1)
     }
 
     /// Run the next batch of requests; False after the last one.
-    fn advance(&self, py: Python<'_>) -> PyResult<bool> {
-        let mut stage = self.use_stage()?;
-        if let Stage::Collecting(reader, simulations) = &mut *stage {
-            let reader = reader.take().ok_or_else(|| in_use("replay"))?;
-            let history =
-                self.with_history.then(|| History::new(self.block_size, self.caches_answers));
-            let simulations = std::mem::take(simulations);
-            let replay = Replay::new(reader, simulations, history, self.threads);
-            *stage = Stage::Running(Box::new(replay));
-        }
-        match &mut *stage {
-            Stage::Running(replay) => {
-                py.detach(|| replay.advance()).map_err(IntoPyErr::into_py_err)
-            }
-            Stage::Collecting(..) => Ok(false),
-        }
+    fn advance(&self, py: Python<'_>) -> Result<bool> {
+        let replay = &mut *self.replay.use_as("replay")?;
+        Ok(py.detach(|| replay.advance())?)
     }
 
     /// Bytes of the file that were read so far.
     #[getter]
-    fn bytes_read(&self) -> PyResult<u64> {
-        Ok(match &*self.use_stage()? {
-            Stage::Collecting(reader, _) => reader.as_ref().map_or(0, Reader::bytes_read),
-            Stage::Running(replay) => replay.reader().bytes_read(),
-        })
+    fn bytes_read(&self) -> Result<u64> {
+        Ok(self.replay.use_as("replay")?.reader().bytes_read())
     }
 
     /// What the requests found in the cache of this number, and what they waited.
@@ -326,12 +261,9 @@ disk_blocks=None, min_uses=None)")]
         &self,
         py: Python<'py>,
         index: Number<names::Index>,
-    ) -> PyResult<Bound<'py, PyDict>> {
-        let stage = self.use_stage()?;
-        let simulations = match &*stage {
-            Stage::Collecting(_, simulations) => simulations,
-            Stage::Running(replay) => replay.simulations(),
-        };
+    ) -> Result<Bound<'py, PyDict>> {
+        let replay = self.replay.use_as("replay")?;
+        let simulations = replay.simulations();
         let simulation = simulations.get(index.0).ok_or_else(|| {
             let count = simulations.len();
             PyIndexError::new_err(format!("index must be below {count}, not {}", index.0))
@@ -345,9 +277,9 @@ disk_blocks=None, min_uses=None)")]
     }
 
     /// What the trace says of itself and of a cache without a bound.
-    fn history<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stage = self.use_stage()?;
-        let (replay, history) = self.running(&stage)?;
+    fn history<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
+        let replay = self.replay.use_as("replay")?;
+        let history = history_of(&replay)?;
         let dict = PyDict::new(py);
         dict.set_item("requests", history.num_requests())?;
         dict.set_item("input_tokens", history.input_tokens())?;
@@ -362,9 +294,9 @@ disk_blocks=None, min_uses=None)")]
         &self,
         py: Python<'py>,
         sizes: Numbers<names::Sizes>,
-    ) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let stage = self.use_stage()?;
-        let (_, history) = self.running(&stage)?;
+    ) -> Result<Vec<Bound<'py, PyDict>>> {
+        let replay = self.replay.use_as("replay")?;
+        let history = history_of(&replay)?;
         let found = py.detach(|| history.optimum(&sizes.0));
         let each = found.into_iter().map(|hits| {
             let dict = PyDict::new(py);
@@ -375,24 +307,16 @@ disk_blocks=None, min_uses=None)")]
     }
 }
 
-impl TraceReplay {
-    fn use_stage(&self) -> PyResult<Using<'_, Stage>> {
-        self.stage.try_use().ok_or_else(|| in_use("replay"))
+fn history_of(replay: &Replay) -> Result<&History> {
+    if !replay.has_begun() {
+        let reason = "nothing is known before the first batch";
+        return Err(PyRuntimeError::new_err(reason).into());
     }
-
-    fn running<'a>(&self, stage: &'a Stage) -> PyResult<(&'a Replay, &'a History)> {
-        let Stage::Running(replay) = stage else {
-            let reason = "nothing is known before the first batch";
-            return Err(PyRuntimeError::new_err(reason));
-        };
-        let history = replay.history().ok_or_else(|| {
-            PyRuntimeError::new_err("with_history=False: nothing is known of the trace alone")
-        })?;
-        Ok((replay, history))
-    }
+    let missing = "with_history=False: nothing is known of the trace alone";
+    Ok(replay.history().ok_or_else(|| PyRuntimeError::new_err(missing))?)
 }
 
-fn milliseconds<N: Name>(value: One<N, f64>) -> PyResult<f64> {
+fn milliseconds<N: Name>(value: One<N, f64>) -> Result<f64> {
     let value = value.0;
     if value.is_finite() && value >= 0.0 {
         return Ok(value);
@@ -401,12 +325,12 @@ fn milliseconds<N: Name>(value: One<N, f64>) -> PyResult<f64> {
     Err(out_of_range(N::NAME, reason))
 }
 
-fn set_hits(dict: &Bound<'_, PyDict>, hits: Hits) -> PyResult<()> {
+fn set_hits(dict: &Bound<'_, PyDict>, hits: Hits) -> Result<()> {
     dict.set_item("hit_requests", hits.requests)?;
-    dict.set_item("hit_tokens", hits.tokens)
+    Ok(dict.set_item("hit_tokens", hits.tokens)?)
 }
 
-fn set_outcome(dict: &Bound<'_, PyDict>, outcome: &Outcome) -> PyResult<()> {
+fn set_outcome(dict: &Bound<'_, PyDict>, outcome: &Outcome) -> Result<()> {
     dict.set_item("requests", outcome.requests)?;
     dict.set_item("input_tokens", outcome.input_tokens)?;
     dict.set_item("hit_requests", outcome.hit_requests)?;
@@ -421,7 +345,7 @@ fn set_outcome(dict: &Bound<'_, PyDict>, outcome: &Outcome) -> PyResult<()> {
     Ok(())
 }
 
-fn set_latency(dict: &Bound<'_, PyDict>, latency: &Latency) -> PyResult<()> {
+fn set_latency(dict: &Bound<'_, PyDict>, latency: &Latency) -> Result<()> {
     for percentile in PERCENTILES {
         let ttft = latency.ttft_us.at(percentile) as f64 / 1e3;
         dict.set_item(format!("ttft_ms_p{percentile}"), ttft)?;
@@ -429,5 +353,5 @@ fn set_latency(dict: &Bound<'_, PyDict>, latency: &Latency) -> PyResult<()> {
     dict.set_item("good_requests", latency.good)?;
     dict.set_item("start_ms", latency.start_ms)?;
     dict.set_item("end_ms", latency.end_ms)?;
-    dict.set_item("most_waiting", latency.most_waiting)
+    Ok(dict.set_item("most_waiting", latency.most_waiting)?)
 }

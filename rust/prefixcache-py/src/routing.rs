@@ -8,22 +8,22 @@ use prefixcache_routing::index::{IndexError, ReplicaIndex as Index};
 use prefixcache_routing::replica::ReplicaId;
 use pyo3::prelude::*;
 
-use crate::arguments::{Array, Number, One, slice_of};
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::arguments::{Array, Number, One, or, slice_of};
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names::{self, Name};
 
 /// Blocks of one call after which another call may come in between.
 const BLOCKS_AT_ONCE: usize = 4096;
 
-impl IntoPyErr for IndexError {
-    fn into_py_err(self) -> PyErr {
-        out_of_range(names::Replica::NAME, self.to_string())
+impl From<IndexError> for Failure {
+    fn from(error: IndexError) -> Self {
+        out_of_range(names::Replica::NAME, error.to_string())
     }
 }
 
-impl IntoPyErr for InvalidWeight {
-    fn into_py_err(self) -> PyErr {
-        out_of_range(self.field, format!("must be {}, not {}", self.range, self.value))
+impl From<InvalidWeight> for Failure {
+    fn from(InvalidWeight { field, range, value }: InvalidWeight) -> Self {
+        out_of_range(field, format!("must be {range}, not {value}"))
     }
 }
 
@@ -36,7 +36,7 @@ fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn copied<N: Name, T: numpy::Element + Copy>(array: &Array<'_, N, T>) -> PyResult<Vec<T>> {
+fn copied<N: Name, T: numpy::Element + Copy>(array: &Array<'_, N, T>) -> Result<Vec<T>> {
     Ok(slice_of::<N, _>(array.read()?.as_slice())?.to_vec())
 }
 
@@ -55,17 +55,16 @@ impl ReplicaIndex {
         py: Python<'_>,
         hashes: &Hashes<'_>,
         work: impl Fn(&mut Index, &[u64]) -> Result<usize, IndexError> + Sync,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let hashes = copied(hashes)?;
         let first = &hashes[..hashes.len().min(BLOCKS_AT_ONCE)];
-        let sum = py.detach(|| {
+        py.detach(|| {
             let mut sum = work(&mut lock(&self.0), first)?;
             for part in hashes[first.len()..].chunks(BLOCKS_AT_ONCE) {
                 sum += work(&mut lock(&self.0), part)?;
             }
             Ok(sum)
-        });
-        sum.map_err(IndexError::into_py_err)
+        })
     }
 }
 
@@ -76,48 +75,41 @@ impl ReplicaIndex {
         Self(Mutex::new(Index::new(max_blocks.0)))
     }
 
-    fn add_replica(&self, py: Python<'_>) -> PyResult<u16> {
-        let id = self.with(py, Index::add_replica);
-        id.map(|id| id.0).map_err(IndexError::into_py_err)
+    fn add_replica(&self, py: Python<'_>) -> Result<u16> {
+        Ok(self.with(py, Index::add_replica)?.0)
     }
 
-    fn remove_replica(&self, py: Python<'_>, replica: Replica) -> PyResult<()> {
-        let removed = self.with(py, |index| index.remove_replica(ReplicaId(replica.0)));
-        removed.map_err(IndexError::into_py_err)
+    fn remove_replica(&self, py: Python<'_>, replica: Replica) -> Result<()> {
+        Ok(self.with(py, |index| index.remove_replica(ReplicaId(replica.0)))?)
     }
 
-    fn clear(&self, py: Python<'_>, replica: Replica) -> PyResult<()> {
-        let cleared = self.with(py, |index| index.clear(ReplicaId(replica.0)));
-        cleared.map_err(IndexError::into_py_err)
+    fn clear(&self, py: Python<'_>, replica: Replica) -> Result<()> {
+        Ok(self.with(py, |index| index.clear(ReplicaId(replica.0)))?)
     }
 
-    fn stored(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<usize> {
+    fn stored(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<usize> {
         let id = ReplicaId(replica.0);
         self.in_parts(py, &hashes, |index, part| index.stored(id, part))
     }
 
-    fn removed(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<()> {
+    fn removed(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<()> {
         let id = ReplicaId(replica.0);
         let removed = |index: &mut Index, part: &[u64]| index.removed(id, part).map(|()| 0);
         self.in_parts(py, &hashes, removed).map(drop)
     }
 
-    fn expected(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<usize> {
+    fn expected(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<usize> {
         let id = ReplicaId(replica.0);
         self.in_parts(py, &hashes, |index, part| index.expected(id, part))
     }
 
-    fn settled(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> PyResult<()> {
+    fn settled(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<()> {
         let id = ReplicaId(replica.0);
         let settled = |index: &mut Index, part: &[u64]| index.settled(id, part).map(|()| 0);
         self.in_parts(py, &hashes, settled).map(drop)
     }
 
-    fn hits<'py>(
-        &self,
-        py: Python<'py>,
-        hashes: Hashes<'py>,
-    ) -> PyResult<Bound<'py, PyArray1<u32>>> {
+    fn hits<'py>(&self, py: Python<'py>, hashes: Hashes<'py>) -> Result<Bound<'py, PyArray1<u32>>> {
         let hashes = copied(&hashes)?;
         let hits = self.with(py, |index| {
             let mut hits = Vec::new();
@@ -154,7 +146,7 @@ impl ReplicaChooser {
         balance: One<names::Balance, f64>,
         affinity: One<names::Affinity, f64>,
         seed: Option<Number<names::Seed>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let weights = Weights {
             overlap_weight: overlap_weight.0,
             request_tokens: request_tokens.0,
@@ -162,9 +154,8 @@ impl ReplicaChooser {
             balance: balance.0,
             affinity: affinity.0,
         };
-        let seed = seed.map_or(0, |seed| seed.0 as u64);
-        let chooser = Chooser::new(weights, seed).map_err(InvalidWeight::into_py_err)?;
-        Ok(Self(Mutex::new(chooser)))
+        let seed = or(seed, 0) as u64;
+        Ok(Self(Mutex::new(Chooser::new(weights, seed)?)))
     }
 
     fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) {
@@ -184,7 +175,7 @@ impl ReplicaChooser {
         loads: Array<'_, names::Loads, f64>,
         key: Option<&str>,
         most: Option<Number<names::Most>>,
-    ) -> PyResult<Vec<u16>> {
+    ) -> Result<Vec<u16>> {
         let (hit_tokens, loads) = (copied(&hit_tokens)?, copied(&loads)?);
         if hit_tokens.len() != loads.len() {
             let reason = format!("must have {} items, not {}", loads.len(), hit_tokens.len());
@@ -200,7 +191,7 @@ impl ReplicaChooser {
             loads: &loads,
             key: key.map(identity),
         };
-        let most = most.map_or(usize::MAX, |most| most.0);
+        let most = or(most, usize::MAX);
         let chosen = self.with(py, |chooser| chooser.choose(&prompt, most));
         Ok(chosen.iter().map(|id| id.0).collect())
     }

@@ -3,10 +3,10 @@
 use prefixcache_ops::rowwise::{Gate, RmsNorm, gated, rms_norm, rotate, softcap};
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, OneOf, Real, Word};
+use crate::arguments::{Number, OneOf, Real, Word, or};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::detach::run_on_numbers;
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 use crate::names::{self, Name};
 
 /// Norms, gates and rotary positions, row by row, of tensors of one type.
@@ -16,14 +16,14 @@ pub struct RowOps {
     dtype: DType,
 }
 
-fn check_divides(name: &'static str, part: usize, whole: usize) -> PyResult<()> {
+fn check_divides(name: &'static str, part: usize, whole: usize) -> Result<()> {
     match part > 0 && whole.is_multiple_of(part) {
         true => Ok(()),
         false => Err(out_of_range(name, format!("must divide {whole}, not be {part}"))),
     }
 }
 
-fn doubled<N: Name>(half: &Number<N>) -> PyResult<usize> {
+fn doubled<N: Name>(half: &Number<N>) -> Result<usize> {
     let reason = || format!("must be below 2**63, not {}", half.0);
     let twice = half.0.checked_mul(2);
     twice.ok_or_else(|| out_of_range(N::NAME, reason()))
@@ -49,9 +49,6 @@ impl RowOps {
     }
 
     /// Write x / sqrt(mean(x^2) + eps) * (weight + offset), for each `group` numbers of a row, to `out`.
-    ///
-    /// The weight has `weight_width` numbers, a multiple of `group`, and is repeated along a row.
-    /// `out` is dense.
     #[pyo3(
         signature = (x, rows, width, x_stride, weight, weight_width, group, eps, out, *, offset=None),
         text_signature = "($self, x, rows, width, x_stride, weight, weight_width, group, eps, out, *, offset=0.0)"
@@ -69,9 +66,9 @@ impl RowOps {
         eps: Real<names::Eps>,
         out: Number<names::Out>,
         offset: Option<Real<names::Offset>>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (rows, width, group, eps) = (rows.0, width.0, group.0, eps.0);
-        let offset = offset.map_or(0.0, |offset| offset.0);
+        let offset = or(offset, 0.0);
         check_divides("group", group, weight_width.0)?;
         check_divides("weight_width", weight_width.0, width)?;
         let x = Matrix::strided(x, (rows, width), x_stride.0);
@@ -91,9 +88,6 @@ impl RowOps {
     }
 
     /// Write gate(x[:width]) * x[width:] for rows of 2 * width numbers to `out`, dense.
-    ///
-    /// The gate is "silu", "gelu_tanh" or "clamped_swiglu", which adds 1 to the second half, or
-    /// "squared_relu" of rows of width numbers alone.
     fn gated(
         &self,
         py: Python<'_>,
@@ -103,7 +97,7 @@ impl RowOps {
         width: Number<names::Width>,
         x_stride: Number<names::XStride>,
         out: Number<names::Out>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let wide = match gate.0.width() {
             1 => width.0,
             _ => doubled(&width)?,
@@ -129,7 +123,7 @@ impl RowOps {
         rows: Number<names::RowCount>,
         width: Number<names::Width>,
         cap: Real<names::Cap>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let x = Matrix::dense(x, rows.0, width.0);
         let cpu = self.cpu.get();
         run_on_numbers(py, x.numbers(), || {
@@ -141,8 +135,6 @@ impl RowOps {
     }
 
     /// Write each row's heads, turned by the row's angles, to `out`, dense.
-    ///
-    /// `cos` and `sin` are dense float32 of `half` numbers a row; a head has 2 * half.
     fn rotate(
         &self,
         py: Python<'_>,
@@ -154,7 +146,7 @@ impl RowOps {
         width: Number<names::Width>,
         x_stride: Number<names::XStride>,
         out: Number<names::Out>,
-    ) -> PyResult<()> {
+    ) -> Result<()> {
         let (rows, width) = (rows.0, width.0);
         check_divides("half", doubled(&half)?, width)?;
         let cos = Matrix::dense(cos, rows, half.0);

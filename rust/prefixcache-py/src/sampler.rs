@@ -5,15 +5,16 @@ use std::ops::RangeInclusive;
 use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use prefixcache_cpu::Rows;
 use prefixcache_sampler as rows;
-use prefixcache_sampler::{Draw, Penalties, RowError, Sampled, TokenLogprobs};
-use pyo3::exceptions::PyValueError;
+use prefixcache_sampler::{Draw, Penalties, Sampled, TokenLogprobs};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arguments::{Array, List, Number, Numbers, One, Real, slice_of, wrong_type};
+use crate::arguments::{
+    Array, List, Number, Numbers, One, Real, or, or_empty, slice_of, wrong_type,
+};
 use crate::cpu::Cpu;
 use crate::detach::run_on_numbers;
-use crate::errors::{IntoPyErr, out_of_range};
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names::{self, Name};
 
 /// What a row of logits is sampled with.
@@ -31,9 +32,9 @@ pub struct Sampler {
 struct Logits<'py>(Bound<'py, PyArray2<f32>>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Logits<'py> {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         match value.cast::<PyArray2<f32>>() {
             Ok(array) => Ok(Self(array.to_owned())),
             Err(_) => {
@@ -45,25 +46,19 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Logits<'py> {
 }
 
 impl<'py> Logits<'py> {
-    fn read(&self) -> PyResult<PyReadonlyArray2<'py, f32>> {
+    fn read(&self) -> Result<PyReadonlyArray2<'py, f32>> {
         let array = self.0.try_readonly();
         array.map_err(|_| out_of_range(names::Logits::NAME, "is written to by another call"))
     }
 }
 
 /// The rows of an array that is read.
-fn rows_of<'a>(array: &'a PyReadonlyArray2<'_, f32>) -> PyResult<Rows<'a, f32>> {
+fn rows_of<'a>(array: &'a PyReadonlyArray2<'_, f32>) -> Result<Rows<'a, f32>> {
     let numbers = slice_of::<names::Logits, _>(array.as_slice())?;
     Ok(Rows::new(numbers, array.shape()[1]))
 }
 
-impl IntoPyErr for RowError {
-    fn into_py_err(self) -> PyErr {
-        PyValueError::new_err(self.to_string())
-    }
-}
-
-fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> PyResult<f64> {
+fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> Result<f64> {
     match range.contains(&value) {
         true => Ok(value),
         false => {
@@ -74,22 +69,14 @@ fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> PyResult<f64> {
     }
 }
 
-fn or<N: Name>(given: Option<One<N, f64>>, default: f64) -> f64 {
-    given.map_or(default, |given| given.0)
-}
-
-fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> PyResult<Vec<i32>> {
+fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> Result<Vec<i32>> {
     let Some(array) = array else {
         return Ok(Vec::new());
     };
     Ok(slice_of::<N, _>(array.read()?.as_slice())?.to_vec())
 }
 
-fn tokens<N: Name>(given: Option<Numbers<N>>) -> Vec<usize> {
-    given.map_or_else(Vec::new, |given| given.0)
-}
-
-fn paired(tokens: Vec<usize>, values: Vec<f32>) -> PyResult<Vec<(usize, f32)>> {
+fn paired(tokens: Vec<usize>, values: Vec<f32>) -> Result<Vec<(usize, f32)>> {
     match tokens.len() == values.len() {
         true => Ok(tokens.into_iter().zip(values).collect()),
         false => {
@@ -130,29 +117,29 @@ impl SamplerRow {
         answer: Option<Array<'_, names::Answer, i32>>,
         mask: Option<Array<'_, names::Mask, i32>>,
         logprobs: Option<Number<names::Logprobs>>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let draw = Draw {
             temperature: check::<names::Temperature>(temperature.0, 0.0..=1e6)? as f32,
             min_p: check::<names::MinP>(or(min_p, 0.0), 0.0..=1.0)?,
-            top_k: top_k.map_or(0, |top_k| top_k.0),
+            top_k: or(top_k, 0),
             top_p: check::<names::TopP>(or(top_p, 1.0), 0.0..=1.0)?,
             seed: seed.0,
             position: position.0,
         };
         let penalties = Penalties {
             repetition: check::<names::Repetition>(or(repetition, 1.0), 1e-6..=1e6)? as f32,
-            presence: presence.map_or(0.0, |presence| presence.0),
-            frequency: frequency.map_or(0.0, |frequency| frequency.0),
+            presence: or(presence, 0.0),
+            frequency: or(frequency, 0.0),
             prompt: integers(prompt)?,
             answer: integers(answer)?,
         };
         Ok(Self(rows::Row {
             draw: (draw.temperature > 0.0).then_some(draw),
-            bias: paired(tokens(bias_tokens), bias.map_or_else(Vec::new, |bias| bias.0))?,
-            banned: tokens(banned),
+            bias: paired(or_empty(bias_tokens), or_empty(bias))?,
+            banned: or_empty(banned),
             allowed: allowed.map(|allowed| allowed.0),
             penalties: penalties.change().then_some(penalties),
-            bad_words: tokens(bad_words),
+            bad_words: or_empty(bad_words),
             mask: mask.map(|mask| integers(Some(mask))).transpose()?,
             logprobs: logprobs.map(|logprobs| logprobs.0),
         }))
@@ -161,7 +148,7 @@ impl SamplerRow {
 
 type Found<'py> = (usize, f64, usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
-fn found<'py>(py: Python<'py>, of: TokenLogprobs) -> PyResult<Found<'py>> {
+fn found<'py>(py: Python<'py>, of: TokenLogprobs) -> Result<Found<'py>> {
     let (tokens, logprobs): (Vec<_>, Vec<_>) = of.top.into_iter().unzip();
     let (tokens, logprobs) = (PyTuple::new(py, tokens)?, PyTuple::new(py, logprobs)?);
     Ok((of.token, of.logprob, of.rank, tokens, logprobs))
@@ -176,11 +163,11 @@ impl Sampler {
     }
 
     /// The likeliest token of each row.
-    fn likeliest(&self, py: Python<'_>, logits: Logits<'_>) -> PyResult<Vec<Option<usize>>> {
+    fn likeliest(&self, py: Python<'_>, logits: Logits<'_>) -> Result<Vec<Option<usize>>> {
         let array = logits.read()?;
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
         let work = || self.sampler.likeliest(cpu.form, &cpu.team, logits);
-        run_on_numbers(py, array.len(), work).map_err(IntoPyErr::into_py_err)
+        Ok(run_on_numbers(py, array.len(), work)?)
     }
 
     /// The token of each row, and log probabilities where they are asked for.
@@ -189,12 +176,12 @@ impl Sampler {
         py: Python<'py>,
         logits: Logits<'_>,
         rows: List<names::SampledRows, Py<SamplerRow>>,
-    ) -> PyResult<Vec<(Option<usize>, Option<Found<'py>>)>> {
+    ) -> Result<Vec<(Option<usize>, Option<Found<'py>>)>> {
         let array = logits.read()?;
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
         let rows: Vec<_> = rows.0.iter().map(|row| &row.get().0).collect();
         let work = || self.sampler.sample(cpu.form, &cpu.team, logits, &rows);
-        let sampled = run_on_numbers(py, array.len(), work).map_err(IntoPyErr::into_py_err)?;
+        let sampled = run_on_numbers(py, array.len(), work)?;
         let output = |Sampled { token, logprobs }| {
             Ok((token, logprobs.map(|of| found(py, of)).transpose()?))
         };
@@ -208,12 +195,12 @@ impl Sampler {
         logits: Logits<'_>,
         token_ids: Array<'_, names::TokenIds, i32>,
         count: Number<names::Count>,
-    ) -> PyResult<Vec<Found<'py>>> {
+    ) -> Result<Vec<Found<'py>>> {
         let (array, token_ids) = (logits.read()?, token_ids.read()?);
         let tokens = slice_of::<names::TokenIds, _>(token_ids.as_slice())?;
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
         let work = || self.sampler.logprobs(cpu.form, &cpu.team, logits, tokens, count.0);
-        let logprobs = run_on_numbers(py, array.len(), work).map_err(IntoPyErr::into_py_err)?;
+        let logprobs = run_on_numbers(py, array.len(), work)?;
         logprobs.into_iter().map(|of| found(py, of)).collect()
     }
 }

@@ -10,9 +10,9 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::{List, Number, ids_of};
+use crate::arguments::{List, Number, ids_of, or};
 use crate::detach;
-use crate::errors::{IntoPyErr, in_use, out_of_range};
+use crate::errors::{Result, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
 use crate::shared_cache::Cache;
@@ -32,8 +32,8 @@ impl Sequence {
     }
 
     /// The sequence, unless another call is using it.
-    pub fn use_as(&self, argument: impl Into<Argument>) -> PyResult<Using<'_, core::Sequence>> {
-        self.sequence.try_use().ok_or_else(|| in_use(argument))
+    pub fn use_as(&self, argument: impl Into<Argument>) -> Result<Using<'_, core::Sequence>> {
+        self.sequence.use_as(argument)
     }
 }
 
@@ -57,25 +57,25 @@ impl Drop for Sequence {
 impl Sequence {
     /// Tokens known: the prompt and what was generated.
     #[getter]
-    fn num_tokens(&self) -> PyResult<usize> {
+    fn num_tokens(&self) -> Result<usize> {
         Ok(self.use_as("sequence")?.num_tokens())
     }
 
     /// Tokens that have a KV slot: hits and allocated ones; 0 while nothing is held.
     #[getter]
-    fn num_slots(&self) -> PyResult<usize> {
+    fn num_slots(&self) -> Result<usize> {
         Ok(self.use_as("sequence")?.num_slots())
     }
 
     /// Tokens that have a KV slot in every group; 0 while nothing is held.
     #[getter]
-    fn num_ready_slots(&self) -> PyResult<usize> {
+    fn num_ready_slots(&self) -> Result<usize> {
         Ok(self.use_as("sequence")?.num_ready_slots())
     }
 
     /// The version of the weights that its hashes stand for.
     #[getter]
-    fn weight_version(&self) -> PyResult<u64> {
+    fn weight_version(&self) -> Result<u64> {
         Ok(self.use_as("sequence")?.weight_version())
     }
 
@@ -86,7 +86,7 @@ impl Sequence {
         &self,
         py: Python<'_>,
         version: Number<names::Version, u64>,
-    ) -> PyResult<Option<Self>> {
+    ) -> Result<Option<Self>> {
         let sequence = &*self.use_as("sequence")?;
         let at = || sequence.at_version(version.0);
         let other = detach::run_on_tokens(py, sequence.num_tokens(), at);
@@ -109,8 +109,8 @@ impl Sequence {
         pin: bool,
         min_pin_blocks: Option<Number<names::MinPinBlocks>>,
         pin_prefix: bool,
-    ) -> PyResult<()> {
-        let pins = pin.then(|| Pins::new(min_pin_blocks.map_or(0, |least| least.0), pin_prefix));
+    ) -> Result<()> {
+        let pins = pin.then(|| Pins::new(or(min_pin_blocks, 0), pin_prefix));
         let retention = match interval {
             None if pin => return Err(out_of_range("interval", "must not be None with pin")),
             None => Retention::Everything,
@@ -121,13 +121,13 @@ impl Sequence {
     }
 
     /// Make `position` (tokens) an anchor: a later request can stand at the last full block before it.
-    fn add_anchor(&self, position: Number<names::Position>) -> PyResult<()> {
+    fn add_anchor(&self, position: Number<names::Position>) -> Result<()> {
         self.use_as("sequence")?.add_anchor(position.0);
         Ok(())
     }
 
     /// Make `position` (tokens) an anchor, since the prompt ends there.
-    fn add_prompt_end(&self, position: Number<names::Position>) -> PyResult<()> {
+    fn add_prompt_end(&self, position: Number<names::Position>) -> Result<()> {
         self.use_as("sequence")?.add_prompt_end(position.0);
         Ok(())
     }
@@ -135,11 +135,11 @@ impl Sequence {
     /// Say how dear ranges of the tokens are: (start, end or None, priority, TTL in seconds or None).
     ///
     /// They act at the release, on what was published. `owner` is whose share of the pool it counts against.
-    fn set_hints(&self, owner: &str, hints: List<names::Hints, Hint>) -> PyResult<()> {
-        let hints = Hints::new(Owner::named(owner), hints.0).map_err(IntoPyErr::into_py_err)?;
-        if self.cache.upgrade().is_some_and(|cache| cache.is_shared()) {
+    fn set_hints(&self, owner: &str, hints: List<names::Hints, Hint>) -> Result<()> {
+        let hints = Hints::new(Owner::named(owner), hints.0)?;
+        if self.cache.upgrade().is_some_and(|cache| cache.writer.is_shared()) {
             let reason = "hints need a cache that one thread writes to: threads=\"single_writer\"";
-            return Err(PyRuntimeError::new_err(reason));
+            return Err(PyRuntimeError::new_err(reason).into());
         }
         self.use_as("sequence")?.set_hints(hints);
         Ok(())
@@ -147,18 +147,18 @@ impl Sequence {
 
     /// Tokens whose KV is there; 0 while nothing is held.
     #[getter]
-    fn num_filled(&self) -> PyResult<usize> {
+    fn num_filled(&self) -> Result<usize> {
         Ok(self.use_as("sequence")?.num_filled())
     }
 
     /// Whether the sequence holds blocks: from a commit until its release.
     #[getter]
-    fn is_committed(&self) -> PyResult<bool> {
+    fn is_committed(&self) -> Result<bool> {
         Ok(self.use_as("sequence")?.is_committed())
     }
 
     /// Add tokens, and hash the blocks that they fill.
-    fn extend(&self, py: Python<'_>, tokens: Tokens) -> PyResult<()> {
+    fn extend(&self, py: Python<'_>, tokens: Tokens) -> Result<()> {
         let (sequence, tokens) = (&mut *self.use_as("sequence")?, tokens.0);
         detach::run_on_tokens(py, tokens.len(), || sequence.extend(&tokens));
         Ok(())
@@ -166,8 +166,8 @@ impl Sequence {
 
     /// The blocks of a group, in the order of the positions; empty while nothing is held.
     #[pyo3(signature = (group=None), text_signature = "($self, group=0)")]
-    fn block_table(&self, group: Option<Number<names::GroupIndex>>) -> PyResult<Vec<u32>> {
-        let group = group.map_or(0, |group| group.0);
+    fn block_table(&self, group: Option<Number<names::GroupIndex>>) -> Result<Vec<u32>> {
+        let group = or(group, 0);
         let sequence = self.use_as("sequence")?;
         if group >= sequence.num_groups() {
             let reason = format!("must be below {}, not {group}", sequence.num_groups());
@@ -183,7 +183,7 @@ impl Sequence {
         py: Python<'py>,
         start: Option<Number<names::Start>>,
         stop: Option<Number<names::Stop>>,
-    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    ) -> Result<Vec<Bound<'py, PyBytes>>> {
         let sequence = self.use_as("sequence")?;
         let hashes = sequence.hashes();
         let stop = stop.map_or(hashes.len(), |stop| stop.0.min(hashes.len()));
@@ -198,10 +198,20 @@ pub type Batch = List<names::Sequences, Py<Sequence>>;
 
 impl Batch {
     /// Uses all sequences; fails at one that another call uses, or that stands in the list twice.
-    pub fn use_all(&self) -> PyResult<Vec<Using<'_, core::Sequence>>> {
+    pub fn use_all(&self) -> Result<Vec<Using<'_, core::Sequence>>> {
         let sequences = self.0.iter().enumerate();
         sequences
             .map(|(index, sequence)| sequence.get().use_as(Argument::element("sequences", index)))
             .collect()
+    }
+
+    /// Calls `work` with all sequences at once; fails as [`Self::use_all`] does.
+    pub fn use_together<T>(
+        &self,
+        work: impl FnOnce(&mut [&mut core::Sequence]) -> Result<T>,
+    ) -> Result<T> {
+        let mut batch = self.use_all()?;
+        let mut batch: Vec<_> = batch.iter_mut().map(|sequence| &mut **sequence).collect();
+        work(&mut batch)
     }
 }

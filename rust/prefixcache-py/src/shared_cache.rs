@@ -13,9 +13,8 @@ use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
 use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use pyo3::exceptions::PyRuntimeError;
-use pyo3::prelude::*;
 
-use crate::errors::IntoPyErr;
+use crate::errors::Result;
 use crate::exclusive::Exclusive;
 use crate::writer::{Threads, Writer, Writing};
 
@@ -31,8 +30,8 @@ pub type Core = PrefixCache<AnyWriter>;
 /// What a sequence knows of its cache, which may be collected before it.
 pub struct Cache {
     reader: Reader,
-    writer: Writer<Core>,
-    hints: HintCounts,
+    pub writer: Writer<Core>,
+    pub hints: HintCounts,
     closed: AtomicBool,
     /// The slice of a shrink that is in flight.
     pub moves: Exclusive<Moves>,
@@ -66,18 +65,15 @@ impl Cache {
         pool: PoolConfig,
         threads: Threads,
         share: f64,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let (reader, writer) = match threads {
             Threads::SingleWriter => {
-                let pool = pool::Writer::new(pool).map_err(IntoPyErr::into_py_err)?;
-                let cache = cache_over(AnyWriter::One(pool), hashing, weights);
-                let cache = cache.and_then(|cache| cache.with_hints(share));
-                let cache = cache.map_err(IntoPyErr::into_py_err)?;
+                let pool = AnyWriter::One(pool::Writer::new(pool)?);
+                let cache = cache_over(pool, hashing, weights)?.with_hints(share)?;
                 (cache.reader(), Writer::one(cache))
             }
             Threads::Shared => {
-                let pool = MultiWriter::shared(pool).map_err(IntoPyErr::into_py_err)?;
-                let cache = cache_over(pool, hashing, weights).map_err(IntoPyErr::into_py_err)?;
+                let cache = cache_over(MultiWriter::shared(pool)?, hashing, weights)?;
                 let make = move || Core::from(cache.clone());
                 (make().reader(), Writer::many(make))
             }
@@ -93,16 +89,16 @@ impl Cache {
     }
 
     /// The cache, to look at.
-    pub fn reader(&self) -> PyResult<&Reader> {
+    pub fn reader(&self) -> Result<&Reader> {
         // Relaxed: the flag orders nothing; the pool itself outlives every call.
         if self.closed.load(Ordering::Relaxed) {
-            return Err(PyRuntimeError::new_err("the cache is closed"));
+            return Err(PyRuntimeError::new_err("the cache is closed").into());
         }
         Ok(&self.reader)
     }
 
     /// The cache, to change.
-    pub fn write(&self) -> PyResult<Writing<'_, Core>> {
+    pub fn write(&self) -> Result<Writing<'_, Core>> {
         self.reader()?;
         let mut writing = self.writer.write()?;
         writing.reclaim();
@@ -124,45 +120,24 @@ impl Cache {
     }
 
     /// The cache, which no single writer changes meanwhile.
-    pub fn pause(&self) -> PyResult<Writing<'_, Core>> {
+    pub fn pause(&self) -> Result<Writing<'_, Core>> {
         self.reader()?;
         self.writer.pause()
     }
 
     /// Calls `work`, which changes the cache, and publishes what has become of hints.
-    pub fn write_hinted<T>(&self, work: impl FnOnce(&mut Core) -> T) -> PyResult<T> {
+    pub fn write_hinted<T>(&self, work: impl FnOnce(&mut Core) -> T) -> Result<T> {
         let cache = &mut *self.write()?;
         let outcome = work(cache);
         self.hints.publish(cache.hint_stats());
         Ok(outcome)
     }
 
-    /// Bounds the free blocks that keep their content. The calling thread does not become the writer.
-    pub fn set_max_cached(&self, bound: Option<usize>) -> PyResult<()> {
-        self.pause()?.set_max_cached(bound);
-        Ok(())
-    }
-
-    /// Counts about hints. Any thread.
-    pub fn hint_counts(&self) -> [u64; 3] {
-        self.hints.get()
-    }
-
-    /// Whether any thread may write, so that hints are not looked at.
-    pub fn is_shared(&self) -> bool {
-        self.writer.is_shared()
-    }
-
-    /// Makes the calling thread the one that writes.
-    pub fn adopt_writer(&self) -> PyResult<()> {
-        self.writer.adopt()
-    }
-
     /// The reader of what can be found.
-    pub fn events(&self) -> PyResult<&Exclusive<EventReader>> {
+    pub fn events(&self) -> Result<&Exclusive<EventReader>> {
         self.reader()?;
         let missing = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
-        self.events.get().ok_or_else(missing)
+        Ok(self.events.get().ok_or_else(missing)?)
     }
 
     /// Refuses every later call.

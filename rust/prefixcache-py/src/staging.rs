@@ -14,7 +14,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{Blocks, List, Number, Value, wrong_type};
-use crate::errors::out_of_range;
+use crate::errors::{Result, out_of_range};
 use crate::events::Event;
 use crate::names::{self, Name};
 
@@ -29,16 +29,15 @@ pub struct BlockStaging(pub Staging);
 
 /// 34 bytes: the hash, and the group, big endian.
 impl Value for BlockKey {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let bytes = value.extract::<PyBackedBytes>();
-        let bytes = bytes.map_err(|_| wrong_type(argument, "bytes", value))?;
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
+        let bytes = PyBackedBytes::read(argument, value)?;
         let reason = || format!("must have 34 bytes, not {}", bytes.len());
         key_from_bytes(&bytes).ok_or_else(|| out_of_range(argument, reason()))
     }
 }
 
 impl Value for PyBackedBytes {
-    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let bytes = value.extract::<Self>();
         bytes.map_err(|_| wrong_type(argument, "bytes", value))
     }
@@ -46,8 +45,7 @@ impl Value for PyBackedBytes {
 
 #[pymethods]
 impl BlockStaging {
-    /// Up to `capacity` bytes of evicted blocks that were used `min_uses` times, out of tensors at `addresses`,
-    /// which `owner` keeps there.
+    /// Up to `capacity` bytes of evicted blocks out of tensors at `addresses`, which `owner` keeps there.
     #[new]
     fn new(
         addresses: List<names::Addresses, usize>,
@@ -56,7 +54,7 @@ impl BlockStaging {
         capacity: Number<names::Capacity>,
         min_uses: Number<names::MinUses, u32>,
         owner: Py<PyAny>,
-    ) -> PyResult<Self> {
+    ) -> Result<Self> {
         let tensors = addresses.0.into_iter();
         let tensors: Option<Vec<_>> = tensors.map(|at| NonNull::new(at as *mut u8)).collect();
         let none = || out_of_range(names::Addresses::NAME, "must name tensors, not 0");
@@ -92,9 +90,6 @@ impl BlockStaging {
     }
 
     /// Take up to `max_blocks` evicted blocks, the oldest first, and none of another era. Any thread.
-    ///
-    /// Where there is none, copy blocks that no request uses and that are not evicted yet, once the pool holds more
-    /// blocks than the queue could and than it has free.
     fn take<'py>(
         &self,
         py: Python<'py>,
@@ -163,15 +158,13 @@ impl BlockStaging {
     }
 
     /// Write values that `take` gave to blocks, up to the first that is damaged; how many. Any thread.
-    ///
-    /// Nobody else may read or write these blocks meanwhile.
     fn fill(
         &self,
         py: Python<'_>,
         blocks: Blocks,
         keys: Keys,
         values: List<names::Values, PyBackedBytes>,
-    ) -> PyResult<usize> {
+    ) -> Result<usize> {
         let (blocks, keys, values) = (blocks.0, keys.0, values.0);
         let triples = blocks.into_iter().zip(keys).zip(&values);
         let triples =
@@ -182,7 +175,7 @@ impl BlockStaging {
     }
 
     /// Lifetime counts of blocks: staged, dropped, skipped (not worth it) and damaged. Any thread.
-    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let (counts, dict) = (self.0.counts(), PyDict::new(py));
         dict.set_item("staged", counts.staged)?;
         dict.set_item("dropped", counts.dropped)?;

@@ -7,7 +7,7 @@ use pyo3::types::PyString;
 use std::sync::Arc;
 
 use crate::arguments::{each, wrong_type};
-use crate::errors::out_of_range;
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names;
 
 /// Stop strings, as one automaton that any number of streams share.
@@ -20,9 +20,9 @@ pub struct StopStrings {
 struct Stops(Vec<String>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Stops {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         let stop = |argument, item: &Bound<'py, PyAny>| match item.cast::<PyString>() {
             Ok(text) if text.is_empty()? => Err(out_of_range(argument, "must not be empty")),
             Ok(text) => Ok(text.to_str()?.to_owned()),
@@ -35,7 +35,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Stops {
 #[pymethods]
 impl StopStrings {
     #[new]
-    fn new(py: Python<'_>, stops: Stops) -> PyResult<Self> {
+    fn new(py: Python<'_>, stops: Stops) -> Result<Self> {
         let Stops(stops) = stops;
         let built = py.detach(|| Automaton::new(&stops));
         let automaton = built.map_err(|error| PyValueError::new_err(format!("stops: {error}")))?;

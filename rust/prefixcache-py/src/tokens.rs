@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::Numbers;
-use crate::errors::out_of_range;
+use crate::errors::{Failure, Result, out_of_range};
 use crate::names::{self, Name};
 
 const NAME: &str = names::Tokens::NAME;
@@ -16,9 +16,9 @@ const NAME: &str = names::Tokens::NAME;
 pub struct Tokens(pub Vec<u32>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Tokens {
-    type Error = PyErr;
+    type Error = Failure;
 
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
         if value.is_instance_of::<PyList>() {
             let tokens: Numbers<names::Tokens, u32> = value.extract()?;
             return Ok(Self(tokens.0));
@@ -32,21 +32,22 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tokens {
     }
 }
 
-fn wrong_array(value: &Bound<'_, PyAny>, array: &Bound<'_, PyAny>) -> PyErr {
+fn wrong_array(value: &Bound<'_, PyAny>, array: &Bound<'_, PyAny>) -> Failure {
     let dtype = array.getattr("dtype");
     let dtype = dtype.map_or_else(|_| String::new(), |dtype| dtype.to_string());
     let wanted = "int32, int64 or uint32 token ids in one dimension";
-    PyTypeError::new_err(format!("{NAME} must be {wanted}, not {} ({dtype})", value.get_type()))
+    let found = value.get_type();
+    PyTypeError::new_err(format!("{NAME} must be {wanted}, not {found} ({dtype})")).into()
 }
 
 /// `value` as numpy makes an array of it: a copy with "array", the same memory where it can with
 /// "asarray".
-fn numpy_array<'py>(how: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    value.py().import("numpy")?.call_method1(how, (value,))
+fn numpy_array<'py>(how: &str, value: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    Ok(value.py().import("numpy")?.call_method1(how, (value,))?)
 }
 
 /// None unless `value` is an array of a type that token ids come in.
-fn from_array(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
+fn from_array(value: &Bound<'_, PyAny>) -> Result<Option<Vec<u32>>> {
     let tokens = from_array_of::<i32>(value)
         .or_else(|| from_array_of::<i64>(value))
         .or_else(|| from_array_of::<u32>(value))
@@ -59,7 +60,7 @@ fn from_array(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u32>>> {
     Ok(empty.then(Vec::new))
 }
 
-fn from_array_of<T>(value: &Bound<'_, PyAny>) -> Option<PyResult<Vec<u32>>>
+fn from_array_of<T>(value: &Bound<'_, PyAny>) -> Option<Result<Vec<u32>>>
 where
     T: Element + Copy + TryInto<u32> + std::fmt::Display,
 {
@@ -78,7 +79,7 @@ where
 }
 
 /// The values as token ids. One pass without a branch for each value, which is vectorized.
-fn to_u32<T>(values: impl Iterator<Item = T> + Clone) -> PyResult<Vec<u32>>
+fn to_u32<T>(values: impl Iterator<Item = T> + Clone) -> Result<Vec<u32>>
 where
     T: Copy + TryInto<u32> + std::fmt::Display,
 {

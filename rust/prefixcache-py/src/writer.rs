@@ -4,9 +4,9 @@ use std::ops::{Deref, DerefMut};
 use std::thread::{self, ThreadId};
 
 use pyo3::exceptions::PyRuntimeError;
-use pyo3::prelude::*;
 
 use crate::arguments::Word;
+use crate::errors::{Failure, Result};
 use crate::exclusive::{Exclusive, Using};
 
 /// What changes a cache or a pool.
@@ -78,7 +78,7 @@ impl<T> Writer<T> {
     }
 
     /// The writer; the first thread to ask for the only one is the one that has it.
-    pub fn write(&self) -> PyResult<Writing<'_, T>> {
+    pub fn write(&self) -> Result<Writing<'_, T>> {
         let mut writing = self.pause()?;
         if let Writing::One(lent) = &mut writing {
             let this = thread::current().id();
@@ -90,7 +90,7 @@ impl<T> Writer<T> {
     }
 
     /// The writer, whichever thread has it, for a look at the whole structure.
-    pub fn pause(&self) -> PyResult<Writing<'_, T>> {
+    pub fn pause(&self) -> Result<Writing<'_, T>> {
         match self {
             Self::One(one) => one.try_use().map(Writing::One).ok_or_else(second_writer),
             Self::Many(make) => Ok(Writing::Many(make())),
@@ -98,7 +98,7 @@ impl<T> Writer<T> {
     }
 
     /// Makes the calling thread the one that writes.
-    pub fn adopt(&self) -> PyResult<()> {
+    pub fn adopt(&self) -> Result<()> {
         if let Writing::One(lent) = &mut self.pause()? {
             lent.thread = Some(thread::current().id());
         }
@@ -106,9 +106,8 @@ impl<T> Writer<T> {
     }
 }
 
-fn second_writer() -> PyErr {
-    PyRuntimeError::new_err(
-        "another thread writes: call adopt_writer() in this one when that one is done, \
-         or ask for threads=\"shared\"",
-    )
+fn second_writer() -> Failure {
+    let reason = "another thread writes: call adopt_writer() in this one when that one is done, \
+                  or ask for threads=\"shared\"";
+    PyRuntimeError::new_err(reason).into()
 }

@@ -43,14 +43,7 @@ fn simulation(
     eviction_policy: EvictionPolicy,
     block_size: usize,
 ) -> Result<Simulation, Box<dyn Error>> {
-    let config = CacheConfig {
-        num_blocks,
-        eviction_policy,
-        hints: Vec::new(),
-        caches_answers: false,
-        snapshots: None,
-        disk: None,
-    };
+    let config = CacheConfig::new(num_blocks, eviction_policy);
     Ok(Simulation::new(&config, None, block_size)?)
 }
 

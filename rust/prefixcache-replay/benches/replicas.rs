@@ -114,14 +114,7 @@ fn copies(requests: &[Request], count: usize) -> Vec<Request> {
 }
 
 fn cache(num_blocks: usize) -> CacheConfig {
-    CacheConfig {
-        num_blocks,
-        eviction_policy: EvictionPolicy::Lru,
-        hints: Vec::new(),
-        caches_answers: false,
-        snapshots: None,
-        disk: None,
-    }
+    CacheConfig::new(num_blocks, EvictionPolicy::Lru)
 }
 
 /// One server with the memory of all, which answers each request as it arrives.

@@ -55,6 +55,19 @@ pub struct CacheConfig {
 }
 
 impl CacheConfig {
+    /// A cache of prompts alone, without hints, states or a disk.
+    #[must_use]
+    pub fn new(num_blocks: usize, eviction_policy: EvictionPolicy) -> Self {
+        Self {
+            num_blocks,
+            eviction_policy,
+            hints: Vec::new(),
+            caches_answers: false,
+            snapshots: None,
+            disk: None,
+        }
+    }
+
     /// The groups of the pool, its blocks, and how many of them no request's keys and values may take.
     fn pool(&self) -> Result<(Groups, usize, usize), InvalidArgument> {
         let (groups, num_blocks) = (Groups::full(1)?, self.num_blocks);
@@ -145,21 +158,15 @@ pub struct Waiting {
     sequence: Sequence,
     answer: Vec<u32>,
     most_hits: usize,
-    input_tokens: usize,
+    pub(crate) input_tokens: usize,
 }
 
 impl Waiting {
     /// The blocks of its prompt that have a place in the pool, as KV events name them.
     #[must_use]
     pub fn hashes(&self) -> Vec<u64> {
-        self.sequence.hashes().iter().map(event_hash).collect()
+        self.sequence.hashes().iter().map(BlockHash::short).collect()
     }
-}
-
-/// The hash of a block in KV events: its last eight bytes, the most significant one first.
-fn event_hash(hash: &BlockHash) -> u64 {
-    let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
-    u64::from_be_bytes([a, b, c, d, e, f, g, h])
 }
 
 impl Cache {
@@ -225,7 +232,8 @@ impl Cache {
     ///
     /// All of its blocks can be reused as soon as it is answered.
     pub fn run(&mut self, mut waiting: Waiting, now: Duration) -> Result<usize, CacheError> {
-        self.set_time(now);
+        self.cache.set_time(now);
+        self.cache.demote_expired(MAX_EXPIRED);
         let (hits, on_disk) = match (waiting.sequence.num_tokens(), self.snapshots) {
             (0, _) => (0, 0),
             (_, None) => self.run_blocks(&mut waiting)?,
@@ -234,11 +242,6 @@ impl Cache {
         let [hit_tokens, disk_tokens] = [hits, on_disk].map(|blocks| blocks * self.block_size);
         self.outcome.push(waiting.input_tokens, hit_tokens, disk_tokens);
         Ok(hit_tokens)
-    }
-
-    fn set_time(&mut self, now: Duration) {
-        self.cache.set_time(now);
-        self.cache.demote_expired(MAX_EXPIRED);
     }
 
     /// Returns the blocks that hit in the pool, and those behind them that hit on the disk.
@@ -342,7 +345,7 @@ impl Cache {
         let mut evictions = Vec::new();
         self.cache.store().take_evictions(usize::MAX, &mut evictions);
         let last = evictions.iter().filter_map(|eviction| match eviction {
-            Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(event_hash(hash)),
+            Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(hash.short()),
             Eviction::Block(_) | Eviction::Everything => None,
         });
         evicted.clear();

@@ -99,7 +99,6 @@ pub fn spread(loads: &[u64]) -> f64 {
 /// A request that was sent to a server.
 struct Job {
     arrival_ms: f64,
-    input_tokens: usize,
     waiting: Waiting,
     hashes: Vec<u64>,
     expected: Expected,
@@ -166,8 +165,9 @@ impl Server {
             return Ok(None);
         };
         let start_ms = self.free_at.max(job.arrival_ms);
+        let input_tokens = job.waiting.input_tokens;
         let hit = self.cache.run(job.waiting, Duration::from_secs_f64(start_ms / 1e3))?;
-        let computed = job.input_tokens - hit;
+        let computed = input_tokens - hit;
         self.computed_tokens += computed as u64;
         let end_ms = start_ms + prefill.ms(computed);
         self.running = Some(Running {
@@ -199,25 +199,24 @@ impl Knowledge {
         Ok(Self { index, chooser, hits: Vec::new(), loads: vec![0.0; config.num_replicas] })
     }
 
-    fn choose(&mut self, job: &Asked<'_>) -> Result<(ReplicaId, Expected), IndexError> {
-        self.index.hits(job.hashes, &mut self.hits);
+    fn choose(
+        &mut self,
+        hashes: &[u64],
+        num_tokens: usize,
+        block_size: usize,
+    ) -> Result<(ReplicaId, Expected), IndexError> {
+        self.index.hits(hashes, &mut self.hits);
         for hits in &mut self.hits {
-            *hits *= job.block_size as u32;
+            *hits *= block_size as u32;
         }
-        let prompt = Prompt {
-            num_tokens: job.input_tokens,
-            hit_tokens: &self.hits,
-            loads: &self.loads,
-            key: None,
-        };
+        let prompt = Prompt { num_tokens, hit_tokens: &self.hits, loads: &self.loads, key: None };
         let id = self.chooser.choose(&prompt, 1)[0];
         let hit = self.hits[usize::from(id.0)] as usize;
-        let computed = job.input_tokens.saturating_sub(hit);
-        let start = (hit / job.block_size).min(job.hashes.len());
-        self.index.expected(id, &job.hashes[start..])?;
-        self.chooser.note(id, computed);
-        self.loads[usize::from(id.0)] += computed as f64;
-        let tokens = computed;
+        let tokens = num_tokens.saturating_sub(hit);
+        let start = (hit / block_size).min(hashes.len());
+        self.index.expected(id, &hashes[start..])?;
+        self.chooser.note(id, tokens);
+        self.loads[usize::from(id.0)] += tokens as f64;
         Ok((id, Expected { tokens, start }))
     }
 
@@ -231,13 +230,6 @@ impl Knowledge {
         self.index.stored(id, &running.hashes[running.num_hits..])?;
         self.index.settled(id, &running.hashes[running.expected.start..])
     }
-}
-
-/// What a router is asked about.
-struct Asked<'a> {
-    hashes: &'a [u64],
-    input_tokens: usize,
-    block_size: usize,
 }
 
 /// Servers behind a router.
@@ -279,33 +271,22 @@ impl Fleet {
         self.run_until(now_ms)?;
         // All caches hash alike, and a prepared request is of one cache.
         let hashes = self.servers[0].cache.prepare(request)?.hashes();
-        let (server, expected) = self.choose(&Asked {
-            hashes: &hashes,
-            input_tokens: request.input_tokens,
-            block_size: self.block_size,
-        })?;
+        let (server, expected) = self.choose(&hashes, request.input_tokens)?;
         self.num_requests += 1;
         self.in_flight[server] += 1;
         self.servers[server].requests += 1;
         let waiting = self.servers[server].cache.prepare(request)?;
-        self.servers[server].queue.push_back(Job {
-            arrival_ms: now_ms,
-            input_tokens: request.input_tokens,
-            waiting,
-            hashes,
-            expected,
-        });
+        self.servers[server].queue.push_back(Job { arrival_ms: now_ms, waiting, hashes, expected });
         self.outcome.input_tokens += request.input_tokens as u64;
         self.run_server(server, now_ms)
     }
 
-    fn choose(&mut self, asked: &Asked<'_>) -> Result<(usize, Expected), IndexError> {
+    fn choose(&mut self, hashes: &[u64], tokens: usize) -> Result<(usize, Expected), IndexError> {
         let Some(knowledge) = &mut self.knowledge else {
-            let tokens = asked.input_tokens;
             return Ok((self.choose_blindly(), Expected { tokens, start: 0 }));
         };
         let begin = Instant::now();
-        let (id, expected) = knowledge.choose(asked)?;
+        let (id, expected) = knowledge.choose(hashes, tokens, self.block_size)?;
         self.outcome.choice_ns.push(begin.elapsed().as_nanos() as u64);
         Ok((usize::from(id.0), expected))
     }

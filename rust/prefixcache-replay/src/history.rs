@@ -9,6 +9,7 @@ use crate::optimum::{self, Hits, Prompt, Reuse};
 use crate::trace::{BlockKey, Request};
 
 /// The uses of all blocks so far.
+#[derive(Default)]
 pub struct History {
     block_size: usize,
     caches_answers: bool,
@@ -23,15 +24,7 @@ impl History {
     /// The history of nothing; of prompts alone, or also of the blocks that answers fill.
     #[must_use]
     pub fn new(block_size: usize, caches_answers: bool) -> Self {
-        Self {
-            block_size,
-            caches_answers,
-            last_use: HashMap::default(),
-            prompts: Vec::new(),
-            reuses: Vec::new(),
-            input_tokens: 0,
-            infinite: Hits::default(),
-        }
+        Self { block_size, caches_answers, ..Self::default() }
     }
 
     /// Adds a request.

@@ -69,6 +69,7 @@ struct Node {
     used: u64,
 }
 
+#[derive(Default)]
 struct Tree {
     alpha: f64,
     capacity: usize,
@@ -85,17 +86,7 @@ struct Tree {
 
 impl Tree {
     fn new(alpha: f64, capacity: usize, snapshot_blocks: usize) -> Self {
-        Self {
-            alpha,
-            capacity,
-            snapshot_blocks,
-            nodes: vec![Node::default()],
-            spare: Vec::new(),
-            places: HashMap::new(),
-            num_used: 0,
-            time: 0,
-            outcome: Outcome::default(),
-        }
+        Self { alpha, capacity, snapshot_blocks, nodes: vec![Node::default()], ..Self::default() }
     }
 
     /// The blocks of a request that hit.

@@ -27,11 +27,11 @@ pub enum ReplayError {
     Cache(#[from] CacheError),
 }
 
-/// A cache, and the server whose requests wait for it, where there is one.
-pub struct Simulation(Kind);
-
-enum Kind {
+/// A cache, and what its requests found.
+pub enum Simulation {
+    /// The real one, and the server whose requests wait for it, where there is one.
     Real(Box<Cache>, Option<Server>),
+    /// Marconi's.
     Marconi(Marconi),
 }
 
@@ -42,39 +42,28 @@ impl Simulation {
         server: Option<Server>,
         block_size: usize,
     ) -> Result<Self, ConfigError> {
-        let cache = Box::new(Cache::new(config, block_size)?);
-        Ok(Self(Kind::Real(cache, server)))
-    }
-
-    /// Marconi's cache.
-    #[must_use]
-    pub fn marconi(cache: Marconi) -> Self {
-        Self(Kind::Marconi(cache))
+        Ok(Self::Real(Box::new(Cache::new(config, block_size)?), server))
     }
 
     /// Takes a request. Without a server it is answered at once.
     pub fn push(&mut self, request: &Request) -> Result<(), CacheError> {
-        let (cache, server) = match &mut self.0 {
-            Kind::Real(cache, server) => (cache, server),
-            Kind::Marconi(cache) => {
-                cache.push(request);
-                return Ok(());
+        match self {
+            Self::Marconi(cache) => cache.push(request),
+            Self::Real(cache, None) => {
+                cache.run(cache.prepare(request)?, Duration::from_millis(request.time_ms))?;
             }
-        };
-        let waiting = cache.prepare(request)?;
-        match server {
-            Some(server) => server.arrive(cache, request.time_ms, request.input_tokens, waiting),
-            None => {
-                let now = Duration::from_millis(request.time_ms);
-                cache.run(waiting, now).map(drop)
+            Self::Real(cache, Some(server)) => {
+                let waiting = cache.prepare(request)?;
+                server.arrive(cache, request.time_ms, waiting)?;
             }
         }
+        Ok(())
     }
 
     /// Answers all that wait.
     pub fn finish(&mut self) -> Result<(), CacheError> {
-        match &mut self.0 {
-            Kind::Real(cache, Some(server)) => server.run_until(cache, f64::INFINITY),
+        match self {
+            Self::Real(cache, Some(server)) => server.run_until(cache, f64::INFINITY),
             _ => Ok(()),
         }
     }
@@ -82,18 +71,18 @@ impl Simulation {
     /// What the requests found.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
-        match &self.0 {
-            Kind::Real(cache, _) => cache.outcome(),
-            Kind::Marconi(cache) => cache.outcome(),
+        match self {
+            Self::Real(cache, _) => cache.outcome(),
+            Self::Marconi(cache) => cache.outcome(),
         }
     }
 
     /// What they waited, where there is a server.
     #[must_use]
     pub fn latency(&self) -> Option<&Latency> {
-        match &self.0 {
-            Kind::Real(_, server) => server.as_ref().map(Server::latency),
-            Kind::Marconi(_) => None,
+        match self {
+            Self::Real(_, server) => server.as_ref().map(Server::latency),
+            Self::Marconi(_) => None,
         }
     }
 }
@@ -126,6 +115,17 @@ impl Replay {
             batch: Vec::new(),
             block_references: 0,
         }
+    }
+
+    /// One more simulation, which sees the requests from the next batch on.
+    pub fn add(&mut self, simulation: Simulation) {
+        self.simulations.push(simulation);
+    }
+
+    /// Whether a batch was asked for.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        !self.batch.is_empty()
     }
 
     /// Runs the next batch of requests; false after the last one.

@@ -62,7 +62,7 @@ pub struct Server {
     admission: Admission,
     /// The TTFT up to which a request counts as good, in milliseconds.
     objective_ms: f64,
-    queue: VecDeque<(u64, usize, Waiting)>,
+    queue: VecDeque<(u64, Waiting)>,
     free_at: f64,
     latency: Latency,
 }
@@ -86,14 +86,13 @@ impl Server {
         &mut self,
         cache: &mut Cache,
         time_ms: u64,
-        input_tokens: usize,
         waiting: Waiting,
     ) -> Result<(), CacheError> {
         self.run_until(cache, time_ms as f64)?;
         if self.latency.most_waiting == 0 {
             self.latency.start_ms = time_ms as f64;
         }
-        self.queue.push_back((time_ms, input_tokens, waiting));
+        self.queue.push_back((time_ms, waiting));
         self.latency.most_waiting = self.latency.most_waiting.max(self.queue.len());
         Ok(())
     }
@@ -118,7 +117,7 @@ impl Server {
             return Ok(0);
         }
         let mut best = (0, 0);
-        for (index, (_, _, waiting)) in self.queue.iter_mut().enumerate().take(WINDOW) {
+        for (index, (_, waiting)) in self.queue.iter_mut().enumerate().take(WINDOW) {
             let hits = cache.probe(waiting)?;
             if hits > best.0 {
                 best = (hits, index);
@@ -128,9 +127,10 @@ impl Server {
     }
 
     fn start(&mut self, cache: &mut Cache, index: usize, now: f64) -> Result<(), CacheError> {
-        let Some((arrival, input_tokens, waiting)) = self.queue.remove(index) else {
+        let Some((arrival, waiting)) = self.queue.remove(index) else {
             return Ok(());
         };
+        let input_tokens = waiting.input_tokens;
         let hits = cache.run(waiting, Duration::from_secs_f64(now / 1e3))?;
         self.free_at = now + self.prefill.ms(input_tokens - hits);
         let ttft = self.free_at - arrival as f64;

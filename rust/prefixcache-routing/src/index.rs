@@ -67,26 +67,10 @@ struct Holder {
     num_blocks: usize,
 }
 
-/// How a block is known of a replica.
-#[derive(Clone, Copy)]
-enum Known {
-    Cached,
-    Expected,
-}
-
 #[derive(Clone, Copy)]
 struct Replica {
     cached: Holder,
     expected: Holder,
-}
-
-impl Replica {
-    fn holder(&mut self, known: Known) -> &mut Holder {
-        match known {
-            Known::Cached => &mut self.cached,
-            Known::Expected => &mut self.expected,
-        }
-    }
 }
 
 /// Slots, and which of them still stand in entries although nobody has them any more.
@@ -234,34 +218,43 @@ impl ReplicaIndex {
 
     /// A replica has cached blocks. Returns how many of them found no room.
     pub fn stored(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<usize, IndexError> {
-        self.insert(id, Known::Cached, hashes)
+        self.each_block(id, hashes, |replica| &mut replica.cached, Self::insert_block)
     }
 
     /// A replica has evicted blocks. What it was not known to have is passed over.
     pub fn removed(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<(), IndexError> {
-        self.remove(id, Known::Cached, hashes)
+        self.each_block(id, hashes, |replica| &mut replica.cached, Self::remove_block)?;
+        Ok(())
     }
 
     /// A replica was sent a prompt of these blocks, so it counts as if it had them, until they are settled.
     /// Returns how many of them found no room.
     pub fn expected(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<usize, IndexError> {
-        self.insert(id, Known::Expected, hashes)
+        self.each_block(id, hashes, |replica| &mut replica.expected, Self::insert_block)
     }
 
     /// Nothing more is expected of these blocks: they were stored, or never will be.
     ///
     /// Of blocks that two prompts have, nothing more is expected once the first is settled.
     pub fn settled(&mut self, id: ReplicaId, hashes: &[u64]) -> Result<(), IndexError> {
-        self.remove(id, Known::Expected, hashes)
+        self.each_block(id, hashes, |replica| &mut replica.expected, Self::remove_block)?;
+        Ok(())
     }
 
-    fn insert(&mut self, id: ReplicaId, known: Known, hashes: &[u64]) -> Result<usize, IndexError> {
-        let mut holder = *self.replica(id)?.holder(known);
+    /// Changes what a replica holds; how many of the blocks `change` could not do.
+    fn each_block(
+        &mut self,
+        id: ReplicaId,
+        hashes: &[u64],
+        holder_of: impl Fn(&mut Replica) -> &mut Holder,
+        change: impl Fn(&mut Self, &mut Holder, u64) -> bool,
+    ) -> Result<usize, IndexError> {
+        let mut holder = *holder_of(self.replica(id)?);
         let mut refused = 0;
         for &hash in hashes {
-            refused += usize::from(!self.insert_block(&mut holder, hash));
+            refused += usize::from(!change(self, &mut holder, hash));
         }
-        *self.replica(id)?.holder(known) = holder;
+        *holder_of(self.replica(id)?) = holder;
         self.sweep(1 + hashes.len() / BLOCKS_PER_SWEPT_SHARD);
         Ok(refused)
     }
@@ -288,20 +281,10 @@ impl ReplicaIndex {
         true
     }
 
-    fn remove(&mut self, id: ReplicaId, known: Known, hashes: &[u64]) -> Result<(), IndexError> {
-        let mut holder = *self.replica(id)?.holder(known);
-        for &hash in hashes {
-            self.remove_block(&mut holder, hash);
-        }
-        *self.replica(id)?.holder(known) = holder;
-        self.sweep(1 + hashes.len() / BLOCKS_PER_SWEPT_SHARD);
-        Ok(())
-    }
-
-    fn remove_block(&mut self, holder: &mut Holder, hash: u64) {
+    fn remove_block(&mut self, holder: &mut Holder, hash: u64) -> bool {
         let (shard, key) = self.place(hash);
         let Entry::Occupied(mut entry) = self.shards[shard].entry(key) else {
-            return;
+            return true;
         };
         let set = *entry.get();
         let left = self.sets.remove(set, holder.slot);
@@ -310,6 +293,7 @@ impl ReplicaIndex {
             EMPTY => drop(entry.remove()),
             left => drop(entry.insert(left)),
         }
+        true
     }
 
     /// The shard of a block, and its key there.

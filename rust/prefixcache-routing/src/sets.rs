@@ -91,9 +91,8 @@ impl Sets {
         if members.iter().all(|&slot| is_kept(slot)) {
             return set;
         }
-        let kept = members.iter().copied().filter(|&slot| is_kept(slot));
-        let to = kept.collect();
-        let to = self.find(to);
+        let kept = members.iter().copied().filter(|&slot| is_kept(slot)).collect();
+        let to = self.find(kept);
         self.move_entry(set, to);
         to
     }

@@ -1,10 +1,11 @@
 //! A recording's calls, made again.
 
 use std::collections::HashMap;
+use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
-use prefixcache_core::error::{CacheError, InvalidArgument, PoolError, ResizeError};
+use prefixcache_core::error::{CacheError, InvalidArgument, ResizeError};
 use prefixcache_core::hints::{Hints, Owner};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::store::{Lookup, Moves, PoolConfig};
@@ -189,19 +190,17 @@ struct Cache {
 
 impl Cache {
     fn new(header: &Header) -> Result<Self, Fault> {
-        let refused = |reason: String| Fault::new("header", format!("is refused: {reason}"));
-        let found = |error: InvalidArgument| refused(error.to_string());
+        let refused = |error: &dyn Error| Fault::new("header", format!("is refused: {error}"));
+        let found = |error: InvalidArgument| refused(&error);
         let hashing =
             HashConfig::new(header.block_size, Groups::new(header.groups.clone()).map_err(found)?)
                 .with_model("recording", "", "");
         hashing.check().map_err(found)?;
-        let pool = Writer::new(
-            PoolConfig::new(header.num_blocks)
-                .with_max_blocks(header.max_blocks)
-                .with_free_order(header.free_order)
-                .with_eviction_policy(header.eviction_policy),
-        );
-        let pool = pool.map_err(|error: PoolError| refused(error.to_string()))?;
+        let pool = PoolConfig::new(header.num_blocks)
+            .with_max_blocks(header.max_blocks)
+            .with_free_order(header.free_order)
+            .with_eviction_policy(header.eviction_policy);
+        let pool = Writer::new(pool).map_err(|error| refused(&error))?;
         let cache = PrefixCache::new(hashing, pool);
         let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
         let mut cache = cache.map_err(found)?;
@@ -251,10 +250,7 @@ impl Cache {
             Event::Start(started) => self.start(&started),
             Event::Slots { ids, upto } => self.give_slots(&ids, &upto),
             Event::Snapshots { ids, from } => {
-                let mut taken = self.take(&ids)?;
-                let outcome = self.cache.keep_snapshots(&mut sequences(&mut taken), &from);
-                self.put_back(&ids, taken);
-                Ok(outcome.map(drop)?)
+                self.on_batch(&ids, |cache, batch| cache.keep_snapshots(batch, &from)).map(drop)
             }
             Event::Publish { ids, upto, names } => self.publish(&ids, &upto, &names),
             Event::Anchor { id, at } => {
@@ -262,12 +258,9 @@ impl Cache {
                 Ok(())
             }
             Event::Drop { ids, upto } => {
-                let mut taken = self.take(&ids)?;
-                let outcome = self.cache.drop_unneeded(&mut sequences(&mut taken), &upto);
-                self.put_back(&ids, taken);
-                Ok(outcome.map(drop)?)
+                self.on_batch(&ids, |cache, batch| cache.drop_unneeded(batch, &upto)).map(drop)
             }
-            Event::Preempt { ids } => self.release(&ids),
+            Event::Preempt { ids } => self.on_batch(&ids, PrefixCache::release),
             Event::Restart { id } => self.restart(id),
             Event::End { ids, well, .. } => self.end(&ids, &well),
             Event::Demote { count } => {
@@ -342,9 +335,7 @@ impl Cache {
 
     /// Gives a request that holds nothing a sequence of its prompt alone.
     fn restart(&mut self, id: u64) -> Result<(), Stop> {
-        let Some(mut request) = self.requests.remove(&id) else {
-            return Err(no_request(id));
-        };
+        let mut request = self.take(id)?;
         if request.sequence.is_committed() {
             return Err(Stop::Differs(format!("request {id} holds blocks already")));
         }
@@ -388,18 +379,13 @@ impl Cache {
                 format!("must be of {} full blocks, not {tokens}", full / size),
             );
         }
-        let mut sequence = self.take_one(id)?;
-        let outcome = self.cache.commit_in_chunks(
-            &mut sequence.sequence,
-            hit,
-            new,
-            started.chunk.unwrap_or(new),
-        );
-        if matches!(outcome, Ok(Some(_))) {
-            self.rest_queries += (tokens - full.min(tokens)) as u64 * u64::from(sequence.is_hashed);
-        }
-        self.requests.insert(id, sequence);
-        match outcome? {
+        let rest = if request.is_hashed { tokens - full } else { 0 };
+        let chunk = started.chunk.unwrap_or(new);
+        let taken = self.on_batch(&[id], |cache, batch| {
+            cache.commit_in_chunks(&mut *batch[0], hit, new, chunk)
+        })?;
+        self.rest_queries += rest as u64 * u64::from(taken.is_some());
+        match taken {
             Some(taken) if taken == hit => Ok(()),
             Some(taken) => Err(Stop::Differs(format!(
                 "request {id} hits {hit} tokens live and {taken} replayed"
@@ -410,25 +396,28 @@ impl Cache {
         }
     }
 
-    fn take_one(&mut self, id: u64) -> Result<Request, Stop> {
-        let request = self.requests.remove(&id);
-        request.ok_or_else(|| no_request(id))
+    fn take(&mut self, id: u64) -> Result<Request, Stop> {
+        self.requests.remove(&id).ok_or_else(|| no_request(id))
     }
 
-    /// The requests of a call, to be put back after it.
-    fn take(&mut self, ids: &[u64]) -> Result<Vec<Request>, Stop> {
-        ids.iter().map(|&id| self.take_one(id)).collect()
+    fn take_all(&mut self, ids: &[u64]) -> Result<Vec<Request>, Stop> {
+        ids.iter().map(|&id| self.take(id)).collect()
     }
 
-    fn put_back(&mut self, ids: &[u64], taken: Vec<Request>) {
+    /// Makes a call with the sequences of requests. One that fails ends the replay.
+    fn on_batch<T>(
+        &mut self,
+        ids: &[u64],
+        call: impl FnOnce(&mut PrefixCache<Writer>, &mut [&mut Sequence]) -> Result<T, CacheError>,
+    ) -> Result<T, Stop> {
+        let mut taken = self.take_all(ids)?;
+        let outcome = call(&mut self.cache, &mut sequences(&mut taken))?;
         self.requests.extend(ids.iter().copied().zip(taken));
+        Ok(outcome)
     }
 
     fn give_slots(&mut self, ids: &[u64], upto: &[usize]) -> Result<(), Stop> {
-        let mut taken = self.take(ids)?;
-        let outcome = self.cache.ensure_slots(&mut sequences(&mut taken), upto);
-        self.put_back(ids, taken);
-        match outcome? {
+        match self.on_batch(ids, |cache, batch| cache.ensure_slots(batch, upto))? {
             served if served == ids.len() => Ok(()),
             served => Err(Stop::Differs(format!(
                 "{} requests get slots live and {served} replayed",
@@ -444,40 +433,24 @@ impl Cache {
         for (&id, names) in ids.iter().zip(names) {
             self.add_blocks(id, names)?;
         }
-        let mut taken = self.take(ids)?;
-        // Sequences of a replay have full blocks alone.
-        let known = taken.iter().map(|request| request.sequence.num_tokens());
-        let upto: Vec<usize> = known.zip(upto).map(|(most, &upto)| most.min(upto)).collect();
-        let outcome = self.cache.mark_blocks_filled(&mut sequences(&mut taken), &upto);
-        let merged = outcome.and_then(|duplicates| {
-            let duplicates = duplicates.iter().filter(|_| self.deduplicates);
-            for duplicate in duplicates {
-                let sequence = &mut taken[duplicate.sequence].sequence;
-                self.cache.replace_block(
-                    sequence,
-                    duplicate.group,
-                    duplicate.index,
-                    duplicate.holder,
-                )?;
+        let deduplicates = self.deduplicates;
+        self.on_batch(ids, |cache, batch| {
+            // Sequences of a replay have full blocks alone.
+            let known = batch.iter().map(|sequence| sequence.num_tokens());
+            let upto: Vec<usize> = known.zip(upto).map(|(most, &upto)| most.min(upto)).collect();
+            let duplicates = cache.mark_blocks_filled(batch, &upto)?;
+            for one in duplicates.into_iter().filter(|_| deduplicates) {
+                cache.replace_block(batch[one.sequence], one.group, one.index, one.holder)?;
             }
             Ok(())
-        });
-        self.put_back(ids, taken);
-        Ok(merged?)
-    }
-
-    fn release(&mut self, ids: &[u64]) -> Result<(), Stop> {
-        let mut taken = self.take(ids)?;
-        let outcome = self.cache.release(&mut sequences(&mut taken));
-        self.put_back(ids, taken);
-        Ok(outcome?)
+        })
     }
 
     fn end(&mut self, ids: &[u64], well: &[bool]) -> Result<(), Stop> {
         if well.len() != ids.len() {
             return invalid("well", "must have an entry for each of ids");
         }
-        let mut taken = self.take(ids)?;
+        let mut taken = self.take_all(ids)?;
         if self.windows.is_some_and(|windows| windows.pin) {
             let ended = taken.iter_mut().zip(well);
             let ended = ended.filter(|(request, well)| **well && request.sequence.is_committed());

@@ -3,6 +3,8 @@
 //! A recording has them in place of the cache's own hashes, which anybody can compute from a known prompt.
 //! `docs/reference/recording.md` specifies them.
 
+use std::fmt::{self, Write};
+
 use prefixcache_core::error::InvalidArgument;
 use prefixcache_core::policy::{Chain, NameBlocks};
 
@@ -18,8 +20,8 @@ pub struct Pseudonyms {
     block_size: usize,
 }
 
-impl std::fmt::Debug for Pseudonyms {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Pseudonyms {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_struct("Pseudonyms").finish_non_exhaustive()
     }
 }
@@ -65,10 +67,9 @@ impl NameBlocks for Pseudonyms {
 
 /// Appends the name of the block that a chain ends with.
 pub fn write(chain: &Chain, names: &mut String) {
-    for byte in &chain[..DIGITS / 2] {
-        let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
-        names.extend([digit(byte >> 4), digit(byte & 15)]);
-    }
+    let [a, b, c, d, e, f, g, h, ..] = *chain;
+    let name = u64::from_be_bytes([a, b, c, d, e, f, g, h]);
+    write!(names, "{name:0DIGITS$x}").expect("a string takes all");
 }
 
 /// The numbers that names stand for.

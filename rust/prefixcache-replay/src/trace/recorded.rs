@@ -113,6 +113,11 @@ impl Known {
                 each.try_for_each(|(&id, names)| self.go_on(id, names))?;
             }
             Event::End { ids, tokens, .. } => self.end(&ids, &tokens)?,
+            Event::Restart { id } => {
+                if let Some((request, _)) = self.held.get(id) {
+                    request.blocks.truncate(request.num_prompt_blocks);
+                }
+            }
             Event::Reset {} | Event::Weights { .. } => self.epoch = mix(self.epoch + 1),
             // What the server did, and nothing of requests.
             _ => {}

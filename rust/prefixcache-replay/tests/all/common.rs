@@ -6,6 +6,7 @@ use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::cache::{CacheConfig, Outcome};
 use prefixcache_replay::history::History;
 use prefixcache_replay::replay::Simulation;
+use prefixcache_replay::server::Server;
 use prefixcache_replay::trace::{Reader, Request};
 use proptest::prelude::*;
 
@@ -33,26 +34,30 @@ pub fn prompts(requests: usize, length: usize) -> impl Strategy<Value = Vec<Vec<
     prop::collection::vec(prop::collection::vec(0..2_u8, 0..=length), 1..=requests)
 }
 
-/// A cache of `num_blocks` blocks of prompts.
-pub fn config(num_blocks: usize, eviction_policy: EvictionPolicy) -> CacheConfig {
-    CacheConfig {
-        num_blocks,
-        eviction_policy,
-        hints: Vec::new(),
-        caches_answers: false,
-        snapshots: None,
-        disk: None,
-    }
+/// The first line of a recording.
+pub const RECORDING: &str = r#"{"prefixcache_trace": 1, "recording": "ab", "part": 0, "block_size": 4, "num_blocks": 9, "max_blocks": 9, "max_cached_blocks": null, "groups": ["full"], "eviction_policy": "lru", "free_order": "unhashed_first", "retention_budget": 0.2, "merge_twins": false, "retention": null}"#;
+
+/// An LRU cache of `num_blocks` blocks of prompts.
+pub fn lru(num_blocks: usize) -> CacheConfig {
+    CacheConfig::new(num_blocks, EvictionPolicy::Lru)
 }
 
 /// What requests find in the real cache.
 pub fn replay(requests: &[Request], config: &CacheConfig, block_size: usize) -> Outcome {
-    let mut simulation = Simulation::new(config, None, block_size).unwrap();
-    for request in requests {
-        simulation.push(request).unwrap();
-    }
+    simulate(requests, config, None, block_size).outcome()
+}
+
+/// The real cache after requests, which a server answers if there is one.
+pub fn simulate(
+    requests: &[Request],
+    config: &CacheConfig,
+    server: Option<Server>,
+    block_size: usize,
+) -> Simulation {
+    let mut simulation = Simulation::new(config, server, block_size).unwrap();
+    requests.iter().for_each(|request| simulation.push(request).unwrap());
     simulation.finish().unwrap();
-    simulation.outcome()
+    simulation
 }
 
 /// The history of requests.

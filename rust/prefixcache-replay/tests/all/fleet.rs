@@ -1,14 +1,12 @@
 //! Servers behind a router, against one server.
 
-use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
-use prefixcache_replay::replay::Simulation;
 use prefixcache_replay::server::{Admission, PrefillTime, Server};
 use prefixcache_replay::trace::Request;
 use prefixcache_routing::choice::Weights;
 use proptest::prelude::*;
 
-use crate::common::{BLOCK_SIZE, config, prompts, replay, trace_of};
+use crate::common::{BLOCK_SIZE, lru, prompts, replay, simulate, trace_of};
 
 fn run(
     requests: &[Request],
@@ -19,7 +17,7 @@ fn run(
 ) -> FleetOutcome {
     let config = FleetConfig {
         num_replicas,
-        cache: config(num_blocks, EvictionPolicy::Lru),
+        cache: lru(num_blocks),
         prefill: prefill(ms_per_token),
         policy,
         seed: 7,
@@ -54,10 +52,8 @@ proptest! {
         let requests = trace_of(&prompts);
         let fleet = run(&requests, 1, num_blocks, ms_per_token, policy);
         let server = Server::new(prefill(ms_per_token), Admission::Fcfs, 0.0);
-        let cache = config(num_blocks, EvictionPolicy::Lru);
-        let mut one = Simulation::new(&cache, Some(server), BLOCK_SIZE).unwrap();
-        requests.iter().for_each(|request| one.push(request).unwrap());
-        one.finish().unwrap();
+        let cache = lru(num_blocks);
+        let one = simulate(&requests, &cache, Some(server), BLOCK_SIZE);
         prop_assert_eq!(fleet.hit_tokens, one.outcome().hit_tokens);
         prop_assert_eq!(fleet.requests, [requests.len() as u64]);
         let latency = one.latency().unwrap();
@@ -73,7 +69,7 @@ proptest! {
     ) {
         let requests = trace_of(&prompts);
         let fleet = run(&requests, num_replicas, 200, 0.0, prefix(0.0));
-        let one = replay(&requests, &config(200, EvictionPolicy::Lru), BLOCK_SIZE);
+        let one = replay(&requests, &lru(200), BLOCK_SIZE);
         prop_assert_eq!(fleet.hit_tokens, one.hit_tokens);
     }
 

@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::disk::DiskConfig;
 use prefixcache_replay::trace::Request;
 use proptest::prelude::*;
 
 use crate::common::{
-    BLOCK_SIZE, Block, PlainDisk, PlainLru, blocks, config, history, prompts, public_trace, replay,
+    BLOCK_SIZE, Block, PlainDisk, PlainLru, blocks, history, lru, prompts, public_trace, replay,
     trace_of,
 };
 
@@ -45,7 +44,7 @@ fn most_hits(
 proptest! {
     #[test]
     fn the_cache_hits_what_a_plain_lru_list_hits(prompts in prompts(40, 6), capacity in 1..12_usize) {
-        let outcome = replay(&trace_of(&prompts), &config(capacity, EvictionPolicy::Lru), BLOCK_SIZE);
+        let outcome = replay(&trace_of(&prompts), &lru(capacity), BLOCK_SIZE);
         let mut line = PlainLru::new(capacity);
         let hits: u64 = prompts.iter().map(|prompt| line.take(prompt) as u64).sum();
         prop_assert_eq!(outcome.hit_tokens, hits * BLOCK_SIZE as u64);
@@ -55,7 +54,7 @@ proptest! {
     fn a_pool_and_its_disk_hit_what_two_plain_lists_hit(
         prompts in prompts(40, 6), capacity in 1..12_usize, on_disk in 1..20_usize, min_uses in 1..4_u32,
     ) {
-        let mut config = config(capacity, EvictionPolicy::Lru);
+        let mut config = lru(capacity);
         config.disk = Some(DiskConfig { num_blocks: on_disk, min_uses });
         let outcome = replay(&trace_of(&prompts), &config, BLOCK_SIZE);
         let mut lists = PlainDisk::new(capacity, on_disk, min_uses);
@@ -69,7 +68,7 @@ proptest! {
     fn an_infinite_cache_hits_what_a_large_one_does(prompts in prompts(40, 6)) {
         let trace = trace_of(&prompts);
         let infinite = history(&trace, BLOCK_SIZE).infinite();
-        let large = replay(&trace, &config(1000, EvictionPolicy::Lru), BLOCK_SIZE);
+        let large = replay(&trace, &lru(1000), BLOCK_SIZE);
         prop_assert_eq!(infinite.tokens, large.hit_tokens);
         prop_assert_eq!(infinite.requests, large.hit_requests);
     }
@@ -85,7 +84,7 @@ proptest! {
 
 /// Token hit rates in percent with a pool of `num_blocks` blocks: of the LRU cache and of the optimum.
 fn rates((trace, block_size): &(Vec<Request>, usize), num_blocks: usize) -> [f64; 2] {
-    let lru = replay(trace, &config(num_blocks, EvictionPolicy::Lru), *block_size);
+    let lru = replay(trace, &lru(num_blocks), *block_size);
     let history = history(trace, *block_size);
     let optimum = history.optimum(&[num_blocks])[0];
     let percent = |tokens| 100.0 * tokens as f64 / history.input_tokens() as f64;

@@ -4,12 +4,12 @@ use std::fs;
 
 use prefixcache_replay::recording::{Agreement, replay};
 
-const HEADER: &str = r#"{"prefixcache_trace": 1, "recording": "ab", "part": 0, "block_size": 4, "num_blocks": 9, "max_blocks": 9, "max_cached_blocks": null, "groups": ["full"], "eviction_policy": "lru", "free_order": "unhashed_first", "retention_budget": 0.2, "merge_twins": false, "retention": null}"#;
+use crate::common::RECORDING;
 
 fn replayed(name: &str, lines: &[String]) -> Agreement {
     let file = format!("prefixcache-{name}-{}.jsonl", std::process::id());
     let path = std::env::temp_dir().join(file);
-    fs::write(&path, format!("{HEADER}\n{}\n", lines.join("\n"))).unwrap();
+    fs::write(&path, format!("{RECORDING}\n{}\n", lines.join("\n"))).unwrap();
     let found = replay(&path);
     fs::remove_file(&path).unwrap();
     found.unwrap()

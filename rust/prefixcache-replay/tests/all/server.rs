@@ -1,13 +1,11 @@
 //! The queue before a server, against one that looks at all requests again for each start.
 
-use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::quantiles::Quantiles;
-use prefixcache_replay::replay::Simulation;
 use prefixcache_replay::server::{Admission, PrefillTime, Server};
 use prefixcache_replay::trace::Request;
 use proptest::prelude::*;
 
-use crate::common::{BLOCK_SIZE, PlainLru, config, prompts, trace_of};
+use crate::common::{BLOCK_SIZE, PlainLru, lru, prompts, simulate, trace_of};
 
 const PREFILL: PrefillTime = PrefillTime { ms_per_request: 0.25, ms_per_token: 0.003 };
 const OBJECTIVE_MS: f64 = 20.0;
@@ -66,12 +64,8 @@ fn check(prompts: &[Vec<u8>], gaps: &[u64], capacity: usize, admission: Admissio
         request.time_ms = time_ms;
     }
     let server = Server::new(PREFILL, admission, OBJECTIVE_MS);
-    let cache = config(capacity, EvictionPolicy::Lru);
-    let mut simulation = Simulation::new(&cache, Some(server), BLOCK_SIZE).unwrap();
-    for request in &requests {
-        simulation.push(request).unwrap();
-    }
-    simulation.finish().unwrap();
+    let cache = lru(capacity);
+    let simulation = simulate(&requests, &cache, Some(server), BLOCK_SIZE);
     let latency = simulation.latency().unwrap();
     let expected = waits(prompts, &requests, capacity, admission);
     let mut ttft_us = Quantiles::default();

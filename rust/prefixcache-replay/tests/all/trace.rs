@@ -6,6 +6,8 @@ use std::io::Write;
 use flate2::{Compression, write::GzEncoder};
 use prefixcache_replay::trace::{Reader, Request, TraceError};
 
+use crate::common::RECORDING;
+
 const HEADER: &str = "#PTT1 name=small block=4 cols=..";
 
 fn try_read(text: &str) -> Result<Vec<Request>, TraceError> {
@@ -120,8 +122,6 @@ fn errors_name_the_line_and_the_field() {
     assert!(error.contains("line 3: time must not be before"), "{error}");
 }
 
-const RECORDING: &str = r#"{"prefixcache_trace": 1, "recording": "ab", "part": 0, "block_size": 4, "num_blocks": 9, "max_blocks": 9, "max_cached_blocks": null, "groups": ["full"], "eviction_policy": "lru", "free_order": "unhashed_first", "retention_budget": 0.2, "merge_twins": false, "retention": null}"#;
-
 fn names(blocks: &[u64]) -> String {
     blocks.iter().map(|block| format!("{block:016x}")).collect()
 }
@@ -157,6 +157,20 @@ fn a_recordings_requests_come_in_the_order_of_arrival_once_they_have_ended() {
     assert_eq!([0, 1, 2].map(|at| requests[at].time_ms), [3, 4, 9]);
     assert_eq!([0, 1, 2].map(|at| requests[at].output_tokens), [4, 2, 0]);
     assert_ne!(requests[2].prompt(), [1], "what was cached before a reset hits no more");
+}
+
+#[test]
+fn an_answer_that_starts_again_leaves_nothing_of_the_first_one() {
+    let add =
+        format!(r#"{{"e": "add", "t": 0, "id": 0, "tokens": 4, "names": "{}"}}"#, names(&[1]));
+    let publish = |name| {
+        let names = names(&[name]);
+        format!(r#"{{"e": "publish", "t": 0, "ids": [0], "upto": [8], "names": ["{names}"]}}"#)
+    };
+    let restart = r#"{"e": "restart", "t": 0, "id": 0}"#.to_owned();
+    let end = r#"{"e": "end", "t": 0, "ids": [0], "tokens": [9], "well": [true]}"#.to_owned();
+    let lines = [RECORDING.to_owned(), add, publish(2), restart, publish(3), end];
+    assert_eq!(read(&lines.join("\n"))[0].blocks, [1, 3]);
 }
 
 #[test]

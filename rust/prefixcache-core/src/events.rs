@@ -40,8 +40,7 @@ pub struct ShortHash(pub u64);
 
 impl From<&BlockHash> for ShortHash {
     fn from(hash: &BlockHash) -> Self {
-        let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
-        Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+        Self(hash.short())
     }
 }
 

@@ -21,11 +21,10 @@ use std::ops::Range;
 use crossbeam_queue::SegQueue;
 
 use crate::id::{BlockHash, BlockKey, GroupId};
-use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::sync::{Arc, AtomicU64, Ordering::Relaxed};
 
 pub use replica::Snapshot;
 
-use Ordering::Relaxed;
 use replica::Replica;
 
 /// Blocks of changes that wait to be taken; with more than these, everything is reported again.

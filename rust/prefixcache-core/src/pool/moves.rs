@@ -22,9 +22,7 @@ use crate::error::{ResizeError, require};
 use crate::id::BlockId;
 use crate::policy::ReuseQueue;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, Mode, Ordering, planted, prefetch};
-
-use Ordering::Relaxed;
+use crate::sync::{Fault, Mode, Ordering::Relaxed, planted, prefetch};
 
 /// Blocks that are moved together.
 const BATCH: usize = 64;

@@ -18,6 +18,7 @@ use std::time::Duration;
 use crate::backing::{BackingStore, KeptBlock};
 use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, ListenError, Misuse, ResizeError, SequenceFault,
+    require,
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
@@ -82,9 +83,7 @@ impl PrefixCache<AnyWriter> {
     pub fn reader(&self) -> PrefixCache<AnyReader> {
         self.over(self.store.reader())
     }
-}
 
-impl PrefixCache<AnyWriter> {
     /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
     /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
     ///
@@ -182,11 +181,9 @@ impl<S: Lookup> PrefixCache<S> {
     /// Fails unless the cache has this group.
     pub(crate) fn check_group(&self, group: GroupId) -> Result<(), InvalidArgument> {
         let groups = self.home.config.groups.count();
-        if group.index() < groups {
-            return Ok(());
-        }
-        let reason = format!("must be below {groups} (num_groups), not {}", group.get());
-        Err(InvalidArgument::new("group", reason))
+        require(group.index() < groups, "group", || {
+            format!("must be below {groups} (num_groups), not {}", group.get())
+        })
     }
 
     /// Counts the changes of the weights; 0 at first.
@@ -272,10 +269,8 @@ impl<S: BlockStore> PrefixCache<S> {
     ///
     /// They need one writer. Without this call hints are not looked at.
     pub fn with_hints(self, share: f64) -> Result<Self, InvalidArgument> {
-        if !self.store.is_at_rest() {
-            let reason = "need a pool that one thread writes to";
-            return Err(InvalidArgument::new("hints", reason));
-        }
+        let is_alone = self.store.is_at_rest();
+        require(is_alone, "hints", || "need a pool that one thread writes to")?;
         let hints = Some(Box::new(RetentionTable::new(share)?));
         Ok(Self { hints, ..self })
     }
@@ -404,9 +399,7 @@ fn fault(argument: impl Into<Argument>, fault: SequenceFault) -> CacheError {
 }
 
 fn check_len(argument: &'static str, len: usize, sequences: usize) -> Result<(), InvalidArgument> {
-    if len == sequences {
-        return Ok(());
-    }
-    let reason = format!("must have one entry for each of {sequences} sequences, not {len}");
-    Err(InvalidArgument::new(argument, reason))
+    require(len == sequences, argument, || {
+        format!("must have one entry for each of {sequences} sequences, not {len}")
+    })
 }

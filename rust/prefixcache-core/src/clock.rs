@@ -2,9 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::sync::{Arc, AtomicU64, Ordering};
-
-use Ordering::Relaxed;
+use crate::sync::{Arc, AtomicU64, Ordering::Relaxed};
 
 /// The system's monotonic clock, until a time is given. All clones show the same time.
 #[derive(Clone, Debug)]

@@ -86,6 +86,15 @@ impl InvalidArgument {
     }
 }
 
+/// Fails for `argument` unless it is as it must be.
+pub(crate) fn require<R: Into<String>>(
+    is_valid: bool,
+    argument: impl Into<Argument>,
+    reason: impl FnOnce() -> R,
+) -> Result<(), InvalidArgument> {
+    if is_valid { Ok(()) } else { Err(InvalidArgument::new(argument, reason())) }
+}
+
 /// Why a pool was not made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

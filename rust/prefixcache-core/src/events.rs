@@ -21,11 +21,10 @@ use std::ops::Range;
 use crossbeam_queue::SegQueue;
 
 use crate::id::{BlockHash, BlockKey, GroupId};
-use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::sync::{Arc, AtomicU64, Ordering::Relaxed};
 
 pub use replica::Snapshot;
 
-use Ordering::Relaxed;
 use replica::Replica;
 
 /// Blocks of changes that wait to be taken; with more than these, everything is reported again.
@@ -40,8 +39,7 @@ pub struct ShortHash(pub u64);
 
 impl From<&BlockHash> for ShortHash {
     fn from(hash: &BlockHash) -> Self {
-        let [.., a, b, c, d, e, f, g, h] = *hash.as_bytes();
-        Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+        Self(hash.short())
     }
 }
 

@@ -15,12 +15,10 @@ use crate::block::Content;
 use crate::clock::Clock;
 use crate::id::{BlockHash, BlockId, GroupId};
 use crate::store::BlockKey;
-use crate::sync::{AtomicU32, AtomicU64, Mode, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Mode, Ordering::Relaxed};
 use crate::zeroed::{Zeroable, Zeroed};
 
 pub use gaps::ReuseGaps;
-
-use Ordering::Relaxed;
 
 /// Why a block lost its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -5,7 +5,7 @@
 //! the attention reads and the blocks that an anchor keeps. A new kind is a new variant here; neither the
 //! cache nor the pool knows of any.
 
-use crate::error::{Argument, InvalidArgument};
+use crate::error::{Argument, InvalidArgument, require};
 use crate::id::GroupId;
 
 /// How a group's layers attend, which decides the blocks that they need.
@@ -99,15 +99,6 @@ impl GroupSpec {
             Self::State => "state".to_owned(),
         }
     }
-
-    fn check(self) -> Result<(), &'static str> {
-        match self {
-            Self::SlidingWindow { window: 0 } => {
-                Err("must have a window of at least 1 token, not 0")
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 /// The groups of a cache, at least one.
@@ -118,8 +109,12 @@ impl Groups {
     /// Fails without a group, with more than a [`GroupId`] can name, or with a window of no tokens.
     pub fn new(specs: Vec<GroupSpec>) -> Result<Self, InvalidArgument> {
         for (index, spec) in specs.iter().enumerate() {
-            let argument = Argument::element("groups", index);
-            spec.check().map_err(|reason| InvalidArgument::new(argument, reason))?;
+            let is_empty = *spec == GroupSpec::SlidingWindow { window: 0 };
+            require(
+                !is_empty,
+                Argument::element("groups", index),
+                || "must have a window of at least 1 token, not 0",
+            )?;
         }
         Self::check_count("groups", specs.len())?;
         Ok(Self(specs))
@@ -133,14 +128,10 @@ impl Groups {
 
     fn check_count(argument: &'static str, count: usize) -> Result<(), InvalidArgument> {
         let most = usize::from(u16::MAX);
-        if (1..=most).contains(&count) {
-            return Ok(());
-        }
-        let reason = match argument {
+        require((1..=most).contains(&count), argument, || match argument {
             "groups" => format!("must have from 1 to {most} entries, not {count}"),
             _ => format!("must be from 1 to {most}, not {count}"),
-        };
-        Err(InvalidArgument::new(argument, reason))
+        })
     }
 
     /// How many groups there are.

@@ -16,7 +16,7 @@
 mod lanes;
 mod prefixes;
 
-use crate::error::InvalidArgument;
+use crate::error::{InvalidArgument, require};
 use crate::groups::Groups;
 use crate::id::BlockHash;
 
@@ -85,11 +85,9 @@ impl HashConfig {
 
 /// Fails unless the block size is a power of two from 1 to 256.
 pub fn check_block_size(size: usize) -> Result<(), InvalidArgument> {
-    if size.is_power_of_two() && size <= MAX_BLOCK_SIZE {
-        return Ok(());
-    }
-    let reason = format!("must be a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}");
-    Err(InvalidArgument::new("block_size", reason))
+    require(size.is_power_of_two() && size <= MAX_BLOCK_SIZE, "block_size", || {
+        format!("must be a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}")
+    })
 }
 
 /// Who may share blocks: requests of the same LoRA and the same salt. None and "" differ.

@@ -11,7 +11,7 @@ pub mod band;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::error::{Argument, InvalidArgument};
+use crate::error::{Argument, InvalidArgument, require};
 use crate::groups::GroupSpec;
 use crate::hash::HashConfig;
 
@@ -66,14 +66,11 @@ impl Hints {
     /// Fails for more than [`MAX_HINTS`] ranges, for one that is empty, overlaps another, or has a priority above
     /// [`Band::MOST`] or a TTL of nothing.
     pub fn new(owner: Owner, mut ranges: Vec<Hint>) -> Result<Self, InvalidArgument> {
-        if ranges.len() > MAX_HINTS {
-            let reason = format!("must have at most {MAX_HINTS} ranges, not {}", ranges.len());
-            return Err(InvalidArgument::new("hints", reason));
-        }
+        require(ranges.len() <= MAX_HINTS, "hints", || {
+            format!("must have at most {MAX_HINTS} ranges, not {}", ranges.len())
+        })?;
         for (index, hint) in ranges.iter().enumerate() {
-            hint.check().and_then(|()| hint.check_apart(&ranges[..index])).map_err(|reason| {
-                InvalidArgument::new(Argument::element("hints", index), reason)
-            })?;
+            hint.check(Argument::element("hints", index), &ranges[..index])?;
         }
         ranges.sort_by_key(|hint| hint.start);
         Ok(Self { owner, ranges })
@@ -197,30 +194,20 @@ impl Hint {
         self.end.unwrap_or(usize::MAX)
     }
 
-    fn check(&self) -> Result<(), String> {
-        if self.start >= self.last() {
-            return Err(format!(
-                "must end after its start, {}, not at {}",
-                self.start,
-                self.last()
-            ));
-        }
-        if self.priority > Band::MOST {
-            return Err(format!(
-                "must have a priority from 0 to {}, not {}",
-                Band::MOST,
-                self.priority
-            ));
-        }
-        match self.ttl {
-            Some(Duration::ZERO) => Err("must have a TTL above 0".to_owned()),
-            _ => Ok(()),
-        }
-    }
-
-    fn check_apart(&self, others: &[Self]) -> Result<(), String> {
-        let overlaps = |other: &Self| self.start < other.last() && other.start < self.last();
+    fn check(&self, argument: Argument, others: &[Self]) -> Result<(), InvalidArgument> {
+        let (start, last) = (self.start, self.last());
+        require(start < last, argument, || {
+            format!("must end after its start, {start}, not at {last}")
+        })?;
+        let (priority, most) = (self.priority, Band::MOST);
+        require(priority <= most, argument, || {
+            format!("must have a priority from 0 to {most}, not {priority}")
+        })?;
+        require(self.ttl != Some(Duration::ZERO), argument, || "must have a TTL above 0")?;
+        let overlaps = |other: &Self| start < other.last() && other.start < last;
         let other = others.iter().position(overlaps);
-        other.map_or(Ok(()), |other| Err(format!("must not overlap range {other}")))
+        require(other.is_none(), argument, || {
+            format!("must not overlap range {}", other.unwrap_or_default())
+        })
     }
 }

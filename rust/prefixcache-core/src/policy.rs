@@ -27,15 +27,13 @@ use std::time::Duration;
 
 use crate::clock::Clock;
 use crate::id::{BlockHash, BlockId};
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
 
 pub(crate) use names::Names;
 pub use names::{Chain, NameBlocks};
 pub use tick::Tick;
 pub use turns::Turn;
-
-use Ordering::Relaxed;
 
 /// The order in which free blocks of the default class are evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

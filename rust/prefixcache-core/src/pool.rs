@@ -74,7 +74,7 @@ use crate::backing::BackingStore;
 use crate::band::Band;
 use crate::block::{Block, ByClass, Class, ClassSet, Content, Place};
 use crate::clock::Clock;
-use crate::error::{Broken, InvalidArgument, Misuse, PoolError};
+use crate::error::{Broken, Misuse, PoolError, require};
 use crate::events::EventLog;
 use crate::evictions::{Cause, EvictionLog};
 use crate::id::{BlockId, Epoch};
@@ -260,10 +260,10 @@ impl<M: Mode> BlockPool<M> {
     /// releases drop content ([`Self::content_drops`]).
     fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
         config.check()?;
-        if !ring_capacity.is_power_of_two() || ring_capacity > 1 << 32 {
-            let reason = format!("must be a power of two up to 2^32, not {ring_capacity}");
-            return Err(InvalidArgument::new("ring_capacity", reason).into());
-        }
+        let is_possible = ring_capacity.is_power_of_two() && ring_capacity <= 1 << 32;
+        require(is_possible, "ring_capacity", || {
+            format!("must be a power of two up to 2^32, not {ring_capacity}")
+        })?;
         let max_blocks = config.max_blocks;
         Self::allocate_memory(config, ring_capacity).ok_or(PoolError::OutOfMemory { max_blocks })
     }

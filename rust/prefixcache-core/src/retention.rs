@@ -25,8 +25,9 @@
 mod spans;
 
 use std::collections::{BTreeMap, HashMap};
+use std::iter;
 
-use crate::error::InvalidArgument;
+use crate::error::{InvalidArgument, require};
 use crate::hints::{Band, Hints, Owner, Raising};
 use crate::id::{BlockId, Epoch, GroupId};
 use crate::sequence::{Holding, Sequence};
@@ -112,10 +113,9 @@ struct OwnerUses {
 impl RetentionTable {
     /// A table that gives each owner this share of the pool, from 0 to 1.
     pub fn new(share: f64) -> Result<Self, InvalidArgument> {
-        if !(0.0..=1.0).contains(&share) {
-            let reason = format!("must be from 0 to 1, not {share}");
-            return Err(InvalidArgument::new("retention_budget", reason));
-        }
+        require((0.0..=1.0).contains(&share), "retention_budget", || {
+            format!("must be from 0 to 1, not {share}")
+        })?;
         Ok(Self::empty(share))
     }
 
@@ -344,14 +344,9 @@ impl RetentionTable {
 
     #[inline]
     fn has_room(&self, block: BlockId, owner: Option<u32>) -> bool {
-        let mut others = 0;
-        let mut entry = self.first_of(block);
-        while entry != NONE {
-            let other = self.spans.of(entry).owner;
-            others += usize::from(other != NOBODY && Some(other) != owner);
-            entry = self.spans.entries[entry].next;
-        }
-        others < MAX_OWNERS
+        let owners = self.entries_of(block).map(|entry| self.spans.of(entry).owner);
+        let others = owners.filter(|&other| other != NOBODY && Some(other) != owner);
+        others.count() < MAX_OWNERS
     }
 
     fn raise(
@@ -433,11 +428,19 @@ impl RetentionTable {
     /// An owner's entry for a block, if there is one.
     #[inline]
     fn entry_of(&self, block: BlockId, owner: u32) -> u32 {
-        let mut entry = self.first_of(block);
-        while entry != NONE && self.spans.of(entry).owner != owner {
-            entry = self.spans.entries[entry].next;
-        }
-        entry
+        let mut entries = self.entries_of(block);
+        entries.find(|&entry| self.spans.of(entry).owner == owner).unwrap_or(NONE)
+    }
+
+    /// The entries of a block, one for each owner.
+    #[inline]
+    fn entries_of(&self, block: BlockId) -> impl Iterator<Item = u32> {
+        let mut next = self.first_of(block);
+        iter::from_fn(move || {
+            let entry = next;
+            next = self.spans.entries[entry].next;
+            (entry != NONE).then_some(entry)
+        })
     }
 
     #[inline]
@@ -457,13 +460,8 @@ impl RetentionTable {
     /// The band that the block's content should have: the highest that anybody asks for.
     #[inline]
     fn band(&self, block: BlockId) -> Band {
-        let mut band = None;
-        let mut entry = self.first_of(block);
-        while entry != NONE {
-            band = band.max(self.spans.of(entry).band);
-            entry = self.spans.entries[entry].next;
-        }
-        band.unwrap_or_default()
+        let bands = self.entries_of(block).filter_map(|entry| self.spans.of(entry).band);
+        bands.max().unwrap_or_default()
     }
 
     // Ending.

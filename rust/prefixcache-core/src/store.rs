@@ -38,7 +38,7 @@ use std::time::Duration;
 
 use crate::band::Band;
 use crate::clock::Clock;
-use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError};
+use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError, require};
 use crate::events::{BlockTokens, EventLog};
 pub use crate::id::BlockKey;
 use crate::id::{BlockId, Epoch, MAX_BLOCKS};
@@ -104,23 +104,20 @@ impl PoolConfig {
 
     /// Fails unless both sizes are within their limits.
     pub fn check(&self) -> Result<(), InvalidArgument> {
-        if self.max_blocks > MAX_BLOCKS {
-            let reason = format!("must be at most {MAX_BLOCKS}, not {}", self.max_blocks);
-            return Err(InvalidArgument::new("max_blocks", reason));
-        }
+        require(self.max_blocks <= MAX_BLOCKS, "max_blocks", || {
+            format!("must be at most {MAX_BLOCKS}, not {}", self.max_blocks)
+        })?;
         self.check_num_blocks(self.num_blocks)
     }
 
     /// Fails unless a pool of this configuration may have `num_blocks` blocks.
     pub fn check_num_blocks(&self, num_blocks: usize) -> Result<(), InvalidArgument> {
-        if (2..=self.max_blocks).contains(&num_blocks) {
-            return Ok(());
-        }
-        let limit = self.max_blocks;
-        let reason = format!(
-            "must be from 2 (the null block and one more) to {limit} (max_blocks), not {num_blocks}"
-        );
-        Err(InvalidArgument::new("num_blocks", reason))
+        let most = self.max_blocks;
+        require((2..=most).contains(&num_blocks), "num_blocks", || {
+            format!(
+                "must be from 2 (the null block and one more) to {most} (max_blocks), not {num_blocks}"
+            )
+        })
     }
 }
 

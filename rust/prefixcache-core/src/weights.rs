@@ -1,6 +1,6 @@
 //! The weights that hashes stand for: how often they were changed, and what they are called.
 
-use crate::error::InvalidArgument;
+use crate::error::{InvalidArgument, require};
 use crate::id::BlockHash;
 use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
 
@@ -22,12 +22,10 @@ impl WeightsName {
                 && kind.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
                 && !rest.is_empty()
         });
-        if is_name {
-            return Ok(Self(name.into()));
-        }
-        let reason =
-            format!(r#"must be a kind, a colon and a name, as "tag:step-1200", not {name:?}"#);
-        Err(InvalidArgument::new("weights", reason))
+        require(is_name, "weights", || {
+            format!(r#"must be a kind, a colon and a name, as "tag:step-1200", not {name:?}"#)
+        })?;
+        Ok(Self(name.into()))
     }
 
     /// Whether hashes call weights by it.

@@ -1,4 +1,7 @@
-//! What tests do to a process: they end it at a write, or plant a fault. Without tests nothing of it exists.
+//! What tests do to a process: they end it at a write, or plant a fault. Without tests no write looks at it.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Faults that the tests plant, to see that they are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,65 +21,38 @@ pub(crate) enum Fault {
     KeepEvicted,
 }
 
-#[cfg(not(test))]
-pub(crate) use none::Injected;
-#[cfg(test)]
-pub(crate) use some::Injected;
+#[derive(Debug)]
+pub(crate) struct Injected {
+    pub(crate) fault: Option<Fault>,
+    /// Writes until the process dies.
+    pub(crate) writes_left: AtomicU64,
+}
 
-#[cfg(not(test))]
-mod none {
-    use super::Fault;
-
-    #[derive(Debug, Default)]
-    pub(crate) struct Injected {}
-
-    impl Injected {
-        #[inline]
-        pub(crate) fn survives_write(&self) -> bool {
-            true
-        }
-
-        #[inline]
-        pub(crate) fn plants(&self, _: Fault) -> bool {
-            false
-        }
+impl Default for Injected {
+    fn default() -> Self {
+        Self { fault: None, writes_left: AtomicU64::new(u64::MAX) }
     }
 }
 
-#[cfg(test)]
-mod some {
-    use std::sync::atomic::AtomicU64;
-    use std::sync::atomic::Ordering::Relaxed;
-
-    use super::Fault;
-
-    #[derive(Debug)]
-    pub(crate) struct Injected {
-        pub(crate) fault: Option<Fault>,
-        /// Writes until the process dies.
-        pub(crate) writes_left: AtomicU64,
+impl Injected {
+    /// Counts a write; whether it still happens.
+    #[inline]
+    pub(crate) fn survives_write(&self) -> bool {
+        if cfg!(not(test)) {
+            return true;
+        }
+        let left = self.writes_left.load(Relaxed);
+        self.writes_left.store(left.saturating_sub(1), Relaxed);
+        left > 0
     }
 
-    impl Default for Injected {
-        fn default() -> Self {
-            Self { fault: None, writes_left: AtomicU64::new(u64::MAX) }
-        }
+    #[cfg(test)]
+    pub(crate) fn is_dead(&self) -> bool {
+        self.writes_left.load(Relaxed) == 0
     }
 
-    impl Injected {
-        /// Counts a write; whether it still happens.
-        pub(crate) fn survives_write(&self) -> bool {
-            let left = self.writes_left.load(Relaxed);
-            self.writes_left.store(left.saturating_sub(1), Relaxed);
-            left > 0
-        }
-
-        pub(crate) fn is_dead(&self) -> bool {
-            self.writes_left.load(Relaxed) == 0
-        }
-
-        pub(crate) fn plants(&self, fault: Fault) -> bool {
-            self.fault == Some(fault)
-        }
+    #[inline]
+    pub(crate) fn plants(&self, fault: Fault) -> bool {
+        cfg!(test) && self.fault == Some(fault)
     }
 }

@@ -1,7 +1,7 @@
 //! Committing: taking hits and new blocks, and more of them as a sequence grows.
 
 use super::{PrefixCache, check_len, fault};
-use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
+use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault, require};
 use crate::groups::GroupSpec;
 use crate::id::{BlockHash, BlockId, GroupId, MAX_BLOCKS};
 use crate::policy::Turn;
@@ -154,20 +154,14 @@ impl<S: BlockStore> PrefixCache<S> {
         hit_tokens: usize,
         num_tokens: usize,
         chunk: usize,
-    ) -> Result<(), CacheError> {
+    ) -> Result<(), InvalidArgument> {
         let size = self.block_size();
         let full = sequence.num_tokens() / size * size;
-        if !hit_tokens.is_multiple_of(size) || hit_tokens > full {
-            let reason =
-                format!("must be a multiple of {size} (block_size) up to {full}, not {hit_tokens}");
-            return Err(InvalidArgument::new("hit_tokens", reason).into());
-        }
-        if hit_tokens == 0 && num_tokens == 0 {
-            return Err(InvalidArgument::new("num_tokens", "must be at least 1").into());
-        }
-        if chunk == 0 && num_tokens > 0 {
-            return Err(InvalidArgument::new("chunk", "must be at least 1").into());
-        }
+        require(hit_tokens.is_multiple_of(size) && hit_tokens <= full, "hit_tokens", || {
+            format!("must be a multiple of {size} (block_size) up to {full}, not {hit_tokens}")
+        })?;
+        require(hit_tokens > 0 || num_tokens > 0, "num_tokens", || "must be at least 1")?;
+        require(chunk > 0 || num_tokens == 0, "chunk", || "must be at least 1")?;
         self.check_num_slots("num_tokens".into(), num_tokens)
     }
 
@@ -176,13 +170,9 @@ impl<S: BlockStore> PrefixCache<S> {
         &self,
         argument: Argument,
         count: usize,
-    ) -> Result<(), CacheError> {
+    ) -> Result<(), InvalidArgument> {
         let most = MAX_BLOCKS * self.block_size();
-        if count <= most {
-            return Ok(());
-        }
-        let reason = format!("must be at most {most}, not {count}");
-        Err(InvalidArgument::new(argument, reason).into())
+        require(count <= most, argument, || format!("must be at most {most}, not {count}"))
     }
 
     /// Takes the blocks that the longest hit within `hashes` needs, and new blocks; None when blocks are
@@ -303,9 +293,7 @@ impl<S: BlockStore> PrefixCache<S> {
         check_len("counts", counts.len(), sequences.len())?;
         for (index, &count) in counts.iter().enumerate() {
             let argument = Argument::element("counts", index);
-            if count == 0 {
-                return Err(InvalidArgument::new(argument, "must be at least 1").into());
-            }
+            require(count > 0, argument, || "must be at least 1")?;
             self.check_num_slots(argument, count)?;
         }
         self.reclaim();

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::committing::{NewBlocks, Taken};
 use super::{PrefixCache, check_len};
-use crate::error::{Argument, CacheError, InvalidArgument, Misuse};
+use crate::error::{Argument, CacheError, Misuse, require};
 use crate::groups::GroupSpec;
 use crate::id::{BlockHash, BlockId};
 use crate::policy::Queue;
@@ -149,10 +149,9 @@ impl<S: BlockStore> PrefixCache<S> {
         check_len("upto", upto.len(), sequences.len())?;
         for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
             let most = sequence.num_ready_slots();
-            if upto > most {
-                let reason = format!("must be at most {most}, its slots, not {upto}");
-                return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
-            }
+            require(upto <= most, Argument::element("upto", index), || {
+                format!("must be at most {most}, its slots, not {upto}")
+            })?;
         }
         let mut dropped = Dropped::default();
         let (mut count, size) = (0, self.block_size());

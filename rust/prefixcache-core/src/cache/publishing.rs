@@ -4,11 +4,11 @@ use std::iter;
 
 use super::{PrefixCache, check_len, fault};
 use crate::backing::BlockTokens;
-use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault};
+use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault, require};
 use crate::events::EventLog;
 use crate::hash::Scope;
 use crate::id::{BlockHash, BlockId, GroupId};
-use crate::sequence::{Holding, Sequence};
+use crate::sequence::{Holding, Sequence, Table};
 use crate::store::{BlockKey, BlockStore, Registration};
 
 /// How many registrations ahead the bucket of a key is fetched.
@@ -42,10 +42,9 @@ impl<S: BlockStore> PrefixCache<S> {
         check_len("upto", upto.len(), sequences.len())?;
         for (index, (sequence, &upto)) in sequences.iter().zip(upto).enumerate() {
             let most = sequence.num_ready_slots().min(sequence.num_tokens());
-            if upto > most {
-                let reason = format!("must be at most {most}, the tokens with a slot, not {upto}");
-                return Err(InvalidArgument::new(Argument::element("upto", index), reason).into());
-            }
+            require(upto <= most, Argument::element("upto", index), || {
+                format!("must be at most {most}, the tokens with a slot, not {upto}")
+            })?;
         }
         let mut duplicates = Vec::new();
         self.store.begin_registrations();
@@ -183,20 +182,15 @@ impl<S: BlockStore> PrefixCache<S> {
             return Err(fault("sequence", SequenceFault::NotCommitted));
         };
         self.check_group(group)?;
-        if index >= holding.num_published {
-            let published = holding.num_published;
-            let reason = format!("must be below {published}, the blocks published, not {index}");
-            return Err(InvalidArgument::new("index", reason).into());
-        }
-        let first = holding.tables[group.index()].first;
-        if index < first {
-            let reason = format!("must be at least {first}, the first block held, not {index}");
-            return Err(InvalidArgument::new("index", reason).into());
-        }
-        if holding.tables[group.index()].blocks[index].is_null() {
-            let reason = "must not be of the null block";
-            return Err(InvalidArgument::new("index", reason).into());
-        }
+        let published = holding.num_published;
+        require(index < published, "index", || {
+            format!("must be below {published}, the blocks published, not {index}")
+        })?;
+        let Table { first, blocks } = &holding.tables[group.index()];
+        require(index >= *first, "index", || {
+            format!("must be at least {first}, the first block held, not {index}")
+        })?;
+        require(!blocks[index].is_null(), "index", || "must not be of the null block")?;
         Ok(BlockKey::new(sequence.hashes()[index], group))
     }
 }

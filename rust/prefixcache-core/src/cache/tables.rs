@@ -1,7 +1,7 @@
 //! Block tables as the attention kernels read them: compressed rows in buffers of the caller.
 
 use super::{PrefixCache, check_len};
-use crate::error::{Argument, CacheError, InvalidArgument};
+use crate::error::{Argument, CacheError, InvalidArgument, require};
 use crate::id::{BlockId, GroupId};
 use crate::sequence::Sequence;
 use crate::store::Lookup;
@@ -91,19 +91,19 @@ impl<S: Lookup> PrefixCache<S> {
             };
             let first_page = spec.first_needed(start, self.block_size());
             let first_held = sequence.first_held(group);
-            if first_page < first_held && start < end {
-                let reason = format!("must not need blocks before {first_held}: they were dropped");
-                return Err(InvalidArgument::new(Argument::element("starts", row), reason).into());
-            }
+            let are_held = first_page >= first_held || start >= end;
+            require(are_held, Argument::element("starts", row), || {
+                format!("must not need blocks before {first_held}: they were dropped")
+            })?;
             // Where gaps may be: what is read before the first token, and written after the last.
             let at_ends = [start.saturating_sub(1), end.saturating_sub(1)];
             let is_missing = |&at: &usize| table[at / self.block_size()].is_null();
             let mut read_and_written = at_ends[usize::from(start == 0)..].iter();
-            if spec.has_gaps() && start < end && read_and_written.any(is_missing) {
-                let reason = "must begin and end where the sequence has blocks, which `ensure_slots` \
-                              up to the end gives";
-                return Err(InvalidArgument::new(Argument::element("counts", row), reason).into());
-            }
+            let lacks_some = spec.has_gaps() && start < end && read_and_written.any(is_missing);
+            require(!lacks_some, Argument::element("counts", row), || {
+                "must begin and end where the sequence has blocks, which `ensure_slots` up \
+                 to the end gives"
+            })?;
             Ok(Span { start, end, first_page })
         })
         .collect()
@@ -154,9 +154,5 @@ fn copy_ids(blocks: &[BlockId], out: &mut [i32]) {
 }
 
 fn check_room(argument: &'static str, len: usize, needed: usize) -> Result<(), InvalidArgument> {
-    if len >= needed {
-        return Ok(());
-    }
-    let reason = format!("must have room for {needed} entries, not {len}");
-    Err(InvalidArgument::new(argument, reason))
+    require(len >= needed, argument, || format!("must have room for {needed} entries, not {len}"))
 }

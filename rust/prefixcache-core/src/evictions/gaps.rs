@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sync::{AtomicU64, Mode, Ordering};
-
-use Ordering::Relaxed;
+use crate::sync::{AtomicU64, Mode, Ordering::Relaxed};
 
 /// A histogram of the gaps between the uses of content, all hits counted, and not only those of what was evicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -3,10 +3,8 @@
 use super::trial::{Trial, Waiting};
 use super::{Queue, Tick, word};
 use crate::id::BlockHash;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
-
-use Ordering::Relaxed;
 
 /// Sampled blocks that wait.
 const SLOTS: usize = if cfg!(loom) { 2 } else { 1 << 14 };

@@ -2,10 +2,8 @@
 
 use super::Queue;
 use super::reuse::{BUCKETS, Counts, Row, bucket, start};
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
-
-use Ordering::Relaxed;
 
 /// How many waits of its own a queue needs until they count as much as those of all queues together.
 const POOLED: f64 = 10.0;

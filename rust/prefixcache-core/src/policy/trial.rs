@@ -6,10 +6,8 @@
 
 use super::Queue;
 use super::reuse::{BUCKETS, Row};
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
-
-use Ordering::Relaxed;
 
 /// What a hit counts.
 const ONE: u64 = 1 << 16;

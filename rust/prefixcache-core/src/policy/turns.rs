@@ -2,10 +2,8 @@
 
 use super::{SEVERAL, child_mark, word};
 use crate::id::BlockHash;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
-
-use Ordering::Relaxed;
 
 /// Ends that are remembered.
 const SLOTS: usize = if cfg!(loom) { 2 } else { 1 << 15 };

@@ -4,7 +4,7 @@ use super::{BlockPool, Writer};
 use crate::backing::{BackingStore, BlockTokens, KeptBlock};
 use crate::band::Band;
 use crate::block::{Class, State};
-use crate::error::{InvalidArgument, ListenError};
+use crate::error::{ListenError, require};
 use crate::evictions::Cause;
 use crate::id::BlockId;
 use crate::store::{BlockKey, BlockStore, Lookup, Registration};
@@ -91,10 +91,9 @@ impl<M: Mode> BlockPool<M> {
         for one in kept {
             let place = seen.get_mut(one.block.index());
             let is_new = place.is_some_and(|seen| !std::mem::replace(seen, true));
-            if one.block.is_null() || !is_new {
-                let reason = format!("must name each block of the pool once, not {}", one.block);
-                return Err(InvalidArgument::new("kept", reason).into());
-            }
+            require(is_new && !one.block.is_null(), "kept", || {
+                format!("must name each block of the pool once, not {}", one.block)
+            })?;
         }
         Ok(())
     }

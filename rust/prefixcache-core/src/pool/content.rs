@@ -354,7 +354,7 @@ impl<M: Mode> BlockPool<M> {
                     block.note_copy();
                     self.block(other.id).note_copy();
                 }
-                self.note_duplicates_above_default(spot, &content);
+                self.note_duplicates_above_default(key);
                 Registration::Duplicate(other.id)
             }
             None => Registration::New,
@@ -437,22 +437,17 @@ impl<M: Mode> BlockPool<M> {
 
     /// Content whose copies are of different classes may be lost out of order: those who hold one of the
     /// others may hold, further on, blocks that outlive it by their class.
-    fn note_duplicates_above_default(&self, spot: Spot, content: &Content) {
+    fn note_duplicates_above_default(&self, key: &BlockKey) {
+        let content = Content::from(key);
+        let spot = self.index.spot(&content, self.contents.epoch());
         let (mut copies, mut above) = (0, false);
-        self.for_each_copy(spot, content, |copy| {
+        self.for_each_copy(spot, &content, |copy| {
             copies += 1;
             above |= self.block(copy.id).state().class().is_above_default();
         });
         if above && copies > 1 {
             self.contents.disorder();
         }
-    }
-
-    /// [`Self::note_duplicates_above_default`] for the content of a held block.
-    fn note_duplicates_of(&self, key: &BlockKey) {
-        let content = Content::from(key);
-        let spot = self.index.spot(&content, self.contents.epoch());
-        self.note_duplicates_above_default(spot, &content);
     }
 
     // Pins.
@@ -484,7 +479,7 @@ impl<M: Mode> BlockPool<M> {
             .find(&key)
             .filter(|&hit| !self.is_pinned(hit))
             .is_some_and(|hit| self.classify(hit, id, &key, State::pinned));
-        self.note_duplicates_of(&key);
+        self.note_duplicates_above_default(&key);
         pinned
     }
 
@@ -544,7 +539,7 @@ impl<M: Mode> BlockPool<M> {
             // What follows the content in other requests may be of a higher band.
             self.contents.disorder();
         } else if !held.is_null() && !is_alone {
-            self.note_duplicates_of(key);
+            self.note_duplicates_above_default(key);
         }
         true
     }

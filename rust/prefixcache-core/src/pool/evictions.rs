@@ -6,7 +6,7 @@ use super::BlockPool;
 use super::index::Spot;
 use crate::band::Band;
 use crate::block::{Class, Content};
-use crate::error::{InvalidArgument, ListenError};
+use crate::error::{InvalidArgument, ListenError, require};
 use crate::events::{EventLog, EventReader};
 use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
 use crate::id::BlockId;
@@ -34,10 +34,8 @@ impl BlockPool<SingleWriter> {
 }
 
 pub(super) fn check_rising(name: &'static str, bounds: &[Duration]) -> Result<(), InvalidArgument> {
-    match bounds.is_sorted_by(|one, next| one < next) {
-        true => Ok(()),
-        false => Err(InvalidArgument::new(name, "must rise from each to the next")),
-    }
+    let rises = bounds.is_sorted_by(|one, next| one < next);
+    require(rises, name, || "must rise from each to the next")
 }
 
 impl<M: Mode> BlockPool<M> {
@@ -45,10 +43,9 @@ impl<M: Mode> BlockPool<M> {
     /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
     /// loss and 24 a block, once they are touched.
     pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
-        if !(1..=MAX_CAPACITY).contains(&capacity) {
-            let reason = format!("must be from 1 to {MAX_CAPACITY}, not {capacity}");
-            return Err(InvalidArgument::new("capacity", reason).into());
-        }
+        require((1..=MAX_CAPACITY).contains(&capacity), "capacity", || {
+            format!("must be from 1 to {MAX_CAPACITY}, not {capacity}")
+        })?;
         check_rising("gap_bounds", gap_bounds)?;
         let capacity = capacity.next_power_of_two();
         let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::BlockPool;
 use super::evictions::check_rising;
 use crate::block::Block;
-use crate::error::InvalidArgument;
+use crate::error::{InvalidArgument, require};
 use crate::evictions::EvictionLog;
 use crate::id::BlockId;
 use crate::store::Lookup;
@@ -85,14 +85,13 @@ impl<M: Mode> BlockPool<M> {
     ///
     /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        if !(1..=MAX_CELLS).contains(&cells) {
-            let reason = format!("must be from 1 to {MAX_CELLS}, not {cells}");
-            return Err(InvalidArgument::new("cells", reason));
-        }
-        if age_bounds.len() > MAX_AGE_BOUNDS {
-            let reason = format!("must be at most {MAX_AGE_BOUNDS}, not {}", age_bounds.len());
-            return Err(InvalidArgument::new("age_bounds", reason));
-        }
+        require((1..=MAX_CELLS).contains(&cells), "cells", || {
+            format!("must be from 1 to {MAX_CELLS}, not {cells}")
+        })?;
+        let ages = age_bounds.len();
+        require(ages <= MAX_AGE_BOUNDS, "age_bounds", || {
+            format!("must be at most {MAX_AGE_BOUNDS}, not {ages}")
+        })?;
         check_rising("age_bounds", age_bounds)?;
         let fresh = self.fresh.ids();
         let listener = self.eviction_log.get();

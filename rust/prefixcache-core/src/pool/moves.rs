@@ -18,13 +18,11 @@
 
 use super::BlockPool;
 use crate::block::{Class, Content, Place, Transition};
-use crate::error::{InvalidArgument, ResizeError};
+use crate::error::{ResizeError, require};
 use crate::id::BlockId;
 use crate::policy::ReuseQueue;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, Mode, Ordering, planted, prefetch};
-
-use Ordering::Relaxed;
+use crate::sync::{Fault, Mode, Ordering::Relaxed, planted, prefetch};
 
 /// Blocks that are moved together.
 const BATCH: usize = 64;
@@ -42,12 +40,9 @@ impl<M: Mode> BlockPool<M> {
             return Err(ResizeError::Moving);
         }
         let most_blocks = self.size.num_blocks();
-        if num_blocks > most_blocks {
-            let reason = format!(
-                "must be at most {most_blocks}, the blocks that there are, not {num_blocks}"
-            );
-            return Err(InvalidArgument::new("num_blocks", reason).into());
-        }
+        require(num_blocks <= most_blocks, "num_blocks", || {
+            format!("must be at most {most_blocks}, the blocks that there are, not {num_blocks}")
+        })?;
         let Some(_resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };

@@ -8,9 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::hash::Scope;
 use crate::store::Marks;
-use crate::sync::{AtomicU64, Ordering};
-
-use Ordering::Relaxed;
+use crate::sync::{AtomicU64, Ordering::Relaxed};
 
 /// How much more often one kind of end has to be used than the other before snapshots of that go first.
 const FACTOR: u64 = 8;

@@ -19,18 +19,29 @@ use proptest::prelude::*;
 use crate::follower::Follower;
 use crate::{Order, cases, fill, orders};
 
-/// Calls without extras, of which the reader of events knows nothing.
+/// Calls without extras, of which the reader of events knows nothing. Some bits of the second byte are as given.
+fn call_of(what: impl Strategy<Value = u8>, bits: u8, set: u8) -> impl Strategy<Value = Call> {
+    let all = (what, 0..0xe0_u8, any::<u8>());
+    all.prop_map(move |(what, a, b)| [what, a & !bits | set, b])
+}
+
 fn call() -> impl Strategy<Value = Call> {
-    let what = prop_oneof![
-        8 => Just(SERVE),
-        4 => Just(SERVE_IN_CHUNKS),
-        8 => Just(FINISH),
-        2 => Just(SHRINK),
-        1 => Just(NEW_WEIGHTS),
-        1 => Just(KEEP_SNAPSHOTS),
-        26 => 0..SERVE,
-    ];
-    (what, 0..0xe0_u8, any::<u8>()).prop_map(|(what, a, b)| [what, a, b])
+    let whole = |what| call_of(Just(what), 0, 0);
+    let [hint, expire] = [call_of(Just(9), 12, 4), call_of(Just(9), 12, 12)];
+    let [begin_moves, end_moves] = [call_of(Just(8), 3, 1), call_of(Just(8), 3, 2)];
+    prop_oneof![
+        8 => whole(SERVE),
+        4 => whole(SERVE_IN_CHUNKS),
+        8 => whole(FINISH),
+        2 => whole(SHRINK),
+        1 => whole(NEW_WEIGHTS),
+        1 => whole(KEEP_SNAPSHOTS),
+        5 => hint,
+        3 => expire,
+        1 => begin_moves,
+        1 => end_moves,
+        20 => call_of(0..SERVE, 0, 0),
+    ]
 }
 
 fn check(groups: &Groups, order: Order, calls: &[Call]) {

@@ -107,10 +107,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """Values that are read at the moment somebody asks: `cache_usage` from 0 to 1.
-
-    `blocks` are the core's counters.
-    """
+    """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -120,7 +117,17 @@ class Gauges:
     num_hit_tokens: int = 0
     num_in_flight_waits: int = 0
     num_window_missed_tokens: int = 0
-    blocks: Mapping[str, int] = field(default_factory=Counter[str])
+    num_cached_blocks: int = 0
+    num_free_blocks: int = 0
+    num_evictions: int = 0
+    num_pinned_blocks: int = 0
+    num_pins: int = 0
+    num_demotions: int = 0
+    num_pinned_evictions: int = 0
+    num_pinned_hits: int = 0
+    num_hinted_blocks: int = 0
+    num_hints_demoted: int = 0
+    num_hints_expired: int = 0
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     pool: PoolGauges | None = None
@@ -272,13 +279,13 @@ class Metrics(Collector):
                 "Tokens that full attention had in the cache and sliding windows did not.",
                 gauges.num_window_missed_tokens,
             ),
-            ("evictions", "Cached blocks that were evicted.", gauges.blocks["evictions"]),
-            ("pins", "Blocks pinned.", gauges.blocks["pins"]),
-            ("demotions", "Pins that ended for younger ones.", gauges.blocks["demotions"]),
-            ("pinned_evictions", "Pinned blocks evicted.", gauges.blocks["pinned_evictions"]),
-            ("pinned_hits", "Hits on pinned blocks.", gauges.blocks["pinned_hits"]),
-            ("hints_demoted", "Blocks demoted over a budget.", gauges.blocks["hints_demoted"]),
-            ("hints_expired", "Blocks whose TTL ended.", gauges.blocks["hints_expired"]),
+            ("evictions", "Cached blocks that were evicted.", gauges.num_evictions),
+            ("pins", "Blocks pinned.", gauges.num_pins),
+            ("demotions", "Pins that ended for younger ones.", gauges.num_demotions),
+            ("pinned_evictions", "Pinned blocks evicted.", gauges.num_pinned_evictions),
+            ("pinned_hits", "Hits on pinned blocks.", gauges.num_pinned_hits),
+            ("hints_demoted", "Blocks demoted over a budget.", gauges.num_hints_demoted),
+            ("hints_expired", "Blocks whose TTL ended.", gauges.num_hints_expired),
         )
         yield _labelled_counter(
             "request_success", "Requests that ended.", "finished_reason", self.finished
@@ -359,14 +366,14 @@ def _gauge_families(gauges: Gauges) -> Iterator[Metric]:
         ("num_requests_running", "Requests that hold blocks.", gauges.num_running),
         ("num_requests_waiting", "Requests not started.", gauges.num_waiting),
         ("kv_cache_usage_perc", "Share of blocks held, 0 to 1.", gauges.cache_usage),
-        ("cached_blocks", "Blocks that can be hit, held or free.", gauges.blocks["cached_blocks"]),
+        ("cached_blocks", "Blocks that can be hit, held or free.", gauges.num_cached_blocks),
         (
             "free_blocks",
             "Blocks that no request holds, cached ones included.",
-            gauges.blocks["free_blocks"],
+            gauges.num_free_blocks,
         ),
-        ("pinned_blocks", "Blocks that are evicted last.", gauges.blocks["pinned_blocks"]),
-        ("hinted_blocks", "Blocks that a hint ranks.", gauges.blocks["hinted_blocks"]),
+        ("pinned_blocks", "Blocks that are evicted last.", gauges.num_pinned_blocks),
+        ("hinted_blocks", "Blocks that a hint ranks.", gauges.num_hinted_blocks),
     )
     if (weights := gauges.weights) is not None:
         mapped = "Weights that the start mapped from a file."

@@ -13,7 +13,7 @@ from shapes import Shape
 
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
@@ -123,15 +123,13 @@ class System:
         memory.make_kv()
         memory.settle()
         self.engine = Engine(
-            EngineParts(
-                scheduler=scheduler,
-                cache=cache,
-                runner=runner,
-                make_detokenizer=lambda _params: NoText(),
-                vocab_size=model.config.vocab_size,
-                eos_token_ids=(),
-                memory=memory,
-            )
+            scheduler=scheduler,
+            cache=cache,
+            runner=runner,
+            make_detokenizer=lambda _params: NoText(),
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=(),
+            memory=memory,
         )
         self._scheduler = scheduler
         self._served = 0

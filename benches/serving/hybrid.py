@@ -31,7 +31,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
-from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.engine import Engine
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
@@ -254,7 +254,7 @@ def simulated(row: str) -> Engine:
         "vocab_size": VOCAB,
         "eos_token_ids": (),
     }
-    return Engine(EngineParts(**parts))
+    return Engine(**parts)
 
 
 def make_model(folder: Path) -> Path:

@@ -34,12 +34,12 @@ from answered import Texts, Turn
 from rich.console import Console
 
 import prefixcache.runner.cpu.cpu_runner
-from prefixcache._core import DraftIndex
+from prefixcache._core import DraftIndex, DraftStream
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
-from prefixcache.scheduler.drafts import Drafter, DraftStream
+from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.tools.bench.machine import usable_cores, write_record
 from prefixcache.types.request import Request

@@ -12,7 +12,7 @@ from fakes.fake_runner import FakeRunner
 from fakes.late_runner import LateRunner
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.config.engine_config import SchedulerConfig
-from prefixcache.engine.engine import Engine, EngineParts
+from prefixcache.engine.engine import Engine
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
 from prefixcache.scheduler.drafts import Drafter
@@ -130,7 +130,7 @@ def make_engine(
         "eos_token_ids": eos_token_ids,
         "pool": None if max_blocks is None else make_pool(cache, runner, **(pool_options or {})),
     }
-    return Engine(EngineParts(**(all_parts | parts))), runner, cache
+    return Engine(**(all_parts | parts)), runner, cache
 
 
 def make_request(

@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import GenerationDefaults
-from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
@@ -57,8 +56,7 @@ def serve_folder(
     model = {"names": (MODEL,), "tokenizer": built.tokenizer, **(served or {})}
     diagnostics = None
     if diagnostics_memory:
-        diagnostics = CacheDiagnostics(built.engine, diagnostics_memory, keeps_text=keeps_text)
-        built.engine.metrics.miss_counts = diagnostics.miss_counts
+        diagnostics = built.engine.diagnose(diagnostics_memory, keeps_text=keeps_text)
     app = create_app(engine, ServedModel(**model), diagnostics=diagnostics, **(access or {}))
     return app, engine
 

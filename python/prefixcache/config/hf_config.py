@@ -163,11 +163,10 @@ _OUTER_FIELDS = (
     "tie_word_embeddings",
     "quantization_config",
 )
-# What a field means that neither the file nor the row of its family gives. None of
-# `num_key_value_heads` means one for each head, of `head_dim` that heads share the hidden size.
-_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
+# What a field means that neither the file nor the row of its family gives, where that is not None.
+# None of `num_key_value_heads` means one for each head, of `head_dim` that heads share the hidden
+# size.
+_DEFAULTS: dict[str, Any] = dict.fromkeys(_FIELDS) | {
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
     "attention_out_bias": False,
@@ -176,7 +175,6 @@ _DEFAULTS: dict[str, Any] = {
     "rope_parameters": {},
     "rope_theta": 10_000.0,
     "rope_local_base_freq": 10_000.0,
-    "sliding_window": None,
     "use_sliding_window": False,
     "num_local_experts": 0,
 }
@@ -328,7 +326,7 @@ def _granite_flags(whole: Any) -> dict[str, Any]:
 
 
 def _granite_moe_flags(whole: Any) -> dict[str, Any]:
-    shared = getattr(whole, "shared_intermediate_size", 0)
+    shared = whole.shared_intermediate_size or 0
     experts = _experts(whole, whole.intermediate_size, renormalise=True, shared_size=shared)
     return _granite_flags(whole) | experts
 
@@ -421,7 +419,7 @@ def _delta_flags(whole: Any) -> dict[str, Any]:
         "key_dim": whole.linear_key_head_dim,
         "value_dim": whole.linear_value_head_dim,
         "taps": whole.linear_conv_kernel_dim,
-        "tiled": getattr(whole, "linear_heads_tiled", False),  # which GGUF files alone are
+        "tiled": bool(whole.linear_heads_tiled),  # which GGUF files alone are
     }
     return {"delta": delta}
 
@@ -442,7 +440,7 @@ def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
     found = _qwen3_5_flags(whole) | _qwen_experts(whole, **_weighed_expert(whole))
     if "delta" not in found:
         return found
-    apart = getattr(whole, "linear_qkvz_apart", False)  # as in GGUF files alone
+    apart = bool(whole.linear_qkvz_apart)  # as in GGUF files alone
     return found | {"delta": found["delta"] | {"by_key_head": True, "qkvz_apart": apart}}
 
 
@@ -614,8 +612,6 @@ _GEMMA4 = Family(
         "num_key_value_heads": 4,
         "head_dim": 256,
         "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "per_layer_config": None,
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
         "rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
@@ -627,11 +623,8 @@ _GEMMA4 = Family(
         "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
-        "final_logit_softcapping": None,
-        "use_bidirectional_attention": None,
         "enable_moe_block": False,
-        "num_experts_per_tok": None,
-        "moe_intermediate_size": None,
+        "num_experts_per_tok": None,  # which is said where there are experts
     },
     biases=("attention_bias",),
     windows="by_layer",
@@ -917,7 +910,6 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
             "rope_theta": 2_000_000.0,
-            "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
         biases=("attention_bias", "mlp_bias"),
@@ -941,8 +933,6 @@ FAMILIES: dict[str, Family] = {
         model_type="granitemoehybrid",
         defaults=_GRANITE_DEFAULTS
         | {
-            "position_embedding_type": None,
-            "intermediate_size": None,
             "num_experts_per_tok": 2,
             "mamba_n_heads": 128,
             "mamba_n_groups": 1,
@@ -952,7 +942,6 @@ FAMILIES: dict[str, Family] = {
             "mamba_expand": 2,
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
-            "time_step_limit": None,
         },
         required=(*_OTHER_SIZES, "shared_intermediate_size", "num_local_experts", "layer_types"),
         recurs="Mamba-2",
@@ -977,7 +966,6 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_conv": 4,
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
-            "time_step_limit": None,
         },
         biases=("mlp_bias",),
         refused=("attention_bias", "sliding_window"),
@@ -1016,7 +1004,6 @@ FAMILIES: dict[str, Family] = {
         model_type="lfm2",
         defaults=_LFM2_DEFAULTS
         | {
-            "full_attn_idxs": None,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
@@ -1038,7 +1025,6 @@ FAMILIES: dict[str, Family] = {
             "num_dense_layers": 2,
             "use_expert_bias": True,
             "routed_scaling_factor": 1.0,
-            "full_attn_idxs": None,
         },
         convolves=True,
         spellings={"tie_embedding": "tie_word_embeddings"},
@@ -1341,7 +1327,7 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
 
 def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
     rope = given.get("rope_scaling") or whole.rope_parameters
-    factor = getattr(whole, "partial_rotary_factor", None)
+    factor = whole.partial_rotary_factor
     outer = {} if factor is None else {"partial_rotary_factor": factor}
     return _whole_rope(whole, outer | rope, whole.rope_theta)
 

@@ -472,12 +472,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
     whole = hf.whole
     names = ("intermediate_size", "rms_norm_eps")
     flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
-    if "experts" in flags:
-        flags["experts"] = ExpertsConfig(**flags["experts"])
-    if "delta" in flags:
-        flags["delta"] = DeltaConfig(**flags["delta"])
-    if "mamba" in flags:
-        flags["mamba"] = MambaConfig(**flags["mamba"])
+    parts = {"experts": ExpertsConfig, "delta": DeltaConfig, "mamba": MambaConfig}
+    flags |= {name: kind(**flags[name]) for name, kind in parts.items() if name in flags}
     config = ModelConfig(
         architecture=hf.architecture,
         vocab_size=whole.vocab_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -119,18 +119,10 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """For clients, with the line that describes it."""
-        return {
-            "reason": self.reason,
-            "num_requests": self.num_requests,
-            "tokens_recomputed": self.tokens_recomputed,
-            "position": self.position,
-            "request_id": self.request_id,
-            "last_time": self.last_time,
-            "difference": None if self.difference is None else self.difference.as_json(),
-            "offender": self.offender,
-            "advice": self.advice,
-            "description": str(self),
-        }
+        shown = asdict(self)
+        del shown["salt"]
+        shown["difference"] = self.difference and self.difference.as_json()
+        return shown | {"description": str(self)}
 
 
 @dataclass(slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from prefixcache.diagnostics.history import (
     RememberedPrompt,
     TokenIds,
 )
+from prefixcache.kv.cache_manager import CacheManager, PrefixLookup
 
 # Of the rest of an earlier prompt this many short pieces are looked for in the new one.
 _NUM_PIECES = 16
@@ -28,33 +28,6 @@ _PIECE_TOKENS = 8
 
 
 _Found = tuple[RememberedPrompt, int] | None
-
-
-class KnownPrefix(Protocol):
-    """What the cache has of one prompt at this moment."""
-
-    @property
-    def hit_tokens(self) -> int:
-        """Leading tokens that hit, in full blocks."""
-        ...
-
-    @property
-    def whole_tokens(self) -> int:
-        """Leading tokens that full attention has, whatever windows have; 0 without it."""
-        ...
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers have a state."""
-        ...
-
-    def disk_blocks(self, index: int) -> int:
-        """Full blocks that lie on a disk: leading ones from this one on."""
-        ...
-
-    def names(self, index: int) -> list[tuple[bytes, int]]:
-        """Hash and group of a full block in each group; empty past the last."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +82,19 @@ class Explanation:
 class Reasons:
     """Explains misses of one cache.
 
-    `look_up` says what the cache has of a prompt under a salt now. `caches_prefixes` is False
-    where the cache is off.
+    `caches_prefixes` is False where the cache is off.
     """
 
     def __init__(
         self,
-        *,
-        look_up: Callable[[TokenIds, str | None], KnownPrefix],
-        block_size: int,
-        caches_prefixes: bool,
+        cache: CacheManager,
         history: PromptHistory,
         evictions: EvictedBlocks,
+        *,
+        caches_prefixes: bool,
     ) -> None:
-        self._look_up = look_up
-        self._block_size = block_size
+        self._cache = cache
+        self._block_size = cache.block_size
         self._caches_prefixes = caches_prefixes
         self._history = history
         self._evictions = evictions
@@ -133,7 +104,7 @@ class Reasons:
 
         Takes time that grows with the prompt, and lets go of the interpreter for most of it.
         """
-        known = self._look_up(asked.token_ids, asked.salt)
+        known = self._cache.look_up(asked.token_ids, asked.salt)
         hit = self._hit_tokens(asked, known)
         own, best = self._nearest(asked, sees_all=sees_all)
         end = hit + self._block_size
@@ -150,11 +121,11 @@ class Reasons:
             disk_tokens=self._disk_tokens(asked, known, hit) if reason == "on_disk" else 0,
         )
 
-    def _disk_tokens(self, asked: Asked, known: KnownPrefix, hit: int) -> int:
+    def _disk_tokens(self, asked: Asked, known: PrefixLookup, hit: int) -> int:
         on_disk = known.disk_blocks(hit // self._block_size) * self._block_size
         return min(on_disk, self._full_blocks(_most_hits(asked)) - hit)
 
-    def _hit_tokens(self, asked: Asked, known: KnownPrefix) -> int:
+    def _hit_tokens(self, asked: Asked, known: PrefixLookup) -> int:
         if asked.hit_tokens is not None:
             return asked.hit_tokens
         reads = self._caches_prefixes and asked.reads
@@ -178,7 +149,7 @@ class Reasons:
         return own, best
 
     def _why(
-        self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
+        self, asked: Asked, known: PrefixLookup, hit: int, seen: RememberedPrompt | None
     ) -> tuple[MissReason, EvictedContent | None]:
         """The reason; `seen` is an earlier prompt that has the whole block, if there is one."""
         if not self._caches_prefixes:
@@ -194,7 +165,7 @@ class Reasons:
         return self._why_gone(asked, known, hit, seen)
 
     def _why_gone(
-        self, asked: Asked, known: KnownPrefix, hit: int, seen: RememberedPrompt | None
+        self, asked: Asked, known: PrefixLookup, hit: int, seen: RememberedPrompt | None
     ) -> tuple[MissReason, EvictedContent | None]:
         """The reason why the cache does not have the block behind the first `hit` tokens."""
         evictions = self._evictions_of(known, hit // self._block_size)
@@ -225,7 +196,7 @@ class Reasons:
             return "another_salt"
         return "write_refused" if seen.write_upto < end else "evicted"
 
-    def _evictions_of(self, known: KnownPrefix, index: int) -> list[EvictedBlock]:
+    def _evictions_of(self, known: PrefixLookup, index: int) -> list[EvictedBlock]:
         """The last eviction of the block in each group that evicted it."""
         found = (self._evictions.find(name, group) for name, group in known.names(index))
         return [one for one in found if one is not None]
@@ -290,11 +261,11 @@ def _went_by(evicted: EvictedBlock, before: float) -> bool:
     return (evicted.time if evicted.cause == DISCARDED else evicted.since) <= before
 
 
-def _lost(known: KnownPrefix) -> MissReason:
+def _lost(known: PrefixLookup) -> MissReason:
     return "no_state" if known.has_states else "window_lost"
 
 
-def _explained(evicted: EvictedBlock, known: KnownPrefix) -> tuple[MissReason, EvictedContent]:
+def _explained(evicted: EvictedBlock, known: PrefixLookup) -> tuple[MissReason, EvictedContent]:
     detail = EvictedContent(
         pressure=evicted.pressure,
         ago_s=max(0.0, time.monotonic() - evicted.time),

@@ -6,42 +6,15 @@ import dataclasses
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from prefixcache.diagnostics.evictions import EvictedBlocks, Evictions
-from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt, TokenIds
-from prefixcache.diagnostics.reasons import Asked, Explanation, KnownPrefix, Reasons
+from prefixcache.diagnostics.evictions import EvictedBlocks, EvictionReader, Evictions
+from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
+from prefixcache.diagnostics.reasons import Asked, Explanation, Reasons
+from prefixcache.kv.cache_manager import CacheManager
 
 # Seconds for which reasons are looked up without a chance for others to have the interpreter.
 _LONGEST_TURN = 1e-3
-
-
-class Diagnosed(Protocol):
-    """What is asked of an engine; all of it from any thread."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        ...
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether the cache is on."""
-        ...
-
-    def look_up(self, token_ids: TokenIds, salt: str | None) -> KnownPrefix:
-        """What the cache has of a prompt now."""
-        ...
-
-    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
-        """Calls `listener` regularly with what was evicted, from one thread at a time."""
-        ...
-
-    def read_evictions(self) -> None:
-        """Calls the listeners with what was evicted until now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +33,7 @@ class Admitted:
 
 
 class CacheDiagnostics:
-    """Remembers the prompts and the evicted blocks of an engine, and explains misses out of them.
+    """Remembers the prompts and the evicted blocks of a cache, and explains misses out of them.
 
     At most `max_bytes`: half for prompts that were answered, a quarter for those in flight, the
     rest for evicted blocks. From any thread; `begin` and `end` take a microsecond or so.
@@ -68,22 +41,26 @@ class CacheDiagnostics:
     `miss_counts` counts these. With `keeps_text` False nobody gives it texts.
     """
 
-    def __init__(self, engine: Diagnosed, max_bytes: int, *, keeps_text: bool = True) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        evictions: EvictionReader,
+        max_bytes: int,
+        *,
+        caches_prefixes: bool,
+        keeps_text: bool,
+    ) -> None:
         self.keeps_text = keeps_text
-        self.block_size = engine.block_size
+        self.block_size = cache.block_size
         self.history = PromptHistory(max_bytes // 2)
         self.miss_counts: Counter[str] = Counter()
         self._evictions = EvictedBlocks(max_bytes // 4)
         self._in_flight = _InFlight(max_bytes // 4)
-        self._engine = engine
+        self._reader = evictions
         self._reasons = Reasons(
-            look_up=engine.look_up,
-            block_size=engine.block_size,
-            caches_prefixes=engine.caches_prefixes,
-            history=self.history,
-            evictions=self._evictions,
+            cache, self.history, self._evictions, caches_prefixes=caches_prefixes
         )
-        engine.listen_to_evictions(self._take)
+        evictions.listen(self._take)
 
     def begin(self, name: str, prompt: RememberedPrompt) -> None:
         """A prompt goes to the engine; `name` is unique. Where memory is short it is forgotten."""
@@ -95,7 +72,7 @@ class CacheDiagnostics:
 
     def settle(self) -> None:
         """Takes in what was evicted and which requests ended until now."""
-        self._engine.read_evictions()
+        self._reader.read()
 
     def explain(self, asked: Asked, *, sees_all: bool) -> Explanation:
         """Why the prompt misses or missed; see `Reasons.explain`. Call `settle` before."""

@@ -19,9 +19,9 @@ from prefixcache.config.engine_config import (
     SpeculationConfig,
 )
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.diagnostics.evictions import EvictionReader
 from prefixcache.engine.elastic import SelfSizing
-from prefixcache.engine.engine import Engine, EngineParts
-from prefixcache.engine.evictions import EvictionReader
+from prefixcache.engine.engine import Engine
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.weights_names import content_name
@@ -106,8 +106,19 @@ def build(
         cache.stage_evicted(kv.disk)
     arithmetic = _all_arithmetic(config, model, spec)
     evictions = EvictionReader(cache)
-    parts = EngineParts(
-        scheduler=_make_scheduler(config, model, cache, runner, spec.max_model_len),
+    scheduler = _make_scheduler(config, model, cache, runner, spec.max_model_len)
+    pool = ElasticPool(
+        cache,
+        runner.kv,
+        kv.sizes,
+        grows_by_itself=config.elastic.is_on,
+        bounds_memory=config.cache.prefix_cache_max_blocks is not None,
+    )
+    sizing = None
+    if config.elastic.is_on:
+        sizing = SelfSizing.of(config.elastic, pool, runner.available_memory)
+    engine = Engine(
+        scheduler=scheduler,
         cache=cache,
         runner=runner,
         make_detokenizer=Detokenizers(tokenizer),
@@ -115,26 +126,17 @@ def build(
         eos_token_ids=tokens_that_end(tokenizer, model),
         seed=config.seed,
         memory=runner.memory,
-        pool=ElasticPool(
-            cache,
-            runner.kv,
-            kv.sizes,
-            grows_by_itself=config.elastic.is_on,
-            bounds_memory=config.cache.prefix_cache_max_blocks is not None,
-        ),
+        pool=pool,
+        self_sizing=sizing,
         residency=BlockResidency(cache, evictions) if config.cache.kv_cache_metrics else None,
         evictions=evictions,
         grammars=Grammars(partial(vocabulary_of, tokenizer, model)),
         records=_request_records(config, arithmetic | {"max_model_len": spec.max_model_len}),
     )
-    if config.elastic.is_on and parts.pool is not None:
-        sizing = SelfSizing.of(config.elastic, parts.pool, runner.available_memory)
-        parts = replace(parts, self_sizing=sizing)
-    engine = Engine(parts)
     if writer is not None:
         engine.metrics.of_recording = writer.families
-    _log_choices(config, parts, spec, kv)
-    _log_retention(config.cache, retention, cache, kv.layout, parts.scheduler.max_num_tokens)
+    _log_choices(config, scheduler, spec, kv)
+    _log_retention(config.cache, retention, cache, kv.layout, scheduler.max_num_tokens)
     return BuiltEngine(
         engine=engine,
         tokenizer=tokenizer,
@@ -267,7 +269,7 @@ def _hashed_arithmetic(config: EngineConfig, spec: ModelSpec) -> str:
     return spec.arithmetic if exact else f"{spec.arithmetic}, {config.activations}"
 
 
-def _log_choices(config: EngineConfig, parts: EngineParts, spec: ModelSpec, kv: KVSpecs) -> None:
+def _log_choices(config: EngineConfig, scheduler: Scheduler, spec: ModelSpec, kv: KVSpecs) -> None:
     """What was chosen where nothing was said, in one line."""
     limits = config.scheduler.limits()
     logger.info(
@@ -281,9 +283,9 @@ def _log_choices(config: EngineConfig, parts: EngineParts, spec: ModelSpec, kv: 
         config.cache.block_size,
         kv.sizes.start * kv.sizes.block_bytes / 2**30,
         _describe_groups(kv.layout),
-        "on" if parts.scheduler.caches_prefixes else "off",
+        "on" if scheduler.admission.enabled else "off",
         config.cache.eviction_policy,
-        parts.scheduler.max_num_tokens,
+        scheduler.max_num_tokens,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
     )

@@ -135,7 +135,7 @@ class Control:
         memory: ModelMemory | None,
         pool: ElasticPool | None = None,
     ) -> None:
-        self.run_between_steps: Callable[[Callable[[], Any]], Any] = _call
+        self.run_between_steps: Callable[[Callable[[], Any]], Any] = lambda command: command()
         self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
@@ -146,7 +146,7 @@ class Control:
         self._updated: set[str] | None = None
         self._tags = Tags()
         self._label: WeightLabel = self.weight_version
-        self.weights_push = WeightsPush(self)
+        self.weights_push = WeightsPush(self.stage, self.replace_weights)
 
     @classmethod
     def endpoints(cls) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -204,7 +204,7 @@ class Control:
         scheduler, core = self._scheduler, self._cache.stats()
         counter = scheduler.hit_counter
         return PrefixCacheStats(
-            enabled=scheduler.caches_prefixes,
+            enabled=scheduler.admission.enabled,
             queries=counter.queries,
             hits=counter.hits,
             queried_tokens=counter.queried_tokens,
@@ -213,7 +213,7 @@ class Control:
             recent_queries=counter.num_recent,
             recent_hit_ratio=counter.recent_ratio,
             evictions=core["evictions"],
-            window_missed_tokens=scheduler.num_window_missed_tokens,
+            window_missed_tokens=scheduler.admission.num_window_missed_tokens,
             pins=core["pins"],
             demotions=core["demotions"],
             pinned_evictions=core["pinned_evictions"],
@@ -723,10 +723,6 @@ class Control:
     def _raise_if_updating(self) -> None:
         if self.is_updating:
             raise InvalidRequestError("A weight update has begun; end_weight_update ends it.")
-
-
-def _call(command: Callable[[], T]) -> T:
-    return command()
 
 
 def _asked_blocks(

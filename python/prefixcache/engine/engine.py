@@ -10,18 +10,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefixcache.config.logs import SHOWS_ERROR
-from prefixcache.diagnostics.evictions import Evictions
+from prefixcache.diagnostics.evictions import EvictionReader
+from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.control import Control
 from prefixcache.engine.elastic import SelfSizing
-from prefixcache.engine.evictions import EvictionReader
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
-from prefixcache.kv.cache_manager import CacheManager, PrefixLocation, PrefixLookup
+from prefixcache.kv.cache_manager import CacheManager, PrefixLocation
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.metrics import Gauges, Metrics
 from prefixcache.runner.base import ModelMemory, StepRunner
@@ -50,33 +50,6 @@ KnownIds = set[tuple[int, ...]]
 """Options of one job whose token ids were checked: the objects that hold them, by identity."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """What an engine is put together from; `engine.build` makes it from an `EngineConfig`.
-
-    Without `pool` the cache keeps its size, and without `self_sizing` it does unless it is asked.
-    With `residency` metrics have times of blocks; `evictions` then feeds it. `records` takes
-    requests and answers down.
-    `clock` tells seconds, by which the scheduler learns how long steps take.
-    """
-
-    scheduler: Scheduler
-    cache: CacheManager
-    runner: StepRunner[Any]
-    make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer]
-    vocab_size: int
-    eos_token_ids: Collection[int]
-    seed: int = 0
-    memory: ModelMemory | None = None
-    pool: ElasticPool | None = None
-    self_sizing: SelfSizing | None = None
-    grammars: Grammars | None = None
-    residency: BlockResidency | None = None
-    evictions: EvictionReader | None = None
-    records: RequestRecords | None = None
-    clock: Callable[[], float] = time.perf_counter
-
-
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
@@ -88,37 +61,59 @@ class Engine:
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
+
+    `engine.build` makes one from an `EngineConfig`. Without `pool` the cache keeps its size, and
+    without `self_sizing` it does unless it is asked. With `residency` metrics have times of blocks;
+    `evictions` then feeds it. `records` takes requests and answers down. `clock` tells seconds, by
+    which the scheduler learns how long steps take.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._scheduler = parts.scheduler
-        self._cache = parts.cache
-        self._runner = parts.runner
-        self._make_detokenizer = parts.make_detokenizer
-        self._vocab_size = parts.vocab_size
-        self._grammars = parts.grammars
-        self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self._seeds = random.Random(parts.seed)
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        runner: StepRunner[Any],
+        make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        seed: int = 0,
+        memory: ModelMemory | None = None,
+        pool: ElasticPool | None = None,
+        self_sizing: SelfSizing | None = None,
+        grammars: Grammars | None = None,
+        residency: BlockResidency | None = None,
+        evictions: EvictionReader | None = None,
+        records: RequestRecords | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._make_detokenizer = make_detokenizer
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
         self._answers: dict[str, Answer] = {}
-        self._steps = parts.scheduler.steps_in_flight
-        self._clock = parts.clock
-        self._last_read = self._clock()
+        self._steps = scheduler.steps_in_flight
+        self._clock = clock
+        self._last_read = clock()
         self._host_time = _HostTime()
         self._cache_usage = 0.0
-        self._has_windows = parts.cache.has_windows
         self._outbox: list[RequestOutput] = []
-        self._pool = parts.pool
-        self.self_sizing = parts.self_sizing
-        self.control = Control(self, parts.scheduler, parts.cache, parts.memory, parts.pool)
+        self._pool = pool
+        self.self_sizing = self_sizing
+        self.control = Control(self, scheduler, cache, memory, pool)
         self.metrics = Metrics(self._gauges)
-        self._evictions = parts.evictions or EvictionReader(parts.cache)
-        self._records = parts.records
-        if self._records is not None:
-            self._close_records = weakref.finalize(self, self._records.close)
-        if parts.residency is not None:
-            self.metrics.of_blocks = parts.residency.families
-        if self._pool is not None:
-            self._pool.observe = self.metrics.resize_slice.observe
+        self._evictions = evictions or EvictionReader(cache)
+        self._records = records
+        if records is not None:
+            self._close_records = weakref.finalize(self, records.close)
+        if residency is not None:
+            self.metrics.of_blocks = residency.families
+        if pool is not None:
+            pool.observe = self.metrics.resize_slice.observe
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -200,38 +195,25 @@ class Engine:
         windows that block is not counted either. Raises what `check` does.
         """
         self.check(request)
-        if not (self._scheduler.caches_prefixes and request.cache.read):
+        if not (self._scheduler.admission.enabled and request.cache.read):
             return 0
         return self._cache.probe(request)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the cache."""
-        return self._cache.block_size
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether the prefix cache is on."""
-        return self._scheduler.caches_prefixes
-
-    def look_up(self, token_ids: TokenIds, salt: str | None) -> PrefixLookup:
-        """What the cache has of a prompt now. From any thread."""
-        return self._cache.look_up(token_ids, salt)
 
     def locate_prefix(self, token_ids: TokenIds, salt: str | None = None) -> PrefixLocation:
         """Where the prefix of a prompt lies, in memory and on a disk. From any thread."""
         return self._cache.locate_prefix(self._cache.new_sequence(token_ids, salt))
 
-    def listen_to_evictions(self, listener: Callable[[Evictions], None]) -> None:
-        """Calls `listener` twice a second, and at `read_evictions`, with what was evicted.
-
-        From threads of its own, one at a time; from any thread.
-        """
-        self._evictions.listen(listener)
-
-    def read_evictions(self) -> None:
-        """Reports to the listeners what was evicted until now. From any thread."""
-        self._evictions.read()
+    def diagnose(self, max_bytes: int, *, keeps_text: bool = True) -> CacheDiagnostics:
+        """Diagnostics of the cache in up to `max_bytes`, whose reasons `metrics` count."""
+        diagnostics = CacheDiagnostics(
+            self._cache,
+            self._evictions,
+            max_bytes,
+            caches_prefixes=self._scheduler.admission.enabled,
+            keeps_text=keeps_text,
+        )
+        self.metrics.miss_counts = diagnostics.miss_counts
+        return diagnostics
 
     def adopt_loop(self) -> None:
         """Makes the calling thread the loop's; the one before it must have stopped."""
@@ -483,20 +465,8 @@ class Engine:
                 answer.add_prompt_logprobs(first, result.prompt_logprobs)
             if result.token_id is None and result.error is None:
                 return None
-            cached = self._scheduler.num_cached_tokens(scheduled.request_id)
-            written = self._scheduler.num_written_tokens(scheduled.request_id)
-            missed = 0
-            if self._has_windows:
-                missed = self._scheduler.window_missed_tokens(scheduled.request_id)
-            return answer.push(
-                result,
-                cached,
-                written,
-                missed,
-                self.control.weight_label,
-                self._scheduler.hit_staleness(scheduled.request_id),
-                self._scheduler.num_disk_tokens(scheduled.request_id),
-            )
+            state = self._scheduler.state(scheduled.request_id)
+            return answer.push(result, state, self.control.weight_label)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end(_failed(error))
@@ -604,7 +574,7 @@ class Engine:
             num_queried_tokens=scheduler.hit_counter.queried_tokens,
             num_hit_tokens=scheduler.hit_counter.hit_tokens,
             num_in_flight_waits=scheduler.num_in_flight_waits,
-            num_window_missed_tokens=scheduler.num_window_missed_tokens,
+            num_window_missed_tokens=scheduler.admission.num_window_missed_tokens,
             num_cached_blocks=core["cached_blocks"],
             num_free_blocks=core["free_blocks"],
             num_evictions=core["evictions"],
@@ -616,8 +586,8 @@ class Engine:
             num_hinted_blocks=core["hinted_blocks"],
             num_hints_demoted=core["hints_demoted"],
             num_hints_expired=core["hints_expired"],
-            num_below_threshold=dict(scheduler.num_below_threshold),
-            num_stale_tokens=dict(scheduler.num_stale_tokens),
+            num_below_threshold=dict(scheduler.admission.num_below_threshold),
+            num_stale_tokens=dict(scheduler.admission.num_stale_tokens),
         )
 
 

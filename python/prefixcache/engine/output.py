@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from prefixcache.metrics import Metrics
+from prefixcache.scheduler.state import RequestState
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.types.step_plan import SequenceOutput
@@ -71,31 +72,23 @@ class Answer:
         self._num_refused_drafts += refused
 
     def push(
-        self,
-        output: SequenceOutput,
-        num_cached_tokens: int,
-        num_written_tokens: int = 0,
-        num_window_missed_tokens: int = 0,
-        weight_version: WeightLabel | None = None,
-        hit_staleness: int = 0,
-        num_disk_tokens: int = 0,
+        self, output: SequenceOutput, state: RequestState, weight_version: WeightLabel
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 
-        The counts are those of the prompt's tokens that were hits, that were published, that
-        windows kept from being hits, and that were hits from a disk. `weight_version` is that of
-        the weights that sampled it.
+        `state` says what became of the prompt, `weight_version` which weights sampled the token.
         """
         if output.token_id is None:
             return self.end(Ending("error", error=output.error, error_code=output.error_code))
-        self._num_cached_tokens, self._num_written_tokens = num_cached_tokens, num_written_tokens
+        self._num_cached_tokens = state.num_cached_tokens or 0
+        self._num_written_tokens = state.num_written_tokens
         if not self._max_tokens:  # nothing but the prompt was asked for
             return replace(
                 self.end(Ending("length")),
-                num_disk_tokens=num_disk_tokens,
-                num_window_missed_tokens=num_window_missed_tokens,
+                num_disk_tokens=state.num_disk_tokens,
+                num_window_missed_tokens=state.num_window_missed_tokens,
                 started_at=self._begun,
-                hit_staleness=hit_staleness,
+                hit_staleness=state.hit_staleness,
             )
         token_id, first = output.token_id, not self._num_tokens
         self._num_tokens += 1
@@ -112,17 +105,17 @@ class Answer:
             logprobs=() if output.logprobs is None else (output.logprobs,),
             prompt_logprobs=self._take_prompt_logprobs() if first else None,
             num_prompt_tokens=len(self.request.prompt_token_ids),
-            num_cached_tokens=num_cached_tokens,
-            num_disk_tokens=num_disk_tokens,
-            num_written_tokens=num_written_tokens,
-            num_window_missed_tokens=num_window_missed_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_disk_tokens=state.num_disk_tokens,
+            num_written_tokens=self._num_written_tokens,
+            num_window_missed_tokens=state.num_window_missed_tokens,
             num_accepted_drafts=self._num_accepted_drafts,
             num_refused_drafts=self._num_refused_drafts,
             started_at=self._begun if first else None,
             finish_reason=finish_reason,
             stop_reason=self._detokenizer.stopped_by or (token_id if stop_id else None),
             weight_version=weight_version,
-            hit_staleness=hit_staleness,
+            hit_staleness=state.hit_staleness,
         )
 
     def end(self, ending: Ending) -> RequestOutput:

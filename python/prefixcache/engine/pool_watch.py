@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import Protocol
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.engine import Engine
@@ -17,14 +16,6 @@ WATCH_SECONDS = 1.0
 """Seconds between two looks at what is to be done."""
 
 
-class _Turn(Protocol):
-    """A lock of either kind."""
-
-    def acquire(self, blocking: bool = True) -> bool: ...
-
-    def release(self) -> None: ...
-
-
 class PoolWatch:
     """A thread that asks an engine's `SelfSizing` once a second and does what it says.
 
@@ -33,7 +24,7 @@ class PoolWatch:
     it, as does `close` or the engine's death.
     """
 
-    def __init__(self, engine: Engine, turn: _Turn | None = None) -> None:
+    def __init__(self, engine: Engine, turn: threading.RLock | None = None) -> None:
         self._engine = weakref.ref(engine)
         self._turn = turn or threading.Lock()
         self._closing = threading.Event()

@@ -8,8 +8,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from prefixcache.diagnostics.evictions import Evictions
-from prefixcache.engine.evictions import EvictionReader
+from prefixcache.diagnostics.evictions import EvictionReader, Evictions
 from prefixcache.kv.cache_manager import EVICTED_CAUSES, CacheManager
 from prefixcache.metrics import PREFIX, Histogram
 

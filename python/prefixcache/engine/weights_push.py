@@ -13,9 +13,9 @@ import os
 import stat
 import threading
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from prefixcache.config.checked import shown
 from prefixcache.engine.staged import StagedTensors, as_chunk
@@ -35,35 +35,16 @@ Chunk = Mapping[str, Any] | bytes | bytearray | memoryview
 """Tensors by name (numpy arrays, torch tensors), or the bytes of a file of safetensors."""
 
 
-class PushTarget(Protocol):
-    """The part of `Control` that takes new weights."""
-
-    def stage(self) -> StagedTensors:
-        """Memory for the tensors of an update. Raises `InvalidRequestError`."""
-        ...
-
-    def replace_weights(
-        self,
-        staged: StagedTensors,
-        mode: InFlightMode,
-        *,
-        digest: str | None,
-        weight_version: str | None,
-        full: bool,
-    ) -> int:
-        """Replaces the weights, all or none; their version."""
-        ...
-
-
 class WeightsPush:
-    """One update at a time; any thread may call.
+    """One update at a time; any thread may call. `stage` and `replace` are commands of `Control`.
 
     An update has an id, which every call but `begin` names. One that ended, was aborted, timed out
     or was followed by another `begin` is not known any more.
     """
 
-    def __init__(self, target: PushTarget) -> None:
-        self._target = target
+    def __init__(self, stage: Callable[[], StagedTensors], replace: Callable[..., int]) -> None:
+        self._stage = stage
+        self._replace = replace
         self._lock = threading.RLock()
         self._id: str | None = None
         self._staged: StagedTensors | None = None
@@ -89,7 +70,7 @@ class WeightsPush:
         _check_timeout(timeout)
         with self._lock:
             self._close("was followed by another one")
-            self._staged = self._target.stage()
+            self._staged = self._stage()
             self._id, self._timeout = uuid.uuid4().hex, timeout
             self._await_next()
             return self._id
@@ -143,7 +124,7 @@ class WeightsPush:
                 raise wrong(
                     "digest", f"{shown(digest)} is not that of what has come, which is {found}"
                 )
-            version = self._target.replace_weights(
+            version = self._replace(
                 staged, mode, digest=found, weight_version=weight_version, full=full
             )
             self._close(None)

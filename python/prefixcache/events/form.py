@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache._core import EventSnapshot
 from prefixcache.events.wire import (
     DISK_MEDIUM,
     MEDIUM,
@@ -20,7 +21,7 @@ from prefixcache.events.wire import (
     SnapshotHeader,
     encode_snapshot_part,
 )
-from prefixcache.kv.events import CoreEvent, StoredBlocks
+from prefixcache.kv.events import CoreEvent
 from prefixcache.kv.specs import GroupKind
 
 # As in the publisher: so that a part keeps the interpreter for a fraction of a millisecond.
@@ -69,7 +70,7 @@ class CacheSnapshot:
 
     def __init__(
         self,
-        blocks: StoredBlocks,
+        blocks: EventSnapshot,
         on_disk: Sequence[tuple[int, npt.NDArray[np.uint64]]],
         form: WireForm,
         *,

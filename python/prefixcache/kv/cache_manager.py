@@ -214,11 +214,6 @@ class CacheManager:
             text = ", ".join(f"{count} {name}" for name, count in changes.items() if count)
             logger.debug("Blocks of the cache: %s.", text.replace("_", " "))
 
-    @property
-    def num_lost_to_resizes(self) -> int:
-        """Blocks whose content resizes cost so far. From any thread."""
-        return self._cache.stats()["lost_to_resize_blocks"]
-
     def resize(self, num_blocks: int) -> int:
         """Sets the number of blocks; how many above it are held by requests still.
 
@@ -229,11 +224,6 @@ class CacheManager:
         if self._pins:
             self._demote_beyond_share()
         return held
-
-    @property
-    def num_held_above(self) -> int:
-        """Blocks above the pool's end that requests hold still. From any thread."""
-        return self._cache.stats()["held_above_blocks"]
 
     def held_blocks(self, first: int) -> list[int]:
         """The blocks from `first` on that requests hold, in no order."""
@@ -571,10 +561,6 @@ class CacheManager:
         """
         return self._cache.most_blocks(num_tokens, chunk)
 
-    def fitting_tokens(self, chunk: int, most: int) -> int:
-        """The tokens, up to `most`, of the longest request for the attainable blocks."""
-        return _fitting_tokens(self._cache, self.attainable_blocks, chunk, most)
-
     def append_tokens(self, sampled: Mapping[str, int]) -> None:
         """Adds one sampled token to each request."""
         if self._unhashed:
@@ -746,10 +732,6 @@ def fitting_tokens(
     `num_blocks` counts the null block; at most `chunk` tokens at a time are computed.
     """
     cache = PrefixCache(2, block_size, groups=groups)  # Made to count, it holds nothing.
-    return _fitting_tokens(cache, num_blocks, chunk, most)
-
-
-def _fitting_tokens(cache: PrefixCache, num_blocks: int, chunk: int, most: int) -> int:
     return bisect.bisect_right(
         range(1, most + 1), num_blocks - 1, key=lambda tokens: cache.most_blocks(tokens, chunk)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from prefixcache.config.checked import shown
@@ -180,18 +180,12 @@ class ElasticPool:
 
     def gauges(self, blocks_in_use: int) -> PoolGauges:
         """The pool's memory and what resizes did so far; blocks in use may lie above its end."""
-        counts = self.counts
         return PoolGauges(
             num_blocks=self._size,
             reserved_bytes=self.memory.num_reserved_bytes,
             mapped_bytes=self.memory.num_mapped_bytes(),
             held_bytes=blocks_in_use * self.sizes.block_bytes,
-            resizes=counts.resizes,
-            blocks_moved=counts.blocks_moved,
-            blocks_lost=counts.blocks_lost,
-            blocks_released=counts.blocks_released,
-            bytes_given_back=counts.bytes_given_back,
-            seconds=counts.seconds,
+            **asdict(self.counts),
         )
 
     def check(self, num_blocks: int, param: str) -> None:
@@ -266,7 +260,7 @@ class ElasticPool:
             if self._unused is not None:
                 self._unused.advance()
             return False
-        begun, lost_before = self._clock(), self._cache.num_lost_to_resizes
+        begun, lost_before = self._clock(), self._cache.stats()["lost_to_resize_blocks"]
         pace = self._trims if self._size <= self._target else self._moves
         try:
             is_full = (self._trim if pace is self._trims else self._move)()
@@ -274,7 +268,8 @@ class ElasticPool:
             self._give_up()
             raise
         seconds = self._clock() - begun
-        self._count(blocks_lost=self._cache.num_lost_to_resizes - lost_before, seconds=seconds)
+        lost = self._cache.stats()["lost_to_resize_blocks"] - lost_before
+        self._count(blocks_lost=lost, seconds=seconds)
         self.observe(seconds)
         pace.adapt(seconds, is_full=is_full)
         if not self.has_slices:
@@ -286,7 +281,7 @@ class ElasticPool:
         if self._unused is not None:
             self._unused.note_release()
         if self._held_above:
-            held, self._held_above = self._held_above, self._cache.num_held_above
+            held, self._held_above = self._held_above, self._cache.stats()["held_above_blocks"]
             if self._held_above < held:
                 self._trims_again = self.has_slices = True
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache._core import BlockStaging
+from prefixcache._core import BlockStaging, EventSnapshot
 from prefixcache.core import PrefixCache
 from prefixcache.kv.specs import GroupKind
 
@@ -16,19 +16,6 @@ CoreEvent: TypeAlias = tuple[
     Literal["stored", "removed", "cleared"], int, int | None, list[int], list[int]
 ]
 """Kind, group, hash of the block before the first, hashes, tokens: see the core's `take_events`."""
-
-
-class StoredBlocks(Protocol):
-    """What was cached at one moment: the core's `EventSnapshot`."""
-
-    @property
-    def num_blocks(self) -> int:
-        """All of them, each counted once a group."""
-        ...
-
-    def take(self, max_blocks: int) -> list[CoreEvent]:
-        """The next ones, up to about that many, as "stored" events; empty at the end."""
-        ...
 
 
 class CacheEvents:
@@ -70,6 +57,6 @@ class CacheEvents:
             return []
         return [(group, self._disk.reported(group)) for group in range(len(self.groups))]
 
-    def snapshot(self) -> StoredBlocks | None:
+    def snapshot(self) -> EventSnapshot | None:
         """What the events taken have led to; None while there are others to take."""
         return self._cache.snapshot_events()

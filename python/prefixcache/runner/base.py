@@ -181,6 +181,6 @@ def check_supported(plan: StepPlan, supported: Collection[str] = ()) -> None:
 
     What every runner does needs no name.
     """
-    for name in ("drafts", "pooled", "state_copies", "loads"):
+    for name in ("drafts",):
         if getattr(plan, name) and name not in supported:
             raise NotImplementedError(f"This runner does not support {name} of a step.")

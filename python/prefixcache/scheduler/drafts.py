@@ -12,15 +12,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache._core import DraftIndex, DraftStream
 from prefixcache.metrics import DraftCounts
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.types.request import Request
-from prefixcache.types.token_ids import TokenIds
 
 _LEAST_GAIN = 1.02
 """How many times the tokens a second must grow, so that noise in the times decides nothing."""
@@ -39,32 +39,6 @@ _MOST_CREDIT = 64.0
 _CREDIT_OF_CHANCE = 0.003
 _SHARED_CREDIT_OF_CHANCE = 0.002
 _CREDIT_OF_ACCEPTED = 16.0
-
-
-class DraftStream(Protocol):
-    """The text of one request in a `DraftSource`."""
-
-    def append(self, tokens: TokenIds, /) -> None:
-        """Adds the prompt, then what was generated."""
-        ...
-
-    def draft(self, max_tokens: int, /) -> tuple[list[int], int, str]:
-        """What may follow, the length of the end that was found again, and whether it was in the
-        request's own text ("prompt") or another's ("cache").
-        """
-        ...
-
-    def close(self) -> None:
-        """The request has ended. Its text stays for others where it is shared."""
-        ...
-
-
-class DraftSource(Protocol):
-    """Recent text of requests by scope: none is ever guessed from the text of another scope."""
-
-    def stream(self, scope: bytes, shares: bool) -> DraftStream:
-        """For a new request; without `shares` its own text is all that it reads and leaves."""
-        ...
 
 
 @dataclass(slots=True)
@@ -123,13 +97,13 @@ class _Draft:
 
 
 class Drafter:
-    """Chooses the guesses of a step, at most `most` for a request.
+    """Chooses the guesses of a step out of the texts of `index`, at most `most` for a request.
 
     With `shares` they come from other requests of the same scope too. `rows` learns what rows cost.
     """
 
-    def __init__(self, source: DraftSource, rows: RowTimes, *, shares: bool, most: int) -> None:
-        self._source = source
+    def __init__(self, index: DraftIndex, rows: RowTimes, *, shares: bool, most: int) -> None:
+        self._index = index
         self.rows = rows
         self._shares = shares
         self._most = most
@@ -274,7 +248,7 @@ class Drafter:
         if text is None:
             request = state.request
             scope = _scope(request)
-            stream = self._source.stream(scope, self._is_shared(request))
+            stream = self._index.stream(scope, self._is_shared(request))
             text = self._texts[state.request_id] = _Text(scope, stream)
             if request.prediction is not None:
                 stream.append(np.concatenate([state.tokens.prompt[-_LINK:], request.prediction]))

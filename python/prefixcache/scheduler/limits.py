@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixcache.exceptions import RequestTooLargeError
-from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.kv.cache_manager import CacheManager, fitting_tokens
 from prefixcache.types.request import Request
 
 
@@ -25,7 +25,11 @@ class Limits:
         """Tokens of the longest sequence that the model and the pool take. From any thread."""
         size = self._cache.attainable_blocks
         if size != self._measured[0]:
-            self._measured = size, self._cache.fitting_tokens(self._max_chunk, self._max_model_len)
+            most, cache = self._max_model_len, self._cache
+            fitting = fitting_tokens(
+                size, cache.block_size, cache.groups, chunk=self._max_chunk, most=most
+            )
+            self._measured = size, fitting
         return self._measured[1]
 
     def max_num_tokens(self, request: Request) -> int:

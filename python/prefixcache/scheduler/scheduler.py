@@ -85,7 +85,8 @@ class Scheduler:
     Each step is one `schedule`, then `complete` with what the runner returned, or `fail`. One more
     step may be scheduled before its predecessor is completed, if the runner knows the tokens that
     this one samples by their places (see `ScheduledSequence`). `steps_in_flight` are those that are
-    scheduled and not completed, the oldest first. Not thread safe: one loop drives it.
+    scheduled and not completed, the oldest first; `admission` has counters. Not thread safe: one
+    loop drives it.
 
     With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
     step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
@@ -124,7 +125,7 @@ class Scheduler:
         self.loads = None
         if cache.disk is not None:
             self.loads = Loads(cache, cache.disk, chunk=limits.max_num_batched_tokens)
-        self._admission = Admission(
+        self.admission = Admission(
             cache,
             config,
             self._in_flight,
@@ -144,11 +145,11 @@ class Scheduler:
     def _make_queue(self, config: SchedulerConfig, clock: Callable[[], float]) -> WaitingQueue:
         """Without the prefix cache there are no hits that could go first."""
         is_held = None if config.max_running_per_key is None else self._is_held
-        if config.scheduling_policy != "cache-aware" or not self._admission.enabled:
+        if config.scheduling_policy != "cache-aware" or not self.admission.enabled:
             return WaitingQueue(is_held)
         return CacheAwareQueue(
             is_held,
-            count_hits=self._admission.count_hits,
+            count_hits=self.admission.count_hits,
             prefix_name=self._prefix_name,
             max_delay=config.max_queue_delay,
             clock=clock,
@@ -184,29 +185,9 @@ class Scheduler:
         return 0 if self._in_flight is None else self._in_flight.num_waits
 
     @property
-    def num_window_missed_tokens(self) -> int:
-        """Tokens of requests that full attention had in the cache and the windows did not."""
-        return self._admission.num_window_missed_tokens
-
-    @property
-    def num_stale_tokens(self) -> Mapping[int, int]:
-        """Hits that older weights had computed, by how many updates older they were."""
-        return self._admission.num_stale_tokens
-
-    @property
-    def num_below_threshold(self) -> Mapping[str, int]:
-        """Requests that ended below a threshold, by its source: "request" or "global"."""
-        return self._admission.num_below_threshold
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether requests are looked up in the prefix cache at all."""
-        return self._admission.enabled
-
-    @property
     def hit_counter(self) -> HitCounter:
         """Hits of the requests that started."""
-        return self._admission.counter
+        return self.admission.counter
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -377,7 +358,7 @@ class Scheduler:
         if self.steps_in_flight:
             raise RuntimeError("Requests cannot be requeued while a step is in flight.")
         while self._running:
-            self._requeue_last()
+            self._requeue(self._running[-1])
 
     def restart(self, request_ids: Collection[str]) -> list[str]:
         """Takes back the blocks of these requests, and their answers restart; ids of those begun.
@@ -420,28 +401,9 @@ class Scheduler:
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def num_cached_tokens(self, request_id: str) -> int:
-        """Prompt tokens that came from the cache when the request first started."""
-        return self._states[request_id].num_cached_tokens or 0
-
-    def window_missed_tokens(self, request_id: str) -> int:
-        """Tokens that full attention had in the cache and the windows did not, at its start."""
-        return self._states[request_id].num_window_missed_tokens
-
-    def hit_staleness(self, request_id: str) -> int:
-        """How many updates before the request's start the oldest of its hits was computed."""
-        return self._states[request_id].hit_staleness
-
-    def num_disk_tokens(self, request_id: str) -> int:
-        """Those of `num_cached_tokens` that were read from a disk."""
-        return self._states[request_id].num_disk_tokens
-
-    def num_written_tokens(self, request_id: str) -> int:
-        """Prompt tokens in blocks that the request was the first to publish, since it started."""
-        state = self._states[request_id]
-        # Blocks that were lost to a preemption are written twice, and count once.
-        most = state.tokens.num_prompt_tokens - (state.num_cached_tokens or 0)
-        return min(state.num_written_tokens, most)
+    def state(self, request_id: str) -> RequestState:
+        """How far a request is that has not ended."""
+        return self._states[request_id]
 
     def _write_limit(self, cache: CacheOptions) -> int:
         """Tokens, in full blocks, up to which a request may publish."""
@@ -497,7 +459,7 @@ class Scheduler:
                 return None
             if short:
                 self.num_preemptions += 1
-                victim = self._requeue_last()
+                victim = self._requeue(self._running[-1])
                 chunks = [chunk for chunk in chunks if chunk.state is not victim]
                 short = [chunk for chunk in short if chunk.state is not victim]
         return chunks
@@ -555,9 +517,6 @@ class Scheduler:
         size = self._cache.block_size
         return -(-num_tokens // size) * size
 
-    def _requeue_last(self) -> RequestState:
-        return self._requeue(self._running[-1])
-
     def _requeue(self, state: RequestState) -> RequestState:
         self._stop_running(state)
         self._cache.release([state.request_id])
@@ -572,7 +531,7 @@ class Scheduler:
             state = self._waiting.head()
             if state is None:
                 return
-            verdict = self._admission.start(state, budget)
+            verdict = self.admission.start(state, budget)
             if verdict is Verdict.NO_ROOM and self._running:
                 return
             if verdict is Verdict.NO_ROOM and self._limits.make_room(state.num_tokens):

@@ -48,15 +48,15 @@ class RequestState:
     that asks for it. `matcher` keeps the answer to its grammar; with `computes_once` a token is not
     computed before it is known what may follow, as none can be computed again.
 
-    Blocks of the first `write_limit` tokens, a multiple of the block size, are published.
-    `num_written_tokens` of the prompt are in blocks that this request published first; it took its
-    blocks after `num_resets` of the cache, and a later one lets it publish no more. While it
+    Blocks of the first `write_limit` tokens, a multiple of the block size, are published. It took
+    its blocks after `num_resets` of the cache, and a later one lets it publish no more. While it
     `is_loading` its next blocks come from a disk; `num_disk_tokens` of its hits did. With
     `skips_disk` its next start does without.
     """
 
     __slots__ = (
         "_computes_once",
+        "_num_written_tokens",
         "_sampled_row",
         "_sampling",
         "_serial",
@@ -76,7 +76,6 @@ class RequestState:
         "num_slots",
         "num_tokens",
         "num_window_missed_tokens",
-        "num_written_tokens",
         "request",
         "request_id",
         "round",
@@ -116,7 +115,7 @@ class RequestState:
         self.is_loading = self.skips_disk = False
         self.num_disk_tokens = 0
         self.num_window_missed_tokens = 0
-        self.num_written_tokens = 0
+        self._num_written_tokens = 0
         self.write_limit = write_limit
         self.tokens = TokenBuffer(request.prompt_token_ids)
         self._computes_once = computes_once
@@ -196,7 +195,7 @@ class RequestState:
             self.matcher.reset()
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
         self.num_cached_tokens = None
-        self.num_disk_tokens = self.num_written_tokens = 0
+        self.num_disk_tokens = self._num_written_tokens = 0
         self.restart()
 
     def restart(self) -> None:
@@ -215,7 +214,14 @@ class RequestState:
         """Counts the prompt's full blocks below `upto` as written, but `duplicates` of them."""
         prompt = self.tokens.num_prompt_tokens
         new = min(upto, prompt) // block_size - self.num_published_tokens // block_size - duplicates
-        self.num_written_tokens += max(0, new) * block_size
+        self._num_written_tokens += max(0, new) * block_size
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Of the prompt, those in blocks that this request was the first to publish."""
+        # Blocks that were lost to a preemption are written twice, and count once.
+        most = self.tokens.num_prompt_tokens - (self.num_cached_tokens or 0)
+        return min(self._num_written_tokens, most)
 
     @property
     def next_token(self) -> int:

@@ -148,11 +148,7 @@ def check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
 def _diagnostics(built: BuiltEngine, options: ServeOptions) -> CacheDiagnostics | None:
     if not options.diagnostics_memory:
         return None
-    diagnostics = CacheDiagnostics(
-        built.engine, options.diagnostics_memory, keeps_text=options.prompt_text
-    )
-    built.engine.metrics.miss_counts = diagnostics.miss_counts
-    return diagnostics
+    return built.engine.diagnose(options.diagnostics_memory, keeps_text=options.prompt_text)
 
 
 def access_rules(options: ServeOptions) -> AccessRules:

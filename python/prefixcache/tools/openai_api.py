@@ -18,7 +18,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class StreamError(PrefixCacheError):
-    """A stream is not of the API's form."""
+    """A server does not answer, or in another form than the API's."""
 
 
 class RefusedStreamError(StreamError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,20 +74,6 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy between a snapshot's slot and the working state of the sequence in a row of the plan.
-
-    It is due before the token at `position` is computed, or after the last one before it: out of
-    the slot where `restores`, else into it.
-    """
-
-    row: int
-    position: int
-    slot: int
-    restores: bool
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: decodes first, then chunks of prompts. The order is that of the batch's rows.
 
@@ -95,24 +81,15 @@ class StepPlan:
     that the step before samples, where that is not known yet. The first `num_decodes` sequences
     extend an answer by one token.
 
-    A runner refuses by name what it does not support of the following (`check_supported`).
     `drafts` are pairs (row, inputs), the rows ascending: as many of the last tokens of that
     sequence, a decode, are guesses as there are inputs, and a token is sampled after each of them
     as well as before the first. An input's tokens end in the guess that it follows.
-
-    Nothing plans the others yet. `pooled` are pairs (row, what): the sequence ends in a score or an
-    embedding and samples nothing. `state_copies` are in the order in which they are due. `loads`
-    are pairs (request id, block ids) of sequences that are in no row: they wait until these blocks
-    are filled from elsewhere.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     token_ids: TokenIds
     num_decodes: int
     drafts: Sequence[tuple[int, Sequence[SamplingInput]]] = ()
-    pooled: Sequence[tuple[int, Literal["score", "embedding"]]] = ()
-    state_copies: Sequence[StateCopy] = ()
-    loads: Sequence[tuple[str, npt.NDArray[np.int32]]] = ()
 
     @property
     def num_tokens(self) -> int:

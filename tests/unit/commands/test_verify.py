@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from fakes.fake_openai import MODEL, FakeOpenAI
 from prefixcache.cli.main import app
-from prefixcache.tools.openai_api import open_client
-from prefixcache.tools.verify.client import Asker, RefusedError, VerifyError
+from prefixcache.tools.openai_api import RefusedStreamError, StreamError, open_client
+from prefixcache.tools.verify.client import Asker
 from prefixcache.tools.verify.comparison import Answer, TokenScore, compare
 from prefixcache.tools.verify.verify_options import VerifyOptions
 from prefixcache.tools.verify.verify_report import Report, to_json, verdict
@@ -140,12 +140,23 @@ async def test_a_broken_stream_is_an_error(events, message):
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, text=text))
     options = VerifyOptions(url="http://fake", model="m", **SMALL)
     async with httpx.AsyncClient(transport=transport, base_url=options.url) as client:
-        with pytest.raises(VerifyError, match=message):
+        with pytest.raises(StreamError, match=message):
+            await verify_with(Asker(client, options, lambda: None), options, 0, "verify")
+
+
+async def test_why_no_server_answers_is_said_where_the_error_has_no_text():
+    def fail(_request):
+        raise httpx.ReadTimeout("")
+
+    options = VerifyOptions(url="http://fake", **SMALL)
+    transport = httpx.MockTransport(fail)
+    async with httpx.AsyncClient(transport=transport, base_url=options.url) as client:
+        with pytest.raises(StreamError, match="No server answers at http://fake: ReadTimeout"):
             await verify_with(Asker(client, options, lambda: None), options, 0, "verify")
 
 
 async def test_a_wrong_key_is_reported(monkeypatch):
-    with pytest.raises(RefusedError, match="401"):
+    with pytest.raises(RefusedStreamError, match="401"):
         await report_on(FakeOpenAI(key="right"), monkeypatch)
 
 

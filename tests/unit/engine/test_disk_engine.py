@@ -18,7 +18,6 @@ import pytest
 from equality import WIDE, Bench, Counts, schedule_on_disk
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.diagnostics.reasons import Asked, Explanation
-from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
 from prefixcache.kv.tiers.disk_store import DiskStore
@@ -225,7 +224,7 @@ def test_a_threshold_counts_the_tiers_asked_for(model, tmp_path, tiers):
 
 def test_a_miss_says_what_lies_on_the_disk(model, tmp_path):
     served = Served(model, tmp_path / "disk")
-    diagnostics = CacheDiagnostics(served.engine, 1 << 20)
+    diagnostics = served.engine.diagnose(1 << 20)
     served.evict()
     diagnostics.settle()
 

@@ -109,7 +109,7 @@ def test_each_request_takes_hits_as_old_as_it_allows() -> None:
     server.swap(3)
     server.answer("b", prompt=[*PROMPT[:8], *PROMPT], max_weight_staleness=2)
     assert (server.cached["b"], server.staleness["b"]) == (8, 1)
-    assert server.engine._scheduler.num_stale_tokens == {1: 8}
+    assert server.engine._scheduler.admission.num_stale_tokens == {1: 8}
 
 
 def test_the_longest_hit_wins_and_the_newest_of_them() -> None:

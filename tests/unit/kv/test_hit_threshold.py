@@ -80,7 +80,7 @@ def test_the_requests_threshold_wins_also_when_it_is_zero() -> None:
     assert not refused(bench, "b", prompt_of(40), 0.0)
     assert not refused(bench, "c", prompt_of(40, 1), 0.0)
     assert refused(bench, "d", prompt_of(40, 2), 0.1)
-    assert bench.scheduler.num_below_threshold == {"global": 1, "request": 1}
+    assert bench.scheduler.admission.num_below_threshold == {"global": 1, "request": 1}
 
 
 def test_without_reading_the_ratio_is_zero() -> None:

@@ -17,7 +17,7 @@ from fakes.fake_engine import make_engine, make_request
 from prefixcache.diagnostics.evictions import EvictedBlocks, Evictions
 from prefixcache.diagnostics.history import Miss, RememberedPrompt
 from prefixcache.diagnostics.reasons import Asked, Explanation
-from prefixcache.diagnostics.room import Admitted, CacheDiagnostics
+from prefixcache.diagnostics.room import Admitted
 from prefixcache.kv.retention import Retention
 from prefixcache.types.request import CacheOptions
 
@@ -31,7 +31,7 @@ class Room:
 
     def __init__(self, memory: int = MEMORY, **options: Any) -> None:
         self.engine, _, self.cache = make_engine(**({"num_blocks": 33, **options}))
-        self.diagnostics = CacheDiagnostics(self.engine, memory)
+        self.diagnostics = self.engine.diagnose(memory)
         self._names = itertools.count()
 
     def send(self, prompt: Sequence[int], *, owner: str | None = None, **cache: Any) -> Miss:
@@ -321,8 +321,8 @@ def test_a_reader_ends_with_its_engine() -> None:
     room = Room()
     reader = room.engine._evictions
     seen = []
-    room.engine.listen_to_evictions(seen.append)
-    room.engine.read_evictions()
+    reader.listen(seen.append)
+    reader.read()
     assert len(seen) == 1
     gone = weakref.ref(reader)
     del room, reader

@@ -248,7 +248,7 @@ def test_what_lost_its_pin_is_hit_and_dropped_as_any_other_block() -> None:
     pins.serve(prompt(0))
     assert pins.stat("pins") == pins.stat("demotions") == PINNED
     name = pins.begin([*prompt(0), *prompt(1)], max_tokens=9)
-    assert pins.scheduler.num_cached_tokens(name) == 4 * FULL_BLOCKS
+    assert pins.scheduler.state(name).num_cached_tokens == 4 * FULL_BLOCKS
     pins.abort(name)
     assert pins.stat("pinned_blocks") == pins.stat("pinned_hits") == 0
     pins.assert_at_rest()

@@ -76,8 +76,8 @@ def test_tokens_got_from_another_count_as_cached(groups: Groups) -> None:
     crowd(bench, 2)
     bench.step()
     bench.step()
-    assert bench.scheduler.num_cached_tokens("r0") == 0
-    assert bench.scheduler.num_cached_tokens("r1") == 32
+    assert bench.scheduler.state("r0").num_cached_tokens == 0
+    assert bench.scheduler.state("r1").num_cached_tokens == 32
 
 
 def test_a_waiter_follows_chunk_by_chunk(groups: Groups) -> None:
@@ -240,7 +240,7 @@ def test_a_crowd_computes_its_prefix_once_however_far_its_owner_gets(groups, bud
     crowd = Crowd([0] * 8)
     computed, bench = crowd.run(groups, budget)
     assert computed == crowd.cost(times=1)
-    assert bench.scheduler.num_window_missed_tokens == 0
+    assert bench.scheduler.admission.num_window_missed_tokens == 0
 
 
 @pytest.mark.parametrize("groups", HYBRIDS[1:3], ids=lambda groups: str(groups[-1]))
@@ -249,14 +249,14 @@ def test_followers_find_windows_that_the_owner_has_left(groups: Groups, budget: 
     crowd = Crowd([0, *[15] * 7])
     computed, bench = crowd.run(groups, budget)
     assert computed == crowd.cost(times=1)
-    assert bench.scheduler.num_window_missed_tokens == 0
+    assert bench.scheduler.admission.num_window_missed_tokens == 0
 
 
 def test_where_no_room_is_for_old_windows_one_follower_computes_for_all() -> None:
     crowd = Crowd([0, *[15] * 7])
     computed, bench = crowd.run(HYBRIDS[2], 8, num_blocks=60)
     assert computed == crowd.cost(times=2)
-    assert bench.scheduler.num_window_missed_tokens == crowd.prefix
+    assert bench.scheduler.admission.num_window_missed_tokens == crowd.prefix
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import leaves
-from prefixcache.engine.evictions import EvictionReader
+from prefixcache.diagnostics.evictions import EvictionReader
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.metrics import Gauges, LabelledMetrics, Metrics, PoolGauges
 from prefixcache.server.options.serve_options import ServeOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,28 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pytest
-
 from fakes.fake_blocks import BLOCK_BYTES, FakeBlocks
 from fakes.fake_runner import answer_alone
-from fakes.late_runner import LateRunner
 from fakes.plain_runner import PlainRunner
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.build import build
 from prefixcache.kv.specs import PoolSizes, kv_layout
 from prefixcache.runner.base import KVSpecs, ModelSpec
-from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.types.request import Request
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import StateCopy, StepPlan
-from support.loaded import torch_model
-from support.paged_models import PagedServer
-
-
-def _model(folder: Path) -> DecoderModel:
-    return torch_model(folder)
 
 
 class WholeRunner(PlainRunner):
@@ -77,25 +64,6 @@ def test_an_engine_is_built_around_any_runner(tiny_checkpoint: Callable[[], Path
             outputs += engine.step()
         assert [i for one in outputs for i in one.token_ids] == answer_alone(prompt, 5)
         assert outputs[-1].num_cached_tokens == cached
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        {"pooled": [(0, "score")]},
-        {"state_copies": [StateCopy(row=0, position=0, slot=1, restores=True)]},
-        {"loads": [("a", np.array([1], np.int32))]},
-    ],
-)
-def test_a_runner_refuses_by_name_what_it_does_not_support(
-    used: dict[str, Any], tiny_checkpoint: Callable[[], Path]
-) -> None:
-    plan = dataclasses.replace(StepPlan((), np.zeros(0, np.int32), 0), **used)
-    sizes = {"max_tokens": 4, "max_seqs": 4, "max_pages": 4}
-    paged = PagedServer(_model(tiny_checkpoint())).runner
-    for runner in (PlainRunner(2, 4, **sizes), LateRunner(2, 4, **sizes), paged):
-        with pytest.raises(NotImplementedError, match=next(iter(used))):
-            runner.submit(plan)
 
 
 def test_the_boundary_and_what_decides_load_no_torch() -> None:

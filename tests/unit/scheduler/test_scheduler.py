@@ -87,7 +87,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     bench.add("b", [*prompt_of(16), 80, 81])
     plan = bench.step()
     assert counts(plan) == {"b": 2}
-    assert bench.scheduler.num_cached_tokens("b") == 16
+    assert bench.scheduler.state("b").num_cached_tokens == 16
     bench.run()
     assert bench.answers["b"] == answer_alone([*prompt_of(16), 80, 81], 4)
 

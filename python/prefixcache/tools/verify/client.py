@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from prefixcache.exceptions import PrefixCacheError
 from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
@@ -26,14 +25,6 @@ from prefixcache.tools.verify.questions import Question
 from prefixcache.tools.verify.verify_options import VerifyOptions
 
 Body = dict[str, Any]
-
-
-class VerifyError(PrefixCacheError):
-    """The server could not be asked, so nothing is known of its answers."""
-
-
-class RefusedError(VerifyError):
-    """The server answered with an error."""
 
 
 class Asker:
@@ -55,14 +46,14 @@ class Asker:
         self.notes: list[str] = []
 
     async def settle(self, question: Question) -> None:
-        """Asks once, with less and less besides the answer. Raises `VerifyError`."""
+        """Asks once, with less and less besides the answer. Raises `StreamError`."""
         self.model = self.model or await self._first_model()
         wants_logprobs = (True, False) if self.asks_logprobs else (False,)
-        refusals = list[RefusedError]()
+        refusals = list[RefusedStreamError]()
         for self.asks_logprobs, self.asks_usage in product(wants_logprobs, (True, False)):
             try:
                 answer = await self.ask(question)
-            except RefusedError as error:
+            except RefusedStreamError as error:
                 refusals.append(error)
                 continue
             self._take_notes(refusals, answer, wants_logprobs=wants_logprobs[0])
@@ -72,19 +63,15 @@ class Asker:
     async def ask(
         self, question: Question, extra: Mapping[str, Any] | None = None, **changes: Any
     ) -> Answer:
-        """One greedy answer. `extra` and `changes` are fields of the body. Raises `VerifyError`."""
+        """One greedy answer. `extra` and `changes` are fields of the body. Raises `StreamError`."""
         body = self._body(question) | dict(extra or {}) | changes
         try:
             return await asyncio.wait_for(self._answer(body), self._options.timeout)
-        except RefusedStreamError as error:
-            raise RefusedError(str(error)) from error
-        except StreamError as error:
-            raise VerifyError(str(error)) from error
         except asyncio.TimeoutError:  # Another class than TimeoutError on Python 3.10.
-            raise VerifyError(f"No answer in {self._options.timeout:g} s.") from None
+            raise StreamError(f"No answer in {self._options.timeout:g} s.") from None
         except httpx.HTTPError as error:
             message = f"{self._client.base_url} does not answer: {reason(error)}"
-            raise VerifyError(message) from error
+            raise StreamError(message) from error
         finally:
             self._on_done()
 
@@ -92,18 +79,16 @@ class Asker:
         try:
             response = await self._client.get("v1/models", timeout=self._options.timeout)
         except httpx.HTTPError as error:
-            raise VerifyError(f"No server answers at {self._client.base_url}: {error}") from error
-        try:
-            check_status(response)
-        except RefusedStreamError as error:
-            raise RefusedError(str(error)) from error
+            message = f"No server answers at {self._client.base_url}: {reason(error)}"
+            raise StreamError(message) from error
+        check_status(response)
         try:
             return response.json()["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
-            raise VerifyError("The server lists no model; give --model.") from None
+            raise StreamError("The server lists no model; give --model.") from None
 
     def _take_notes(
-        self, refusals: Sequence[RefusedError], answer: Answer, *, wants_logprobs: bool
+        self, refusals: Sequence[RefusedStreamError], answer: Answer, *, wants_logprobs: bool
     ) -> None:
         self.notes += [
             f"It was asked for less, since it refused more: {one}" for one in refusals[:1]
@@ -152,18 +137,18 @@ class Stream:
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Takes the next event. Raises `VerifyError` where its form is unknown."""
+        """Takes the next event. Raises `StreamError` where its form is unknown."""
         try:
             self.usage = event.get("usage") or self.usage
             for choice in event.get("choices") or ():
                 self._add_choice(choice)
         except (AttributeError, LookupError, TypeError, ValueError):
-            raise VerifyError(f"An event of unknown form: {cut(json.dumps(event))}") from None
+            raise StreamError(f"An event of unknown form: {cut(json.dumps(event))}") from None
 
     def answer(self) -> Answer:
         """All that came."""
         if self.finish_reason is None:
-            raise VerifyError("The server ended an answer without a finish_reason.")
+            raise StreamError("The server ended an answer without a finish_reason.")
         prompt = self.usage.get("prompt_tokens")
         return Answer(
             text="".join(self.texts),

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from prefixcache.tools.verify.client import Asker, RefusedError
+from prefixcache.tools.openai_api import RefusedStreamError
+from prefixcache.tools.verify.client import Asker
 from prefixcache.tools.verify.comparison import Answer, missed
 from prefixcache.tools.verify.questions import Question
 
@@ -39,7 +40,7 @@ async def find_cooling(asker: Asker, question: Question, other: Question) -> Coo
     """The first way that works with this server; None where none does. None was asked before.
 
     The fastest answers count, with a hit and without: on a busy machine some take much longer.
-    Raises `VerifyError` where the server ends to answer.
+    Raises `StreamError` where the server ends to answer.
     """
     cold, warm = await asker.ask(question), await asker.ask(question)
     for cooling in COOLINGS:
@@ -47,7 +48,7 @@ async def find_cooling(asker: Asker, question: Question, other: Question) -> Coo
             cold = min(cold, await asker.ask(other), key=_ttft)
         try:
             again = await asker.ask(question, cooling.fields())
-        except RefusedError:
+        except RefusedStreamError:
             continue
         if missed(again, cold, warm):
             return cooling

@@ -89,7 +89,7 @@ class Plan:
         self._fields = {one: cooling.fields() if cooling else {} for one in questions}
 
     async def rounds(self) -> AsyncIterator[Round]:
-        """One after the other. Raises `VerifyError`."""
+        """One after the other. Raises `StreamError`."""
         alone = await self._cold_and_warm()
         yield alone.round("cold", alone.cold, [None] * len(alone.cold))
         yield alone.round("warm", alone.warm, alone.cold)

@@ -21,14 +21,14 @@ OnDone = Callable[[], None]
 async def run_verify(
     options: VerifyOptions, seed: int, command: str, on_done: OnDone = lambda: None
 ) -> Report:
-    """Asks the server. `on_done` is called for each answer. Raises `VerifyError`."""
+    """Asks the server. `on_done` is called for each answer. Raises `StreamError`."""
     async with open_client(options.url, options.api_key) as client:
         asker = Asker(client, options, on_done)
         return await verify_with(asker, options, seed, command)
 
 
 async def verify_with(asker: Asker, options: VerifyOptions, seed: int, command: str) -> Report:
-    """All rounds, through `asker`. Raises `VerifyError`."""
+    """All rounds, through `asker`. Raises `StreamError`."""
     count = options.num_questions
     first, probe, between, *others = make_questions(2 * count + 3, options.prompt_words, seed)
     await asker.settle(first)

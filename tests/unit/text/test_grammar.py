@@ -254,6 +254,17 @@ def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
         sandboxes.close()
 
 
+def test_a_process_that_is_lost_within_its_answer_has_given_none(monkeypatch) -> None:
+    def start(_: Vocabulary) -> subprocess.Popen[bytes]:
+        code = "import sys; sys.stdin.buffer.read(1); sys.stdout.write('[12, nu')"
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)
+
+    monkeypatch.setattr("prefixcache.text.grammar.sandbox._start", start)
+    with pytest.raises(QueueFullError, match="no time"):
+        all_grammars().compile(StructuredOutput("regex", "a"), Sandbox())
+
+
 _TIME_IS_OVER_BEHIND_THE_ANSWER = """
 import os, signal
 from prefixcache.text.grammar import sandbox

@@ -32,12 +32,10 @@ from prefixcache.models.parameters import (
     Parameters,
     StateShape,
 )
-from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
 from prefixcache.runner.cuda.ops.delta import gated_delta_rule, mamba2
-from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
 from prefixcache.runner.cuda.ops.sets import Ops
@@ -52,7 +50,7 @@ class Builder(Parameters):
 
         super().__init__(dtype_name(ops.dtype), new, _write)
         self.ops = ops
-        self._layers: list[TorchLinear | Embedding] = []
+        self._layers: list[TorchLinear] = []
 
     @property
     def num_bytes(self) -> int:
@@ -81,13 +79,13 @@ class Builder(Parameters):
             "squared_relu": _squared_relu,
         }[activation]
 
-    def embedding(self, name: str, shape: LinearShape, head: TorchLinear | None) -> Embedding:
-        """A table of embeddings by its name, and the head tied to it if there is one."""
-        made = self.ops.embedding(shape, head)
-        self._layers.append(made)
-        size = (shape.outputs, shape.inputs)
-        self.slots[name] = Slot(size, made.write, made.kept_format)
-        return made
+    def embedding(self, name: str, shape: LinearShape, head: TorchLinear | None) -> TorchLinear:
+        """A table of embeddings by its name: the weight of the head, if there is one."""
+        table = LinearShape(shape.inputs, {name.removesuffix(".weight"): shape.outputs})
+        if head is None:
+            return self.linear(table)
+        self.add_linear(table, head)
+        return head
 
 
 class AttentionMixer:
@@ -399,7 +397,7 @@ class OwnInputs:
         """Returns [L, T, I] of tokens and their embeddings."""
         made_TI = self._projection(x_TE) * x_TE.shape[-1] ** -0.5
         normed_TLI = self._rms_norm(made_TI.unflatten(-1, (-1, self._size)), self._norm_I)
-        table_TLI = (self._table(token_ids_T) * self._scale).view_as(normed_TLI)
+        table_TLI = (self._table.read_rows(token_ids_T) * self._scale).view_as(normed_TLI)
         return ((normed_TLI + table_TLI) * 0.5**0.5).transpose(0, 1)
 
 
@@ -465,7 +463,7 @@ class DecoderModel:
         return self._rms_norm(x_TE, self._norm_E)
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
-        x_TE = self._embedding(token_ids_T)
+        x_TE = self._embedding.read_rows(token_ids_T)
         return x_TE if self._embedding_scale == 1.0 else x_TE.mul_(self._embedding_scale)
 
     @torch.inference_mode()

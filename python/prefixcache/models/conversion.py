@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError
@@ -22,14 +20,16 @@ from safetensors.numpy import save_file
 from prefixcache.config.model_config import ModelConfig, read_json_object
 from prefixcache.exceptions import FieldError, ModelLoadError
 from prefixcache.models.arrays import DTYPES, Array, dense
+from prefixcache.models.gguf.header import read_header
 from prefixcache.models.gguf.index import (
     INDEX_FILE,
     UNQUANTIZED_TYPES,
     WEIGHTS_FILE,
     IndexedTensor,
     write_index,
+    write_json,
 )
-from prefixcache.models.hub import resolve_model
+from prefixcache.models.hub import make_whole, resolve_model
 from prefixcache.models.loader import check_weights
 from prefixcache.models.quantize import QUANTIZABLE, quantized
 from prefixcache.models.quantized import QuantizedTensor, quant_block_size
@@ -57,11 +57,11 @@ def quantize_folder(source: Path, target: Path, quant_format: str) -> None:
     are. One tensor is in memory at a time. Raises `ModelLoadError` for weights that are not those
     of the folder's configuration, are quantized already, or do not fit into the format.
     """
-    names = check_weights(ModelConfig.from_hf(source), source)
+    config = ModelConfig.from_hf(source)
+    names = check_weights(config, source)
     formats = {one.name: _format_of(one, quant_format) for one in read_folder(source, names)}
     file = target / WEIGHTS_FILE
-    model_type = str(read_json_object(source / "config.json")["model_type"])
-    with closing(GGUFWriter(file, model_type)) as writer:
+    with closing(GGUFWriter(file, config.architecture)) as writer:
         for one in read_folder(source, names):
             _announce(writer, one.name, tuple(one.tensor.shape), formats[one.name])
         writer.write_header_to_file()
@@ -90,10 +90,10 @@ def dequantize_folder(source: Path, target: Path, dtype: str) -> None:
         save_file(shard, target / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {}, "weight_map": weight_map}
-    _write_json(target / _SAFETENSORS_INDEX, index)
+    write_json(target / _SAFETENSORS_INDEX, index)
     _copy_others(source, target)
     said = read_json_object(target / "config.json") | {"dtype": dtype}
-    _write_json(target / "config.json", said)
+    write_json(target / "config.json", said)
 
 
 def convert_model(
@@ -123,22 +123,11 @@ def convert_model(
             dequantize_folder(source, new, form)
 
     try:
-        _write_once(target, write)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        make_whole(target, write, f".{target.name}-")
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"Cannot write {target}: {error}") from error
     return target
-
-
-def _write_once(target: Path, write: Callable[[Path], None]) -> None:
-    """Moves what was written into place as a whole; nothing is left of what fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
-    ) as scratch:
-        new = Path(scratch, target.name)
-        new.mkdir()
-        write(new)
-        new.rename(target)
 
 
 def _shown(tensors: Iterable[NamedTensor], count: int, what: str) -> Iterator[NamedTensor]:
@@ -178,13 +167,8 @@ def _data(one: NamedTensor, tensor_format: str) -> np.ndarray:
 
 
 def _indexed(file: Path) -> Iterator[IndexedTensor]:
-    for tensor in GGUFReader(file).tensors:
-        yield IndexedTensor(
-            name=tensor.name,
-            format=tensor.tensor_type.name,
-            shape=tuple(int(size) for size in reversed(tensor.shape)),
-            offset=int(tensor.data_offset),
-        )
+    for one in read_header(file).tensors:
+        yield IndexedTensor(name=one.name, format=one.format, shape=one.shape, offset=one.start)
 
 
 def _dequantized(one: NamedTensor, dtype: np.dtype[Any]) -> Array:
@@ -212,7 +196,3 @@ def _copy_others(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.name not in (_SAFETENSORS_INDEX, INDEX_FILE):
                 shutil.copyfile(file, target / file.name)
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

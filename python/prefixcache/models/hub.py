@@ -288,24 +288,27 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 def _make(folder: Path, make: Callable[[Path], None], *, is_alone: bool) -> None:
     if is_alone:
-        _remove_partial(folder.parent)
+        for left in folder.parent.glob(f"{_PARTIAL}*"):  # by killed processes
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        make_whole(folder, make, _PARTIAL)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def make_whole(folder: Path, make: Callable[[Path], None], prefix: str) -> None:
+    """Moves what `make` writes to an empty folder into place as a whole, or leaves nothing of it.
+
+    Meanwhile it is in a folder with this prefix, next to its place.
+    """
     with tempfile.TemporaryDirectory(
-        prefix=_PARTIAL, dir=folder.parent, ignore_cleanup_errors=True
+        prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
     ) as scratch:
-        new = Path(scratch, "model")
+        new = Path(scratch, folder.name)
         new.mkdir()
         make(new)
-        try:
-            new.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-
-
-def _remove_partial(parent: Path) -> None:
-    """Removes what killed processes left."""
-    for left in parent.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        new.rename(folder)
 
 
 @contextmanager

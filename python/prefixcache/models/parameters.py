@@ -662,39 +662,13 @@ class WritableLinear(Protocol):
         ...
 
 
-def linear_slots(shape: LinearShape, linear: WritableLinear) -> Iterator[tuple[str, Slot]]:
-    """Where the tensors of a linear layer go."""
-    for name, start in shape.starts.items():
-        rows, order = shape.parts[name], shape.pieces.get(name)
-        write = partial(_write_matrix, linear, start, order)
-        size, kept_format = (rows, shape.inputs), partial(linear.kept_format, start)
-        yield f"{name}.weight", Slot(size, write, kept_format)
-        if shape.bias:
-            write = partial(_write_bias, linear, start, order)
-            yield f"{name}.bias", Slot((rows,), write, lambda: linear.dtype_name)
+def _same(numbers: Array) -> Array:
+    return numbers
 
 
-def norm_slots(
-    shape: NormShape, write_rows: Callable[[slice, Array], None], dtype_name: str
-) -> Iterator[tuple[str, Slot]]:
-    """Where the tensors of a norm go; `write_rows` fills rows, alike if it gets one."""
-    start = 0
-    for name, rows in shape.parts.items():
-        write = partial(_write_norm, shape, partial(write_rows, slice(start, start + rows)))
-        yield f"{name}.{shape.tensor}", Slot(shape.shape(name), write, lambda: dtype_name)
-        start += rows
-
-
-def conv_slots(
-    shape: ConvShape,
-    write_weight: Callable[[Array], None],
-    write_bias: Callable[[Array], None],
-    dtype_name: str,
-) -> Iterator[tuple[str, Slot]]:
-    """Where the tensors of a convolution go: the weight as [E, 1, taps], the bias as [E]."""
-    for name, size in shape.tensors.items():
-        write = write_bias if name.endswith(".bias") else write_weight
-        yield name, Slot(size, partial(_write_numbers, write), lambda: dtype_name)
+def _exp(numbers: Array) -> Array:
+    """In float64, so that every processor rounds to the same."""
+    return np.array([math.exp(float(one)) for one in numbers]).astype(np.float32)
 
 
 _STATE_FIELDS = {
@@ -722,67 +696,115 @@ class StateWeights:
     conv_bias: Any = None
     skip: Any = None
 
-    @classmethod
-    def of(cls, shape: StateShape, empty: Callable[..., Any]) -> StateWeights:
-        """Unfilled; `empty` makes an array of a shape."""
-        sizes = {_STATE_FIELDS[name]: size for name, size in shape.own.items()}
-        channels, _, taps = sizes.pop("conv")
-        return cls(empty((taps, channels)), **{name: empty(size) for name, size in sizes.items()})
 
-    @property
-    def arrays(self) -> list[Any]:
-        """Those that there are."""
-        found = (getattr(self, one.name) for one in fields(self))
-        return [one for one in found if one is not None]
+class Parameters:
+    """A model's tensors, of numpy or of torch, unfilled, and the slots that fill them.
 
-    def slots(
-        self, shape: StateShape, write: Callable[[Any, Array], None]
-    ) -> Iterator[tuple[str, Slot]]:
-        """Where the tensors go; `write` fills an array."""
-        for name, size in shape.own.items():
-            fill = partial(self._fill, name, shape.channels, write)
-            yield f"{shape.name}.{name}", Slot(size, fill, lambda: "float32")
+    `new` makes one of a shape and a type, as "bfloat16", and `write` writes numbers to one. All are
+    kept in `tensors`: kernels may have but their addresses.
+    """
 
-    def _fill(
-        self, name: str, order: _Order, write: Callable[[Any, Array], None], tensor: _Weight
+    def __init__(
+        self,
+        dtype_name: str,
+        new: Callable[[tuple[int, ...], str], Any],
+        write: Callable[[Any, Array], None],
     ) -> None:
-        target, numbers = getattr(self, _STATE_FIELDS[name]), _numbers(tensor)
-        if name.startswith("conv1d"):
-            numbers = numbers[_rows_in(order)]
-        if name == "conv1d.weight":
-            target, numbers = target.T, numbers[:, 0]
-        if name == "A_log":  # in float64, so that every processor rounds to the same
-            numbers = np.array([math.exp(float(one)) for one in numbers]).astype(np.float32)
-        write(target, numbers)
+        self.slots: dict[str, Slot] = {}
+        self.tensors: list[Any] = []
+        self._dtype_name = dtype_name
+        self._new = new
+        self._write = write
 
+    def norm(self, shape: NormShape) -> Any:
+        """The weight of a norm: [rows, width]."""
+        made, start = self._made((shape.rows, shape.width)), 0
+        for name, rows in shape.parts.items():
+            change = partial(_norm_numbers, shape)
+            part, size = made[start : start + rows], shape.shape(name)
+            self._add(f"{name}.{shape.tensor}", size, part, self._dtype_name, change)
+            start += rows
+        return made
 
-def vector_slot(shape: VectorShape, write: Callable[[Array], None]) -> tuple[str, Slot]:
-    """Where the tensor goes."""
-    return shape.name, Slot((shape.width,), partial(_write_numbers, write), lambda: "float32")
+    def vector(self, shape: VectorShape) -> Any:
+        """Numbers in float32."""
+        made = self._made((shape.width,), "float32")
+        self._add(shape.name, (shape.width,), made, "float32")
+        return made
+
+    def conv(self, shape: ConvShape) -> tuple[Any, Any | None]:
+        """The weight of a convolution, [taps, E], and its bias, [E], where it has one."""
+        channels = shape.out.inputs
+        weight_LE, bias_E = self._made((shape.taps, channels)), self._made((channels,))
+        for name, size in shape.tensors.items():
+            target = bias_E if name.endswith(".bias") else weight_LE.T[:, None]
+            self._add(name, size, target, self._dtype_name)
+        return weight_LE, bias_E if shape.bias else None
+
+    def states(self, shape: StateShape) -> StateWeights:
+        """The weights of a recurrence."""
+        made: dict[str, Any] = {}
+        for name, size in shape.own.items():
+            is_conv, change = name == "conv1d.weight", _exp if name == "A_log" else _same
+            array = self._made((size[-1], size[0]) if is_conv else size, "float32")
+            if name.startswith("conv1d"):
+                change = partial(_in_order, shape.channels)
+            target = array.T[:, None] if is_conv else array
+            self._add(f"{shape.name}.{name}", size, target, "float32", change)
+            made[_STATE_FIELDS[name]] = array
+        return StateWeights(**made)
+
+    def add_linear(self, shape: LinearShape, linear: WritableLinear) -> None:
+        """The slots of a linear layer; none of one that goes without a name."""
+        for name, start in shape.starts.items():
+            if not name:
+                continue
+            order, size = shape.pieces.get(name), (shape.parts[name], shape.inputs)
+            write = partial(_write_matrix, linear, start, order)
+            self.slots[f"{name}.weight"] = Slot(size, write, partial(linear.kept_format, start))
+            if shape.bias:
+                write = partial(_write_bias, linear, start, order)
+                self.slots[f"{name}.bias"] = Slot(size[:1], write, lambda: linear.dtype_name)
+
+    def _made(self, size: tuple[int, ...], dtype_name: str | None = None) -> Any:
+        made = self._new(size, dtype_name or self._dtype_name)
+        self.tensors.append(made)
+        return made
+
+    def _add(
+        self,
+        name: str,
+        size: tuple[int, ...],
+        target: Any,
+        kept_as: str,
+        change: Callable[[Array], Array] = _same,
+    ) -> None:
+        fill = self._write  # without this object: a circle would keep a model that is given up
+
+        def write(tensor: _Weight) -> None:
+            fill(target, change(_numbers(tensor)))
+
+        self.slots[name] = Slot(size, write, lambda: kept_as)
 
 
 def _write_matrix(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
     if isinstance(tensor, QuantizedTensor):
-        linear.copy_blocks(start, replace(tensor, blocks=tensor.blocks[_rows_in(order)]))
+        linear.copy_blocks(start, replace(tensor, blocks=_in_order(order, tensor.blocks)))
     else:
-        linear.copy_rows(start, tensor[_rows_in(order)])
+        linear.copy_rows(start, _in_order(order, tensor))
 
 
 def _write_bias(linear: WritableLinear, start: int, order: _Order, tensor: _Weight) -> None:
-    linear.copy_bias(start, _numbers(tensor)[_rows_in(order)])
+    linear.copy_bias(start, _in_order(order, _numbers(tensor)))
 
 
-def _write_norm(shape: NormShape, write: Callable[[Array], None], tensor: _Weight) -> None:
-    numbers = _numbers(tensor)
+def _norm_numbers(shape: NormShape, numbers: Array) -> Array:
     if shape.whole:
         numbers = numbers.reshape(-1, shape.width)
-    if shape.factor != 1.0:  # a tensor of torch may come too
-        numbers = given_array(shape.tensor, numbers).astype(np.float32) * np.float32(shape.factor)
-    write(numbers)
-
-
-def _write_numbers(write: Callable[[Array], None], tensor: _Weight) -> None:
-    write(_numbers(tensor))
+    if shape.factor == 1.0:
+        return numbers
+    # A tensor of torch may come too.
+    return given_array(shape.tensor, numbers).astype(np.float32) * np.float32(shape.factor)
 
 
 def _numbers(tensor: _Weight) -> Array:
@@ -791,6 +813,6 @@ def _numbers(tensor: _Weight) -> Array:
     return tensor
 
 
-def _rows_in(order: _Order) -> Any:
-    """The outputs of a checkpoint in our order: pieces of a kind together."""
-    return slice(None) if order is None else order.rows
+def _in_order(order: _Order, numbers: Array) -> Array:
+    """Outputs with pieces of a kind together."""
+    return numbers if order is None else numbers[order.rows]

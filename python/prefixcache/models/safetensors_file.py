@@ -32,7 +32,7 @@ FORMATS = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A tensor's bytes in its file, from `start` to `end`; `format` is safetensors' name."""
+    """A tensor's bytes in its file, from `start` to `end`; `format` is its file format's name."""
 
     name: str
     format: str

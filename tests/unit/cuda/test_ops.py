@@ -13,6 +13,7 @@ from prefixcache.config.model_config import RopeConfig
 from prefixcache.models.parameters import LinearShape
 from prefixcache.models.rope import inverse_frequencies
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear
+from prefixcache.runner.cuda.decoder_model import Builder
 from prefixcache.runner.cuda.ops.activation import gelu_tanh, silu
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
 from prefixcache.runner.cuda.ops.sets import Ops
@@ -110,9 +111,10 @@ def test_a_tied_head_gives_the_embeddings_products(form: str) -> None:
         rows = to_torch(table(ids.numpy()))
     else:
         head = ops().linear(shape)
-        embedding = ops().embedding(shape, head)
-        embedding.write(weight)
-        rows = embedding(ids)
+        builder = Builder(ops())
+        table = builder.embedding("table.weight", shape, head)
+        builder.slots["table.weight"].write(to_numpy(weight))
+        rows = table.read_rows(ids)
     torch.testing.assert_close(head(x), x @ weight.T)
     assert torch.equal(rows, weight[[39, 0]])
 

@@ -66,6 +66,15 @@ def test_a_converted_model_computes_what_its_dequantized_weights_do(
     assert Tokenizer.from_folder(blocks).encode(text).tolist() == expected.tolist()
 
 
+def test_a_model_that_can_be_served_can_be_quantized(tmp_path: Path) -> None:
+    """Its configuration names an architecture, and need not name transformers' model type."""
+    source = make_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    del config["model_type"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert cpu_model(made(quantize_folder, source, tmp_path / "blocks", "Q8_0")).num_bytes
+
+
 @pytest.mark.parametrize("quant_format", QUANTIZABLE)
 def test_the_file_holds_what_the_gguf_package_makes(tmp_path: Path, quant_format: str) -> None:
     """Of a width of 80 there are no whole blocks: `down_proj` stays as it is."""

@@ -103,7 +103,7 @@ def test_the_header_is_read_as_the_gguf_package_reads_it(file: Path) -> None:
     header, theirs = read_header(file), GGUFReader(file)
     values = {key: one.contents() for key, one in theirs.fields.items() if "GGUF." not in key}
     assert header.metadata == values
-    assert [(t.name, t.format, t.shape, t.offset, t.nbytes) for t in header.tensors] == [
+    assert [(t.name, t.format, t.shape, t.start, t.nbytes) for t in header.tensors] == [
         (t.name, t.tensor_type.name, tuple(t.shape.tolist())[::-1], t.data_offset, t.n_bytes)
         for t in theirs.tensors
     ]
@@ -129,7 +129,7 @@ def test_metadata_without_sense_names_the_file(file: Path) -> None:
 
 def test_a_scale_that_is_no_number_names_file_and_tensor(file: Path) -> None:
     tensor = next(one for one in read_header(file).tensors if one.name == "blk.0.ffn_up.weight")
-    edited(file, tensor.offset + 34 * 2 * 5, "<e", np.nan)  # two blocks a row
+    edited(file, tensor.start + 34 * 2 * 5, "<e", np.nan)  # two blocks a row
     with pytest.raises(
         ModelLoadError, match=r"mlp\.up_proj\.weight in .*tiny\.gguf: .*row 5 has a scale"
     ):

@@ -273,6 +273,13 @@ def test_quantized_safetensors_are_refused_before_they_are_fetched(
     assert loopback.sent < MEGABYTE
 
 
+@pytest.mark.parametrize("config", [b"[]", b'"/etc"', b"7"])
+def test_a_configuration_that_is_no_object_is_refused_by_name(loopback, config: bytes) -> None:
+    loopback.repos["owner/tiny"] = {"config.json": config, "model.safetensors": b""}
+    with pytest.raises(ModelLoadError, match=r"config\.json of owner/tiny .*JSON object"):
+        resolve_model("owner/tiny")
+
+
 def bad_architecture(content: bytes) -> bytes:
     return content.replace(b"llama", b"lalma", 1)
 

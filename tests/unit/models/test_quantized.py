@@ -15,6 +15,7 @@ from prefixcache.models.arrays import BFLOAT16, DTYPES, FLOAT32
 from prefixcache.models.parameters import LinearShape
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, quant_block_size, row_bytes
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType
+from prefixcache.runner.cuda.decoder_model import Builder
 from prefixcache.runner.cuda.ops.sets import Ops
 from support.loaded import CPU, to_numpy, to_torch
 from support.tiny_gguf import random_blocks
@@ -76,19 +77,22 @@ def test_an_embedding_is_read_from_the_blocks_it_was_written_as(form: str, tied:
     shape = LinearShape(256, {"": 48})
     head = linear(form, DTYPE, shape)
     if form == "cpu":
-        embedding = CpuEmbedding(Cpu(2), DTYPE, shape, head if tied else None)
+        table = CpuEmbedding(Cpu(2), DTYPE, shape, head if tied else None)
+        write = table.write
     else:
-        embedding = Ops(torch.bfloat16, CPU).embedding(shape, head if tied else None)
+        table = Builder(Ops(torch.bfloat16, CPU))
+        read_rows = table.embedding("table.weight", shape, head if tied else None).read_rows
+        write = table.slots["table.weight"].write
     ids = torch.tensor([47, 0, 5, 5])
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     first, last = quantized("Q4_K", 48, 256), quantized("Q6_K", 48, 256, seed=1)
     for weight in (first, first.dequantized(FLOAT32), last):
-        embedding.write(weight)
+        write(weight)
         is_dense = isinstance(weight, np.ndarray)
         numbers = to_torch(weight if is_dense else weight.dequantized(FLOAT32)).bfloat16()
-        rows = to_torch(embedding(ids.numpy())) if form == "cpu" else embedding(ids)
+        rows = to_torch(table(ids.numpy())) if form == "cpu" else read_rows(ids)
         assert torch.equal(rows, numbers[ids])
-        assert (embedding.num_bytes == 0) == tied
+        assert (table.num_bytes == 0) == tied
         if tied:
             dense = linear(form, DTYPE, shape)
             dense.copy_rows(0, to_numpy(numbers))

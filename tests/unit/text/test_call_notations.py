@@ -286,3 +286,14 @@ def test_a_schema_of_any_size_makes_a_grammar_of_bounded_size(family):
     tool = {"type": "function", "function": {"name": "w", "parameters": parameters}}
     output = plan(family, "required", [tool]).structured_output
     assert len(output.text) < 2**24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("items", [True, [{"type": "string"}], "text"])
+def test_items_that_are_no_schema_may_be_anything(family: str, items: object) -> None:
+    parameters = {"type": "object", "properties": {"many": {"type": "array", "items": items}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    use = read_tool_use([tool], "required")
+    output = chat_format(family).plan(QUESTION, tool_use=use).structured_output
+    assert output is not None
+    assert items is not True or holds(family, output, written(family, [("f", {"many": [1, 2]})]))

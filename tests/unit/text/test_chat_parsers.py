@@ -278,6 +278,12 @@ def test_what_a_response_template_cannot_read_is_content():
     assert read(parser("described"), ["a<call>{no json", "</call>", "b"])[0] == "a{no json</call>b"
 
 
+@pytest.mark.parametrize("name", ["null", "3", "[]"])
+def test_a_call_without_a_name_is_content_in_a_response_template_too(name: str) -> None:
+    written = f'{{"f": {name}, "a": {{}}}}'
+    assert read(parser("described"), [f"a<call>{written}</call>"]) == (f"a{written}", "", [])
+
+
 def test_an_answer_that_restarts_is_read_again():
     choice = Choice(0, 3, lambda: parser("qwen2"))
     choice.add(RequestOutput(request_id="a", text='<tool_call>{"name": "f", "argu', token_ids=(1,)))

@@ -273,6 +273,17 @@ def test_a_child_that_is_killed_behind_its_answer_gives_no_second_one(tmp_path: 
         sandbox.close()
 
 
+def test_a_process_that_is_lost_within_its_answer_has_given_none(monkeypatch) -> None:
+    def start(_: Vocabulary) -> subprocess.Popen[bytes]:
+        code = "import sys; sys.stdin.buffer.read(1); sys.stdout.write('[12, nu')"
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)
+
+    monkeypatch.setattr("prefixcache.text.grammar.sandbox._start", start)
+    with pytest.raises(QueueFullError, match="no time"):
+        all_grammars().compile(StructuredOutput("regex", "a"), Sandbox())
+
+
 def test_a_refused_grammar_is_not_tried_again() -> None:
     sandbox, known = mock.Mock(is_quick=False), all_grammars()
     sandbox.run.side_effect = GrammarError("x" * 10**6)

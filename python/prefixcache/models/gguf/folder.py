@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import (
     SUPPORTED_FORMATS,
     GgufHeader,
-    GgufTensor,
     read_header,
 )
-from prefixcache.models.gguf.index import IndexedTensor, write_index
+from prefixcache.models.gguf.index import IndexedTensor, write_index, write_json
 from prefixcache.models.gguf.tokenizer import write_tokenizer
+from prefixcache.models.safetensors_file import TensorRange
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -259,9 +258,9 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
         tensors = list(_indexed(headers, config))
         sizes = [file.stat().st_size for file in files]
         write_index(folder, tensors, list(zip(sizes, digests, strict=True)))
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         metadata = headers[0].metadata
-        _write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
+        write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
         write_tokenizer(folder, metadata, config["max_position_embeddings"])
 
 
@@ -334,7 +333,7 @@ def _factors(
                     raise UnsupportedModelError(
                         f"tensor {tensor.name} is {tensor.format}, not F32."
                     )
-                numbers = np.fromfile(file, "<f4", tensor.nbytes // 4, offset=tensor.offset)
+                numbers = np.fromfile(file, "<f4", tensor.nbytes // 4, offset=tensor.start)
                 yield tensor.name, [float(str(number)) for number in numbers]
 
 
@@ -687,27 +686,27 @@ def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[In
             name=_checkpoint_name(tensor.name, modules),
             format=tensor.format,
             shape=_checkpoint_shape(tensor),
-            offset=tensor.offset,
+            offset=tensor.start,
             paired_heads=_paired_heads(tensor, config),
             offset_by=_offset_by(tensor, config),
             is_minus_exp=tensor.name.endswith(".ssm_a"),
         )
 
 
-def _layer_of(tensor: GgufTensor) -> int:
+def _layer_of(tensor: TensorRange) -> int:
     """Its layer; -1 of what is of none."""
     number = tensor.name.removeprefix("blk.").partition(".")[0]
     return int(number) if number.isdecimal() else -1
 
 
-def _offset_by(tensor: GgufTensor, config: dict[str, Any]) -> float:
+def _offset_by(tensor: TensorRange, config: dict[str, Any]) -> float:
     """llama.cpp keeps what norms multiply by."""
     has_offset = config["model_type"] in ("gemma3", *_DELTA)
     is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
     return 1.0 if has_offset and is_norm else 0.0
 
 
-def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
+def _checkpoint_shape(tensor: TensorRange) -> tuple[int, ...]:
     """What has one input, or one output, is a vector in llama.cpp; vectors of Mamba-2 are none."""
     shape = tensor.shape
     if tensor.name.endswith((*_BARE, ".ssm_norm.weight")):
@@ -719,7 +718,7 @@ def _checkpoint_shape(tensor: GgufTensor) -> tuple[int, ...]:
 
 
 def _split(
-    tensor: GgufTensor, name: re.Match[str], modules: Mapping[str, str]
+    tensor: TensorRange, name: re.Match[str], modules: Mapping[str, str]
 ) -> Iterator[IndexedTensor]:
     """The tensors of each expert, by the names that they have in a checkpoint."""
     count, parts = tensor.shape[0], _EXPERTS[name[2]]
@@ -731,11 +730,11 @@ def _split(
             name=f"model.layers.{name[1]}.{module}.{name[3]}",
             format=tensor.format,
             shape=(rows // len(parts), *columns),
-            offset=tensor.offset + number * (tensor.nbytes // (count * len(parts))),
+            offset=tensor.start + number * (tensor.nbytes // (count * len(parts))),
         )
 
 
-def _paired_heads(tensor: GgufTensor, config: dict[str, Any]) -> int:
+def _paired_heads(tensor: TensorRange, config: dict[str, Any]) -> int:
     """The heads of whose rows llama.cpp has rotated pairs side by side; 0 where it does not."""
     if config["model_type"] not in _PAIRED:
         return 0
@@ -760,7 +759,3 @@ def _checkpoint_name(name: str, modules: Mapping[str, str]) -> str:
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     raise UnsupportedModelError(f"it holds a tensor {name} that no supported model has.")
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

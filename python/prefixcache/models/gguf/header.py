@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.quantized import QUANT_FORMATS
+from prefixcache.models.safetensors_file import TensorRange
 
 # Unquantized numbers, by GGUF's names.
 DENSE_FORMATS = ("F32", "F16", "BF16")
@@ -37,23 +39,16 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufTensor:
-    """A tensor of a supported format. `offset` counts bytes from the file's start."""
-
-    name: str
-    format: str
-    shape: tuple[int, ...]  # the dimension whose numbers lie side by side is the last
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of its model, and its tensors in the order in which they lie."""
+    """What a file says of its model, and its tensors in the order in which they lie.
+
+    Their formats are of `SUPPORTED_FORMATS`. The dimension whose numbers lie side by side is the
+    last.
+    """
 
     metadata: dict[str, Any]
-    tensors: tuple[GgufTensor, ...]
+    tensors: tuple[TensorRange, ...]
 
 
 def read_header(file: Path) -> GgufHeader:
@@ -146,7 +141,7 @@ def parse_header(data: FileBytes, check: Callable[[str, Any], None] | None = Non
             check(key, metadata[key])
     found = [_tensor(cursor) for _ in range(num_tensors)]
     start = _data_start(cursor.place, metadata)
-    tensors = sorted((_placed(one, start, cursor.size) for one in found), key=lambda t: t.offset)
+    tensors = sorted((_placed(one, start, cursor.size) for one in found), key=attrgetter("start"))
     _check_apart(tensors)
     return GgufHeader(metadata, tuple(tensors))
 
@@ -158,8 +153,8 @@ def _data_start(header_end: int, metadata: dict[str, Any]) -> int:
     return -(-header_end // alignment) * alignment
 
 
-def _tensor(cursor: _Cursor) -> GgufTensor:
-    """The next tensor, its offset still that within the data."""
+def _tensor(cursor: _Cursor) -> TensorRange:
+    """The next tensor, its bytes still counted within the data."""
     name = cursor.string()
     dimensions = cursor.number("<I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -167,8 +162,8 @@ def _tensor(cursor: _Cursor) -> GgufTensor:
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
     tensor_format = _supported_format(name, cursor.number("<I"))
     nbytes = _checked_bytes(name, tensor_format, shape)
-    offset = cursor.number("<Q")
-    return GgufTensor(name=name, format=tensor_format, shape=shape, offset=offset, nbytes=nbytes)
+    start = cursor.number("<Q")
+    return TensorRange(name, tensor_format, shape, start, start + nbytes)
 
 
 def _supported_format(name: str, code: int) -> str:
@@ -197,24 +192,23 @@ def _checked_bytes(name: str, tensor_format: str, shape: tuple[int, ...]) -> int
     return prod(shape) // numbers * size
 
 
-def _placed(tensor: GgufTensor, data_start: int, file_size: int) -> GgufTensor:
-    offset = data_start + tensor.offset
-    if offset % 8:
+def _placed(tensor: TensorRange, data_start: int, file_size: int) -> TensorRange:
+    start, end = data_start + tensor.start, data_start + tensor.end
+    if start % 8:
         raise ValueError(f"tensor {tensor.name} does not begin at a multiple of 8 bytes")
-    if offset + tensor.nbytes > file_size:
+    if end > file_size:
         raise ValueError(
-            f"tensor {tensor.name} needs the bytes {offset} to {offset + tensor.nbytes}, "
-            f"but the file has {file_size}"
+            f"tensor {tensor.name} needs the bytes {start} to {end}, but the file has {file_size}"
         )
-    return replace(tensor, offset=offset)
+    return replace(tensor, start=start, end=end)
 
 
-def _check_apart(tensors: list[GgufTensor]) -> None:
+def _check_apart(tensors: list[TensorRange]) -> None:
     names: set[str] = set()
     for tensor in tensors:
         if tensor.name in names:
             raise ValueError(f"it holds two tensors {tensor.name}")
         names.add(tensor.name)
     for one, following in pairwise(tensors):
-        if one.offset + one.nbytes > following.offset:
+        if one.end > following.start:
             raise ValueError(f"tensors {one.name} and {following.name} overlap")

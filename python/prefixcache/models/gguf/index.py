@@ -103,11 +103,18 @@ def write_index(
     which is checked when weights are read, and None if the file belongs to the folder, so that
     nothing replaces it.
     """
-    entries = {one.name: _fields_of(one) for one in tensors}
+    entries = {one.name: asdict(one) for one in tensors}
+    for entry in entries.values():
+        del entry["name"]
     (size, digest), *more = parts
     about = {"version": _VERSION, "size": size, "digest": digest, "more": more}
     content = {**about, "tensors": entries}
     (folder / INDEX_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Writes a file of a model's folder. Raises `OSError`."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_index(folder: Path) -> TensorIndex:
@@ -134,10 +141,6 @@ def read_index(folder: Path) -> TensorIndex:
         _check_file(file, size, digest)
     in_order = sorted(tensors, key=lambda one: (one.part, one.offset))
     return TensorIndex(tuple(file.resolve() for file in files), tuple(in_order))
-
-
-def _fields_of(tensor: IndexedTensor) -> dict[str, Any]:
-    return {key: value for key, value in asdict(tensor).items() if key != "name"}
 
 
 def _content(index: Path) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
+from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.gguf.folder import check_header, check_metadata, errors_of
 from prefixcache.models.gguf.header import GgufHeader, parse_header
 
@@ -32,15 +33,21 @@ def check_remote(repo_id: str, names: list[str], revision: str | None) -> None:
         check_header(headers)
 
 
-def remote_json(repo_id: str, name: str, revision: str | None) -> Any:
-    """What a JSON file of a repository says; it is not kept. Raises as the hub's client does."""
+def remote_json(repo_id: str, name: str, revision: str | None) -> dict[str, Any]:
+    """What a JSON file of a repository says; it is not kept.
+
+    Raises as the hub's client does, and `ModelLoadError` for what is no object.
+    """
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     url = hf_hub_url(repo_id, name, revision=revision)
     response = get_session().get(url, headers=build_hf_headers())
     hf_raise_for_status(response)
-    return json.loads(response.content)
+    found = json.loads(response.content)
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{name} of {repo_id} holds no JSON object.")
+    return cast("dict[str, Any]", found)
 
 
 class _Ranges:

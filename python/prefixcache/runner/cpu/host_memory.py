@@ -7,7 +7,6 @@ import math
 import mmap
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,13 +65,9 @@ def num_resident_bytes(address: int, num_bytes: int) -> int:
 def _num_resident(address: int, num_bytes: int) -> int:
     pages = np.empty(-(-num_bytes // mmap.PAGESIZE), np.uint8)
     place = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
-    if _libc().mincore(*place, ctypes.c_void_p(pages.ctypes.data)) != 0:
+    if ctypes.CDLL(None, use_errno=True).mincore(*place, ctypes.c_void_p(pages.ctypes.data)) != 0:
         raise OSError(ctypes.get_errno(), "mincore failed")
     return int((pages & 1).sum()) * mmap.PAGESIZE
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def host_page_bytes(block_bytes: int, num_tensors: int, max_blocks: int) -> int:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -72,13 +71,9 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    Parameters,
     StateShape,
-    StateWeights,
     VectorShape,
-    conv_slots,
-    linear_slots,
-    norm_slots,
-    vector_slot,
 )
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cpu.kv_memory import KVMemory
@@ -120,18 +115,18 @@ class CpuModel:
     ) -> None:
         self.config = config
         self.names = TensorNames(config)
-        self.slots: dict[str, Slot] = {}
+        self._parameters = Parameters(dtype, _new, _write)
+        self.slots = self._parameters.slots
         self._cpu = cpu
         self.dtype_name: KernelDType = dtype
         self._activations: Activations = activations
         self._parts: list[CpuLinear | CpuEmbedding] = []
         self._packed: dict[str, Callable[[], tuple[PackedLinear, int] | None]] = {}
-        self._norms: list[Array] = []
         shape = DecoderShape.of(config)
         eps = config.stream_eps
         layers = [self._layer(layer) for layer in shape.layers]
         self._stack = DecoderStack(cpu, dtype, config.hidden_size, eps, layers)
-        self._norm_E = self._norm(shape.norm)
+        self._norm_E: Array = self._parameters.norm(shape.norm)
         self._rows = RowOps(cpu, dtype)
         self._head = self._linear(shape.head)
         tied = self._head if config.tie_word_embeddings else None
@@ -147,8 +142,8 @@ class CpuModel:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights as they are kept now."""
-        norms = sum(norm.nbytes for norm in self._norms)
-        return norms + sum(part.num_bytes for part in self._parts)
+        tensors = sum(tensor.nbytes for tensor in self._parameters.tensors)
+        return tensors + sum(part.num_bytes for part in self._parts)
 
     def laid_out(self) -> dict[str, tuple[PackedLinear, int]]:
         """The weights that lie in layers of the kernels, by name: layer, and first output there."""
@@ -233,14 +228,14 @@ class CpuModel:
             gate=self._linear(shape.gate).packed,
             activation=shape.activation,
             out=self._linear(shape.out).packed,
-            norm=address(self._norm(shape.norm)),
+            norm=address(self._parameters.norm(shape.norm)),
         )
 
     def _make_own_inputs(self, shape: OwnInputsShape) -> OwnInputs:
         return OwnInputs(
             self._make_embedding(OWN_EMBEDDING, shape.table, None),
             self._linear(shape.projection),
-            self._norm(shape.norm),
+            self._parameters.norm(shape.norm),
             self._rows,
             self.config.rms_norm_eps * shape.projection.inputs,
         )
@@ -253,10 +248,7 @@ class CpuModel:
         return self._conv(shape) if isinstance(shape, ConvShape) else self._attention(shape)
 
     def _states(self, shape: StateShape) -> DeltaMixer:
-        weights = StateWeights.of(shape, partial(new_array, dtype=DTYPES["float32"]))
-        self._norms += weights.arrays
-        self.slots.update(weights.slots(shape, _write))
-        states = shape.states
+        weights, states = self._parameters.states(shape), shape.states
         return DeltaMixer(
             in_proj=self._linear(shape.in_proj).packed,
             key_heads=states.key_heads * states.alike,
@@ -277,18 +269,12 @@ class CpuModel:
         )
 
     def _conv(self, shape: ConvShape) -> ShortConvMixer:
-        dtype, channels = DTYPES[self.dtype_name], shape.out.inputs
-        weight_LE = new_array((shape.taps, channels), dtype)
-        bias_E = new_array((channels,), dtype)
-        self._norms += [weight_LE, bias_E]
-        weight_E1L = weight_LE.T[:, np.newaxis]
-        writes = partial(_write, weight_E1L), partial(_write, bias_E)
-        self.slots.update(conv_slots(shape, *writes, self.dtype_name))
+        weight_LE, bias_E = self._parameters.conv(shape)
         return ShortConvMixer(
             in_proj=self._linear(shape.in_proj).packed,
             taps=shape.taps,
             weight=address(weight_LE),
-            bias=address(bias_E) if shape.bias else None,
+            bias=None if bias_E is None else address(bias_E),
             out=self._linear(shape.out).packed,
         )
 
@@ -315,11 +301,11 @@ class CpuModel:
             return DenseAndExperts(
                 dense=self._dense(shape.dense),
                 experts=self._experts(shape.experts),
-                dense_norm=address(self._norm(shape.dense_norm)),
-                dense_out_norm=address(self._norm(shape.dense_out_norm)),
-                router_norm=address(self._norm(shape.router_norm)),
-                experts_norm=address(self._norm(shape.experts_norm)),
-                experts_out_norm=address(self._norm(shape.experts_out_norm)),
+                dense_norm=address(self._parameters.norm(shape.dense_norm)),
+                dense_out_norm=address(self._parameters.norm(shape.dense_out_norm)),
+                router_norm=address(self._parameters.norm(shape.router_norm)),
+                experts_norm=address(self._parameters.norm(shape.experts_norm)),
+                experts_out_norm=address(self._parameters.norm(shape.experts_out_norm)),
             )
         return self._experts(shape) if isinstance(shape, ExpertsShape) else self._dense(shape)
 
@@ -348,37 +334,25 @@ class CpuModel:
         )
 
     def _optional_norm(self, shape: NormShape | None) -> int | None:
-        return None if shape is None else address(self._norm(shape))
+        return None if shape is None else address(self._parameters.norm(shape))
 
     def _linear(self, shape: LinearShape) -> CpuLinear:
         made = CpuLinear(self._cpu, self.dtype_name, shape, self._activations)
         self._parts.append(made)
-        if "" not in shape.parts:
-            self.slots.update(linear_slots(shape, made))
-            for name, start in shape.starts.items():
+        self._parameters.add_linear(shape, made)
+        for name, start in shape.starts.items():
+            if name:
                 self._packed[f"{name}.weight"] = lambda start=start: (made.packed, start)
         return made
 
-    def _norm(self, shape: NormShape) -> Array:
-        made = new_array((shape.rows, shape.width), DTYPES[self.dtype_name])
-        self._norms.append(made)  # the kernel has only its address
-        self.slots.update(norm_slots(shape, partial(_write_rows, made), self.dtype_name))
-        return made
-
     def _optional_vector(self, shape: VectorShape | None) -> int | None:
-        if shape is None:
-            return None
-        made = new_array((shape.width,), DTYPES["float32"])
-        self._norms.append(made)  # as above
-        name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
-        self.slots[name] = slot
-        return address(made)
+        return None if shape is None else address(self._parameters.vector(shape))
 
     def _ones(self, shape: AttentionShape) -> Array:
         """A weight of values' norms that changes nothing."""
         size, number = shape.kv_heads * shape.head_dim, 1 - self.config.norm_offset
         made = np.full(size, number, DTYPES[self.dtype_name])
-        self._norms.append(made)  # as above
+        self._parameters.tensors.append(made)
         return made
 
     def _make_embedding(
@@ -426,12 +400,12 @@ class OwnInputs:
         return sum_TI.astype(made_TI.dtype, copy=False)
 
 
+def _new(shape: tuple[int, ...], dtype_name: str) -> Array:
+    return new_array(shape, DTYPES[dtype_name])
+
+
 def _write(target: Array, numbers: Array) -> None:
     target[...] = numbers
-
-
-def _write_rows(norm: Array, rows: slice, numbers: Array) -> None:
-    norm[rows] = numbers
 
 
 def attention_kernels(

@@ -20,6 +20,7 @@ from prefixcache.models.replaceable import ReplaceableModel
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.model import CpuModel, step_kernels
 from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.runner.ranges import indptr_of, ranges
 from prefixcache.runner.sampled_rows import inputs_of, outputs_of
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
@@ -54,13 +55,14 @@ class StepComputer:
     def compute(self, plan: StepPlan) -> StepResult:
         """One output for each sequence of the plan: an empty one where nothing was due."""
         model = self._weights.loaded
-        indptr = _indptr(plan.sequences)
+        counts = np.array([sequence.num_tokens for sequence in plan.sequences], np.int64)
+        starts = np.array([sequence.start for sequence in plan.sequences], np.int64)
+        indptr = indptr_of(counts)
         for kernel, tables in zip(self._kernels.attentions, self.block_tables, strict=True):
             self._plan(kernel, tables, indptr)
-        positions_T = _positions(plan.sequences, indptr)
         guesses = _guesses(plan) if self._kernels.states else ()
         token_ids_T = plan.token_ids.astype(np.int64)
-        x_TE = model.forward(token_ids_T, positions_T, self._kernels, guesses)
+        x_TE = model.forward(token_ids_T, ranges(starts, counts), self._kernels, guesses)
         outputs = self._sampled(plan, model, x_TE, indptr[1:])
         accepted = [len(output.after_drafts) for output in outputs]
         if guesses and any(accepted):
@@ -129,18 +131,3 @@ def _guesses(plan: StepPlan) -> list[int]:
     """How many of the last tokens of each sequence are guesses, where any are."""
     drafts = dict(plan.drafts)
     return [len(drafts.get(row, ())) for row in range(len(plan.sequences))] if drafts else []
-
-
-def _indptr(sequences: Sequence[ScheduledSequence]) -> npt.NDArray[np.int32]:
-    """Where the rows of each sequence begin, and the last ones end: [S + 1]."""
-    indptr = np.zeros(len(sequences) + 1, np.int32)
-    np.cumsum([sequence.num_tokens for sequence in sequences], out=indptr[1:])
-    return indptr
-
-
-def _positions(
-    sequences: Sequence[ScheduledSequence], indptr: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int64]:
-    """The position of each token in its sequence: [T]."""
-    shifts = np.array([sequence.start for sequence in sequences]) - indptr[:-1]
-    return np.arange(indptr[-1]) + np.repeat(shifts, np.diff(indptr))

@@ -19,6 +19,7 @@ from torch import Tensor
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionGroup
 from prefixcache.runner.cuda.sampling.upload import Upload
+from prefixcache.runner.ranges import indptr_of, ranges
 from prefixcache.types.step_plan import StepPlan
 
 
@@ -73,8 +74,8 @@ class StepBuffers:
             num_sampled[row] += len(drafts)
         upload = Upload()
         token_ids = upload.integers(plan.token_ids)
-        positions = upload.integers(_ranges(starts, counts))
-        sampled_rows = upload.integers(_ranges(np.cumsum(counts) - num_sampled, num_sampled))
+        positions = upload.integers(ranges(starts, counts))
+        sampled_rows = upload.integers(ranges(np.cumsum(counts) - num_sampled, num_sampled))
         attention = [
             self._attention_batch(plan, starts, counts, *of_group, upload)
             for of_group in zip(self._groups, self.block_tables, strict=True)
@@ -100,14 +101,14 @@ class StepBuffers:
         num_decodes = plan.num_decodes
         if group.attends and (num_apart := _num_apart(plan)):
             of_apart = counts[:num_apart]
-            ends_R = _ranges(starts[:num_apart], of_apart) + 1
+            ends_R = ranges(starts[:num_apart], of_apart) + 1
             tables = _tables_apart(
                 tables, of_apart, ends_R, len(counts), group.spec.sliding_window, self._block_size
             )
             counts = np.concatenate([np.ones_like(ends_R), counts[num_apart:]])
             num_decodes = len(ends_R)
         num_seqs = len(counts)
-        qo_indptr = torch.from_numpy(_indptr(counts))
+        qo_indptr = torch.from_numpy(indptr_of(counts))
         slots = upload.integers(tables.slot_mapping[: plan.num_tokens])
         pages = upload.int32(tables.indices[: tables.indptr[num_seqs]])
         return lambda sent: AttentionBatch(
@@ -143,29 +144,15 @@ def _tables_apart(
     owners_R = np.repeat(np.arange(num_apart), counts)
     first_R = 0 * ends_R if window is None else np.maximum(ends_R - window, 0) // block_size
     pages_R = -(-ends_R // block_size) - first_R
-    places = _ranges(tables.indptr[owners_R] + first_R - tables.first_pages[owners_R], pages_R)
+    places = ranges(tables.indptr[owners_R] + first_R - tables.first_pages[owners_R], pages_R)
     rest, pages = slice(num_apart, num_seqs), tables.indptr[num_apart : num_seqs + 1]
     return BlockTableBuffers(
-        indptr=_indptr(np.concatenate([pages_R, np.diff(pages)])),
+        indptr=indptr_of(np.concatenate([pages_R, np.diff(pages)])),
         indices=np.concatenate([tables.indices[places], tables.indices[pages[0] : pages[-1]]]),
         last_page_len=_int32((ends_R - 1) % block_size + 1, tables.last_page_len[rest]),
         slot_mapping=tables.slot_mapping,
         first_pages=_int32(first_R, tables.first_pages[rest]),
     )
-
-
-def _ranges(
-    starts: npt.NDArray[np.integer], counts: npt.NDArray[np.integer]
-) -> npt.NDArray[np.int64]:
-    """As many numbers from each start on as its count says, side by side."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
-
-
-def _indptr(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-    indptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
 
 
 def _int32(*parts: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:

@@ -29,79 +29,45 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
+    Parameters,
     StateShape,
-    StateWeights,
-    VectorShape,
-    conv_slots,
-    linear_slots,
-    norm_slots,
-    vector_slot,
 )
-from prefixcache.models.weights import Slot
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
 from prefixcache.runner.cuda.ops.delta import gated_delta_rule, mamba2
-from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.runner.cuda.ops.rope import RotaryEmbedding
 from prefixcache.runner.cuda.ops.sets import Ops
 
 
-class Builder:
+class Builder(Parameters):
     """Makes unfilled parameters, and the slots that fill them."""
 
     def __init__(self, ops: Ops) -> None:
+        def new(shape: tuple[int, ...], dtype_name: str) -> Tensor:
+            return torch.empty(shape, dtype=getattr(torch, dtype_name), device=ops.device)
+
+        super().__init__(dtype_name(ops.dtype), new, _write)
         self.ops = ops
-        self.slots: dict[str, Slot] = {}
-        self._tensors: list[Tensor] = []
-        self._layers: list[TorchLinear | Embedding] = []
+        self._layers: list[TorchLinear] = []
 
     @property
     def num_bytes(self) -> int:
         """Memory of all that was made, as it is kept now."""
-        tensors = sum(tensor.nbytes for tensor in self._tensors)
+        tensors = sum(tensor.nbytes for tensor in self.tensors)
         return tensors + sum(layer.num_bytes for layer in self._layers)
 
     def norm(self, shape: NormShape) -> Tensor:
         """The weight of a norm: [rows, width], or [width] of one row."""
-        made = self.ops.empty(shape.rows, shape.width)
-        self._tensors.append(made)
-        write = partial(_write_rows, made)
-        self.slots.update(norm_slots(shape, write, dtype_name(made.dtype)))
+        made: Tensor = super().norm(shape)
         return made if shape.rows > 1 else made[0]
-
-    def conv(self, shape: ConvShape) -> tuple[Tensor, Tensor | None]:
-        """The weight of a convolution [L, E], and its bias [E] where it has one."""
-        channels = shape.out.inputs
-        weight_LE, bias_E = self.ops.empty(shape.taps, channels), self.ops.empty(channels)
-        self._tensors += [weight_LE, bias_E]
-        writes = partial(_write, weight_LE.T.unsqueeze(1)), partial(_write, bias_E)
-        self.slots.update(conv_slots(shape, *writes, dtype_name(weight_LE.dtype)))
-        return weight_LE, bias_E if shape.bias else None
-
-    def states(self, shape: StateShape) -> StateWeights:
-        """The weights of a recurrence."""
-        empty = partial(torch.empty, dtype=torch.float32, device=self.ops.device)
-        made = StateWeights.of(shape, empty)
-        self._tensors += made.arrays
-        self.slots.update(made.slots(shape, _write))
-        return made
 
     def linear(self, shape: LinearShape) -> TorchLinear:
         """A linear layer."""
         made = self.ops.linear(shape)
         self._layers.append(made)
-        if "" not in shape.parts:
-            self.slots.update(linear_slots(shape, made))
-        return made
-
-    def vector(self, shape: VectorShape) -> Tensor:
-        """Numbers in float32."""
-        made = torch.empty(shape.width, dtype=torch.float32, device=self.ops.device)
-        self._tensors.append(made)
-        name, slot = vector_slot(shape, partial(_write_rows, made, slice(None)))
-        self.slots[name] = slot
+        self.add_linear(shape, made)
         return made
 
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
@@ -113,13 +79,13 @@ class Builder:
             "squared_relu": _squared_relu,
         }[activation]
 
-    def embedding(self, name: str, shape: LinearShape, head: TorchLinear | None) -> Embedding:
-        """A table of embeddings by its name, and the head tied to it if there is one."""
-        made = self.ops.embedding(shape, head)
-        self._layers.append(made)
-        size = (shape.outputs, shape.inputs)
-        self.slots[name] = Slot(size, made.write, made.kept_format)
-        return made
+    def embedding(self, name: str, shape: LinearShape, head: TorchLinear | None) -> TorchLinear:
+        """A table of embeddings by its name: the weight of the head, if there is one."""
+        table = LinearShape(shape.inputs, {name.removesuffix(".weight"): shape.outputs})
+        if head is None:
+            return self.linear(table)
+        self.add_linear(table, head)
+        return head
 
 
 class AttentionMixer:
@@ -431,7 +397,7 @@ class OwnInputs:
         """Returns [L, T, I] of tokens and their embeddings."""
         made_TI = self._projection(x_TE) * x_TE.shape[-1] ** -0.5
         normed_TLI = self._rms_norm(made_TI.unflatten(-1, (-1, self._size)), self._norm_I)
-        table_TLI = (self._table(token_ids_T) * self._scale).view_as(normed_TLI)
+        table_TLI = (self._table.read_rows(token_ids_T) * self._scale).view_as(normed_TLI)
         return ((normed_TLI + table_TLI) * 0.5**0.5).transpose(0, 1)
 
 
@@ -497,7 +463,7 @@ class DecoderModel:
         return self._rms_norm(x_TE, self._norm_E)
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
-        x_TE = self._embedding(token_ids_T)
+        x_TE = self._embedding.read_rows(token_ids_T)
         return x_TE if self._embedding_scale == 1.0 else x_TE.mul_(self._embedding_scale)
 
     @torch.inference_mode()
@@ -548,8 +514,3 @@ def _optional(shape: NormShape | None, builder: Builder) -> Tensor | None:
 @torch.inference_mode()
 def _write(target: Tensor, numbers: Array | Tensor) -> None:
     target.copy_(tensor_of(numbers))
-
-
-@torch.inference_mode()
-def _write_rows(norm: Tensor, rows: slice, numbers: Array | Tensor) -> None:
-    norm[rows] = tensor_of(numbers).to(norm)

@@ -12,6 +12,7 @@ from prefixcache.runner.cuda.attention.base import AttentionBatch
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.sampling.sampler import sample
+from prefixcache.runner.ranges import indptr_of
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.step_plan import SamplingInput
 from prefixcache.types.token_ids import TokenBuffer, as_token_ids
@@ -58,16 +59,12 @@ def null_batch(lengths: list[int], block_size: int, device: torch.device) -> Att
     pages = [-(-length // block_size) for length in lengths]
     last = [length - (count - 1) * block_size for length, count in zip(lengths, pages, strict=True)]
     return AttentionBatch(
-        qo_indptr=_indptr(lengths),
-        kv_indptr=_indptr(pages),
+        qo_indptr=torch.from_numpy(indptr_of(lengths)),
+        kv_indptr=torch.from_numpy(indptr_of(pages)),
         kv_indices=torch.zeros(sum(pages), dtype=torch.int32),
         last_page_len=torch.tensor(last, dtype=torch.int32),
         slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64, device=device),
     )
-
-
-def _indptr(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

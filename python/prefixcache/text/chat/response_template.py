@@ -83,17 +83,20 @@ class ResponseTemplateParser:
             if kind == "region_chunk":
                 kept = content if name == "content" else reasoning if name in _REASONING else None
                 (self._unread if kept is None else kept).append(event["text"])
-            elif kind == "region_close" and name == self._calls_field:
-                self._read_calls(event["value"])
-                self._unread.clear()
             elif kind == "region_close":
-                content += self._unread
+                if name != self._calls_field or not self._read_calls(event["value"]):
+                    content += self._unread
                 self._unread.clear()
             self.in_reasoning = name in _REASONING and kind != "region_close"
         return MessageDelta("".join(content), "".join(reasoning), self._calls.taken())
 
-    def _read_calls(self, value: object) -> None:
-        for one in cast("list[dict[str, Any]]", value if isinstance(value, list) else [value]):
-            function = one["function"]
+    def _read_calls(self, value: object) -> bool:
+        """Takes calls; False, and none, where one names no function."""
+        listed = cast("list[Any]", value if isinstance(value, list) else [value])
+        functions = [one.get("function") if isinstance(one, dict) else None for one in listed]
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+            return False
+        for function in cast("list[dict[str, Any]]", functions):
             arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
             self._calls.add(self._calls.begin(function["name"]), arguments)
+        return True

@@ -120,10 +120,6 @@ class Grammars:
                 self._refused.popitem(last=False)
         return problem
 
-    @property
-    def _num_bytes_kept(self) -> int:
-        return sum(grammar.num_bytes for grammar in self._kept.values())
-
     def _trigger(self, text: str) -> Trigger:
         """Triggers are few, and what they allow takes longer to find than a grammar to compile."""
         vocabulary = self.vocabulary
@@ -139,8 +135,10 @@ class Grammars:
     def _keep(self, output: StructuredOutput, grammar: Grammar) -> None:
         self._kept[output] = grammar
         self._kept.move_to_end(output)
-        while len(self._kept) > _MOST_KEPT or self._num_bytes_kept > _MOST_BYTES_KEPT:
-            self._kept.popitem(last=False)
+        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
+        while len(self._kept) > _MOST_KEPT or num_bytes > _MOST_BYTES_KEPT:
+            _, dropped = self._kept.popitem(last=False)
+            num_bytes -= dropped.num_bytes
 
 
 def _digest(output: StructuredOutput) -> bytes:

@@ -110,7 +110,7 @@ class Sandbox:
             answer = process.stdout.readline() if is_ready else b""
         except OSError:
             answer = b""
-        if not answer:
+        if not answer.endswith(b"\n"):
             _end(process)
             return None
         self._process = process

@@ -58,6 +58,8 @@ class FlashInferAttention:
     time: tables of one spec have the same lengths, so its plan serves both.
     """
 
+    kv_shape = staticmethod(kv_shape_nhd)
+
     def __init__(
         self,
         spec: AttentionSpec,
@@ -100,12 +102,6 @@ class FlashInferAttention:
             make_decode = makes.decode
         aligns = self.batch_invariant and spec.sliding_window is not None
         self.planner = Planner(makes, make_decode, aligns_tables=aligns, device=device)
-
-    def kv_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """[P, 2, B, K, D]: FlashInfer's NHD layout, keys and values of a page together."""
-        return kv_shape_nhd(num_blocks, block_size, num_kv_heads, head_dim)
 
     def bind(self, kv_layers: Sequence[Tensor]) -> None:
         """Takes the KV tensors. Raises `ConfigError` when their slots exceed FlashInfer's int32."""

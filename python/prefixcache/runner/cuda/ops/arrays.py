@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.arrays import BFLOAT16, Array, given_array
 
 # Numbers that torch does not take from numpy: what they look like to it, and what they are.
@@ -34,13 +33,9 @@ def given_tensor(name: str, tensor: object) -> Tensor | Array:
 
     Raises `ModelLoadError` unless it holds floating-point numbers.
     """
-    if not isinstance(tensor, Tensor):
-        return given_array(name, tensor)
-    if not tensor.is_floating_point() or tensor.is_meta:
-        raise ModelLoadError(
-            f"{name} must be a torch tensor or a numpy array of floating-point numbers."
-        )
-    return tensor
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta:
+        return tensor
+    return given_array(name, tensor)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

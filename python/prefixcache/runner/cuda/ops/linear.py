@@ -64,6 +64,10 @@ class TorchLinear:
             residual_TO += self._bias_O
         return residual_TO.addmm_(x_TI, self.weight_OI.T)
 
+    def read_rows(self, ids_T: Tensor) -> Tensor:
+        """Returns the rows [T, I] of the weight that these numbers of outputs name, a copy."""
+        return F.embedding(ids_T, self.weight_OI)
+
     def wide(self, x_TI: Tensor) -> Tensor:
         """Returns [T, O] as torch's matmul rounds it."""
         return self(x_TI)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from prefixcache.models.parameters import LinearShape
 from prefixcache.runner.cuda.ops import activation, norm, rope
-from prefixcache.runner.cuda.ops.embedding import Embedding
 from prefixcache.runner.cuda.ops.linear import TorchLinear
 
 
@@ -28,12 +27,6 @@ class Ops:
         """Makes an unfilled layer with an unquantized weight, in whatever format its parts come."""
         bias_O = self.empty(shape.outputs) if shape.bias else None
         return TorchLinear(self.empty(shape.outputs, shape.inputs), bias_O)
-
-    def embedding(self, shape: LinearShape, head: TorchLinear | None) -> Embedding:
-        """Makes an unfilled, unquantized table: the weight of the head, if there is one."""
-        if head is not None:
-            return Embedding(head.weight_OI, is_tied=True)
-        return Embedding(self.empty(shape.outputs, shape.inputs), is_tied=False)
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor."""

@@ -49,9 +49,7 @@ class BadWords:
             (r, token, self._rows.get(row.request_id, 0), previous)
             for r, row in enumerate(rows)
             if row.params.bad_words_token_ids
-            for token, previous in last_tokens(
-                row.sampling, row.position - len(row.sampling.tokens)
-            )
+            for token, previous in last_tokens(row.sampling, row.unread)
         ]
         if not found:
             return lambda _sent: None

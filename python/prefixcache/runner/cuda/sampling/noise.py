@@ -60,11 +60,8 @@ class RowNoise:
         tokens_N = token_ids(blocks_N, members_N)
         excess_N = _exponential(_bits(self.token_keys_R[rows_N], tokens_N))
         is_least_N = members_N == (block_bits_N & (MEMBERS - 1))
-        return _least(block_bits_N) + excess_N.masked_fill_(is_least_N, 0.0)
-
-
-def _least(block_bits: Tensor) -> Tensor:
-    return _exponential(block_bits).mul_(1 / MEMBERS)
+        least_N = _exponential(block_bits_N).mul_(1 / MEMBERS)
+        return least_N + excess_N.masked_fill_(is_least_N, 0.0)
 
 
 def _exponential(bits: Tensor) -> Tensor:

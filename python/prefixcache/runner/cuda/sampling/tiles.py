@@ -38,7 +38,8 @@ class Tiles:
         """
         num_blocks = self.best_RB.shape[1]
         if count >= num_blocks:
-            return _sorted(self._tiles_RTML[rows_N].view(len(rows_N), -1))[:, :count]
+            logits_NV = self._tiles_RTML[rows_N].view(len(rows_N), -1)
+            return logits_NV.sort(dim=-1, descending=True).values[:, :count]
         blocks_Nc = self.best_RB[rows_N].topk(count, dim=-1, sorted=False).indices
         rows_Nc = rows_N.unsqueeze(1).expand(-1, count)
         return self.members(rows_Nc, blocks_Nc).view(len(rows_N), -1).topk(count, dim=-1).values
@@ -52,8 +53,3 @@ def token_ids(blocks_N: Tensor, members_N: Tensor) -> Tensor:
 def place_of(tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     """The block of each token, and which of its members it is."""
     return tokens_N // TILE * BLOCKS + tokens_N % BLOCKS, tokens_N % TILE // BLOCKS
-
-
-def _sorted(values_RV: Tensor) -> Tensor:
-    """Each row from its largest value on."""
-    return values_RV.sort(dim=-1, descending=True).values

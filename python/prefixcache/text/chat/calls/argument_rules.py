@@ -276,8 +276,10 @@ class _Writer:
 
     def _array(self, schema: Schema, name: str, depth: int) -> str:
         items: Any = schema.get("items")
-        item = self._value(cast("Schema", items), f"{name}_item", depth + 1) if items else None
-        item = item or self._any()
+        if isinstance(items, Mapping) and items:
+            item = self._value(cast("Schema", items), f"{name}_item", depth + 1)
+        else:
+            item = self._any()
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[]"'

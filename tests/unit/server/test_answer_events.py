@@ -119,7 +119,7 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
     choice.add(RequestOutput(request_id="r", finish_reason="stop", stop_reason="city"))
     assert choice.finish_reason == reason
     form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
-    (item,) = form.body(_job(reason), choice)["output"]
+    (item,) = form.body(_job(reason), [choice])["output"]
     assert item["status"] == ("incomplete" if reason == "stop" else "completed")
 
 
@@ -143,7 +143,8 @@ def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any],
         end = reason if number == len(deltas) else None
         output = RequestOutput(request_id="r", token_ids=(5,), text="t", finish_reason=end)
         choice.add(output)
-        events += [copy.deepcopy(event) for event in form.events(job, choice, output)]
+        events += [copy.deepcopy(event) for event in form.events(job, [choice], 0, output)]
+    events += copy.deepcopy([*form.end(job, [choice])])
     return events, choice, job
 
 
@@ -214,7 +215,7 @@ def test_events_of_a_response_fold_into_it(deltas: list[MessageDelta], reason: s
     assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
     assert last["response"]["output"] == items == kept[0]["output"]
     assert all(item["status"] == "completed" for item in items[:-1])
-    whole = ResponseForm(NOTHING, {}, None, kept.append).body(job, choice)
+    whole = ResponseForm(NOTHING, {}, None, kept.append).body(job, [choice])
     assert _plain(whole["output"]) == _plain(items)
     assert whole["usage"] == last["response"]["usage"]
 
@@ -268,7 +269,7 @@ def test_events_of_a_message_fold_into_it(deltas: list[MessageDelta], reason: st
     for index, text in partial.items():
         message["content"][index]["input"] = json.loads(text)
     message |= delta["delta"] | {"usage": delta["usage"]}
-    assert message == MessageForm("req").body(job, choice)
+    assert message == MessageForm("req").body(job, [choice])
     calls = bool(choice.message.tool_calls)
     expected = "max_tokens" if reason == "length" else "tool_use" if calls else "end_turn"
     assert message["stop_reason"] == expected

@@ -28,7 +28,7 @@ from prefixcache.server.http.body import (
     read_body,
 )
 from prefixcache.server.http.errors import MESSAGES_PATH
-from prefixcache.server.jobs.answers import answer_in_events
+from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
 from prefixcache.server.jobs.context import Call, new_call, tell_unknown
 from prefixcache.server.jobs.field_names import fields_named
@@ -167,7 +167,7 @@ def messages_router(maker: JobMaker) -> APIRouter:
         job, stream = await _asked(maker, request)
         with fields_named(_NAMES):
             form = MessageForm(request.state.request_id)
-            return await answer_in_events(request, maker, job, form, stream=stream)
+            return await answer(maker, job, form, stream=stream)
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:

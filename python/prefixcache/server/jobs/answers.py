@@ -9,9 +9,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.room import Admitted
@@ -19,9 +18,9 @@ from prefixcache.server.http.errors import ApiError, error_body, failed_answer, 
 from prefixcache.server.http.json_text import json_response, json_text, object_json
 from prefixcache.server.http.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.http.workers import Workers
+from prefixcache.server.jobs.diagnosis import Comparison
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import TextOffsets
-from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
 from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.text.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.types.request import Request as EngineRequest
@@ -196,56 +195,15 @@ class Choices(list[Choice]):
 
 
 class AnswerForm(Protocol):
-    """How an endpoint words its answers."""
+    """How an endpoint words its answers, at once or as the events of a stream.
 
-    @property
-    def chunk_kind(self) -> str:
-        """The `object` of what is streamed."""
-        ...
-
-    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer, without `usage`."""
-        ...
-
-    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """What is streamed when `output` was added to `choice`."""
-        ...
-
-
-def streaming(fields: SamplingFields) -> StreamOptions | None:
-    """How the answer is streamed; None where it comes as a whole."""
-    return (fields.stream_options or StreamOptions()) if fields.stream else None
-
-
-async def answer(
-    request: Request,
-    maker: JobMaker,
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions | None,
-) -> Response:
-    """The answer as a whole, or as a stream of events where there are `options` of one.
-
-    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
-    more, which does not count as kept from here on.
+    `is_named` says whether an event's name is its `type`. Then the first events tell what
+    diagnostics found, and the last ones repeat the answer.
     """
-    if options is None:
 
-        def whole(choices: Choices) -> dict[str, Any]:
-            more = {"usage": usage(choices.counts), **diagnosis_fields(job)}
-            return {**form.response(job, choices), **more}
+    is_named: ClassVar[bool]
 
-        work = _whole_body(maker, job, whole)
-        return json_response(await unless_disconnected(request.receive, work))
-    outputs = await _outputs(maker, job)
-    chunks = _chunk_events(outputs, job, form, options, maker.workers)
-    return EventStream(_to_the_end(chunks, job, lambda error: event(error_body(error)[1]), DONE))
-
-
-class EventForm(Protocol):
-    """How an endpoint words one answer whose stream has events of several types."""
-
-    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+    def body(self, job: Job, choices: Choices) -> dict[str, Any]:
         """The whole answer."""
         ...
 
@@ -253,59 +211,71 @@ class EventForm(Protocol):
         """Events before the first output."""
         ...
 
-    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """Events when `output` was added to `choice`, which is complete where that is finished."""
+    def events(
+        self, job: Job, choices: Choices, index: int, output: RequestOutput
+    ) -> Iterable[dict[str, Any]]:
+        """Events when `output` was added to the choice of that index."""
+        ...
+
+    def end(self, job: Job, choices: Choices) -> Iterable[dict[str, Any]]:
+        """Events when all choices are complete."""
         ...
 
     def failed(self, job: Job, error: Exception) -> dict[str, Any]:
-        """The last event of an answer that failed."""
+        """The event of an answer that failed."""
         ...
 
 
-async def answer_in_events(
-    request: Request,
-    maker: JobMaker,
-    job: Job,
-    form: EventForm,
-    *,
-    stream: bool,
-    size: int = 0,
+async def answer(
+    maker: JobMaker, job: Job, form: AnswerForm, *, stream: bool, size: int = 0
 ) -> Response:
-    """The one answer of a job as a whole, or a stream of events with names.
+    """The answer as a whole, or a stream of events. `size` is of what it repeats of the request.
 
-    `size` is that of what it repeats of the request. What is wrong with the request is raised here,
-    at once.
+    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
+    more, which does not count as kept from here on.
     """
     if not stream:
-        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
-        return json_response(await unless_disconnected(request.receive, work))
+        work = _whole_body(maker, job, form, size)
+        return json_response(await unless_disconnected(job.call.receive, work))
     outputs = await _outputs(maker, job)
-    events = _named_events(outputs, job, form, maker.workers)
-    return EventStream(_to_the_end(events, job, lambda error: named_event(form.failed(job, error))))
+    return EventStream(_to_the_end(_events(outputs, job, form, maker.workers), job, form))
 
 
-async def _named_events(
-    outputs: Outputs, job: Job, form: EventForm, workers: Workers
+async def _events(
+    outputs: Outputs, job: Job, form: AnswerForm, workers: Workers
 ) -> AsyncGenerator[bytes, None]:
-    choices = Choices(job)
+    choices = Choices(job, keeps_logprobs=form.is_named)
+    write = named_event if form.is_named else event
 
-    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        await _explain(workers, job, choices)
-        return map(named_event, form.events(job, choice, output))
+    async def events_of(index: int, output: RequestOutput) -> Iterable[bytes]:
+        if form.is_named:
+            await _explain(workers, job, choices)
+        events = form.events(job, choices, index, output)
+
+        def texts() -> list[bytes]:
+            return [*map(write, events)]
+
+        # Log probabilities of a prompt come all in one event.
+        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
+        return await workers.run(size, texts) if size else texts()
 
     with _noted_for_the_log(job, choices):
-        for payload in form.begin(job):
-            yield named_event(payload)
+        for one in form.begin(job):
+            yield write(one)
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
+    await _explain(workers, job, choices)
+    size = _size(job, choices) if form.is_named else 0
+    if last := await workers.run(size, lambda: b"".join(map(write, form.end(job, choices)))):
+        yield last
 
 
 async def _batches(
     job: Job,
     outputs: Outputs,
     choices: Choices,
-    events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
+    events_of: Callable[[int, RequestOutput], Awaitable[Iterable[bytes]]],
 ) -> AsyncGenerator[bytes, None]:
     """The events of each batch of outputs as one piece; those before an error come before it."""
     async with aclosing(outputs):
@@ -315,7 +285,7 @@ async def _batches(
                 for index, output in batch:
                     _raise_if_void(output)
                     _add(job, choices, index, output)
-                    written += await events_of(choices[index], output)
+                    written += await events_of(index, output)
             except Exception:
                 if written:
                     yield b"".join(written)
@@ -325,12 +295,9 @@ async def _batches(
 
 
 async def _to_the_end(
-    events: AsyncGenerator[bytes, None],
-    job: Job,
-    failed: Callable[[Exception], bytes],
-    end: bytes = b"",
+    events: AsyncGenerator[bytes, None], job: Job, form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
-    """The events, what `failed` makes of an error where they fail, and the `end`."""
+    """The events, also that of an error where they fail."""
     try:
         async with aclosing(events):
             async for one in events:
@@ -339,9 +306,10 @@ async def _to_the_end(
         if is_unexpected(error):
             logger.exception("The stream %s failed.", job.call.id)
         job.call.outcome.failed_status = error_body(error)[0]
-        yield failed(error)
-    if end:
-        yield end
+        failed = form.failed(job, error)
+        yield named_event(failed) if form.is_named else event(failed)
+    if not form.is_named:
+        yield DONE
 
 
 async def gathered(maker: JobMaker, job: Job) -> Choices:
@@ -386,19 +354,14 @@ async def _outputs(maker: JobMaker, job: Job) -> Outputs:
     return outputs
 
 
-async def _whole_body(
-    maker: JobMaker,
-    job: Job,
-    response: Callable[[Choices], dict[str, Any]],
-    repeated: int = 0,
-) -> bytes:
+async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm, repeated: int) -> bytes:
     choices = await gathered(maker, job)
     await _explain(maker.workers, job, choices)
     size = _size(job, choices)
 
     def body() -> bytes:
         write = json_text if size < _LONG_ANSWER else object_json
-        return write(response(choices))
+        return write(form.body(job, choices))
 
     return await maker.workers.run(size + repeated, body)
 
@@ -429,39 +392,6 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     return shown
 
 
-async def _chunk_events(
-    outputs: Outputs,
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions,
-    workers: Workers,
-) -> AsyncGenerator[bytes, None]:
-    choices = Choices(job, keeps_logprobs=False)
-    always = bool(options.continuous_usage_stats)
-    has_usage = bool(options.include_usage) or always
-
-    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        shown = {"usage": usage(choices.counts) if always else None} if has_usage else {}
-        chunks = form.chunks(job, choice, output)
-
-        def texts() -> list[bytes]:
-            return [event({**chunk, **shown}) for chunk in chunks]
-
-        # Log probabilities of a prompt come all in one chunk.
-        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
-        return await workers.run(size, texts) if size else texts()
-
-    with _noted_for_the_log(job, choices):
-        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
-            async for batch in batches:
-                yield batch
-    await _explain(workers, job, choices)
-    shown = {"usage": usage(choices.counts)} if has_usage else {}
-    if has_usage or diagnosis_fields(job):
-        last = {**head(job, form.chunk_kind), "choices": []}
-        yield event({**last, **shown, **diagnosis_fields(job)})
-
-
 async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
     """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
     if job.diagnosis is not None and job.diagnosis.is_due:
@@ -475,9 +405,12 @@ def diagnosis_fields(job: Job) -> dict[str, Any]:
     return {"cache_diagnostics": job.diagnosis.explanations}
 
 
-def head(job: Job, kind: str) -> dict[str, Any]:
-    """The first members of OpenAI's objects of a `kind`."""
-    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
+def comparison_fields(
+    job: Job, name: str, worded: Callable[[Comparison], object]
+) -> dict[str, Any]:
+    """`diagnosis_fields`, and under `name` how the prompt compares, where that was asked for."""
+    found = job.diagnosis and job.diagnosis.comparison
+    return diagnosis_fields(job) | ({} if found is None else {name: worded(found)})
 
 
 def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.jobs.answers import Choice, answer, head, streaming
+from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
@@ -25,8 +25,8 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.jobs.params import sampling_params
-from prefixcache.server.jobs.sampling_fields import StreamOptions
 from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.openai.chunk_form import ChunkForm, head
 from prefixcache.server.openai.protocol import ChatFields, ChatRequest
 from prefixcache.text.chat.message import Message, MessageDelta, ToolCallDelta
 from prefixcache.text.chat.plan import ChatPlan
@@ -43,22 +43,20 @@ def chat_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        job, form, options, names = await _asked(maker, request)
+        job, form, stream, names = await _asked(maker, request)
         with fields_named(names):
-            return await answer(request, maker, job, form, options)
+            return await answer(maker, job, form, stream=stream)
 
     return router
 
 
-async def _asked(
-    maker: JobMaker, request: Request
-) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
+async def _asked(maker: JobMaker, request: Request) -> tuple[Job, ChatForm, bool, dict[str, str]]:
     """What a body asks, and nothing of the body itself."""
     fields, size = await read_fields(request, maker.workers, ChatRequest)
     names = chat_names(fields)
     with fields_named(names):
         job = await chat_job(maker, fields, size, new_call(request, "chatcmpl"))
-        return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
+        return job, ChatForm(maker.served.tokenizer, fields), bool(fields.stream), names
 
 
 async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
@@ -178,21 +176,18 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     return None
 
 
-class ChatForm:
+class ChatForm(ChunkForm):
     """OpenAI's `chat.completion` objects."""
 
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, fields: ChatRequest) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, fields)
         self._num_logprobs = _num_logprobs(fields)
-        self._num_prompt_logprobs = fields.prompt_logprobs
-        self._tells_ids = bool(fields.return_token_ids)
-        self._tells_weights = bool(fields.return_weight_versions)
         self._tells_reasoning = fields.include_reasoning is not False
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer, without `usage`."""
+        """The object of all choices."""
         body: dict[str, Any] = {
             **head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],

@@ -18,7 +18,7 @@ from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
-from prefixcache.server.jobs.answers import answer_in_events
+from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
 from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
@@ -200,9 +200,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         keep = partial(_keep, store, asked, before, call)
         form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep)
         with fields_named(_NAMES):
-            return await answer_in_events(
-                request, maker, job, form, stream=bool(fields.stream), size=size
-            )
+            return await answer(maker, job, form, stream=bool(fields.stream), size=size)
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
+from prefixcache import __version__
 from prefixcache.engine.control import Control
 from prefixcache.ray_serve.replicas.commands import CommandClient
 from prefixcache.ray_serve.replicas.not_served import not_served_router
@@ -19,9 +20,9 @@ from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.replicas.replica_state import UPDATE_WEIGHTS
 from prefixcache.ray_serve.routed_engine import RoutedEngine
 from prefixcache.server.admin.admin import add_changes, add_commands, command_options
-from prefixcache.server.admin.health import add_probes, raise_if_not_ready
+from prefixcache.server.admin.health import add_states
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.app import client_app, guard, package_version
+from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.job_maker import JobMaker
@@ -43,11 +44,10 @@ def create_ingress_app(
     flags: Mapping[str, Any],
 ) -> FastAPI:
     """The application over the replicas of `engine`: `replicas` asks them, `commands` changes."""
-    release = package_version()
     maker = JobMaker(engine=engine, served=served)
-    app = client_app(maker, ResponseStore(), release)
+    app = client_app(maker, ResponseStore())
     app.include_router(_health_router(replicas))
-    app.include_router(_info_router(replicas, served, release, flags))
+    app.include_router(_info_router(replicas, served, flags))
     app.include_router(_command_router(commands, model_dirs))
     app.include_router(not_served_router())
     describe(app, command_options(Control.endpoints()))
@@ -75,26 +75,11 @@ def _health_router(replicas: ReplicaSet) -> APIRouter:
         await replicas.statuses()
         return Response()
 
-    async def ready() -> Response:
-        for status in await replicas.statuses():
-            raise_if_not_ready(status["halted"])
-        return Response()
-
-    add_probes(router, health, ready)
-
-    @router.get("/load")
-    async def load() -> dict[str, int]:
-        statuses = await replicas.statuses()
-        running = sum(one["running"] for one in statuses)
-        waiting = sum(one["waiting"] for one in statuses)
-        return {"server_load": running + waiting, "running": running, "waiting": waiting}
-
+    add_states(router, health, replicas.statuses)
     return router
 
 
-def _info_router(
-    replicas: ReplicaSet, served: ServedModel, release: str, flags: Mapping[str, Any]
-) -> APIRouter:
+def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, Any]) -> APIRouter:
     router = APIRouter()
     names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
@@ -102,13 +87,13 @@ def _info_router(
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
         shown = {name: about[0][name] for name in names}
-        return {"version": release, "cpu_activations": about[0]["activations"], **shown}
+        return {"version": __version__, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         about = await replicas.about()
         return {
-            "version": release,
+            "version": __version__,
             "model": served.root,
             "served_model_names": served.names,
             "max_model_len": about[0]["max_model_len"],
@@ -131,13 +116,5 @@ def _info_router(
     async def resize_status() -> dict[str, Any]:
         statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
-
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": any(one["is_paused"] for one in await replicas.statuses())}
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": any(one["is_sleeping"] for one in await replicas.statuses())}
 
     return router

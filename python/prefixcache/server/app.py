@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from prefixcache import __version__
 from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
 from prefixcache.server.admin.model_cards import models_router
@@ -64,15 +64,14 @@ def create_app(
     traces go, `diagnostics` remember why prompts missed, and `events` are published by somebody.
     Administrators are shown the `flags`.
     """
-    release = package_version()
     maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
     lifecycle = lifecycle or Lifecycle()
     responses = ResponseStore()
-    app = client_app(maker, responses, release)
+    app = client_app(maker, responses)
     app.include_router(misses_router(maker, responses))
-    app.include_router(health_router(engine, served, release, flags or {}, events))
+    app.include_router(health_router(engine, served, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
-    app.include_router(dashboard_router(engine, maker, release, lifecycle))
+    app.include_router(dashboard_router(engine, maker, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     app.include_router(weights_push_router(engine))
     describe(app, {**command_options(engine.control.endpoints()), **PUSH_OPTIONS})
@@ -87,14 +86,14 @@ def create_app(
     return app
 
 
-def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastAPI:
+def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
     """An application with what clients ask of the served model, and with nothing around it.
 
     Answers of `/v1/responses` are kept among `responses`.
     """
     app = FastAPI(
         title="prefixcache",
-        version=release,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -138,11 +137,3 @@ def _let_pages_in(app: FastAPI, allowed: CrossOrigin) -> None:
         allow_credentials=allowed.allow_credentials,
         expose_headers=_SHOWN_TO_PAGES,
     )
-
-
-def package_version() -> str:
-    """The installed version, or "unknown" for a checkout that is not installed."""
-    try:
-        return version("prefixcache")
-    except PackageNotFoundError:
-        return "unknown"

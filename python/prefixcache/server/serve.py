@@ -129,9 +129,7 @@ def _tracing(options: ServeOptions) -> Generator[Tracing | None, None, None]:
     if options.otlp_traces_endpoint is None:
         yield None
         return
-    from prefixcache.server.app import package_version
-
-    with closing(tracing_to(options.otlp_traces_endpoint, package_version())) as tracing:
+    with closing(tracing_to(options.otlp_traces_endpoint)) as tracing:
         yield tracing
 
 

@@ -115,14 +115,6 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     )
     add_changes(router, resize_cache, update, model_dirs)
 
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": engine.control.is_paused}
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": engine.control.is_sleeping}
-
     @router.get("/prefix_cache/stats")
     async def prefix_cache_stats() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.prefix_cache_stats())

@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
-from prefixcache import __version__
 from prefixcache.engine.control import Control
 from prefixcache.ray_serve.replicas.commands import CommandClient
 from prefixcache.ray_serve.replicas.not_served import not_served_router
@@ -30,6 +29,7 @@ from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.version import VERSION
 
 
 def create_ingress_app(
@@ -87,13 +87,13 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
         shown = {name: about[0][name] for name in names}
-        return {"version": __version__, "cpu_activations": about[0]["activations"], **shown}
+        return {"version": VERSION, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         about = await replicas.about()
         return {
-            "version": __version__,
+            "version": VERSION,
             "model": served.root,
             "served_model_names": served.names,
             "max_model_len": about[0]["max_model_len"],

@@ -9,7 +9,6 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from prefixcache import __version__
 from prefixcache.server.admin.admin import admin_router, command_options
 from prefixcache.server.admin.health import health_router
 from prefixcache.server.admin.model_cards import models_router
@@ -34,6 +33,7 @@ from prefixcache.server.openai.tokenize import tokenize_router
 from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.options.serve_options import CrossOrigin
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics
@@ -93,7 +93,7 @@ def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
     """
     app = FastAPI(
         title="prefixcache",
-        version=__version__,
+        version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

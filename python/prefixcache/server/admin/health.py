@@ -13,9 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic_core import to_jsonable_python
 from starlette.responses import Response
 
-from prefixcache import __version__
 from prefixcache.metrics import LabelledMetrics
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
@@ -50,7 +50,7 @@ def health_router(
     async def server_info() -> dict[str, Any]:
         control = engine.control
         return {
-            "version": __version__,
+            "version": VERSION,
             "model": served.root,
             "served_model_names": served.names,
             "max_model_len": engine.max_model_len,
@@ -65,7 +65,7 @@ def health_router(
     async def show_version() -> dict[str, Any]:
         weights = engine.control.weights_info()
         return {
-            "version": __version__,
+            "version": VERSION,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
             "cpu_activations": served.activations,

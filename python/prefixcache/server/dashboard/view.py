@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache import __version__
 from prefixcache.server.dashboard.prompts import PromptsView
 from prefixcache.server.dashboard.rates import Look, rates
 from prefixcache.server.http.sse import named_event
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.history import PromptHistory
@@ -52,7 +52,7 @@ class View:
             {
                 "type": "hello",
                 "model": self._served.names[0],
-                "version": __version__,
+                "version": VERSION,
                 "ages": _AGES,
                 "most_points": _POINTS,
                 "points": list(self._points.copy()),

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from prefixcache import __version__
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.request_log import Outcome, logged_path
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -52,12 +52,12 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.version": __version__})
+        resource = Resource.create({"service.version": VERSION})
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "prefixcache"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("prefixcache", __version__)
+        self._tracer = self._provider.get_tracer("prefixcache", VERSION)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -105,21 +105,32 @@ def new_call(request: Request, prefix: str) -> Call:
     )
 
 
+async def read_parsed(
+    request: Request, workers: Workers, parse: Callable[[dict[str, Any]], tuple[Fields, T]]
+) -> tuple[Fields, T, int]:
+    """What `parse` makes of a body, its fields first, and how many bytes it has.
+
+    Lets the answer's head name the unknown fields. Raises `InvalidRequestError` where there are
+    some and the server is strict.
+    """
+    body = await read_body(request)
+    fields, made = await workers.run(len(body), lambda: parse(parse_object(body)))
+    tell_unknown(request, fields)
+    return fields, made, len(body)
+
+
 async def read_fields(
     request: Request, workers: Workers, model: type[Fields]
 ) -> tuple[Fields, int]:
-    """The checked fields of a body, and how many bytes it has; see `tell_unknown`."""
-    body = await read_body(request)
-    fields = await workers.run(len(body), lambda: parse_fields(parse_object(body), model))
-    tell_unknown(request, fields)
-    return fields, len(body)
+    """The checked fields of a body, and how many bytes it has; see `read_parsed`."""
+    fields, _, size = await read_parsed(
+        request, workers, lambda values: (parse_fields(values, model), None)
+    )
+    return fields, size
 
 
 def tell_unknown(request: Request, fields: RequestFields) -> None:
-    """Lets the answer's head name the unknown fields.
-
-    Raises `InvalidRequestError` where the server is strict.
-    """
+    """Lets the answer's head name the unknown fields; see `read_parsed`."""
     unknown = fields.unknown_fields()
     if not unknown:
         return

@@ -25,6 +25,7 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.jobs.params import sampling_params
+from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.chunk_form import ChunkForm, head
 from prefixcache.server.openai.protocol import ChatFields, ChatRequest
@@ -137,7 +138,8 @@ async def chat_job(
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     plan, source = await chat_plan(maker, fields, size, params.structured_output)
     if controls is None:
-        controls = await maker.workers.run(size, partial(_controls, fields))
+        asked = partial(chat_controls, fields, fields.prompt_cache_options)
+        controls = await maker.workers.run(size, asked)
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
@@ -154,10 +156,12 @@ async def chat_job(
     )
 
 
-def _controls(fields: ChatRequest) -> CachingControls:
-    messages = ({"content": message.content} for message in fields.messages)
-    marked = marked_parts(messages, "prompt_cache_breakpoint")
-    return openai_controls(marked, fields.prompt_cache_options, fields.prompt_cache_retention)
+def chat_controls(
+    fields: ChatRequest, options: PromptCacheOptions | ResponseCacheOptions | None
+) -> CachingControls:
+    """What a chat asks of the cache, by the breakpoints in it and these `options`."""
+    marked = marked_parts(message.content for message in fields.messages)
+    return openai_controls(marked, options, fields.prompt_cache_retention)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:

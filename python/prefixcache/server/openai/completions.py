@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,10 +12,10 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import parse_fields
 from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.encode import EncodedPrompts, parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
@@ -46,17 +45,15 @@ def completions_router(maker: JobMaker) -> APIRouter:
 
 async def _asked(maker: JobMaker, request: Request) -> tuple[Job, CompletionForm, bool]:
     """What a body asks, and nothing of the body itself but for prompts to echo."""
-    body = await read_body(request)
-    fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
-    tell_unknown(request, fields)
+    fields, prompts, _ = await read_parsed(request, maker.workers, parse_completion)
     job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
     form = CompletionForm(maker.served.tokenizer, fields, prompts if fields.echo else ())
     return job, form, bool(fields.stream)
 
 
-def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | TokenIds]]:
+def parse_completion(values: dict[str, Any]) -> tuple[CompletionRequest, list[str | TokenIds]]:
     """The fields of a body, and its prompts."""
-    fields = parse_fields(parse_object(body), CompletionRequest)
+    fields = parse_fields(values, CompletionRequest)
     return fields, parse_prompts(fields.prompt)
 
 

@@ -25,12 +25,7 @@ from prefixcache.server.http.body import (
     read_body,
 )
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
-from prefixcache.server.http.errors import (
-    error_response,
-    server_stopping,
-    speaks_anthropic,
-    stream_error,
-)
+from prefixcache.server.http.errors import error_response, server_stopping, stream_error
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing
@@ -244,11 +239,7 @@ class _Answer:
 
         Any other answer cut short closes the connection.
         """
-        stopping = {"Retry-After": "1", "Connection": "close"}
-        headers = stopping if getattr(error, "code", None) == "server_stopping" else None
-        response = error_response(
-            error, headers, anthropic=speaks_anthropic(self._scope), request_id=self._request_id
-        )
+        response = error_response(error, self._scope)
         if self._status is None:
             await response(self._scope, self._receive, self.send)
             return

@@ -187,13 +187,15 @@ def test_tokens_of_all_choices_are_those_of_each(
     assert choices.counts == TokenCounts(
         prompt=sum(choice.num_prompt_tokens for choice in firsts),
         completion=sum(choice.num_tokens for choice in choices),
-        cached=sum(choice.num_cached_tokens for choice in firsts),
-        written=sum(choice.num_written_tokens for choice in firsts),
+        cached=sum(choice.first.num_cached_tokens for choice in firsts),
+        written=sum(choice.first.num_written_tokens for choice in firsts),
         reasoning=sum(choice.num_reasoning_tokens for choice in choices),
-        accepted=sum(choice.num_accepted_drafts for choice in choices),
-        refused=sum(choice.num_refused_drafts for choice in choices),
-        stale=sum(choice.num_cached_tokens for choice in firsts if choice.hit_staleness),
-        from_disk=sum(choice.num_disk_tokens for choice in firsts),
+        accepted=sum(choice.last.num_accepted_drafts for choice in choices),
+        refused=sum(choice.last.num_refused_drafts for choice in choices),
+        stale=sum(
+            choice.first.num_cached_tokens for choice in firsts if choice.first.hit_staleness
+        ),
+        from_disk=sum(choice.first.num_disk_tokens for choice in firsts),
     )
 
 

@@ -74,21 +74,14 @@ class Choice:
     num_reasoning_tokens: int = 0
     text: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    num_cached_tokens: int = 0
-    num_disk_tokens: int = 0
-    num_written_tokens: int = 0
-    num_window_missed_tokens: int = 0
-    num_accepted_drafts: int = 0
-    num_refused_drafts: int = 0
-    hit_staleness: int = 0
     weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
     text_offsets: TextOffsets = field(default_factory=TextOffsets)
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    started_at: float | None = None
     first_token_at: float | None = None
+    first: RequestOutput = field(default_factory=lambda: RequestOutput(request_id=""))
+    """The output with its first token, which tells what the prompt hit."""
+    last: RequestOutput = field(default_factory=lambda: RequestOutput(request_id=""))
 
     @property
     def num_tokens(self) -> int:
@@ -99,22 +92,23 @@ class Choice:
         """What a choice shows, at its end, where `return_weight_versions` asks for it."""
         return {
             "weight_versions": spans_as_json(self.weight_versions),
-            "hit_staleness": self.hit_staleness,
+            "hit_staleness": self.first.hit_staleness,
         }
 
     @property
     def counts(self) -> TokenCounts:
         """Its part of the usage."""
+        first, last = self.first, self.last
         return TokenCounts(
             self.num_prompt_tokens if self.is_first else 0,
             self.num_tokens,
-            self.num_cached_tokens if self.is_first else 0,
-            self.num_written_tokens if self.is_first else 0,
+            first.num_cached_tokens if self.is_first else 0,
+            first.num_written_tokens if self.is_first else 0,
             self.num_reasoning_tokens,
-            self.num_accepted_drafts,
-            self.num_refused_drafts,
-            self.num_cached_tokens if self.is_first and self.hit_staleness else 0,
-            self.num_disk_tokens if self.is_first else 0,
+            last.num_accepted_drafts,
+            last.num_refused_drafts,
+            first.num_cached_tokens if self.is_first and first.hit_staleness else 0,
+            first.num_disk_tokens if self.is_first else 0,
         )
 
     def add(self, output: RequestOutput) -> None:
@@ -124,15 +118,8 @@ class Choice:
         if output.finish_reason == "error":
             raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
-            self.started_at, self.first_token_at = output.started_at, time.monotonic()
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_disk_tokens = output.num_disk_tokens
-            self.num_written_tokens = output.num_written_tokens
-            self.num_window_missed_tokens = output.num_window_missed_tokens
-            self.hit_staleness = output.hit_staleness
-            self.prompt_logprobs = output.prompt_logprobs
-        self.num_accepted_drafts = output.num_accepted_drafts
-        self.num_refused_drafts = output.num_refused_drafts
+            self.first, self.first_token_at = output, time.monotonic()
+        self.last = output
         self.token_ids.extend(output.token_ids)
         extend_spans(self.weight_versions, output.weight_version, len(output.token_ids))
         if self.keeps_logprobs:
@@ -142,7 +129,6 @@ class Choice:
             self.text.append(output.text)
         else:
             self._read(output, self.new_parser)
-        self.stop_reason = output.stop_reason
 
     def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
         """Tokens count as reasoning with the markers around it. Markup has no log probabilities."""
@@ -162,7 +148,6 @@ class Choice:
     def _restart(self) -> None:
         self.text.clear()
         self.logprobs.clear()
-        self.prompt_logprobs = None
         self.message, self.parser = Message(), None
         self.token_ids.clear()
         self.weight_versions.clear()
@@ -335,7 +320,7 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
 def _logprob_bytes(choice: Choice) -> int:
     """About what its log probabilities take; those of a kind have equally many likeliest tokens."""
     size = 0
-    for kept in (choice.logprobs, choice.prompt_logprobs):
+    for kept in (choice.logprobs, choice.first.prompt_logprobs):
         if kept:
             num_top = 0 if kept[-1] is None else len(kept[-1].top_token_ids)
             size += len(kept) * (_TOKEN_BYTES + _TOP_BYTES * num_top)
@@ -423,11 +408,12 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
     """None where the prompt was not computed, as far as is known."""
     if not (choice.num_tokens or choice.finish_reason == "length"):
         return None
+    first = choice.first
     return Admitted(
-        hit_tokens=choice.num_cached_tokens,
-        disk_tokens=choice.num_disk_tokens,
-        started_at=choice.started_at or request.arrival_time,
-        window_missed_tokens=choice.num_window_missed_tokens,
+        hit_tokens=first.num_cached_tokens,
+        disk_tokens=first.num_disk_tokens,
+        started_at=first.started_at or request.arrival_time,
+        window_missed_tokens=first.num_window_missed_tokens,
         reads=request.cache.read,
         num_unscored=request.params.num_unscored,
     )
@@ -447,7 +433,7 @@ def _noted_for_the_log(job: Job, choices: Choices) -> Generator[None, None, None
         outcome.num_completion_tokens = counts.completion
         outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
         outcome.model, outcome.arrived_at = job.model, job.requests[0].arrival_time
-        outcome.started_at = _first(choice.started_at for choice in choices)
+        outcome.started_at = _first(choice.first.started_at for choice in choices)
         outcome.first_token_at = _first(choice.first_token_at for choice in choices)
         outcome.ended_at = time.monotonic()
 

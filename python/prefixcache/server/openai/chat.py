@@ -196,7 +196,7 @@ class ChatForm(ChunkForm):
             **head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
-        scored = choices[0].prompt_logprobs
+        scored = choices[0].first.prompt_logprobs
         if self._num_prompt_logprobs is not None and scored is not None:
             body["prompt_logprobs"] = prompt_logprobs(
                 scored, self._num_prompt_logprobs, self._tokenizer
@@ -229,7 +229,7 @@ class ChatForm(ChunkForm):
             "message": _message(choice.message, with_reasoning=self._tells_reasoning),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.last.stop_reason,
         }
         if self._tells_ids:
             shown["token_ids"] = [*choice.token_ids]
@@ -246,7 +246,7 @@ class ChatForm(ChunkForm):
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason if ended else None,
-            "stop_reason": choice.stop_reason if ended else None,
+            "stop_reason": choice.last.stop_reason if ended else None,
         }
         if self._tells_weights and ended and choice.finish_reason is not None:
             shown |= choice.shown_weights()

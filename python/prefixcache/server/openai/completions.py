@@ -167,9 +167,9 @@ class CompletionForm(ChunkForm):
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
         shown = self._choice(job, choice, text, choice.logprobs, choice.token_ids)
-        if self._num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
+        if self._num_prompt_logprobs is not None and choice.first.prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs(
-                choice.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
+                choice.first.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
             )
         return shown
 
@@ -187,13 +187,13 @@ class CompletionForm(ChunkForm):
         if self._echo and not choice.started:
             text = self._echoed(job, index) + text
             prompt = job.prompts[index].tolist()
-            tokens = [*zip(prompt, choice.prompt_logprobs or (), strict=False), *tokens]
+            tokens = [*zip(prompt, choice.first.prompt_logprobs or (), strict=False), *tokens]
         shown: dict[str, Any] = {
             "index": choice.index,
             "text": text,
             "logprobs": self._logprobs(choice, tokens),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.last.stop_reason,
         }
         if self._tells_ids:
             shown["prompt_token_ids"] = None if choice.started else job.prompts[index].tolist()

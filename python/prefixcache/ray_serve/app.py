@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -14,7 +15,6 @@ from starlette.responses import Response
 
 from prefixcache.engine.control import Control
 from prefixcache.ray_serve.replicas.commands import CommandClient
-from prefixcache.ray_serve.replicas.not_served import not_served_router
 from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.replicas.replica_state import UPDATE_WEIGHTS
 from prefixcache.ray_serve.routed_engine import RoutedEngine
@@ -23,6 +23,7 @@ from prefixcache.server.admin.health import add_states
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
+from prefixcache.server.http.errors import ApiError
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.served_model import ServedModel
@@ -30,6 +31,21 @@ from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.options.version import VERSION
+
+# What one server answers and replicas together do not, each with where to ask instead.
+_DIAGNOSES = "`prefixcache serve` explains misses of one cache; /prefix_cache/probe works here."
+_PUSHES = "/update_weights_from_disk reaches every replica, from a folder that each can read."
+_NOT_SERVED = {
+    **{("POST", f"/weights/{call}"): _PUSHES for call in ("begin", "chunk", "end", "abort")},
+    ("GET", "/weights/status"): _PUSHES,
+    ("POST", "/prefix_cache/explain"): _DIAGNOSES,
+    ("GET", "/prefix_cache/misses"): _DIAGNOSES,
+    ("GET", "/dashboard"): "/metrics and /prefix_cache/stats tell of each replica.",
+    ("GET", "/prefix_cache/snapshot"): (
+        "Each replica has a cache of its own, and publishes its events where /server_info says "
+        "(`kv_events`); their replay reaches back some way."
+    ),
+}
 
 
 def create_ingress_app(
@@ -49,7 +65,7 @@ def create_ingress_app(
     app.include_router(_health_router(replicas))
     app.include_router(_info_router(replicas, served, flags))
     app.include_router(_command_router(commands, model_dirs))
-    app.include_router(not_served_router())
+    app.include_router(_not_served_router())
     describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
@@ -118,3 +134,24 @@ def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, 
         return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
 
     return router
+
+
+def _not_served_router() -> APIRouter:
+    """Answers 501 by their names, so that nobody takes them for a wrong address."""
+    router = APIRouter()
+    for (method, path), instead in _NOT_SERVED.items():
+        router.add_api_route(
+            path, _refusal(path, instead), methods=[method], include_in_schema=False
+        )
+    return router
+
+
+def _refusal(path: str, instead: str) -> Callable[[], Awaitable[None]]:
+    async def refuse() -> None:
+        raise ApiError(
+            HTTPStatus.NOT_IMPLEMENTED,
+            f"{path} is not served by `prefixcache serve-ray`. {instead}",
+            code="unsupported_endpoint",
+        )
+
+    return refuse

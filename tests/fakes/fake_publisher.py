@@ -21,9 +21,8 @@ from prefixcache.events.wire import (
     SnapshotEnd,
     SnapshotHeader,
     decode_sequence,
-    encode_batch,
+    encode,
     encode_sequence,
-    encode_snapshot_part,
 )
 from support.serving import wait_until
 
@@ -92,7 +91,7 @@ class FakePublisher:
     def publish(self, *events: Event, lost: bool = False, forgets: bool = False) -> None:
         """Sends a batch unless it is `lost`. One that `forgets` has no batches before it."""
         with self.lock:
-            payload = encode_batch(EventBatch(time.time(), list(events), 0))
+            payload = encode(EventBatch(time.time(), list(events), 0))
             sequence, self._next = self._next, self._next + 1
             self.held.apply(events)
             if forgets:
@@ -108,7 +107,7 @@ class FakePublisher:
                 SNAPSHOT_VERSION, self._next - 1, "00", "tiny", 1, [Group("full_attention")]
             )
             parts = [header, *map(stored, self.held.hashes), SnapshotEnd(len(self.held.hashes))]
-        return [encode_snapshot_part(part) for part in parts]
+        return [encode(part) for part in parts]
 
     def _serve_replays(self) -> None:
         while not self._stopped.is_set():

@@ -19,7 +19,7 @@ from prefixcache.events.wire import (
     Group,
     SnapshotEnd,
     SnapshotHeader,
-    encode_snapshot_part,
+    encode,
 )
 from prefixcache.kv.events import CoreEvent
 from prefixcache.kv.specs import GroupKind
@@ -91,13 +91,13 @@ class CacheSnapshot:
         """The next bytes; empty at the end."""
         if self._header is not None:
             header, self._header = self._header, None
-            return encode_snapshot_part(header)
+            return encode(header)
         events = self._blocks.take(_BLOCKS_AT_ONCE)
         if events:
-            return b"".join(encode_snapshot_part(self._form.event(event)) for event in events)
+            return b"".join(encode(self._form.event(event)) for event in events)
         if (run := next(self._on_disk, None)) is not None:
-            return encode_snapshot_part(self._form.event(run, DISK_MEDIUM))
+            return encode(self._form.event(run, DISK_MEDIUM))
         if self._is_over:
             return b""
         self._is_over = True
-        return encode_snapshot_part(SnapshotEnd(self._num_blocks))
+        return encode(SnapshotEnd(self._num_blocks))

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
-from prefixcache.events.wire import DISK_MEDIUM, EventBatch, encode_batch
+from prefixcache.events.wire import DISK_MEDIUM, EventBatch, encode
 from prefixcache.kv.events import CacheEvents
 from prefixcache.metrics import PREFIX
 
@@ -138,7 +138,7 @@ class EventPublisher:
             return False
         sent = [self._form.event(event, DISK_MEDIUM) for event in on_disk]
         sent += [self._form.event(event) for event in events]
-        payload = encode_batch(EventBatch(time.time(), sent, 0))
+        payload = encode(EventBatch(time.time(), sent, 0))
         for kind, _, _, hashes, _ in [*on_disk, *events]:
             self._num_blocks[kind] += len(hashes)
             if kind == "cleared":

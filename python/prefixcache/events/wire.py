@@ -108,9 +108,9 @@ _encoder = msgspec.msgpack.Encoder()
 _batches = msgspec.msgpack.Decoder(EventBatch)
 
 
-def encode_batch(batch: EventBatch) -> bytes:
-    """The payload of a message."""
-    return _encoder.encode(batch)
+def encode(part: EventBatch | SnapshotHeader | Event | SnapshotEnd) -> bytes:
+    """The payload of a message, or one object of a snapshot."""
+    return _encoder.encode(part)
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -132,11 +132,6 @@ def decode_sequence(frame: bytes) -> int:
 
 END_OF_REPLAY = encode_sequence(_END_OF_REPLAY)
 """The sequence frame of the message that ends a replay."""
-
-
-def encode_snapshot_part(part: SnapshotHeader | Event | SnapshotEnd) -> bytes:
-    """One object of a snapshot."""
-    return _encoder.encode(part)
 
 
 class SnapshotError(ValueError):

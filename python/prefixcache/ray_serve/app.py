@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -14,21 +15,37 @@ from starlette.responses import Response
 
 from prefixcache.engine.control import Control
 from prefixcache.ray_serve.replicas.commands import CommandClient
-from prefixcache.ray_serve.replicas.not_served import not_served_router
 from prefixcache.ray_serve.replicas.replica_set import ReplicaSet
 from prefixcache.ray_serve.replicas.replica_state import UPDATE_WEIGHTS
 from prefixcache.ray_serve.routed_engine import RoutedEngine
 from prefixcache.server.admin.admin import add_changes, add_commands, command_options
-from prefixcache.server.admin.health import add_probes, raise_if_not_ready
+from prefixcache.server.admin.health import add_states
 from prefixcache.server.admin.model_dirs import ModelDirs
-from prefixcache.server.app import client_app, guard, package_version
+from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
+from prefixcache.server.http.errors import ApiError
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
+from prefixcache.server.options.version import VERSION
+
+# What one server answers and replicas together do not, each with where to ask instead.
+_DIAGNOSES = "`prefixcache serve` explains misses of one cache; /prefix_cache/probe works here."
+_PUSHES = "/update_weights_from_disk reaches every replica, from a folder that each can read."
+_NOT_SERVED = {
+    **{("POST", f"/weights/{call}"): _PUSHES for call in ("begin", "chunk", "end", "abort")},
+    ("GET", "/weights/status"): _PUSHES,
+    ("POST", "/prefix_cache/explain"): _DIAGNOSES,
+    ("GET", "/prefix_cache/misses"): _DIAGNOSES,
+    ("GET", "/dashboard"): "/metrics and /prefix_cache/stats tell of each replica.",
+    ("GET", "/prefix_cache/snapshot"): (
+        "Each replica has a cache of its own, and publishes its events where /server_info says "
+        "(`kv_events`); their replay reaches back some way."
+    ),
+}
 
 
 def create_ingress_app(
@@ -43,13 +60,12 @@ def create_ingress_app(
     flags: Mapping[str, Any],
 ) -> FastAPI:
     """The application over the replicas of `engine`: `replicas` asks them, `commands` changes."""
-    release = package_version()
     maker = JobMaker(engine=engine, served=served)
-    app = client_app(maker, ResponseStore(), release)
+    app = client_app(maker, ResponseStore())
     app.include_router(_health_router(replicas))
-    app.include_router(_info_router(replicas, served, release, flags))
+    app.include_router(_info_router(replicas, served, flags))
     app.include_router(_command_router(commands, model_dirs))
-    app.include_router(not_served_router())
+    app.include_router(_not_served_router())
     describe(app, command_options(Control.endpoints()))
     guard(app, rules, lifecycle=Lifecycle(), limits=limits, strict=served.strict)
     return app
@@ -75,26 +91,11 @@ def _health_router(replicas: ReplicaSet) -> APIRouter:
         await replicas.statuses()
         return Response()
 
-    async def ready() -> Response:
-        for status in await replicas.statuses():
-            raise_if_not_ready(status["halted"])
-        return Response()
-
-    add_probes(router, health, ready)
-
-    @router.get("/load")
-    async def load() -> dict[str, int]:
-        statuses = await replicas.statuses()
-        running = sum(one["running"] for one in statuses)
-        waiting = sum(one["waiting"] for one in statuses)
-        return {"server_load": running + waiting, "running": running, "waiting": waiting}
-
+    add_states(router, health, replicas.statuses)
     return router
 
 
-def _info_router(
-    replicas: ReplicaSet, served: ServedModel, release: str, flags: Mapping[str, Any]
-) -> APIRouter:
+def _info_router(replicas: ReplicaSet, served: ServedModel, flags: Mapping[str, Any]) -> APIRouter:
     router = APIRouter()
     names = ("batch_invariant", "dtype", "weights", "prefix_hash")
 
@@ -102,13 +103,13 @@ def _info_router(
     async def show_version() -> dict[str, Any]:
         about = await replicas.about()
         shown = {name: about[0][name] for name in names}
-        return {"version": release, "cpu_activations": about[0]["activations"], **shown}
+        return {"version": VERSION, "cpu_activations": about[0]["activations"], **shown}
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         about = await replicas.about()
         return {
-            "version": release,
+            "version": VERSION,
             "model": served.root,
             "served_model_names": served.names,
             "max_model_len": about[0]["max_model_len"],
@@ -132,12 +133,25 @@ def _info_router(
         statuses = await replicas.statuses()
         return {"replicas": {one["replica"]: one["resize"] for one in statuses}}
 
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": any(one["is_paused"] for one in await replicas.statuses())}
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": any(one["is_sleeping"] for one in await replicas.statuses())}
-
     return router
+
+
+def _not_served_router() -> APIRouter:
+    """Answers 501 by their names, so that nobody takes them for a wrong address."""
+    router = APIRouter()
+    for (method, path), instead in _NOT_SERVED.items():
+        router.add_api_route(
+            path, _refusal(path, instead), methods=[method], include_in_schema=False
+        )
+    return router
+
+
+def _refusal(path: str, instead: str) -> Callable[[], Awaitable[None]]:
+    async def refuse() -> None:
+        raise ApiError(
+            HTTPStatus.NOT_IMPLEMENTED,
+            f"{path} is not served by `prefixcache serve-ray`. {instead}",
+            code="unsupported_endpoint",
+        )
+
+    return refuse

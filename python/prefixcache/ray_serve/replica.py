@@ -36,7 +36,7 @@ from prefixcache.ray_serve.replicas.replica_state import (
     Served,
 )
 from prefixcache.server.admin.admin import update_weights
-from prefixcache.server.admin.health import halted_state
+from prefixcache.server.admin.health import engine_state
 from prefixcache.server.allocator import bound_arenas
 from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.types.request import Request
@@ -287,14 +287,10 @@ class EngineReplica:
 
     async def status(self) -> dict[str, Any]:
         """How busy the engine is, whether it computes, and its cache in numbers."""
-        control, gauges = self._engine.control, self._engine.metrics.gauges()
+        control = self._engine.control
         return {
             "replica": self._id,
-            "running": gauges.num_running,
-            "waiting": gauges.num_waiting,
-            "is_paused": control.is_paused,
-            "is_sleeping": control.is_sleeping,
-            "halted": halted_state(control),
+            **engine_state(self._engine),
             "prefix_cache": dataclasses.asdict(control.prefix_cache_stats()),
             "resize": dataclasses.asdict(control.resize_status),
         }

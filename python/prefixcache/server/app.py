@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -34,6 +33,7 @@ from prefixcache.server.openai.tokenize import tokenize_router
 from prefixcache.server.openapi import describe
 from prefixcache.server.options.limits import ServerLimits
 from prefixcache.server.options.serve_options import CrossOrigin
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.room import CacheDiagnostics
@@ -64,15 +64,14 @@ def create_app(
     traces go, `diagnostics` remember why prompts missed, and `events` are published by somebody.
     Administrators are shown the `flags`.
     """
-    release = package_version()
     maker = JobMaker(engine=engine, served=served, diagnostics=diagnostics)
     lifecycle = lifecycle or Lifecycle()
     responses = ResponseStore()
-    app = client_app(maker, responses, release)
+    app = client_app(maker, responses)
     app.include_router(misses_router(maker, responses))
-    app.include_router(health_router(engine, served, release, flags or {}, events))
+    app.include_router(health_router(engine, served, flags or {}, events))
     app.include_router(kv_events_router(events, maker.workers))
-    app.include_router(dashboard_router(engine, maker, release, lifecycle))
+    app.include_router(dashboard_router(engine, maker, lifecycle))
     app.include_router(admin_router(engine, model_dirs or ModelDirs()))
     app.include_router(weights_push_router(engine))
     describe(app, {**command_options(engine.control.endpoints()), **PUSH_OPTIONS})
@@ -87,14 +86,14 @@ def create_app(
     return app
 
 
-def client_app(maker: JobMaker, responses: ResponseStore, release: str) -> FastAPI:
+def client_app(maker: JobMaker, responses: ResponseStore) -> FastAPI:
     """An application with what clients ask of the served model, and with nothing around it.
 
     Answers of `/v1/responses` are kept among `responses`.
     """
     app = FastAPI(
         title="prefixcache",
-        version=release,
+        version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -138,11 +137,3 @@ def _let_pages_in(app: FastAPI, allowed: CrossOrigin) -> None:
         allow_credentials=allowed.allow_credentials,
         expose_headers=_SHOWN_TO_PAGES,
     )
-
-
-def package_version() -> str:
-    """The installed version, or "unknown" for a checkout that is not installed."""
-    try:
-        return version("prefixcache")
-    except PackageNotFoundError:
-        return "unknown"

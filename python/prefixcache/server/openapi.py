@@ -14,9 +14,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from prefixcache.exceptions import wrong
 from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from prefixcache.server.http.body import RequestFields
-from prefixcache.server.http.errors import is_anthropic
+from prefixcache.server.http.errors import anthropic_error, error_body, is_anthropic
 from prefixcache.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -145,19 +146,8 @@ _ERRORS = {
     ),
 }
 _EXAMPLES = {
-    "OpenAIError": {
-        "error": {
-            "message": "temperature must be a number in [0.0, 100.0], got -1.",
-            "type": "invalid_request_error",
-            "param": "temperature",
-            "code": None,
-        }
-    },
-    "AnthropicError": {
-        "type": "error",
-        "error": {"type": "invalid_request_error", "message": "max_tokens is required."},
-        "request_id": "5f1c2a",
-    },
+    "OpenAIError": error_body(wrong("temperature", "must be a number in [0.0, 100.0], got -1"))[1],
+    "AnthropicError": anthropic_error(wrong("max_tokens", "is required"), "5f1c2a"),
 }
 
 

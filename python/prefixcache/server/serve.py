@@ -29,7 +29,7 @@ from prefixcache.server.http.access import AccessRules, is_host_name, is_loopbac
 from prefixcache.server.http.connections import Connection, ConnectionLimits
 from prefixcache.server.http.listener import EVERY_ADDRESS, cannot_listen, listening, shown_address
 from prefixcache.server.http.tls import Certificates, TlsListener
-from prefixcache.server.http.tracing import Tracing, tracing_to
+from prefixcache.server.http.tracing import tracing_to
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.header_lines import HeaderLines
@@ -65,12 +65,12 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     rules, model_dirs = access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
-    with (
-        _tracing(options) as tracing,
-        listening(options) as listener,
-        event_sockets(options.kv_events_config) as sockets,
-        ExitStack() as stack,
-    ):
+    with ExitStack() as stack:
+        tracing, endpoint = None, options.otlp_traces_endpoint
+        if endpoint is not None:
+            tracing = stack.enter_context(closing(tracing_to(endpoint)))
+        listener = stack.enter_context(listening(options))
+        sockets = stack.enter_context(event_sockets(options.kv_events_config))
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
@@ -122,17 +122,6 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         finally:
             gc.unfreeze()
             _close(engine, lifecycle)
-
-
-@contextmanager
-def _tracing(options: ServeOptions) -> Generator[Tracing | None, None, None]:
-    if options.otlp_traces_endpoint is None:
-        yield None
-        return
-    from prefixcache.server.app import package_version
-
-    with closing(tracing_to(options.otlp_traces_endpoint, package_version())) as tracing:
-        yield tracing
 
 
 def check_weights(options: ServeOptions, *, is_gguf: bool) -> None:

@@ -6,13 +6,15 @@ What they answer is what a chat answers to the same messages; a block of the cac
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from prefixcache.server.http import workers
 from prefixcache.server.http.access import AccessRules
+from prefixcache.server.http.workers import Workers
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
@@ -63,6 +65,24 @@ async def _events(client: httpx.AsyncClient, path: str, **body: Any) -> list[Any
 
 def _said(response: Any) -> str:
     return response["output"][0]["content"][0]["text"]
+
+
+async def test_the_end_of_a_long_stream_is_written_in_a_thread(client, monkeypatch):
+    """It repeats the log probabilities of all tokens several times."""
+    pieces: list[int] = []
+
+    async def in_thread(self: Workers, function: Callable[[], Any]) -> Any:
+        made = function()
+        pieces.append(len(made))
+        return made
+
+    monkeypatch.setattr(workers, "_SMALL", 1000)
+    monkeypatch.setattr(Workers, "in_thread", in_thread)
+    options = {"input": "a", "top_logprobs": 20, "max_output_tokens": 60}
+    last = (await _events(client, RESPONSES, **options))[-1]
+    assert len(last["response"]["output"][0]["content"][0]["logprobs"]) == 60
+    assert pieces
+    assert pieces[-1] > len(json.dumps(last))
 
 
 async def test_a_response_says_what_a_chat_says(client):

@@ -159,10 +159,10 @@ def test_what_is_no_collector_is_refused(endpoint: str) -> None:
 def test_protocols_are_opentelemetrys_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for protocol in ("grpc", "http/protobuf"):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-        tracing_to("http://127.0.0.1:9", "1").close()
+        tracing_to("http://127.0.0.1:9").close()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier pigeon")
     with pytest.raises(FieldError, match="grpc or http/protobuf"):
-        tracing_to("http://127.0.0.1:9", "1")
+        tracing_to("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("lacking", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp"])
@@ -173,4 +173,4 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch, lacking):
     with pytest.raises(
         FieldError, match=r"otlp_traces_endpoint.*pip install 'prefixcache\[otel\]'"
     ):
-        tracing_to("http://localhost:4317", "1")
+        tracing_to("http://localhost:4317")

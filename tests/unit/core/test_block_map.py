@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.core import PrefixCache
-from prefixcache.metrics import Histogram
-from prefixcache.server.dashboard.rates import Counters, quantile, rates
+from prefixcache.server.dashboard.rates import Look, quantile, rates
 from prefixcache.server.dashboard.view import block_map
+
+if TYPE_CHECKING:
+    from prefixcache.engine.stats import PrefixCacheStats
 
 BLOCK = 4
 FREE, CACHED, PINNED, HELD = range(4)
@@ -76,10 +79,13 @@ def test_a_quantile_lies_between_the_bounds_around_it(values: list[float], share
 
 
 def test_what_came_from_a_disk_was_not_computed() -> None:
-    none = Counters(0.0, 0, 0, 0, 0, 0, 0, [0, 0])
-    ttft = Histogram("ttft", "", (1.0,))
-    now = Counters(2.0, 100, 40, 20, 0, 0, 0, [0, 0])
-    found = rates(none, now, ttft)
+    def look(time: float, queried: int, hit: int, on_disk: int) -> Look:
+        counts = dict.fromkeys(("evictions", "demotions", "hints_demoted"), 0)
+        counts |= {"queried_tokens": queried, "hit_tokens": hit, "disk_cached_tokens": on_disk}
+        return Look(time, cast("PrefixCacheStats", SimpleNamespace(**counts)), 0, [0, 0])
+
+    none = look(0.0, 0, 0, 0)
+    found = rates(none, look(2.0, 100, 40, 20), (1.0,))
     assert (found.memory_tokens, found.disk_tokens, found.computed_tokens) == (20, 10, 20)
     assert found.hit_ratio == 0.6
-    assert rates(none, dataclasses.replace(now, disk_cached_tokens=0), ttft).disk_tokens is None
+    assert rates(none, look(2.0, 100, 40, 0), (1.0,)).disk_tokens is None

@@ -13,7 +13,7 @@ import pytest
 
 from fakes.fake_engine import make_engine, make_request
 from prefixcache.events.form import WireForm
-from prefixcache.events.wire import EventBatch, encode_batch
+from prefixcache.events.wire import EventBatch, encode
 
 Check = Callable[[Any], bool]
 
@@ -74,7 +74,7 @@ def events_of(groups: tuple[Any, ...]) -> list[dict[str, Any]]:
             engine.step()
     engine.control.reset_prefix_cache()
     batch = EventBatch(1.5, [form.event(event) for event in events.take(10_000)], 0)
-    ts, found, rank = msgpack.unpackb(encode_batch(batch))
+    ts, found, rank = msgpack.unpackb(encode(batch))
     assert (ts, rank) == (1.5, 0)
     return found
 

@@ -20,7 +20,7 @@ PARTS = [
 def test_a_batch_is_an_array_of_tagged_maps() -> None:
     plain = wire.BlockStored([3], 5, [9], 1, None, wire.MEDIUM, None)
     events = [STORED, plain, wire.BlockRemoved([3], wire.MEDIUM), wire.AllBlocksCleared()]
-    payload = wire.encode_batch(wire.EventBatch(1.5, events, 0))
+    payload = wire.encode(wire.EventBatch(1.5, events, 0))
     without_group = {
         "type": "BlockStored",
         "block_hashes": [3],
@@ -55,7 +55,7 @@ def test_sequences_are_eight_bytes() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_snapshot_is_read_from_pieces_of_any_size(size: int) -> None:
-    stream = b"".join(map(wire.encode_snapshot_part, PARTS))
+    stream = b"".join(map(wire.encode, PARTS))
     assert next(msgpack.Unpacker(io.BytesIO(stream)))["sequence"] == 7
     pieces = (stream[at : at + size] for at in range(0, len(stream), size))
     assert list(wire.decode_snapshot(pieces)) == PARTS
@@ -72,6 +72,6 @@ def test_a_snapshot_is_read_from_pieces_of_any_size(size: int) -> None:
     ids=["nothing", "no end", "no header", "another version"],
 )
 def test_what_is_no_whole_snapshot_is_refused(parts: list, problem: str) -> None:
-    stream = b"".join(map(wire.encode_snapshot_part, parts))
+    stream = b"".join(map(wire.encode, parts))
     with pytest.raises(wire.SnapshotError, match=problem):
         list(wire.decode_snapshot([stream]))

@@ -90,7 +90,7 @@ from prefixcache.server.app import client_app, guard
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.options.limits import ServerLimits
-app = client_app(MagicMock(), MagicMock(), "0")
+app = client_app(MagicMock(), MagicMock())
 rules = AccessRules(api_keys=("client",), admin_api_keys=("administrator",))
 guard(app, rules, lifecycle=Lifecycle(), limits=ServerLimits(), strict=False)
 ask = TestClient(app, base_url="http://localhost").get

@@ -119,7 +119,7 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
     choice.add(RequestOutput(request_id="r", finish_reason="stop", stop_reason="city"))
     assert choice.finish_reason == reason
     form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
-    (item,) = form.body(_job(reason), choice)["output"]
+    (item,) = form.body(_job(reason), [choice])["output"]
     assert item["status"] == ("incomplete" if reason == "stop" else "completed")
 
 
@@ -143,7 +143,8 @@ def _run(form: Any, deltas: list[MessageDelta], reason: str) -> tuple[list[Any],
         end = reason if number == len(deltas) else None
         output = RequestOutput(request_id="r", token_ids=(5,), text="t", finish_reason=end)
         choice.add(output)
-        events += [copy.deepcopy(event) for event in form.events(job, choice, output)]
+        events += [copy.deepcopy(event) for event in form.events(job, [choice], 0, output)]
+    events += copy.deepcopy([*form.end(job, [choice])])
     return events, choice, job
 
 
@@ -186,13 +187,15 @@ def test_tokens_of_all_choices_are_those_of_each(
     assert choices.counts == TokenCounts(
         prompt=sum(choice.num_prompt_tokens for choice in firsts),
         completion=sum(choice.num_tokens for choice in choices),
-        cached=sum(choice.num_cached_tokens for choice in firsts),
-        written=sum(choice.num_written_tokens for choice in firsts),
+        cached=sum(choice.first.num_cached_tokens for choice in firsts),
+        written=sum(choice.first.num_written_tokens for choice in firsts),
         reasoning=sum(choice.num_reasoning_tokens for choice in choices),
-        accepted=sum(choice.num_accepted_drafts for choice in choices),
-        refused=sum(choice.num_refused_drafts for choice in choices),
-        stale=sum(choice.num_cached_tokens for choice in firsts if choice.hit_staleness),
-        from_disk=sum(choice.num_disk_tokens for choice in firsts),
+        accepted=sum(choice.last.num_accepted_drafts for choice in choices),
+        refused=sum(choice.last.num_refused_drafts for choice in choices),
+        stale=sum(
+            choice.first.num_cached_tokens for choice in firsts if choice.first.hit_staleness
+        ),
+        from_disk=sum(choice.first.num_disk_tokens for choice in firsts),
     )
 
 
@@ -214,7 +217,7 @@ def test_events_of_a_response_fold_into_it(deltas: list[MessageDelta], reason: s
     assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
     assert last["response"]["output"] == items == kept[0]["output"]
     assert all(item["status"] == "completed" for item in items[:-1])
-    whole = ResponseForm(NOTHING, {}, None, kept.append).body(job, choice)
+    whole = ResponseForm(NOTHING, {}, None, kept.append).body(job, [choice])
     assert _plain(whole["output"]) == _plain(items)
     assert whole["usage"] == last["response"]["usage"]
 
@@ -268,7 +271,7 @@ def test_events_of_a_message_fold_into_it(deltas: list[MessageDelta], reason: st
     for index, text in partial.items():
         message["content"][index]["input"] = json.loads(text)
     message |= delta["delta"] | {"usage": delta["usage"]}
-    assert message == MessageForm("req").body(job, choice)
+    assert message == MessageForm("req").body(job, [choice])
     calls = bool(choice.message.tool_calls)
     expected = "max_tokens" if reason == "length" else "tool_use" if calls else "end_turn"
     assert message["stop_reason"] == expected

@@ -211,9 +211,10 @@ def test_a_tool_ends_before_what_tells_the_next_one_from_it() -> None:
 
 
 def test_marked_parts_are_found_in_order() -> None:
-    part = {"type": "text", "text": "x", "c": 1}
-    messages = [{"content": "x"}, {"content": [part, {"c": None}, 3, part]}, {"content": None}]
-    assert list(marked_parts(messages, "c")) == [
-        Marked(Place("messages", 1, 0), "messages[1].content[0].c", 1),
-        Marked(Place("messages", 1, 3), "messages[1].content[3].c", 1),
+    name = "prompt_cache_breakpoint"
+    part = {"type": "text", "text": "x", name: 1}
+    contents = ["x", [part, {name: None}, 3, part], None]
+    assert list(marked_parts(contents)) == [
+        Marked(Place("messages", 1, 0), f"messages[1].content[0].{name}", 1),
+        Marked(Place("messages", 1, 3), f"messages[1].content[3].{name}", 1),
     ]

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from prefixcache.engine.stats import PrefixHashInfo
     from prefixcache.kv.elastic import ResizeStatus
 
+T = TypeVar("T")
 # The path of a command of `Control`, and the command, still without a control.
 Command = tuple[str, Callable[..., Any]]
 Resize = Callable[..., Awaitable["ResizeStatus"]]
@@ -69,12 +70,6 @@ class UpdateWeightsRequest(RequestFields):
     mode: InFlightMode | None = None
     abort_all_requests: bool | None = None
     weight_version: str | None = None
-
-    def chosen_path(self) -> str:
-        """Where the weights are. Raises `InvalidRequestError` when that is left out."""
-        if self.model_path is None:
-            raise wrong("model_path", "is required")
-        return self.model_path
 
     def chosen_mode(self) -> InFlightMode:
         """What happens to requests in flight. Raises `InvalidRequestError` for two answers."""
@@ -115,14 +110,6 @@ def admin_router(engine: AsyncEngine, model_dirs: ModelDirs) -> APIRouter:
     )
     add_changes(router, resize_cache, update, model_dirs)
 
-    @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": engine.control.is_paused}
-
-    @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": engine.control.is_sleeping}
-
     @router.get("/prefix_cache/stats")
     async def prefix_cache_stats() -> dict[str, Any]:
         return dataclasses.asdict(engine.control.prefix_cache_stats())
@@ -154,7 +141,7 @@ def add_changes(
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
         """Serves the weights of another folder or file, of the same model."""
         fields = await read_options(request, UpdateWeightsRequest)
-        path, mode = fields.chosen_path(), fields.chosen_mode()
+        path, mode = required("model_path", fields.model_path), fields.chosen_mode()
         with model_dirs.checked(path) as found:
             version, now = await update(
                 path=found, mode=mode, revision=fields.revision, tag=fields.weight_version
@@ -162,10 +149,17 @@ def add_changes(
         return {
             "success": True,
             "message": f"The weights are those of {path}.",
-            "weight_version": version if fields.weight_version is None else fields.weight_version,
-            "weights_name": now.weights_name,
-            "root_hash": now.root_hash,
+            **weights_fields(fields.weight_version or version, now),
         }
+
+
+def weights_fields(version: int | str, now: PrefixHashInfo) -> dict[str, Any]:
+    """What an answer tells of new weights."""
+    return {
+        "weight_version": version,
+        "weights_name": now.weights_name,
+        "root_hash": now.root_hash,
+    }
 
 
 def update_weights(
@@ -213,18 +207,24 @@ def add_commands(router: APIRouter, commands: Iterable[Command], run: RunCommand
 def _endpoint(run: RunCommand, command: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a command with a request's options; those left out or null keep their defaults."""
     parameters, options = _parameters(command), options_of(command)
-    required = [one.name for one in parameters if one.default is one.empty]
+    needed = [one.name for one in parameters if one.default is one.empty]
 
     async def call(request: Request) -> Response:
         fields = await read_options(request, options)
         given = fields.model_dump(include=set(options.model_fields), exclude_none=True)
-        for name in required:
-            if name not in given:
-                raise wrong(name, "is required")
+        for name in needed:
+            required(name, given.get(name))
         result = await run(command, given)
         return Response() if result is None else JSONResponse(result)
 
     return call
+
+
+def required(name: str, value: T | None) -> T:
+    """The value of an option. Raises `InvalidRequestError` where it is left out."""
+    if value is None:
+        raise wrong(name, "is required")
+    return value
 
 
 async def read_options(request: Request, model: type[Fields]) -> Fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from prefixcache.metrics import LabelledMetrics
 from prefixcache.server.http.errors import ApiError
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 def health_router(
     engine: AsyncEngine,
     served: ServedModel,
-    version: str,
     flags: Mapping[str, Any],
     events: EventPublisher | None = None,
 ) -> APIRouter:
@@ -41,23 +41,16 @@ def health_router(
             raise engine.dead
         return Response()
 
-    async def ready() -> Response:
-        raise_if_not_ready(halted_state(engine.control))
-        return Response()
+    async def states() -> list[dict[str, Any]]:
+        return [engine_state(engine)]
 
-    add_probes(router, health, ready)
-
-    @router.get("/load")
-    async def load() -> dict[str, int]:
-        gauges = engine.metrics.gauges()
-        running, waiting = gauges.num_running, gauges.num_waiting
-        return {"server_load": running + waiting, "running": running, "waiting": waiting}
+    add_states(router, health, states)
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         control = engine.control
         return {
-            "version": version,
+            "version": VERSION,
             "model": served.root,
             "served_model_names": served.names,
             "max_model_len": engine.max_model_len,
@@ -72,7 +65,7 @@ def health_router(
     async def show_version() -> dict[str, Any]:
         weights = engine.control.weights_info()
         return {
-            "version": version,
+            "version": VERSION,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
             "cpu_activations": served.activations,
@@ -88,7 +81,19 @@ def health_router(
     return router
 
 
-def halted_state(control: Control) -> str | None:
+def engine_state(engine: AsyncEngine) -> dict[str, Any]:
+    """How busy an engine is, and whether it computes."""
+    control, gauges = engine.control, engine.metrics.gauges()
+    return {
+        "running": gauges.num_running,
+        "waiting": gauges.num_waiting,
+        "is_paused": control.is_paused,
+        "is_sleeping": control.is_sleeping,
+        "halted": _halted(control),
+    }
+
+
+def _halted(control: Control) -> str | None:
     """What an engine that computes nothing now is called; None where it computes."""
     if control.is_sleeping:
         return "asleep"
@@ -97,23 +102,39 @@ def halted_state(control: Control) -> str | None:
     return "updating" if control.is_updating else None
 
 
-def raise_if_not_ready(halted: str | None) -> None:
-    """Raises an `ApiError` of status 503 where an engine is `halted`; see `halted_state`."""
-    if halted is not None:
-        raise ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"The engine is {halted}: it computes nothing until an administrator calls it back.",
-            code=f"engine_{halted}",
-        )
-
-
-def add_probes(
+def add_states(
     router: APIRouter,
     health: Callable[[], Awaitable[Response]],
-    ready: Callable[[], Awaitable[Response]],
+    states: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
 ) -> None:
-    """Serves both under all paths and methods that load balancers ask."""
+    """What balancers ask, under all of their paths and methods; see `engine_state`."""
+
+    async def ready() -> Response:
+        for state in await states():
+            if (halted := state["halted"]) is not None:
+                raise ApiError(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"The engine is {halted}: it computes nothing until an administrator calls it "
+                    "back.",
+                    code=f"engine_{halted}",
+                )
+        return Response()
+
     for path, probe in {"/health": health, "/ping": health, "/ready": ready}.items():
         router.get(path)(probe)
         router.head(path, include_in_schema=False)(probe)
     router.post("/ping", include_in_schema=False)(health)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        found = await states()
+        running, waiting = (sum(one[name] for one in found) for name in ("running", "waiting"))
+        return {"server_load": running + waiting, "running": running, "waiting": waiting}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": any(one["is_paused"] for one in await states())}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": any(one["is_sleeping"] for one in await states())}

@@ -17,8 +17,8 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 
 from prefixcache.engine.weights_push import DEFAULT_TIMEOUT
-from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.admin.admin import read_options
+from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.admin.admin import read_options, required, weights_fields
 from prefixcache.server.http.body import RequestFields, media_type
 from prefixcache.server.http.errors import ApiError
 from prefixcache.types.modes import InFlightMode
@@ -92,14 +92,14 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
     async def chunk(request: Request) -> dict[str, int]:
         """Takes tensors of an open update: safetensors, in the body or in shared memory."""
         if media_type(request) == _BYTES:
-            update_id = _required("update_id", request.query_params.get("update_id"))
+            update_id = required("update_id", request.query_params.get("update_id"))
             async with one_at_a_time:
                 pieces = [one async for one in _pieces(request, partial(push.touch, update_id))]
                 added = await asyncio.to_thread(push.add_pieces, update_id, pieces)
         else:
             fields = await read_options(request, WeightsChunkRequest)
-            update_id = _required("update_id", fields.update_id)
-            name = _required("shm_name", fields.shm_name)
+            update_id = required("update_id", fields.update_id)
+            name = required("shm_name", fields.shm_name)
             added = await asyncio.to_thread(push.add_shared, update_id, name)
         return {"num_tensors": added, "staged_bytes": push.staged_bytes}
 
@@ -113,7 +113,7 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
     async def abort(request: Request) -> None:
         """Drops an update; the old weights serve on."""
         fields = await read_options(request, AbortWeightsRequest)
-        await asyncio.to_thread(push.abort, _required("update_id", fields.update_id))
+        await asyncio.to_thread(push.abort, required("update_id", fields.update_id))
 
     @router.get("/weights/status")
     async def status() -> dict[str, Any]:
@@ -124,18 +124,13 @@ def weights_push_router(engine: AsyncEngine) -> APIRouter:
 
 def _end(control: Control, fields: EndWeightsRequest) -> dict[str, Any]:
     version = control.weights_push.end(
-        _required("update_id", fields.update_id),
+        required("update_id", fields.update_id),
         digest=fields.digest,
         weight_version=fields.weight_version,
         mode=fields.mode or "recompute",
         full=fields.full is not False,
     )
-    now = control.prefix_hash_info()
-    return {
-        "weight_version": version if fields.weight_version is None else fields.weight_version,
-        "weights_name": now.weights_name,
-        "root_hash": now.root_hash,
-    }
+    return weights_fields(fields.weight_version or version, control.prefix_hash_info())
 
 
 async def _pieces(request: Request, touch: Any) -> AsyncIterator[bytes]:
@@ -158,9 +153,3 @@ async def _pieces(request: Request, touch: Any) -> AsyncIterator[bytes]:
             yield piece
     except ClientDisconnect:
         raise InvalidRequestError("The client went away before the chunk ended.") from None
-
-
-def _required(name: str, value: str | None) -> str:
-    if value is None:
-        raise wrong(name, "is required")
-    return value

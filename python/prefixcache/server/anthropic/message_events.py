@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from prefixcache.server.http.errors import anthropic_error
-from prefixcache.server.jobs.answers import Choice, diagnosis_fields, usage
+from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
 from prefixcache.server.jobs.caching import written_by_ttl
 from prefixcache.server.jobs.diagnosis import anthropic_comparison
 from prefixcache.server.jobs.job_maker import Job
@@ -23,43 +23,53 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessageForm:
     """Anthropic's `message` objects and their events. `request_id` goes with errors."""
 
+    is_named: ClassVar[bool] = True
+
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._num_blocks = 0
         self._open: tuple[str, int | None] | None = None  # the type, and a call's index
         self._begun = False
 
-    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+    def body(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer."""
+        choice = choices[0]
         return {
             **_head(job),
             "content": _content(choice),
             **_end(choice),
             "usage": message_usage(job, choice),
-            **_diagnosis(job),
+            **_compared(job),
         }
 
     def begin(self, job: Job) -> Iterable[Event]:  # noqa: ARG002
         """Nothing: the first event tells what was read from the cache."""
         return ()
 
-    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[Event]:
-        """Events of what an output added, and of the end."""
+    def events(
+        self,
+        job: Job,
+        choices: Sequence[Choice],
+        index: int,
+        output: RequestOutput,  # noqa: ARG002
+    ) -> Iterator[Event]:
+        """Events of what an output added."""
+        choice = choices[index]
         if not self._begun:
             self._begun = True
             counts = {**message_usage(job, choice), "output_tokens": 0}
             ended = {"stop_reason": None, "stop_sequence": None}
-            message = {**_head(job), "content": [], **ended, "usage": counts, **_diagnosis(job)}
+            message = {**_head(job), "content": [], **ended, "usage": counts, **_compared(job)}
             yield {"type": "message_start", "message": message}
         yield from self._add(choice.delta)
-        if output.finished:
-            yield from self._close()
-            yield {
-                "type": "message_delta",
-                "delta": _end(choice),
-                "usage": message_usage(job, choice),
-            }
-            yield {"type": "message_stop"}
+
+    def end(self, job: Job, choices: Sequence[Choice]) -> Iterator[Event]:
+        """Events of the last block's end, and of the message's."""
+        choice = choices[0]
+        yield from self._close()
+        usage = message_usage(job, choice)
+        yield {"type": "message_delta", "delta": _end(choice), "usage": usage}
+        yield {"type": "message_stop"}
 
     def failed(self, job: Job, error: Exception) -> Event:  # noqa: ARG002
         """The last event of an answer that failed."""
@@ -104,12 +114,8 @@ def _head(job: Job) -> dict[str, Any]:
     return {"id": job.call.id, "type": "message", "role": "assistant", "model": job.model}
 
 
-def _diagnosis(job: Job) -> dict[str, Any]:
-    """What was found out of the cache, where that was asked for."""
-    if job.diagnosis is None or job.diagnosis.comparison is None:
-        return diagnosis_fields(job)
-    compared = anthropic_comparison(job.diagnosis.comparison)
-    return {**diagnosis_fields(job), "diagnostics": compared}
+def _compared(job: Job) -> dict[str, Any]:
+    return comparison_fields(job, "diagnostics", anthropic_comparison)
 
 
 def _content(choice: Choice) -> Sequence[dict[str, Any]]:
@@ -135,7 +141,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _end(choice: Choice) -> dict[str, Any]:
-    by, reason = choice.stop_reason, choice.finish_reason or ""
+    by, reason = choice.last.stop_reason, choice.finish_reason or ""
     if reason == "stop":
         by_text = isinstance(by, str)
         return {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -20,36 +19,18 @@ from prefixcache.server.anthropic.message_blocks import (
     marked_tools,
 )
 from prefixcache.server.anthropic.message_events import MessageForm
-from prefixcache.server.http.body import (
-    RequestFields,
-    Strings,
-    parse_fields,
-    parse_object,
-    read_body,
-)
+from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import MESSAGES_PATH
-from prefixcache.server.jobs.answers import answer_in_events
+from prefixcache.server.jobs.answers import answer
 from prefixcache.server.jobs.caching import CachingControls, anthropic_controls
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
-from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.openai.chat import chat_job, count_chat
-from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.server.openai.protocol import SAME_AS_CHAT, ChatRequest
 from prefixcache.text.chat.parts import one_object
 
-# Fields that a chat has under the same name, ours among them.
-_SAME = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
-    "max_tokens",
-    "n",
-    "logprob_start_len",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_weight_versions",
-    "stop",
-    "stream",
-    "stream_options",
-}
+_SAME = SAME_AS_CHAT - {"stop"}
 
 # Names of this endpoint for what a chat calls otherwise.
 _NAMES = {
@@ -149,13 +130,8 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedMessage(Generic[Asked]):
-    """A body, the same request as a chat, and what it asks of the cache."""
-
-    fields: Asked
-    chat: ChatRequest
-    controls: CachingControls
+# The same request as a chat, and what it asks of the cache.
+AskedChat = tuple[ChatRequest, CachingControls]
 
 
 def messages_router(maker: JobMaker) -> APIRouter:
@@ -167,45 +143,40 @@ def messages_router(maker: JobMaker) -> APIRouter:
         job, stream = await _asked(maker, request)
         with fields_named(_NAMES):
             form = MessageForm(request.state.request_id)
-            return await answer_in_events(request, maker, job, form, stream=stream)
+            return await answer(maker, job, form, stream=stream)
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
-        body = await read_body(request)
-        parsed = await maker.workers.run(
-            len(body), lambda: parse_message(parse_object(body), CountTokensRequest)
+        _, (chat, _), size = await read_parsed(
+            request, maker.workers, lambda values: parse_message(values, CountTokensRequest)
         )
-        tell_unknown(request, parsed.fields)
         with fields_named(_NAMES):
-            return {"input_tokens": await count_chat(maker, parsed.chat, len(body))}
+            return {"input_tokens": await count_chat(maker, chat, size)}
 
     return router
 
 
 async def _asked(maker: JobMaker, request: Request) -> tuple[Job, bool]:
     """What a body asks, and whether as a stream; nothing of the body itself."""
-    body = await read_body(request)
-    parsed = await maker.workers.run(
-        len(body), lambda: parse_message(parse_object(body), MessagesRequest)
+    fields, chat, size = await read_parsed(
+        request, maker.workers, lambda values: parse_message(values, MessagesRequest)
     )
-    tell_unknown(request, parsed.fields)
     call = dataclasses.replace(new_call(request, "msg"), id=f"msg_{uuid.uuid4().hex}")
-    job = await message_job(maker, parsed, len(body), call)
-    if job.diagnosis is not None and parsed.fields.diagnostics is not None:
-        job.diagnosis.compared_with = parsed.fields.diagnostics.previous_message_id
-    return job, bool(parsed.fields.stream)
+    job = await message_job(maker, chat, size, call)
+    if job.diagnosis is not None and fields.diagnostics is not None:
+        job.diagnosis.compared_with = fields.diagnostics.previous_message_id
+    return job, bool(fields.stream)
 
 
-async def message_job(
-    maker: JobMaker, parsed: ParsedMessage[MessagesRequest], size: int, call: Call
-) -> Job:
+async def message_job(maker: JobMaker, asked: AskedChat, size: int, call: Call) -> Job:
     """The requests of a message. `size` is that of the body."""
     with fields_named(_NAMES):
-        return await chat_job(maker, parsed.chat, size, call, parsed.controls)
+        chat, controls = asked
+        return await chat_job(maker, chat, size, call, controls)
 
 
-def parse_message(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[Asked]:
-    """The body of a message as `model` has it, checked. Takes time that grows with it."""
+def parse_message(values: dict[str, Any], model: type[Asked]) -> tuple[Asked, AskedChat]:
+    """The fields of a message as `model` has them, checked. Takes time that grows with it."""
     fields = parse_fields(values, model)
     conversation = Conversation(fields.system, fields.messages)
     controls = anthropic_controls(
@@ -215,4 +186,4 @@ def parse_message(values: dict[str, Any], model: type[Asked]) -> ParsedMessage[A
     )
     chat = fields.chat(conversation)
     with fields_named(_NAMES):
-        return ParsedMessage(fields, parse_fields(chat, ChatRequest), controls)
+        return fields, (parse_fields(chat, ChatRequest), controls)

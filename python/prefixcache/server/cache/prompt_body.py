@@ -9,20 +9,19 @@ from typing import Any, cast
 from fastapi import Request
 
 from prefixcache.server.anthropic.messages import MessagesRequest, message_job, parse_message
-from prefixcache.server.http.body import RequestFields, parse_fields, parse_object, read_body
+from prefixcache.server.http.body import RequestFields, parse_fields
 from prefixcache.server.http.errors import has_anthropic_header
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
-from prefixcache.server.jobs.encode import parse_prompts
+from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.openai.chat import chat_job, chat_names
-from prefixcache.server.openai.completions import completion_job
-from prefixcache.server.openai.protocol import ChatRequest, CompletionRequest
+from prefixcache.server.openai.completions import completion_job, parse_completion
+from prefixcache.server.openai.protocol import ChatRequest
 from prefixcache.server.openai.response_store import ResponseStore
 from prefixcache.server.openai.responses import ResponsesRequest, response_before, response_job
 
 Values = Mapping[str, Any]
-_MakeJob = Callable[[JobMaker, Call], Awaitable[Job]]
+_MakeJob = Callable[[JobMaker, int, Call], Awaitable[Job]]
 
 # What a body with messages has for Anthropic's API alone.
 _FIELDS = ("cache_control", "stop_sequences", "system")
@@ -36,31 +35,29 @@ async def prompt_job(request: Request, maker: JobMaker, store: ResponseStore, pr
     `messages` that of a chat, or of Anthropic's API where the request has the header
     `anthropic-version` or the body what that API alone has; else that of a completion.
     """
-    body, call = await read_body(request), new_call(request, prefix)
-    anthropic = has_anthropic_header(request.scope)
-    fields, make = await maker.workers.run(len(body), partial(_parse, body, store, anthropic))
-    tell_unknown(request, fields)
-    return await make(maker, call)
+    parse = partial(_parse, store, has_anthropic_header(request.scope))
+    _, make, size = await read_parsed(request, maker.workers, parse)
+    return await make(maker, size, new_call(request, prefix))
 
 
-def _parse(body: bytes, store: ResponseStore, anthropic: bool) -> tuple[RequestFields, _MakeJob]:
+def _parse(
+    store: ResponseStore, anthropic: bool, values: dict[str, Any]
+) -> tuple[RequestFields, _MakeJob]:
     """A body's fields, and what makes the requests that the endpoint of such bodies makes."""
-    values, size = parse_object(body), len(body)
     if "messages" in values and (anthropic or _is_message(values)):
         # `max_tokens`, which that API requires, says nothing of a prompt.
-        parsed = parse_message({"max_tokens": 0, **values}, MessagesRequest)
-        return parsed.fields, lambda maker, call: message_job(maker, parsed, size, call)
+        fields, asked = parse_message({"max_tokens": 0, **values}, MessagesRequest)
+        return fields, lambda maker, size, call: message_job(maker, asked, size, call)
     if "messages" in values:
         chat = parse_fields(values, ChatRequest)
-        return chat, lambda maker, call: _chat_job(maker, chat, size, call)
+        return chat, lambda maker, size, call: _chat_job(maker, chat, size, call)
     if values.keys() & {"input", "previous_response_id"}:
         response = parse_fields(values, ResponsesRequest)
-        return response, lambda maker, call: response_job(
+        return response, lambda maker, size, call: response_job(
             maker, response, response_before(store, response, call), size, call
         )
-    completion = parse_fields(values, CompletionRequest)
-    prompts = parse_prompts(completion.prompt)
-    return completion, lambda maker, call: completion_job(maker, completion, prompts, call)
+    completion, prompts = parse_completion(values)
+    return completion, lambda maker, _, call: completion_job(maker, completion, prompts, call)
 
 
 async def _chat_job(maker: JobMaker, fields: ChatRequest, size: int, call: Call) -> Job:

@@ -7,39 +7,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prefixcache.metrics import Histogram
-
 if TYPE_CHECKING:
     from prefixcache.engine.stats import PrefixCacheStats
-    from prefixcache.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class Look:
     """Counts of an engine's life at `time`, in seconds of `time.monotonic`."""
 
     time: float
-    queried_tokens: int
-    hit_tokens: int
-    disk_cached_tokens: int
+    stats: PrefixCacheStats
     generated_tokens: int
-    evictions: int
-    demotions: int
-    ttft: list[int]
-
-    @classmethod
-    def read(cls, now: float, stats: PrefixCacheStats, metrics: Metrics) -> Counters:
-        """The counters as they stand."""
-        return cls(
-            time=now,
-            queried_tokens=stats.queried_tokens,
-            hit_tokens=stats.hit_tokens,
-            disk_cached_tokens=stats.disk_cached_tokens,
-            generated_tokens=metrics.generation_tokens,
-            evictions=stats.evictions,
-            demotions=stats.demotions + stats.hints_demoted,
-            ttft=metrics.time_to_first_token.counts,
-        )
+    ttft: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +40,26 @@ class Rates:
     demotions: float
 
 
-def rates(before: Counters, now: Counters, ttft: Histogram) -> Rates:
-    """What happened from `before` to `now`, which is later; `ttft` says how TTFT is counted."""
-    seconds = now.time - before.time
-    queried = now.queried_tokens - before.queried_tokens
-    on_disk = now.disk_cached_tokens - before.disk_cached_tokens
-    in_memory = now.hit_tokens - before.hit_tokens
+def rates(before: Look, now: Look, ttft: Sequence[float]) -> Rates:
+    """What happened from `before` to `now`, which is later; `ttft` are the bounds of its counts."""
+    seconds, was, stats = now.time - before.time, before.stats, now.stats
+    queried = stats.queried_tokens - was.queried_tokens
+    on_disk = stats.disk_cached_tokens - was.disk_cached_tokens
+    in_memory = stats.hit_tokens - was.hit_tokens
+    demotions = stats.demotions + stats.hints_demoted - was.demotions - was.hints_demoted
     # A preempted request that loads its blocks again was looked up once.
     saved = min(queried, in_memory + on_disk)
     counts = [later - earlier for later, earlier in zip(now.ttft, before.ttft, strict=True)]
     return Rates(
         hit_ratio=saved / queried if queried > 0 else None,
-        ttft_p50=quantile(ttft.bounds, counts, 0.5),
-        ttft_p90=quantile(ttft.bounds, counts, 0.9),
+        ttft_p50=quantile(ttft, counts, 0.5),
+        ttft_p90=quantile(ttft, counts, 0.9),
         memory_tokens=in_memory / seconds,
-        disk_tokens=on_disk / seconds if now.disk_cached_tokens else None,
+        disk_tokens=on_disk / seconds if stats.disk_cached_tokens else None,
         computed_tokens=(queried - saved) / seconds,
         generated_tokens=(now.generated_tokens - before.generated_tokens) / seconds,
-        evictions=(now.evictions - before.evictions) / seconds,
-        demotions=(now.demotions - before.demotions) / seconds,
+        evictions=(stats.evictions - was.evictions) / seconds,
+        demotions=demotions / seconds,
     )
 
 

@@ -53,14 +53,12 @@ _HEADERS = {
 }
 
 
-def dashboard_router(
-    engine: AsyncEngine, maker: JobMaker, version: str, lifecycle: Lifecycle
-) -> APIRouter:
+def dashboard_router(engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle) -> APIRouter:
     """The endpoints, for one engine."""
     router = APIRouter()
     diagnostics = maker.diagnostics
     history = None if diagnostics is None else diagnostics.history
-    view = View(engine, maker.served, version, history)
+    view = View(engine, maker.served, history)
     feed = Feed(view.take, view.greet, lambda: lifecycle.stopping)
     for file in sorted(_FILES.iterdir()):
         if file.suffix in _MEDIA_TYPES:

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.server.dashboard.prompts import PromptsView
-from prefixcache.server.dashboard.rates import Counters, rates
+from prefixcache.server.dashboard.rates import Look, rates
 from prefixcache.server.http.sse import named_event
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from prefixcache.diagnostics.history import PromptHistory
@@ -37,17 +38,12 @@ class View:
     """Reads one engine in parallel with its steps. One thread at a time calls `take`."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        served: ServedModel,
-        version: str,
-        history: PromptHistory | None = None,
+        self, engine: AsyncEngine, served: ServedModel, history: PromptHistory | None = None
     ) -> None:
         self._engine = engine
         self._served = served
-        self._version = version
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
-        self._before: Counters | None = None
+        self._before: Look | None = None
         self._prompts = None if history is None else PromptsView(history, served.tokenizer)
 
     def greet(self) -> bytes:
@@ -56,7 +52,7 @@ class View:
             {
                 "type": "hello",
                 "model": self._served.names[0],
-                "version": self._version,
+                "version": VERSION,
                 "ages": _AGES,
                 "most_points": _POINTS,
                 "points": list(self._points.copy()),
@@ -84,8 +80,9 @@ class View:
 
     def _next_point(self, stats: PrefixCacheStats) -> dict[str, Any]:
         metrics = self._engine.metrics
-        now, before = Counters.read(time.monotonic(), stats, metrics), self._before
-        self._before = now
+        ttft = metrics.time_to_first_token
+        before = self._before
+        self._before = now = Look(time.monotonic(), stats, metrics.generation_tokens, ttft.counts)
         gauges = metrics.gauges()
         point: dict[str, Any] = {
             "time": time.time(),
@@ -93,7 +90,7 @@ class View:
             "waiting": gauges.num_waiting,
         }
         if before is not None and before.time < now.time <= before.time + _LONGEST_GAP:
-            point |= asdict(rates(before, now, metrics.time_to_first_token))
+            point |= asdict(rates(before, now, ttft.bounds))
         self._points.append(point)
         return point
 

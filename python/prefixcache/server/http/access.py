@@ -26,7 +26,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.http.errors import ApiError, error_response, speaks_anthropic
+from prefixcache.server.http.errors import ApiError
 from prefixcache.server.options.serve_options import CrossOrigin
 from prefixcache.types.request import CacheScope
 
@@ -53,7 +53,6 @@ _CLIENT_PATHS = frozenset(
 _CLIENT_PREFIXES = ("/v1/models/", "/v1/responses/")
 _WARM_PATH = "/prefix_cache/warm"
 
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _HOST_PATTERN = re.compile(r"[\w*.-]+")
 _LOCAL_HOSTS = ("localhost", "*.localhost")
 _FORWARDING = frozenset(
@@ -149,21 +148,9 @@ class AccessCheck:
         self._admin_keys = [_digest(key.encode()) for key in rules.admin_api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on or answers it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        try:
-            state["caller"] = self._admit(scope)
-        except ApiError as error:
-            challenge = _CHALLENGE if error.status == HTTPStatus.UNAUTHORIZED else None
-            request_id = scope["state"].get("request_id", "")
-            response = error_response(
-                error, challenge, anthropic=speaks_anthropic(scope), request_id=request_id
-            )
-            await response(scope, receive, send)
-            return
+        """Passes a request on. Raises `ApiError` for one that is not allowed."""
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["caller"] = self._admit(scope)
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller:
@@ -288,4 +275,5 @@ def _key_needed(what: str) -> ApiError:
         HTTPStatus.UNAUTHORIZED,
         f"Send {what} as `Authorization: Bearer KEY`.",
         code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
     )

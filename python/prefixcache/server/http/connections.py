@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from asyncio import BaseTransport, TimerHandle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol, cast
@@ -85,8 +85,8 @@ class Connection(HttpToolsProtocol):
     def make_room(self, newer: object) -> None:
         """Closes this connection, on which nothing was asked yet."""
         if newer is self:
-            error = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections are open.")
-            self._end(error, {"Retry-After": "1"})
+            status, message = HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections are open."
+            self._end(ApiError(status, message, retry_after=1))
         else:
             self._forget_request()
             self.transport.close()
@@ -226,11 +226,12 @@ class Connection(HttpToolsProtocol):
         """Whether a request has come in full and its answer has not gone out."""
         return not (self._is_answered() or self.cycle.more_body)
 
-    def _end(self, error: ApiError, headers: Mapping[str, str] | None = None) -> None:
+    def _end(self, error: ApiError) -> None:
         """Closes the connection, with an answer where that cannot be taken for another's."""
         self._forget_request()
         if self._in_head or not self.cycle.response_started:
-            response = error_response(error, {"Connection": "close", **(headers or {})})
+            response = error_response(error)
+            response.headers["Connection"] = "close"
             lines = [b"%s: %s\r\n" % header for header in response.raw_headers]
             head = b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n"])
             self.transport.write(head + bytes(response.body))

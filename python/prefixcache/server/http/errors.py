@@ -74,7 +74,10 @@ _UNAVAILABLE_SECONDS = 5
 
 
 class ApiError(PrefixCacheError):
-    """An error with an HTTP status of its own; clients may come again in `retry_after` seconds."""
+    """An error with an HTTP status of its own; clients may come again in `retry_after` seconds.
+
+    Its answer has the `headers`.
+    """
 
     def __init__(
         self,
@@ -84,12 +87,14 @@ class ApiError(PrefixCacheError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.headers = headers
 
 
 def server_stopping() -> ApiError:
@@ -98,6 +103,8 @@ def server_stopping() -> ApiError:
         HTTPStatus.SERVICE_UNAVAILABLE,
         "The server is shutting down. Send the request again.",
         code="server_stopping",
+        retry_after=1,
+        headers={"Connection": "close"},
     )
 
 
@@ -163,25 +170,20 @@ def has_anthropic_header(scope: Scope) -> bool:
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
-def error_response(
-    error: Exception,
-    headers: Mapping[str, str] | None = None,
-    *,
-    anthropic: bool = False,
-    request_id: str = "",
-) -> JSONResponse:
-    """The error as an answer, in one of the forms; logs what nobody expected."""
+def error_response(error: Exception, scope: Scope | None = None) -> JSONResponse:
+    """The error as an answer, in the form of who asks; logs what nobody expected."""
     status, body = error_body(error)
-    if anthropic:
+    request_id = "" if scope is None else scope["state"]["request_id"]
+    if scope is not None and speaks_anthropic(scope):
         body = anthropic_error(error, request_id)
     if is_unexpected(error):
         logger.error("The request %s failed.", request_id, exc_info=error)
-    response = JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    response = JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
     retry_after = getattr(error, "retry_after", None)
     if retry_after is None and status == HTTPStatus.SERVICE_UNAVAILABLE:
         retry_after = _UNAVAILABLE_SECONDS
     if retry_after is not None:
-        response.headers.setdefault("Retry-After", str(retry_after))
+        response.headers["Retry-After"] = str(retry_after)
     if status == HTTPStatus.GATEWAY_TIMEOUT:  # clients of OpenAI and Anthropic would send it again
         response.headers["X-Should-Retry"] = "false"
     return response
@@ -197,12 +199,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     error = cast("HTTPException", error)
     status = HTTPStatus(error.status_code)
     message = f"{status.phrase}: {request.method} {request.url.path}"
-    return error_response(
-        ApiError(status, message),
-        error.headers,
-        anthropic=speaks_anthropic(request.scope),
-        request_id=request.state.request_id,
-    )
+    return error_response(ApiError(status, message, headers=error.headers), request.scope)
 
 
 def _status_and_message(error: Exception) -> tuple[int, str]:

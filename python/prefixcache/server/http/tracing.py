@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from prefixcache.exceptions import FieldError
 from prefixcache.server.http.request_log import Outcome, logged_path
+from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -44,19 +45,19 @@ _QUIET_PATHS = frozenset({"/health", "/metrics"})
 class Tracing:
     """Hands spans of requests to `exporter`, many at once in a thread of its own."""
 
-    def __init__(self, exporter: SpanExporter, version: str = "unknown") -> None:
+    def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create({"service.version": version})
+        resource = Resource.create({"service.version": VERSION})
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "prefixcache"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("prefixcache", version)
+        self._tracer = self._provider.get_tracer("prefixcache", VERSION)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
 
@@ -138,7 +139,7 @@ _CACHED = "gen_ai.usage.cache_read.input_tokens"
 _OUTPUT = "gen_ai.usage.output_tokens"
 
 
-def tracing_to(endpoint: str, version: str) -> Tracing:
+def tracing_to(endpoint: str) -> Tracing:
     """Traces for an OTLP collector, over gRPC unless OpenTelemetry's variables name another way.
 
     Raises `FieldError` for an invalid address, and where OpenTelemetry is not installed.
@@ -152,7 +153,7 @@ def tracing_to(endpoint: str, version: str) -> Tracing:
         raise FieldError(_FIELD, f"must be a URL as http://localhost:4317, got {endpoint!r}.")
     protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "grpc")
     try:
-        return Tracing(_exporter(endpoint, protocol), version)
+        return Tracing(_exporter(endpoint, protocol))
     except ImportError:
         problem = "needs OpenTelemetry, which `pip install 'prefixcache[otel]'` installs."
         raise FieldError(_FIELD, problem) from None

@@ -9,9 +9,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixcache.diagnostics.room import Admitted
@@ -19,9 +18,9 @@ from prefixcache.server.http.errors import ApiError, error_body, failed_answer, 
 from prefixcache.server.http.json_text import json_response, json_text, object_json
 from prefixcache.server.http.sse import DONE, EventStream, event, named_event, unless_disconnected
 from prefixcache.server.http.workers import Workers
+from prefixcache.server.jobs.diagnosis import Comparison
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import TextOffsets
-from prefixcache.server.jobs.sampling_fields import SamplingFields, StreamOptions
 from prefixcache.server.options.limits import MAX_UNREAD_OUTPUTS
 from prefixcache.text.chat.message import Message, MessageDelta, MessageParser
 from prefixcache.types.request import Request as EngineRequest
@@ -75,21 +74,14 @@ class Choice:
     num_reasoning_tokens: int = 0
     text: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    num_cached_tokens: int = 0
-    num_disk_tokens: int = 0
-    num_written_tokens: int = 0
-    num_window_missed_tokens: int = 0
-    num_accepted_drafts: int = 0
-    num_refused_drafts: int = 0
-    hit_staleness: int = 0
     weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
     text_offsets: TextOffsets = field(default_factory=TextOffsets)
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    started_at: float | None = None
     first_token_at: float | None = None
+    first: RequestOutput = field(default_factory=lambda: RequestOutput(request_id=""))
+    """The output with its first token, which tells what the prompt hit."""
+    last: RequestOutput = field(default_factory=lambda: RequestOutput(request_id=""))
 
     @property
     def num_tokens(self) -> int:
@@ -100,22 +92,23 @@ class Choice:
         """What a choice shows, at its end, where `return_weight_versions` asks for it."""
         return {
             "weight_versions": spans_as_json(self.weight_versions),
-            "hit_staleness": self.hit_staleness,
+            "hit_staleness": self.first.hit_staleness,
         }
 
     @property
     def counts(self) -> TokenCounts:
         """Its part of the usage."""
+        first, last = self.first, self.last
         return TokenCounts(
             self.num_prompt_tokens if self.is_first else 0,
             self.num_tokens,
-            self.num_cached_tokens if self.is_first else 0,
-            self.num_written_tokens if self.is_first else 0,
+            first.num_cached_tokens if self.is_first else 0,
+            first.num_written_tokens if self.is_first else 0,
             self.num_reasoning_tokens,
-            self.num_accepted_drafts,
-            self.num_refused_drafts,
-            self.num_cached_tokens if self.is_first and self.hit_staleness else 0,
-            self.num_disk_tokens if self.is_first else 0,
+            last.num_accepted_drafts,
+            last.num_refused_drafts,
+            first.num_cached_tokens if self.is_first and first.hit_staleness else 0,
+            first.num_disk_tokens if self.is_first else 0,
         )
 
     def add(self, output: RequestOutput) -> None:
@@ -125,15 +118,8 @@ class Choice:
         if output.finish_reason == "error":
             raise failed_answer(output.error, output.error_code)
         if not self.num_tokens:
-            self.started_at, self.first_token_at = output.started_at, time.monotonic()
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_disk_tokens = output.num_disk_tokens
-            self.num_written_tokens = output.num_written_tokens
-            self.num_window_missed_tokens = output.num_window_missed_tokens
-            self.hit_staleness = output.hit_staleness
-            self.prompt_logprobs = output.prompt_logprobs
-        self.num_accepted_drafts = output.num_accepted_drafts
-        self.num_refused_drafts = output.num_refused_drafts
+            self.first, self.first_token_at = output, time.monotonic()
+        self.last = output
         self.token_ids.extend(output.token_ids)
         extend_spans(self.weight_versions, output.weight_version, len(output.token_ids))
         if self.keeps_logprobs:
@@ -143,7 +129,6 @@ class Choice:
             self.text.append(output.text)
         else:
             self._read(output, self.new_parser)
-        self.stop_reason = output.stop_reason
 
     def _read(self, output: RequestOutput, new_parser: Callable[[], MessageParser]) -> None:
         """Tokens count as reasoning with the markers around it. Markup has no log probabilities."""
@@ -163,7 +148,6 @@ class Choice:
     def _restart(self) -> None:
         self.text.clear()
         self.logprobs.clear()
-        self.prompt_logprobs = None
         self.message, self.parser = Message(), None
         self.token_ids.clear()
         self.weight_versions.clear()
@@ -196,56 +180,15 @@ class Choices(list[Choice]):
 
 
 class AnswerForm(Protocol):
-    """How an endpoint words its answers."""
+    """How an endpoint words its answers, at once or as the events of a stream.
 
-    @property
-    def chunk_kind(self) -> str:
-        """The `object` of what is streamed."""
-        ...
-
-    def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer, without `usage`."""
-        ...
-
-    def chunks(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """What is streamed when `output` was added to `choice`."""
-        ...
-
-
-def streaming(fields: SamplingFields) -> StreamOptions | None:
-    """How the answer is streamed; None where it comes as a whole."""
-    return (fields.stream_options or StreamOptions()) if fields.stream else None
-
-
-async def answer(
-    request: Request,
-    maker: JobMaker,
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions | None,
-) -> Response:
-    """The answer as a whole, or as a stream of events where there are `options` of one.
-
-    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
-    more, which does not count as kept from here on.
+    `is_named` says whether an event's name is its `type`. Then the first events tell what
+    diagnostics found, and the last ones repeat the answer.
     """
-    if options is None:
 
-        def whole(choices: Choices) -> dict[str, Any]:
-            more = {"usage": usage(choices.counts), **diagnosis_fields(job)}
-            return {**form.response(job, choices), **more}
+    is_named: ClassVar[bool]
 
-        work = _whole_body(maker, job, whole)
-        return json_response(await unless_disconnected(request.receive, work))
-    outputs = await _outputs(maker, job)
-    chunks = _chunk_events(outputs, job, form, options, maker.workers)
-    return EventStream(_to_the_end(chunks, job, lambda error: event(error_body(error)[1]), DONE))
-
-
-class EventForm(Protocol):
-    """How an endpoint words one answer whose stream has events of several types."""
-
-    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+    def body(self, job: Job, choices: Choices) -> dict[str, Any]:
         """The whole answer."""
         ...
 
@@ -253,59 +196,71 @@ class EventForm(Protocol):
         """Events before the first output."""
         ...
 
-    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """Events when `output` was added to `choice`, which is complete where that is finished."""
+    def events(
+        self, job: Job, choices: Choices, index: int, output: RequestOutput
+    ) -> Iterable[dict[str, Any]]:
+        """Events when `output` was added to the choice of that index."""
+        ...
+
+    def end(self, job: Job, choices: Choices) -> Iterable[dict[str, Any]]:
+        """Events when all choices are complete."""
         ...
 
     def failed(self, job: Job, error: Exception) -> dict[str, Any]:
-        """The last event of an answer that failed."""
+        """The event of an answer that failed."""
         ...
 
 
-async def answer_in_events(
-    request: Request,
-    maker: JobMaker,
-    job: Job,
-    form: EventForm,
-    *,
-    stream: bool,
-    size: int = 0,
+async def answer(
+    maker: JobMaker, job: Job, form: AnswerForm, *, stream: bool, size: int = 0
 ) -> Response:
-    """The one answer of a job as a whole, or a stream of events with names.
+    """The answer as a whole, or a stream of events. `size` is of what it repeats of the request.
 
-    `size` is that of what it repeats of the request. What is wrong with the request is raised here,
-    at once.
+    What is wrong with the request is raised here, at once. Callers hold nothing of the body any
+    more, which does not count as kept from here on.
     """
     if not stream:
-        work = _whole_body(maker, job, lambda choices: form.body(job, choices[0]), size)
-        return json_response(await unless_disconnected(request.receive, work))
+        work = _whole_body(maker, job, form, size)
+        return json_response(await unless_disconnected(job.call.receive, work))
     outputs = await _outputs(maker, job)
-    events = _named_events(outputs, job, form, maker.workers)
-    return EventStream(_to_the_end(events, job, lambda error: named_event(form.failed(job, error))))
+    return EventStream(_to_the_end(_events(outputs, job, form, maker.workers), job, form))
 
 
-async def _named_events(
-    outputs: Outputs, job: Job, form: EventForm, workers: Workers
+async def _events(
+    outputs: Outputs, job: Job, form: AnswerForm, workers: Workers
 ) -> AsyncGenerator[bytes, None]:
-    choices = Choices(job)
+    choices = Choices(job, keeps_logprobs=form.is_named)
+    write = named_event if form.is_named else event
 
-    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        await _explain(workers, job, choices)
-        return map(named_event, form.events(job, choice, output))
+    async def events_of(index: int, output: RequestOutput) -> Iterable[bytes]:
+        if form.is_named:
+            await _explain(workers, job, choices)
+        events = form.events(job, choices, index, output)
+
+        def texts() -> list[bytes]:
+            return [*map(write, events)]
+
+        # Log probabilities of a prompt come all in one event.
+        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
+        return await workers.run(size, texts) if size else texts()
 
     with _noted_for_the_log(job, choices):
-        for payload in form.begin(job):
-            yield named_event(payload)
+        for one in form.begin(job):
+            yield write(one)
         async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
             async for batch in batches:
                 yield batch
+    await _explain(workers, job, choices)
+    size = _size(job, choices) if form.is_named else 0
+    if last := await workers.run(size, lambda: b"".join(map(write, form.end(job, choices)))):
+        yield last
 
 
 async def _batches(
     job: Job,
     outputs: Outputs,
     choices: Choices,
-    events_of: Callable[[Choice, RequestOutput], Awaitable[Iterable[bytes]]],
+    events_of: Callable[[int, RequestOutput], Awaitable[Iterable[bytes]]],
 ) -> AsyncGenerator[bytes, None]:
     """The events of each batch of outputs as one piece; those before an error come before it."""
     async with aclosing(outputs):
@@ -315,7 +270,7 @@ async def _batches(
                 for index, output in batch:
                     _raise_if_void(output)
                     _add(job, choices, index, output)
-                    written += await events_of(choices[index], output)
+                    written += await events_of(index, output)
             except Exception:
                 if written:
                     yield b"".join(written)
@@ -325,12 +280,9 @@ async def _batches(
 
 
 async def _to_the_end(
-    events: AsyncGenerator[bytes, None],
-    job: Job,
-    failed: Callable[[Exception], bytes],
-    end: bytes = b"",
+    events: AsyncGenerator[bytes, None], job: Job, form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
-    """The events, what `failed` makes of an error where they fail, and the `end`."""
+    """The events, also that of an error where they fail."""
     try:
         async with aclosing(events):
             async for one in events:
@@ -339,9 +291,10 @@ async def _to_the_end(
         if is_unexpected(error):
             logger.exception("The stream %s failed.", job.call.id)
         job.call.outcome.failed_status = error_body(error)[0]
-        yield failed(error)
-    if end:
-        yield end
+        failed = form.failed(job, error)
+        yield named_event(failed) if form.is_named else event(failed)
+    if not form.is_named:
+        yield DONE
 
 
 async def gathered(maker: JobMaker, job: Job) -> Choices:
@@ -367,7 +320,7 @@ def _add(job: Job, choices: Choices, index: int, output: RequestOutput) -> None:
 def _logprob_bytes(choice: Choice) -> int:
     """About what its log probabilities take; those of a kind have equally many likeliest tokens."""
     size = 0
-    for kept in (choice.logprobs, choice.prompt_logprobs):
+    for kept in (choice.logprobs, choice.first.prompt_logprobs):
         if kept:
             num_top = 0 if kept[-1] is None else len(kept[-1].top_token_ids)
             size += len(kept) * (_TOKEN_BYTES + _TOP_BYTES * num_top)
@@ -386,19 +339,14 @@ async def _outputs(maker: JobMaker, job: Job) -> Outputs:
     return outputs
 
 
-async def _whole_body(
-    maker: JobMaker,
-    job: Job,
-    response: Callable[[Choices], dict[str, Any]],
-    repeated: int = 0,
-) -> bytes:
+async def _whole_body(maker: JobMaker, job: Job, form: AnswerForm, repeated: int) -> bytes:
     choices = await gathered(maker, job)
     await _explain(maker.workers, job, choices)
     size = _size(job, choices)
 
     def body() -> bytes:
         write = json_text if size < _LONG_ANSWER else object_json
-        return write(response(choices))
+        return write(form.body(job, choices))
 
     return await maker.workers.run(size + repeated, body)
 
@@ -429,39 +377,6 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
     return shown
 
 
-async def _chunk_events(
-    outputs: Outputs,
-    job: Job,
-    form: AnswerForm,
-    options: StreamOptions,
-    workers: Workers,
-) -> AsyncGenerator[bytes, None]:
-    choices = Choices(job, keeps_logprobs=False)
-    always = bool(options.continuous_usage_stats)
-    has_usage = bool(options.include_usage) or always
-
-    async def events_of(choice: Choice, output: RequestOutput) -> Iterable[bytes]:
-        shown = {"usage": usage(choices.counts) if always else None} if has_usage else {}
-        chunks = form.chunks(job, choice, output)
-
-        def texts() -> list[bytes]:
-            return [event({**chunk, **shown}) for chunk in chunks]
-
-        # Log probabilities of a prompt come all in one chunk.
-        size = len(output.prompt_logprobs or ()) * (1 + (job.params.prompt_logprobs or 0))
-        return await workers.run(size, texts) if size else texts()
-
-    with _noted_for_the_log(job, choices):
-        async with aclosing(_batches(job, outputs, choices, events_of)) as batches:
-            async for batch in batches:
-                yield batch
-    await _explain(workers, job, choices)
-    shown = {"usage": usage(choices.counts)} if has_usage else {}
-    if has_usage or diagnosis_fields(job):
-        last = {**head(job, form.chunk_kind), "choices": []}
-        yield event({**last, **shown, **diagnosis_fields(job)})
-
-
 async def _explain(workers: Workers, job: Job, choices: Sequence[Choice]) -> None:
     """Finds out what the answer is to tell of the cache, once, when prompts have been computed."""
     if job.diagnosis is not None and job.diagnosis.is_due:
@@ -475,9 +390,12 @@ def diagnosis_fields(job: Job) -> dict[str, Any]:
     return {"cache_diagnostics": job.diagnosis.explanations}
 
 
-def head(job: Job, kind: str) -> dict[str, Any]:
-    """The first members of OpenAI's objects of a `kind`."""
-    return {"id": job.call.id, "object": kind, "created": job.created, "model": job.model}
+def comparison_fields(
+    job: Job, name: str, worded: Callable[[Comparison], object]
+) -> dict[str, Any]:
+    """`diagnosis_fields`, and under `name` how the prompt compares, where that was asked for."""
+    found = job.diagnosis and job.diagnosis.comparison
+    return diagnosis_fields(job) | ({} if found is None else {name: worded(found)})
 
 
 def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
@@ -490,11 +408,12 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
     """None where the prompt was not computed, as far as is known."""
     if not (choice.num_tokens or choice.finish_reason == "length"):
         return None
+    first = choice.first
     return Admitted(
-        hit_tokens=choice.num_cached_tokens,
-        disk_tokens=choice.num_disk_tokens,
-        started_at=choice.started_at or request.arrival_time,
-        window_missed_tokens=choice.num_window_missed_tokens,
+        hit_tokens=first.num_cached_tokens,
+        disk_tokens=first.num_disk_tokens,
+        started_at=first.started_at or request.arrival_time,
+        window_missed_tokens=first.num_window_missed_tokens,
         reads=request.cache.read,
         num_unscored=request.params.num_unscored,
     )
@@ -514,7 +433,7 @@ def _noted_for_the_log(job: Job, choices: Choices) -> Generator[None, None, None
         outcome.num_completion_tokens = counts.completion
         outcome.finish_reasons = {choice.finish_reason or "unfinished" for choice in choices}
         outcome.model, outcome.arrived_at = job.model, job.requests[0].arrival_time
-        outcome.started_at = _first(choice.started_at for choice in choices)
+        outcome.started_at = _first(choice.first.started_at for choice in choices)
         outcome.first_token_at = _first(choice.first_token_at for choice in choices)
         outcome.ended_at = time.monotonic()
 

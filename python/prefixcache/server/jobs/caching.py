@@ -27,6 +27,7 @@ from prefixcache.types.retention_range import RetentionRange
 
 _SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 12 * 3600, "24h": 24 * 3600}
 _MAX_BREAKPOINTS = 4
+_BREAKPOINT = "prompt_cache_breakpoint"
 # No white space: templates trim it. Text that no client sends where a block ends.
 _CHANGE = "\x02another block\x02"
 
@@ -139,16 +140,15 @@ def anthropic_controls(
     return CachingControls(breakpoints=tuple(breakpoints), explicit=bool(breakpoints))
 
 
-def marked_parts(messages: Iterable[Mapping[str, Any]], control: str) -> Iterator[Marked]:
-    """The parts of the messages' content that carry `control`, in order."""
-    for index, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, list):
-            for part, value in enumerate(cast("list[object]", content)):
-                fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
-                if fields.get(control) is not None:
-                    field = f"messages[{index}].content[{part}].{control}"
-                    yield Marked(Place("messages", index, part), field, fields[control])
+def marked_parts(contents: Iterable[object]) -> Iterator[Marked]:
+    """The parts with a breakpoint, in order, of the contents of a chat's messages."""
+    for index, content in enumerate(contents):
+        parts = cast("list[object]", content) if isinstance(content, list) else []
+        for part, value in enumerate(parts):
+            fields = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+            if (control := fields.get(_BREAKPOINT)) is not None:
+                field = f"messages[{index}].content[{part}].{_BREAKPOINT}"
+                yield Marked(Place("messages", index, part), field, control)
 
 
 def breakpoint_ends(

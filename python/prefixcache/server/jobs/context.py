@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,12 +25,7 @@ from prefixcache.server.http.body import (
     read_body,
 )
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
-from prefixcache.server.http.errors import (
-    error_response,
-    server_stopping,
-    speaks_anthropic,
-    stream_error,
-)
+from prefixcache.server.http.errors import error_response, server_stopping, stream_error
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing
@@ -105,21 +100,32 @@ def new_call(request: Request, prefix: str) -> Call:
     )
 
 
+async def read_parsed(
+    request: Request, workers: Workers, parse: Callable[[dict[str, Any]], tuple[Fields, T]]
+) -> tuple[Fields, T, int]:
+    """What `parse` makes of a body, its fields first, and how many bytes it has.
+
+    Lets the answer's head name the unknown fields. Raises `InvalidRequestError` where there are
+    some and the server is strict.
+    """
+    body = await read_body(request)
+    fields, made = await workers.run(len(body), lambda: parse(parse_object(body)))
+    tell_unknown(request, fields)
+    return fields, made, len(body)
+
+
 async def read_fields(
     request: Request, workers: Workers, model: type[Fields]
 ) -> tuple[Fields, int]:
-    """The checked fields of a body, and how many bytes it has; see `tell_unknown`."""
-    body = await read_body(request)
-    fields = await workers.run(len(body), lambda: parse_fields(parse_object(body), model))
-    tell_unknown(request, fields)
-    return fields, len(body)
+    """The checked fields of a body, and how many bytes it has; see `read_parsed`."""
+    fields, _, size = await read_parsed(
+        request, workers, lambda values: (parse_fields(values, model), None)
+    )
+    return fields, size
 
 
 def tell_unknown(request: Request, fields: RequestFields) -> None:
-    """Lets the answer's head name the unknown fields.
-
-    Raises `InvalidRequestError` where the server is strict.
-    """
+    """Lets the answer's head name the unknown fields; see `read_parsed`."""
     unknown = fields.unknown_fields()
     if not unknown:
         return
@@ -233,11 +239,7 @@ class _Answer:
 
         Any other answer cut short closes the connection.
         """
-        stopping = {"Retry-After": "1", "Connection": "close"}
-        headers = stopping if getattr(error, "code", None) == "server_stopping" else None
-        response = error_response(
-            error, headers, anthropic=speaks_anthropic(self._scope), request_id=self._request_id
-        )
+        response = error_response(error, self._scope)
         if self._status is None:
             await response(self._scope, self._receive, self.send)
             return

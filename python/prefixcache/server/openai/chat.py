@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import InvalidRequestError, wrong
-from prefixcache.server.jobs.answers import Choice, answer, head, streaming
+from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import (
     CachingControls,
     Place,
@@ -25,8 +25,9 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import chat_logprobs, prompt_logprobs
 from prefixcache.server.jobs.params import sampling_params
-from prefixcache.server.jobs.sampling_fields import StreamOptions
+from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
 from prefixcache.server.jobs.served_model import ServedModel
+from prefixcache.server.openai.chunk_form import ChunkForm, head
 from prefixcache.server.openai.protocol import ChatFields, ChatRequest
 from prefixcache.text.chat.message import Message, MessageDelta, ToolCallDelta
 from prefixcache.text.chat.plan import ChatPlan
@@ -43,22 +44,20 @@ def chat_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        job, form, options, names = await _asked(maker, request)
+        job, form, stream, names = await _asked(maker, request)
         with fields_named(names):
-            return await answer(request, maker, job, form, options)
+            return await answer(maker, job, form, stream=stream)
 
     return router
 
 
-async def _asked(
-    maker: JobMaker, request: Request
-) -> tuple[Job, ChatForm, StreamOptions | None, dict[str, str]]:
+async def _asked(maker: JobMaker, request: Request) -> tuple[Job, ChatForm, bool, dict[str, str]]:
     """What a body asks, and nothing of the body itself."""
     fields, size = await read_fields(request, maker.workers, ChatRequest)
     names = chat_names(fields)
     with fields_named(names):
         job = await chat_job(maker, fields, size, new_call(request, "chatcmpl"))
-        return job, ChatForm(maker.served.tokenizer, fields), streaming(fields), names
+        return job, ChatForm(maker.served.tokenizer, fields), bool(fields.stream), names
 
 
 async def count_chat(maker: JobMaker, fields: ChatRequest, size: int) -> int:
@@ -139,7 +138,8 @@ async def chat_job(
     params, kept = _params(maker, fields), maker.encoder.num_kept(fields)
     plan, source = await chat_plan(maker, fields, size, params.structured_output)
     if controls is None:
-        controls = await maker.workers.run(size, partial(_controls, fields))
+        asked = partial(chat_controls, fields, fields.prompt_cache_options)
+        controls = await maker.workers.run(size, asked)
 
     def rendered_with(changed: Place) -> str:
         return _planned(maker.served, fields, size, params.structured_output, changed)[0].prompt
@@ -156,10 +156,12 @@ async def chat_job(
     )
 
 
-def _controls(fields: ChatRequest) -> CachingControls:
-    messages = ({"content": message.content} for message in fields.messages)
-    marked = marked_parts(messages, "prompt_cache_breakpoint")
-    return openai_controls(marked, fields.prompt_cache_options, fields.prompt_cache_retention)
+def chat_controls(
+    fields: ChatRequest, options: PromptCacheOptions | ResponseCacheOptions | None
+) -> CachingControls:
+    """What a chat asks of the cache, by the breakpoints in it and these `options`."""
+    marked = marked_parts(message.content for message in fields.messages)
+    return openai_controls(marked, options, fields.prompt_cache_retention)
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
@@ -178,26 +180,23 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     return None
 
 
-class ChatForm:
+class ChatForm(ChunkForm):
     """OpenAI's `chat.completion` objects."""
 
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, fields: ChatRequest) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, fields)
         self._num_logprobs = _num_logprobs(fields)
-        self._num_prompt_logprobs = fields.prompt_logprobs
-        self._tells_ids = bool(fields.return_token_ids)
-        self._tells_weights = bool(fields.return_weight_versions)
         self._tells_reasoning = fields.include_reasoning is not False
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer, without `usage`."""
+        """The object of all choices."""
         body: dict[str, Any] = {
             **head(job, "chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
-        scored = choices[0].prompt_logprobs
+        scored = choices[0].first.prompt_logprobs
         if self._num_prompt_logprobs is not None and scored is not None:
             body["prompt_logprobs"] = prompt_logprobs(
                 scored, self._num_prompt_logprobs, self._tokenizer
@@ -230,7 +229,7 @@ class ChatForm:
             "message": _message(choice.message, with_reasoning=self._tells_reasoning),
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.last.stop_reason,
         }
         if self._tells_ids:
             shown["token_ids"] = [*choice.token_ids]
@@ -247,7 +246,7 @@ class ChatForm:
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason if ended else None,
-            "stop_reason": choice.stop_reason if ended else None,
+            "stop_reason": choice.last.stop_reason if ended else None,
         }
         if self._tells_weights and ended and choice.finish_reason is not None:
             shown |= choice.shown_weights()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,16 +12,16 @@ from starlette.responses import Response
 
 from prefixcache.diagnostics.spans import PromptSource
 from prefixcache.exceptions import wrong
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
-from prefixcache.server.jobs.answers import Choice, answer, head, streaming
+from prefixcache.server.http.body import parse_fields
+from prefixcache.server.jobs.answers import Choice, answer
 from prefixcache.server.jobs.caching import openai_controls, prompt_caching
-from prefixcache.server.jobs.context import Call, new_call, tell_unknown
+from prefixcache.server.jobs.context import Call, new_call, read_parsed
 from prefixcache.server.jobs.encode import EncodedPrompts, parse_prompts
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from prefixcache.server.jobs.params import check_num_sequences, sampling_params
-from prefixcache.server.jobs.sampling_fields import StreamOptions
+from prefixcache.server.openai.chunk_form import ChunkForm, head
 from prefixcache.server.openai.protocol import CompletionRequest
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import RequestOutput, TokenLogprobs
@@ -38,26 +37,23 @@ def completions_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        return await answer(request, maker, *await _asked(maker, request))
+        job, form, stream = await _asked(maker, request)
+        return await answer(maker, job, form, stream=stream)
 
     return router
 
 
-async def _asked(
-    maker: JobMaker, request: Request
-) -> tuple[Job, CompletionForm, StreamOptions | None]:
+async def _asked(maker: JobMaker, request: Request) -> tuple[Job, CompletionForm, bool]:
     """What a body asks, and nothing of the body itself but for prompts to echo."""
-    body = await read_body(request)
-    fields, prompts = await maker.workers.run(len(body), partial(parse_completion, body))
-    tell_unknown(request, fields)
+    fields, prompts, _ = await read_parsed(request, maker.workers, parse_completion)
     job = await completion_job(maker, fields, prompts, new_call(request, "cmpl"))
     form = CompletionForm(maker.served.tokenizer, fields, prompts if fields.echo else ())
-    return job, form, streaming(fields)
+    return job, form, bool(fields.stream)
 
 
-def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str | TokenIds]]:
+def parse_completion(values: dict[str, Any]) -> tuple[CompletionRequest, list[str | TokenIds]]:
     """The fields of a body, and its prompts."""
-    fields = parse_fields(parse_object(body), CompletionRequest)
+    fields = parse_fields(values, CompletionRequest)
     return fields, parse_prompts(fields.prompt)
 
 
@@ -140,7 +136,7 @@ def _mean_logprob(choice: Choice) -> float:
     return sum(known.logprob for known in choice.logprobs) / max(len(choice.logprobs), 1)
 
 
-class CompletionForm:
+class CompletionForm(ChunkForm):
     """OpenAI's `text_completion` objects."""
 
     chunk_kind = "text_completion"
@@ -148,18 +144,15 @@ class CompletionForm:
     def __init__(
         self, tokenizer: Tokenizer, fields: CompletionRequest, prompts: Sequence[str | TokenIds]
     ) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, fields)
         self._prompts = prompts
         self._echo = bool(fields.echo)
         self._n = fields.n or 1
         self._is_cut = fields.truncate_prompt_tokens is not None
-        self._tells_ids = bool(fields.return_token_ids)
-        self._tells_weights = bool(fields.return_weight_versions)
         self._num_logprobs = fields.logprobs
-        self._num_prompt_logprobs = fields.prompt_logprobs
 
     def response(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer, without `usage`."""
+        """The object of the best choices."""
         best = _best(job, choices, self._n)
         shown = [{**self._whole(job, choice), "index": i} for i, choice in enumerate(best)]
         return {**head(job, self.chunk_kind), "choices": shown}
@@ -174,9 +167,9 @@ class CompletionForm:
     def _whole(self, job: Job, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
         shown = self._choice(job, choice, text, choice.logprobs, choice.token_ids)
-        if self._num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
+        if self._num_prompt_logprobs is not None and choice.first.prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs(
-                choice.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
+                choice.first.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer
             )
         return shown
 
@@ -194,13 +187,13 @@ class CompletionForm:
         if self._echo and not choice.started:
             text = self._echoed(job, index) + text
             prompt = job.prompts[index].tolist()
-            tokens = [*zip(prompt, choice.prompt_logprobs or (), strict=False), *tokens]
+            tokens = [*zip(prompt, choice.first.prompt_logprobs or (), strict=False), *tokens]
         shown: dict[str, Any] = {
             "index": choice.index,
             "text": text,
             "logprobs": self._logprobs(choice, tokens),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.last.stop_reason,
         }
         if self._tells_ids:
             shown["prompt_token_ids"] = None if choice.started else job.prompts[index].tolist()

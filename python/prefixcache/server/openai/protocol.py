@@ -17,6 +17,17 @@ from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.tools import ToolUse, read_tool_use
 
+# What other APIs take under the name that it has in a chat, ours and vLLM's fields among it.
+SAME_AS_CHAT = frozenset({*SamplingFields.model_fields, "chat_template_kwargs"}) - {
+    "logprob_start_len",
+    "max_tokens",
+    "n",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_weight_versions",
+    "stream",
+    "stream_options",
+}
 # OpenAI's; Anthropic's "max" is one more.
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 

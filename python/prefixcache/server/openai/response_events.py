@@ -6,10 +6,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from prefixcache.server.http.errors import error_body
-from prefixcache.server.jobs.answers import Choice, diagnosis_fields, usage
+from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import chat_logprobs
@@ -132,11 +132,13 @@ class ResponseForm:
     settings: Mapping[str, Any]
     num_logprobs: int | None
     keep: Callable[[Mapping[str, Any]], None]
+    is_named: ClassVar[bool] = True
     _output: OutputItems = field(default_factory=OutputItems)
     _num_events: int = 0
 
-    def body(self, job: Job, choice: Choice) -> dict[str, Any]:
+    def body(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer."""
+        choice = choices[0]
         for delta, logprobs in choice.message.parts():
             self._take(delta, logprobs)
         status = _status(job, choice)
@@ -152,17 +154,27 @@ class ResponseForm:
             for name in ("created", "in_progress")
         ]
 
-    def events(self, job: Job, choice: Choice, output: RequestOutput) -> Iterator[Event]:
-        """Events of what an output added, and of the end."""
+    def events(
+        self,
+        job: Job,
+        choices: Sequence[Choice],
+        index: int,
+        output: RequestOutput,  # noqa: ARG002
+    ) -> Iterator[Event]:
+        """Events of what an output added."""
+        choice = choices[index]
         for event in self._take(choice.delta, choice.content_logprobs):
             yield self._numbered(job, event)
-        if output.finished:
-            status = _status(job, choice)
-            for event in self._output.end(_last_status(choice, status)):
-                yield self._numbered(job, event)
-            complete = self._complete(job, choice, status)
-            kind = status if status in ("completed", "incomplete") else "failed"
-            yield self._numbered(job, {"type": f"response.{kind}", "response": complete})
+
+    def end(self, job: Job, choices: Sequence[Choice]) -> Iterator[Event]:
+        """Events of the last item's end, and the whole answer."""
+        choice = choices[0]
+        status = _status(job, choice)
+        for event in self._output.end(_last_status(choice, status)):
+            yield self._numbered(job, event)
+        complete = self._complete(job, choice, status)
+        kind = status if status in ("completed", "incomplete") else "failed"
+        yield self._numbered(job, {"type": f"response.{kind}", "response": complete})
 
     def failed(self, job: Job, error: Exception) -> Event:
         """The last event of an answer that failed."""
@@ -185,7 +197,7 @@ class ResponseForm:
                 "reason": "max_output_tokens" if cut else choice.finish_reason or ""
             }
         body["usage"] = _usage(usage(choice.counts))
-        body |= _diagnosis(job)
+        body |= comparison_fields(job, "prompt_cache_diagnostics", openai_comparison)
         body["completed_at"] = int(time.time()) if status == "completed" else None
         self.keep(body)
         return body
@@ -222,14 +234,6 @@ def _last_status(choice: Choice, status: str) -> str:
     """The status of the last item: a call that a stop string cut is not to be made."""
     is_cut = choice.finish_reason == "stop" and choice.message.tool_calls
     return "incomplete" if is_cut else status
-
-
-def _diagnosis(job: Job) -> dict[str, Any]:
-    """What was found out of the cache, where that was asked for."""
-    if job.diagnosis is None or job.diagnosis.comparison is None:
-        return diagnosis_fields(job)
-    compared = openai_comparison(job.diagnosis.comparison)
-    return {**diagnosis_fields(job), "prompt_cache_diagnostics": compared}
 
 
 def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:

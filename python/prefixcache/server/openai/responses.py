@@ -18,8 +18,8 @@ from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
 from prefixcache.server.http.paging import page
-from prefixcache.server.jobs.answers import answer_in_events
-from prefixcache.server.jobs.caching import CachingControls, marked_parts, openai_controls
+from prefixcache.server.jobs.answers import answer
+from prefixcache.server.jobs.caching import CachingControls
 from prefixcache.server.jobs.context import Call, new_call, read_fields
 from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
@@ -28,8 +28,8 @@ from prefixcache.server.jobs.sampling_fields import (
     SamplingFields,
     StreamOptions,
 )
-from prefixcache.server.openai.chat import chat_job, count_chat
-from prefixcache.server.openai.protocol import ChatRequest
+from prefixcache.server.openai.chat import chat_controls, chat_job, count_chat
+from prefixcache.server.openai.protocol import SAME_AS_CHAT, ChatRequest
 from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.server.openai.response_items import (
     answer_messages,
@@ -42,20 +42,7 @@ from prefixcache.server.openai.response_items import (
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.server.options.limits import MAX_MESSAGES
 
-# Fields that a chat has under the same name, ours and vLLM's among them.
-_SAME = frozenset(
-    {*SamplingFields.model_fields, *SamplingFields.no_effect, "chat_template_kwargs"}
-    | {"parallel_tool_calls"}
-) - {
-    "max_tokens",
-    "n",
-    "logprob_start_len",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_weight_versions",
-    "stream",
-    "stream_options",
-}
+_SAME = SAME_AS_CHAT | SamplingFields.no_effect
 
 # Names of this endpoint for what a chat calls otherwise.
 _NAMES = {
@@ -84,7 +71,6 @@ class ResponsesRequest(RequestFields):
         "n": (1,),
         "prompt": (),
     }
-    max_lengths: ClassVar[dict[str, int]] = {"input": 32 * 2**20}
 
     input: Any = None
     instructions: str | None = None
@@ -136,11 +122,6 @@ class ResponsesRequest(RequestFields):
         if self.truncation == "auto":
             body.setdefault("truncate_prompt_tokens", -1)
         return {name: value for name, value in body.items() if value is not None}
-
-    def caching(self, chat: ChatRequest) -> CachingControls:
-        """What the caching fields ask; `chat` has the breakpoints."""
-        marked = marked_parts(chat.plain_messages(), "prompt_cache_breakpoint")
-        return openai_controls(marked, self.prompt_cache_options, chat.prompt_cache_retention)
 
     def _shown_options(self) -> dict[str, str] | None:
         options = self.prompt_cache_options
@@ -200,9 +181,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         keep = partial(_keep, store, asked, before, call)
         form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep)
         with fields_named(_NAMES):
-            return await answer_in_events(
-                request, maker, job, form, stream=bool(fields.stream), size=size
-            )
+            return await answer(maker, job, form, stream=bool(fields.stream), size=size)
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
@@ -243,9 +222,15 @@ async def response_job(
 ) -> Job:
     """The requests of a response that goes on from `before`, checked. `size` is the body's."""
     size += before.size
-    chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+
+    def read() -> tuple[ChatRequest, CachingControls]:
+        chat = _chat_fields(fields, before)
+        with fields_named(_NAMES):
+            return chat, chat_controls(chat, fields.prompt_cache_options)
+
+    chat, controls = await maker.workers.run(size, read)
     with fields_named(_NAMES):
-        return await chat_job(maker, chat, size, call, fields.caching(chat))
+        return await chat_job(maker, chat, size, call, controls)
 
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from prefixcache.server.http.body import parse_fields, parse_object, read_body
+from prefixcache.server.http.body import parse_fields
 from prefixcache.server.http.json_text import json_response, list_json, text_json
-from prefixcache.server.jobs.context import read_fields, tell_unknown
+from prefixcache.server.jobs.context import read_fields, read_parsed
 from prefixcache.server.jobs.job_maker import JobMaker
 from prefixcache.server.jobs.params import check_ids
 from prefixcache.server.openai.chat import chat_plan
@@ -28,11 +29,9 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request)
-        fields = await workers.run(len(body), partial(_parse, body))
-        tell_unknown(request, fields)
+        fields, _, size = await read_parsed(request, workers, _parse)
         maker.check_model(fields.model)
-        ids = await _token_ids(maker, fields, len(body))
+        ids = await _token_ids(maker, fields, size)
         write = partial(_token_json, maker, ids, bool(fields.return_token_strs))
         return json_response(await workers.run(len(ids), write))
 
@@ -45,11 +44,9 @@ def tokenize_router(maker: JobMaker) -> APIRouter:
     return router
 
 
-def _parse(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    values = parse_object(body)
-    if "messages" in values:
-        return parse_fields(values, TokenizeChatRequest)
-    return parse_fields(values, TokenizeRequest)
+def _parse(values: dict[str, Any]) -> tuple[TokenizeRequest | TokenizeChatRequest, None]:
+    model = TokenizeChatRequest if "messages" in values else TokenizeRequest
+    return parse_fields(values, model), None
 
 
 async def _token_ids(

@@ -6,6 +6,7 @@ ARGS   ?=
 BIN    := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 
+PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi') pyproject.toml requirements/dev.txt
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
@@ -147,13 +148,20 @@ lint-rust:
 	  else echo "not installed: rustup target add $(AARCH64), to check the kernels' portable form"; fi
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
-lint-python:
+lint-python: target/checked/types target/checked/stubs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config importlinter-torch.toml
+
+# Of all lints these two take long, and keep nothing from one run to the next.
+target/checked/types: $(PYTHON_SOURCES)
+	$(BIN)/pyright
+	@mkdir -p $(@D) && touch $@
+
+target/checked/stubs: $(PYTHON_SOURCES) $(wildcard python/prefixcache/*.so)
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml prefixcache._core
+	@mkdir -p $(@D) && touch $@
 
 loom:                              ## the model checker on the shipped lock-free code
 	$(LOOM) cargo test --package prefixcache-core --package prefixcache-file --lib --release -- models

@@ -6,13 +6,14 @@ ARGS   ?=
 BIN    := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 
+PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi') pyproject.toml requirements/dev.txt
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 FUZZ_SECONDS   ?= 20
 STRESS_SECONDS ?= 20
 SCHEDULES      ?= 200
 MINUTES        ?= 1
-# One more than cores: a test that waits for a server leaves its core to another.
-WORKERS        ?= $(shell expr $$(nproc) + 1)
+# Each imports all that tests import. While one waits for a server, lints and Rust tests run.
+WORKERS        ?= $(shell nproc)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
 COVERAGE       ?=
@@ -36,9 +37,10 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
   $(1)/bin/pip install --disable-pip-version-check --no-compile $(2)
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+SLOW     := (slow or model)
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -78,7 +80,11 @@ rust-builds:                       ## compile what the set-up and Rust's tests n
 	cargo build --release --package prefixcache-py --features pyo3/extension-module --quiet
 	$(RUST_TESTS) --no-run
 
-test: checks test-python           ## all that a change must pass (WORKERS=..., COVERAGE=1: at least 95 % of the package)
+test: setup-dev                    ## what a change must pass (WORKERS=..., COVERAGE=1: slow tests too, 95 % of the package)
+	$(PARALLEL) --jobs=3 test-python lint-python lint-rust test-rust
+
+test-slow: setup-dev model         ## tests of whole processes and real models, which `make test` leaves to .ci/run
+	$(PYTEST) -m "$(SLOW)"
 
 checks: setup-dev                  ## lints and Rust tests
 	$(PARALLEL) lint-python lint-rust test-rust
@@ -122,8 +128,8 @@ RUST_TESTS := cargo test --workspace --tests --quiet
 test-rust:
 	$(RUST_TESTS)
 
-test-python: setup-dev model
-	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95)
+test-python: setup-dev $(if $(COVERAGE),model)
+	$(PYTEST) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95,-m "not $(SLOW)")
 
 test-wheel: setup model            ## the wheel in empty environments: the cache alone, and a served answer
 	$(BIN)/python tests/wheel.py
@@ -142,13 +148,20 @@ lint-rust:
 	  else echo "not installed: rustup target add $(AARCH64), to check the kernels' portable form"; fi
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
-lint-python:
+lint-python: target/checked/types target/checked/stubs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config importlinter-torch.toml
+
+# Of all lints these two take long, and keep nothing from one run to the next.
+target/checked/types: $(PYTHON_SOURCES)
+	$(BIN)/pyright
+	@mkdir -p $(@D) && touch $@
+
+target/checked/stubs: $(PYTHON_SOURCES) $(wildcard python/prefixcache/*.so)
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml prefixcache._core
+	@mkdir -p $(@D) && touch $@
 
 loom:                              ## the model checker on the shipped lock-free code
 	$(LOOM) cargo test --package prefixcache-core --package prefixcache-file --lib --release -- models

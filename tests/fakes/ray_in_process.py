@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,3 @@ def job_of(
     }
     requests = tuple(dataclasses.replace(one, job_id="job") for one in requests)
     return RoutedJob(requests=requests, hashes=hashes, **fields)
-
-
-async def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
-    """Lets the event loop run until the condition comes true. Raises `TimeoutError`."""
-
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), seconds)

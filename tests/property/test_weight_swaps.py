@@ -29,7 +29,7 @@ from prefixcache.exceptions import EngineHaltedError
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
-from support.repeatable import bounded
+from support.repeatable import bounded, long
 
 ROUNDS = bounded(usual=1, long=30)
 STEM = [*range(20, 60)]
@@ -147,7 +147,7 @@ class SteppedHammer:
         self.num_checked += 1
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("ahead", [long(False), True])
 def test_every_answer_is_that_of_the_weights_it_ended_under(seed: int, ahead: bool) -> None:
     hammers = [SteppedHammer(seed + i, ahead=ahead) for i in range(8 * ROUNDS)]
     for hammer in hammers:

@@ -31,8 +31,8 @@ _SETTLED = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usag
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The server at a moment. Memory in bytes; `health_seconds` is what a probe took."""
+class _Seen:
+    """A process of the server at a moment. Memory in bytes."""
 
     at: float
     life: int
@@ -40,6 +40,12 @@ class Sample:
     mapped: int
     files: int
     threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(_Seen):
+    """The server under traffic; `health_seconds` is what a probe took."""
+
     running: int
     waiting: int
     usage: float
@@ -51,15 +57,9 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Rest(_Seen):
     """The server when it has nothing to do, with its cache reset and at its usual size."""
 
-    at: float
-    life: int
-    rss: int
-    mapped: int
-    files: int
-    threads: int
     served: int
     census: Census = field(repr=False)
 

@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 from collections.abc import Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,8 +39,18 @@ settings.load_profile("prefixcache")
 
 
 def bounded(usual: T, long: T) -> T:
-    """How much of a proof this run does: `usual` in `make test`, `long` in `make test-long`."""
+    """How much of a proof this run does: `long` in `make test-long`, else `usual`."""
     return long if LONG else usual
+
+
+def slow(*values: object) -> Any:
+    """Parameters that `make test` leaves to `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: object) -> Any:
+    """Parameters of `make test-long` alone."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.fixture

@@ -516,21 +516,11 @@ def make_config(architecture: str, **arguments: Any) -> PreTrainedConfig:
     return family.config_class(**family.arguments | {"text_config": text})
 
 
-def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens that transformers' own loop adds to the prompt."""
-    ids = torch.tensor([list(prompt)])
-    whole = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        eos_token_id=None,
-        pad_token_id=2,
-    )
-    return whole[0, len(prompt) :].tolist()
+def is_greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether each token of the answer is the model's likeliest after those before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    return list(answer) == logits.argmax(-1).tolist()
 
 
 def _config_arguments() -> dict[str, Any]:

@@ -21,6 +21,8 @@ from support.repeatable import bounded
 from support.server_process import PREFIXCACHE, ServerProcess, server_process
 from support.serving import wait_until
 
+pytestmark = pytest.mark.slow
+
 _PROMPTS = [" ".join(f"word {number} of {name}" for number in range(40)) for name in "abc"]
 _FLAGS = ["--dtype", "float32", "--num-blocks", "300", "--served-model-name", "tiny"]
 

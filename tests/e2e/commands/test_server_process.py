@@ -65,6 +65,7 @@ def test_sigterm_lets_open_answers_end(folder, tmp_path):
         assert server.end() == 0
 
 
+@pytest.mark.slow
 def test_a_second_sigint_ends_at_once(tiny_checkpoint, tmp_path):
     """The first one begins a drain that the answer would take minutes of; the second cuts it."""
     folder = tiny_checkpoint(max_position_embeddings=1 << 17)
@@ -141,6 +142,7 @@ def _evict(server: ServerProcess, first: int) -> None:
         assert _ask(server, other).is_success
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_signals_while_a_disk_hangs_and_a_disk_that_fails(tiny_checkpoint, tmp_path):
     disk = OnADisk(tiny_checkpoint(), tmp_path)
@@ -172,6 +174,7 @@ def test_signals_while_a_disk_hangs_and_a_disk_that_fails(tiny_checkpoint, tmp_p
         assert "is idle: " in disk.log()
 
 
+@pytest.mark.slow
 def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(folder, tmp_path):
     with _serving(folder, tmp_path, "--api-key", "s3cret") as server:
         port = server.address.rpartition(":")[2]

@@ -329,6 +329,7 @@ def test_what_is_no_file_of_this_user_in_shared_memory_is_refused(
     push.abort(update)
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_trainer_leaves_the_old_weights(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any, get_args
 
 import httpx
@@ -16,7 +14,7 @@ from pydantic import BaseModel
 from prefixcache.engine.control import Control
 from prefixcache.server.admin import admin, weights_push
 from prefixcache.server.openai import protocol
-from support.serving import client_of, serve_folder
+from support.serving import client_of
 
 _PROMPT = {"prompt": "hello", "max_tokens": 2}
 _CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -64,13 +62,6 @@ def test_the_fields_are_found():
         name for _, _, name in _cases
     }
     assert ("/sleep", {}, "level") in _cases
-
-
-@pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(tiny_checkpoint())
-    yield app
-    engine.close()
 
 
 @given(case=st.sampled_from(_cases), number=_numbers, shape=st.integers(0, 4), stream=st.booleans())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support.repeatable import long
 from support.server_process import PREFIXCACHE, server_process
 from support.serving import served_folder
 
@@ -206,9 +207,7 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize(
-    "name", [one if one in USUAL else pytest.param(one, marks=pytest.mark.long) for one in BODIES]
-)
+@pytest.mark.parametrize("name", [one if one in USUAL else long(one) for one in BODIES])
 async def test_no_body_holds_the_event_loop_up(tiny_checkpoint, name, monkeypatch):
     """Counted in the loop's own processor time. Other processes lengthen it now and then; a loop
     that is held up takes it each time, so one try of several must stay below.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,8 @@ KEY = {"Authorization": "Bearer root"}
 
 
 @pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[FastAPI, None, None]:
-    rules = AccessRules(admin_api_keys=("root",))
-    app, engine = serve_folder(tiny_checkpoint(), num_blocks=40, access={"rules": rules})
-    yield app
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def address(app: FastAPI) -> Generator[str, None, None]:
-    with running(app) as address:
-        yield address
+def options() -> dict[str, Any]:
+    return {"num_blocks": 40, "access": {"rules": AccessRules(admin_api_keys=("root",))}}
 
 
 def stream(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

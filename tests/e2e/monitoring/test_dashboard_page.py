@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from prefixcache.server.http.access import AccessRules
 from support.browser import Page, browser, needs_chromium
@@ -26,17 +25,8 @@ MODULE = "import('/dashboard/assets/page.js')"
 
 
 @pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[FastAPI, None, None]:
-    rules = AccessRules(admin_api_keys=(ADMIN_KEY,))
-    app, engine = serve_folder(tiny_checkpoint(), num_blocks=60, access={"rules": rules})
-    yield app
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def address(app: FastAPI) -> Generator[str, None, None]:
-    with running(app) as address:
-        yield address
+def options() -> dict[str, Any]:
+    return {"num_blocks": 60, "access": {"rules": AccessRules(admin_api_keys=(ADMIN_KEY,))}}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,9 @@ STORY = "The same question asked twice is answered from the blocks that are ther
 
 
 @pytest.fixture(scope="module")
-def app(tiny_checkpoint: Callable[..., Path]) -> Generator[Any, None, None]:
-    app, engine = serve_folder(
-        tiny_checkpoint(),
-        access={"rules": RULES},
-        diagnostics_memory=1 << 20,
-        num_blocks=64,
-        kv_cache_metrics=True,
-    )
-    yield app
-    engine.close()
+def options() -> dict[str, Any]:
+    sizes = {"diagnostics_memory": 1 << 20, "num_blocks": 64}
+    return {"access": {"rules": RULES}, "kv_cache_metrics": True, **sizes}
 
 
 @pytest.fixture

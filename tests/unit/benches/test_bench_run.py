@@ -217,6 +217,7 @@ async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., P
     assert report.settings["through"] == "the engine in process"
 
 
+@pytest.mark.slow
 async def test_a_running_server_is_measured_with_and_without_its_cache(tiny_checkpoint):
     flags = {"model": str(tiny_checkpoint()), "num_blocks": 64, **FLAGS}
     dialogues = WorkloadConfig(

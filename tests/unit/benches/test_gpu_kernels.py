@@ -89,6 +89,7 @@ def test_what_is_built_first_is_what_the_modes_ask_for(
         assert asked == set(compiled.modules_of(spec, hopper=hopper))
 
 
+@pytest.mark.slow
 def test_kernels_are_built_at_once_and_packed_as_the_next_prebuilt_ones(tmp_path: Path) -> None:
     tools, packages = tmp_path / "tools", tmp_path / "packages"
     tools.mkdir()

@@ -1,4 +1,4 @@
-"""What a listener is given of evicted content."""
+"""The order of eviction that a cache is made with, and what a listener is given of the content."""
 
 import numpy as np
 import pytest
@@ -9,15 +9,25 @@ BLOCK = 4
 CLEARED, EVICTED, RESIZED = 0, 1, 4
 
 
-def serve(cache: PrefixCache, first: int, num_blocks: int) -> list[bytes]:
-    """A request's whole life; the names of its blocks."""
-    tokens = np.arange(first, first + num_blocks * BLOCK, dtype=np.int32)
+def tokens_from(first: int, num_blocks: int) -> np.ndarray:
+    return np.arange(first, first + num_blocks * BLOCK, dtype=np.int32)
+
+
+def serve(cache: PrefixCache, first: int, num_blocks: int) -> int:
+    """A request's whole life; how many of its tokens hit."""
+    tokens = tokens_from(first, num_blocks)
     sequence = cache.new_sequence(tokens)
     hits = cache.count_prefix_hits(sequence, len(tokens) - 1)
     assert cache.commit_prefix_plan(sequence, hits, len(tokens) - hits) == hits
     cache.mark_blocks_filled([sequence], [len(tokens)])
     cache.release([sequence])
-    hashes = cache.compute_block_hashes(tokens)
+    return hits
+
+
+def serve_named(cache: PrefixCache, first: int, num_blocks: int) -> list[bytes]:
+    """The names of the request's blocks."""
+    serve(cache, first, num_blocks)
+    hashes = cache.compute_block_hashes(tokens_from(first, num_blocks))
     return [hashes.to_bytes(index) for index in range(num_blocks)]
 
 
@@ -29,9 +39,9 @@ def test_each_evicted_block_is_reported_once_with_its_metadata(threads: str) -> 
     cache.set_time(20)
     cache.listen(4, [1, 5, 60])
     cache.set_time(22)
-    names = serve(cache, 0, 3)
+    names = serve_named(cache, 0, 3)
     cache.set_time(23.5)
-    others = serve(cache, 500, 4)
+    others = serve_named(cache, 500, 4)
     lost = cache.take_losses(100)
     assert lost["cause"].tolist() == [EVICTED] * 3
     assert [bytes(row) for row in lost["hash"]] == names[::-1]
@@ -80,3 +90,28 @@ def test_bad_listeners_are_rejected_with_a_reason() -> None:
     cache.listen(4)
     with pytest.raises(RuntimeError, match="already"):
         cache.listen(4)
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse-queue"])
+@pytest.mark.parametrize("threads", ["single_writer", "shared"])
+def test_a_cache_serves_in_any_order_of_eviction(policy: str, threads: str) -> None:
+    cache = PrefixCache(17, BLOCK, eviction_policy=policy, threads=threads)  # type: ignore[arg-type]
+    for first in range(0, 4000, 1000):
+        assert serve(cache, first, 5) == 0
+    assert serve(cache, 3000, 6) == 5 * BLOCK
+    assert cache.num_free_blocks == 16
+    cache.validate()
+
+
+def test_dialogues_in_queues_of_their_own_survive_a_clear_and_a_resize() -> None:
+    cache = PrefixCache(33, BLOCK, eviction_policy="reuse-queue", max_blocks=65)
+    for turn in range(1, 12):
+        serve(cache, 0, turn)
+        serve(cache, 5000 * turn, 7)
+        cache.validate()
+    cache.clear_cache_index()
+    assert serve(cache, 0, 11) == 0
+    cache.resize(12)
+    cache.validate()
+    assert serve(cache, 0, 11) <= 10 * BLOCK
+    cache.validate()

@@ -700,6 +700,7 @@ def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monk
         load_kernels(torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_importing_the_backend_neither_imports_flashinfer_nor_says_a_word() -> None:
     code = (
         "import sys; import prefixcache.runner.cuda.attention.flashinfer; "

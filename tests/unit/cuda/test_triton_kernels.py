@@ -148,6 +148,7 @@ print("checked")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

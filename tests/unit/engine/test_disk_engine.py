@@ -27,6 +27,7 @@ from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.server.jobs.answers import TokenCounts, usage
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
+from support.repeatable import slow
 
 TinyCheckpoint = Callable[..., Path]
 
@@ -335,7 +336,7 @@ def test_no_answer_depends_on_the_disk(model, tmp_path, monkeypatch, caplog, cal
     assert caplog.text.count("is idle") == (call != "close")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("name", ["qwen3", slow("gemma3"), slow("qwen3.5")])
 def test_schedules_with_a_disk_change_no_bit(tiny_checkpoint, tmp_path, monkeypatch, name):
     bench, total = Bench(tiny_checkpoint(name, **WIDE), "float32"), Counts()
     # The second engine finds what the first has evicted, and writes only ahead of evictions.

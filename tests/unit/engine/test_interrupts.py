@@ -18,7 +18,7 @@ from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import answer_alone
 from fakes.late_runner import LateRunner
 from prefixcache import LLM, SamplingParams
-from support.repeatable import bounded
+from support.repeatable import bounded, slow
 
 PACKAGE = str(Path(prefixcache.__file__).parent)
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 60], list(range(40, 60)))
@@ -50,8 +50,8 @@ def interrupted_at(
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("groups", [("full",), ("full", ("sliding_window", 6))])
+@pytest.mark.parametrize("ahead", [slow(False), True])
+@pytest.mark.parametrize("groups", [("full",), slow(("full", ("sliding_window", 6)))])
 def test_at_every_line_of_a_step(ahead: bool, groups: Any, seed: int) -> None:
     step = bounded(usual=53, long=1)
     for line in itertools.count(seed % step, step):

@@ -104,6 +104,7 @@ def test_a_module_of_another_shape_is_refused(policy: Policy, model: PreTrainedM
         policy.push()
 
 
+@pytest.mark.slow
 def test_the_example_has_no_mismatch_and_learns() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "grpo.py"), "--steps", "12", "--prompts", "6"],
@@ -119,6 +120,7 @@ def test_the_example_has_no_mismatch_and_learns() -> None:
     assert all(float(cached) > 0.7 for _, _, cached in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed for development")
 def test_trls_trainer_gets_rollouts_without_mismatch() -> None:
     done = subprocess.run(

@@ -392,6 +392,7 @@ def test_a_failing_disk_makes_the_tier_idle_until_it_is_back(make, folder, caplo
     assert tiered.load(hashes) == [(7000 + i) % 251 for i in range(7)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("how", ["fail", "kill"])
 def test_no_call_that_fails_or_is_the_last_one_leaves_anything_wrong(folder, how):

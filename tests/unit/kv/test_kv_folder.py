@@ -406,6 +406,7 @@ def test_the_command_shows_checks_and_removes(folder, prompt):
     assert run("ls", str(folder / "none"))[0] == 2
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_wrong(folder):
     script = Path(__file__).parents[2] / "killed_cache.py"
     command = [sys.executable, str(script), str(folder), "60"]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
@@ -23,11 +23,20 @@ from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.loaded import cpu_model, torch_model
-from support.paged_driver import CpuDriver, PagedDriver
+from support.paged_driver import CpuDriver, Driver, PagedDriver
 from support.tiny_gguf import GEMMA_SPECIAL_TOKENS, write_gguf
 from support.tiny_models import make_checkpoint, make_model
 
 MEMBER = "tiny_package/tiny.gguf"
+
+
+def assert_same(driver: Driver, original: PreTrainedModel) -> None:
+    """Ours computes the logits of the model that the file was made from."""
+    tokens = list(range(3, 103))
+    with torch.inference_mode():
+        exact = original(torch.tensor([tokens])).logits[0]
+    ours = driver.forward([(0, 0, tokens)])
+    assert (ours - exact).norm() / exact.norm() < 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -124,12 +133,7 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     config = ModelConfig.from_hf(folder)
     assert config.checkpoint_dtype == "float16"
     assert config.eos_token_ids == (2, *ends_turns.values())
-    model = torch_model(folder)
-    tokens = list(range(3, 103))
-    ours = PagedDriver(model).forward([(0, 0, tokens)])
-    with torch.inference_mode():
-        exact = original(torch.tensor([tokens])).logits[0]
-    assert (ours - exact).norm() / exact.norm() < 1e-5
+    assert_same(PagedDriver(torch_model(folder)), original)
 
 
 SHARED = {"shared_size": 128, "shared_weight": True}
@@ -158,12 +162,8 @@ def test_a_gguf_file_of_experts_means_the_model_it_was_made_from(
     folder = resolve_model(str(file))
     config = ModelConfig.from_hf(folder)
     assert config.experts == ExpertsConfig(count=8, top_k=3, intermediate_size=32, **more)
-    tokens = list(range(3, 103))
-    with torch.inference_mode():
-        exact = original(torch.tensor([tokens])).logits[0]
     for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
-        ours = driver.forward([(0, 0, tokens)])
-        assert (ours - exact).norm() / exact.norm() < 1e-5
+        assert_same(driver, original)
 
 
 def test_a_gguf_file_of_gpt_oss_means_the_model_it_was_made_from(tmp_path: Path) -> None:
@@ -174,12 +174,8 @@ def test_a_gguf_file_of_gpt_oss_means_the_model_it_was_made_from(tmp_path: Path)
     config = ModelConfig.from_hf(folder)
     assert config.layer_windows == (24, None, 24, None)
     assert not config.rope.truncate
-    tokens = list(range(3, 103))
-    with torch.inference_mode():
-        exact = original(torch.tensor([tokens])).logits[0]
     for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
-        ours = driver.forward([(0, 0, tokens)])
-        assert (ours - exact).norm() / exact.norm() < 1e-5
+        assert_same(driver, original)
 
 
 GEMMA = {"layer_types": None, "query_pre_attn_scalar": 32}
@@ -193,12 +189,7 @@ def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path)
     assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=4.0)
     assert config.local_rope == RopeConfig(theta=1e4)
     assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
-    model = torch_model(folder, config=config)
-    tokens = list(range(3, 103))
-    ours = PagedDriver(model).forward([(0, 0, tokens)])
-    with torch.inference_mode():
-        exact = original(torch.tensor([tokens])).logits[0]
-    assert (ours - exact).norm() / exact.norm() < 1e-5
+    assert_same(PagedDriver(torch_model(folder, config=config)), original)
 
 
 @pytest.mark.parametrize("architecture", ["gemma4", "gemma4-large"])
@@ -212,13 +203,9 @@ def test_a_gguf_file_of_gemma_4_means_the_model_it_was_made_from(
     assert config.layer_windows == (24, 24, None, 24, 24, None, None)
     assert config.rope == RopeConfig(theta=1e3, kind="proportional", partial_rotary_factor=0.25)
     assert config.keys_as_values == (architecture == "gemma4-large")
-    tokens = list(range(3, 103))
-    with torch.inference_mode():
-        exact = original(torch.tensor([tokens])).logits[0]
     cpu = cpu_model(folder)
     for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu)):
-        ours = driver.forward([(0, 0, tokens)])
-        assert (ours - exact).norm() / exact.norm() < 1e-5
+        assert_same(driver, original)
     if config.own_input_size:
         table = cpu.slots["model.embed_tokens_per_layer.weight"]
         assert table.kept_format() in ("Q8_0", "Q4_1")

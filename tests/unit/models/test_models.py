@@ -23,7 +23,8 @@ from prefixcache.models.weights import NamedTensor, copy_into
 from support.loaded import cpu_model
 from support.loaded import torch_model as load
 from support.paged_driver import CpuDriver, Driver, PagedDriver
-from support.tiny_models import ARCHITECTURES, WINDOWED, load_model, make_model
+from support.repeatable import long
+from support.tiny_models import ARCHITECTURES, WINDOWED, is_greedy, load_model, make_model
 
 FORMS = ["torch", "cpu"]
 TinyCheckpoint = Callable[..., Path]
@@ -45,15 +46,6 @@ def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
     model = load_model(folder)
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
-
-
-def reference_greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
-    model = load_model(folder)
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
@@ -83,12 +75,12 @@ def test_chunks_give_transformers_logits(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-@pytest.mark.parametrize("form", ["cpu", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", ["cpu", long("torch")])
 def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture, form):
     folder = tiny_checkpoint(architecture)
     prompt = prompt_of(21)
-    ours = driver_of(form, folder).generate(prompt, 64)
-    assert ours == reference_greedy(folder, prompt, 64)
+    answer = driver_of(form, folder).generate(prompt, 64)
+    assert is_greedy(load_model(folder), prompt, answer)
 
 
 @pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5", "granite4-h"])
@@ -144,7 +136,8 @@ def test_windows_shorter_than_a_block_longer_than_a_chunk_and_between(
 def test_64_greedy_tokens_behind_windows_of_other_lengths(tiny_checkpoint, architecture, window):
     folder = tiny_checkpoint(architecture, sliding_window=window)
     prompt = prompt_of(21)
-    assert PagedDriver(load(folder)).generate(prompt, 64) == reference_greedy(folder, prompt, 64)
+    answer = PagedDriver(load(folder)).generate(prompt, 64)
+    assert is_greedy(load_model(folder), prompt, answer)
 
 
 _GRANITE_PARTS = [

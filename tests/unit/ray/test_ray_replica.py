@@ -41,7 +41,7 @@ from prefixcache.ray_serve.replicas.replica_state import (
 from prefixcache.runner.cpu.cpu_runner import KERNEL_REVISION
 from prefixcache.server.options.serve_options import ServeOptions
 from prefixcache.types.request import Request
-from support.serving import client_of, metric, served_folder
+from support.serving import client_of, metric, served_folder, until
 
 pytest.importorskip("ray")
 
@@ -58,7 +58,6 @@ from fakes.ray_in_process import (
     job_of,
     replica_of,
     request_of,
-    until,
 )
 from prefixcache.ray_serve import ray_run
 from prefixcache.ray_serve.application import build_application

@@ -25,6 +25,7 @@ from prefixcache.events.wire import (
 )
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.ray_serve.replicas.replica_state import Refused
+from support.serving import until
 
 pytest.importorskip("ray")
 
@@ -38,7 +39,7 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest
 
-from fakes.ray_in_process import ARITHMETIC, job_of, replica_of, request_of, until
+from fakes.ray_in_process import ARITHMETIC, job_of, replica_of, request_of
 from prefixcache.ray_serve import known_caches
 from prefixcache.ray_serve import router as router_module
 from prefixcache.ray_serve.job import RoutedJob

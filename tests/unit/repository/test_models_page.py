@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.cache_manager import fitting_tokens
@@ -217,6 +219,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_rows_do() -> None:
     if os.environ.get("PREFIXCACHE_WRITE_SNAPSHOTS"):
         PAGE.write_text(page(), encoding="utf-8")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +18,9 @@ def example() -> Any:
     return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 
 
-def test_the_example_runs() -> None:
-    shown = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
-    assert shown.stdout.splitlines() == [
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == [
         "[96, 48] of [100, 63] prompt tokens were hits",
         "tokens and logits have the bits of a cold run",
         "with a wrong block table they do not",

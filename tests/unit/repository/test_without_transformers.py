@@ -1,4 +1,8 @@
-"""Serving needs no transformers; what does need it names the extra that installs it."""
+"""Serving needs neither torch nor transformers; what does need it names the extra that installs it.
+
+Engines and servers may live in different processes; torch takes seconds to import. Nor is there
+need of what traces are sent by, where none are.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,19 @@ from support.tiny_models import edit_config, make_checkpoint
 _ANSWERS = """
 import sys
 sys.modules["transformers"] = None
-import prefixcache.cli.main
-import prefixcache.server.app
+import prefixcache
+assert dir(prefixcache) == sorted(prefixcache.__all__)
+import prefixcache.cli.main, prefixcache.server.app, prefixcache.server.serve
 from prefixcache import LLM, SamplingParams
 llm = LLM(model=sys.argv[1], device="cpu", num_blocks=16)
 (answer,) = llm.chat([{"role": "user", "content": "A block"}], SamplingParams(max_tokens=2))
 assert answer.outputs[0].token_ids
+unneeded = {"torch", "opentelemetry.sdk", "grpc"} & sys.modules.keys()
+assert not unneeded, unneeded
 """
 
 
-def test_a_chat_is_answered_without_transformers(tmp_path: Path) -> None:
+def test_a_chat_is_answered_without_torch_and_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     left_open = {"head_dim", "rms_norm_eps", "attention_bias", "rope_parameters"}
     assert left_open <= json.loads((folder / "config.json").read_text()).keys()

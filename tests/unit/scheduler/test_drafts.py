@@ -39,6 +39,7 @@ from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
 from prefixcache.types.token_ids import TokenBuffer, as_token_ids
 from support.plans import plan_of
+from support.repeatable import slow
 from support.serving import served_folder
 
 PROMPT = tuple(range(1, 12))
@@ -404,7 +405,9 @@ _EXPERTS = WIDE | {"architecture": "qwen2-moe"}
 _STATES = WIDE | {"architecture": "qwen3.5"}
 
 
-@pytest.mark.parametrize("shape", [WIDE, with_windows(40), _CONVOLUTIONS, _EXPERTS, _STATES])
+@pytest.mark.parametrize(
+    "shape", [WIDE, *map(slow, (with_windows(40), _CONVOLUTIONS, _EXPERTS, _STATES))]
+)
 def test_no_schedule_with_guesses_changes_a_bit(shape: dict[str, Any]) -> None:
     counts = Counts()
     for one in compare(range(10), shape):
@@ -427,7 +430,7 @@ def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_num_apart", lambda plan: len(plan.sequences))
 
 
-@pytest.mark.parametrize("shape", [with_windows(40), _CONVOLUTIONS])
+@pytest.mark.parametrize("shape", [slow(with_windows(40)), _CONVOLUTIONS])
 def test_no_schedule_with_guesses_changes_a_bit_on_torch(monkeypatch, shape) -> None:
     _row_by_row(monkeypatch)
     counts = Counts()

@@ -73,7 +73,9 @@ def engine_on(machine: Machine, *, max_model_len: int = 8192, **options: Any) ->
     return engine
 
 
-def run_until(engine: Engine, request_id: str) -> None:
+def run(engine: Engine, request_id: str, prompt: list[int]) -> None:
+    """Until the request has its one token."""
+    engine.add_request(make_request(request_id, prompt, max_tokens=1))
     for _ in range(5000):
         if any(o.request_id == request_id and o.finished for o in engine.step()):
             return
@@ -111,8 +113,7 @@ def test_no_answer_waits_longer_than_the_limit(costs: tuple[float, float, float]
     machine = Machine(*costs)
     engine = engine_on(machine)
     streaming(engine)
-    engine.add_request(make_request("long", long_prompt(4000), max_tokens=1))
-    run_until(engine, "long")
+    run(engine, "long", long_prompt(4000))
     assert max(gaps(machine, "stream")) <= LIMIT * 1.0001
     taken = chunks(machine, "long")
     assert sum(taken) == 4000
@@ -123,8 +124,7 @@ def test_without_a_limit_the_same_prompt_freezes_the_others() -> None:
     machine = Machine(*TWO_CORES)
     engine = engine_on(machine, step_times=None)
     streaming(engine)
-    engine.add_request(make_request("long", long_prompt(4000), max_tokens=1))
-    run_until(engine, "long")
+    run(engine, "long", long_prompt(4000))
     assert max(gaps(machine, "stream")) > 6
 
 
@@ -132,8 +132,7 @@ def test_chunks_get_shorter_deeper_in_a_prompt() -> None:
     machine = Machine(*TWO_CORES)
     engine = engine_on(machine)
     streaming(engine)
-    engine.add_request(make_request("long", long_prompt(6000), max_tokens=1))
-    run_until(engine, "long")
+    run(engine, "long", long_prompt(6000))
     taken = chunks(machine, "long")
     assert taken[0] == MIN_CHUNK, "nothing is known of chunks at first"
     assert max(taken) > 55
@@ -143,16 +142,13 @@ def test_chunks_get_shorter_deeper_in_a_prompt() -> None:
 def test_a_hit_deep_in_a_prompt_is_approached_with_care() -> None:
     machine = Machine(*TWO_CORES)
     engine = engine_on(machine)
-    engine.add_request(make_request("warm", long_prompt(5000), max_tokens=1))
-    run_until(engine, "warm")
+    run(engine, "warm", long_prompt(5000))
     for name in ("x", "y"):  # what is remembered of chunks is short ones at the start
-        engine.add_request(make_request(name, long_prompt(40, ord(name)), max_tokens=1))
-        run_until(engine, name)
+        run(engine, name, long_prompt(40, ord(name)))
     streaming(engine)
     machine.steps.clear()
     prompt = [*long_prompt(5000), *long_prompt(400, 7)]
-    engine.add_request(make_request("hit", prompt, max_tokens=1))
-    run_until(engine, "hit")
+    run(engine, "hit", prompt)
     assert sum(chunks(machine, "hit")) == 400
     assert max(gaps(machine, "stream")) <= LIMIT * 1.0001
 
@@ -161,41 +157,36 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     machine = Machine(*TWO_CORES)
     engine = engine_on(machine)
     streaming(engine)
-    engine.add_request(make_request("first", long_prompt(1000), max_tokens=1))
-    run_until(engine, "first")
+    run(engine, "first", long_prompt(1000))
     machine.slowness = 3.0
     machine.steps.clear()
-    engine.add_request(make_request("second", long_prompt(1000, 5), max_tokens=1))
-    run_until(engine, "second")
+    run(engine, "second", long_prompt(1000, 5))
     waited = gaps(machine, "stream")
     assert waited[0] > LIMIT
     assert max(waited[12:]) <= LIMIT * 1.05
 
 
 def test_noise_makes_chunks_shorter_rather_than_answers_late() -> None:
-    def run(noise: float) -> tuple[float, float]:
+    def measured(noise: float) -> tuple[float, float]:
         """The share of late steps, and a chunk's mean length."""
         machine = Machine(*TWO_CORES, noise)
         engine = engine_on(machine)
         streaming(engine)
-        engine.add_request(make_request("long", long_prompt(4000), max_tokens=1))
-        run_until(engine, "long")
+        run(engine, "long", long_prompt(4000))
         taken = chunks(machine, "long")
         waited = gaps(machine, "stream")[-len(taken) :]
         return sum(gap > LIMIT for gap in waited) / len(waited), sum(taken) / len(taken)
 
-    late, length = run(noise=0.2)
+    late, length = measured(noise=0.2)
     assert late < 0.25
-    assert length < run(noise=0.0)[1]
+    assert length < measured(noise=0.0)[1]
 
 
 def test_a_prompt_alone_takes_longer_steps() -> None:
     machine = Machine(*TWO_CORES)
     engine = engine_on(machine)
-    engine.add_request(make_request("short", long_prompt(100), max_tokens=1))
-    run_until(engine, "short")
-    engine.add_request(make_request("long", long_prompt(6000, 3), max_tokens=1))
-    run_until(engine, "long")
+    run(engine, "short", long_prompt(100))
+    run(engine, "long", long_prompt(6000, 3))
     seconds = [s for _, s in machine.steps[1:]]
     assert len(seconds) < 20
     assert max(seconds[1:]) <= LIMIT * TIMES_LONGER_ALONE * 1.0001
@@ -206,8 +197,7 @@ def test_decodes_that_take_all_the_time_let_prompts_go_on() -> None:
     engine = engine_on(machine)
     streaming(engine)
     engine.add_request(make_request("long", long_prompt(100), max_tokens=1))
-    engine.add_request(make_request("next", long_prompt(30, 5), max_tokens=1))
-    run_until(engine, "next")
+    run(engine, "next", long_prompt(30, 5))
     assert set(chunks(machine, "long")[:-1]) == {MIN_CHUNK}
     assert sum(chunks(machine, "next")) == 30
 

@@ -87,18 +87,6 @@ impl Form {
         self.run(Asked)
     }
 
-    /// Whether its quantized weights have a column in each lane: see [`Lanes::LANE_IS_COLUMN`].
-    pub fn lane_is_column(self) -> bool {
-        struct Asked;
-        impl Kernel for Asked {
-            type Output = bool;
-            fn run<L: Lanes>(self, _: L) -> bool {
-                L::LANE_IS_COLUMN
-            }
-        }
-        self.run(Asked)
-    }
-
     /// The form to round results with where they are to be the same bits in every form: the instruction
     /// that rounds to bfloat16 takes what is smaller than a normal number for 0.
     pub fn keeping_denormals(self) -> Self {

@@ -130,7 +130,7 @@ impl<E: Element> Part<E> {
         let outputs = self.outputs.len();
         match activations {
             Activations::Exact => {
-                PackedBlocks::new(memory, form, format, inputs, outputs).map(Storage::Blocks)
+                PackedBlocks::new::<E>(memory, form, format, inputs, outputs).map(Storage::Blocks)
             }
             Activations::Int8 => {
                 Int8Weight::new(memory, format, inputs, outputs).map(Storage::Int8)

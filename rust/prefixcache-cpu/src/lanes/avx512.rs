@@ -53,7 +53,11 @@ macro_rules! common {
             fn lookup(self, table: &CodeTable, words: __m512, at: u32) -> __m512 {
                 let at = _mm512_set1_epi32(at as i32);
                 let codes = _mm512_srlv_epi32(_mm512_castps_si512(words), at);
-                _mm512_permutexvar_ps(codes, _mm512_load_ps(table.numbers.as_ptr()))
+                let numbers = match Self::LANE_IS_COLUMN {
+                    true => &table.numbers_above,
+                    false => &table.numbers,
+                };
+                _mm512_permutexvar_ps(codes, _mm512_load_ps(numbers.as_ptr()))
             }
             fn join(self, low: __m512, high: __m512, at: u32) -> __m512 {
                 let (low, high) = (_mm512_castps_si512(low), _mm512_castps_si512(high));
@@ -147,15 +151,27 @@ macro_rules! common {
 
 impl Lanes for Avx512 {
     common!();
+    const LANE_IS_COLUMN: bool = true;
 
     operations! {
+        fn add_fields<const BITS: u32>(
+            self, sums: [__m512; 4], words: [__m512; 4], at: u32, scales: &[__m512; 4], offsets: [__m512; 4], x: &f32
+        ) -> [__m512; 4] {
+            let mask = _mm512_set1_epi32((((1_u32 << BITS) - 1) << at).cast_signed());
+            let (mut sums, x) = (sums, _mm512_set1_ps(*x));
+            for i in 0..4 {
+                let fields = _mm512_and_si512(_mm512_castps_si512(words[i]), mask);
+                let numbers = _mm512_fmadd_ps(_mm512_cvtepi32_ps(fields), scales[i], offsets[i]);
+                sums[i] = _mm512_fmadd_ps(numbers, x, sums[i]);
+            }
+            sums
+        }
+        fn zip_rounded(self, even: __m512, odd: __m512) -> __m512 {
+            let low = _mm512_srli_epi32::<16>(rounded_up(even));
+            _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, low, rounded_up(odd)))
+        }
         fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
-            let rounded = |v| {
-                let bits = _mm512_castps_si512(v);
-                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-                let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-                _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias)))
-            };
+            let rounded = |v| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded_up(v)));
             let (a, b) = (_mm512_castsi256_si512(rounded(a)), rounded(b));
             _mm512_castsi512_ps(_mm512_inserti64x4::<1>(a, b))
         }
@@ -210,6 +226,21 @@ impl Lanes for Avx512Bf16 {
             let pairs = |v| std::mem::transmute::<__m512, __m512bh>(v);
             _mm512_dpbf16_ps(acc, pairs(a), pairs(b))
         };
+    }
+}
+
+/// Bits whose upper halves are the numbers rounded to bfloat16 (nearest, ties to even); none is NaN.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn rounded_up(v: __m512) -> __m512i {
+    // SAFETY: the caller vouches for AVX-512.
+    unsafe {
+        let bits = _mm512_castps_si512(v);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        _mm512_add_epi32(bits, bias)
     }
 }
 

@@ -24,6 +24,7 @@ use crate::bf16::Bf16;
 #[repr(C, align(64))]
 pub struct CodeTable {
     numbers: [f32; 16],
+    numbers_above: [f32; 16],
     /// The same as integers.
     pub codes: [i8; 16],
     /// The least of them, and what each is above it.
@@ -35,6 +36,7 @@ impl CodeTable {
     /// The table of these integers.
     pub const fn new(codes: [i8; 16]) -> Self {
         let (mut numbers, mut above) = ([0.0; 16], [0; 16]);
+        let mut numbers_above = [0.0; 16];
         let (mut least, mut i) = (codes[0], 0);
         while i < 16 {
             least = if codes[i] < least { codes[i] } else { least };
@@ -44,8 +46,9 @@ impl CodeTable {
             i -= 1;
             numbers[i] = codes[i] as f32;
             above[i] = codes[i].abs_diff(least);
+            numbers_above[i] = above[i] as f32;
         }
-        Self { numbers, codes, least, above }
+        Self { numbers, numbers_above, codes, least, above }
     }
 }
 

@@ -1,9 +1,9 @@
 //! Quantized weights with a column in each lane: for forms whose products are those of `f32`.
 //!
-//! A panel is two strips of 32 columns, one after the other. A strip has what the panel's other layout
+//! A panel is strips of four vectors of columns, one after the other. A strip has what the panel's other layout
 //! ([`super::packed`]) has, in as many bytes and the same order: the scales of its blocks, then for each
 //! group of 32 numbers of the depth the group's scales and the codes. A column's codes of a group are
-//! one stream of bits, in the order of the depth; word w of all columns is a line of 32 words. So a
+//! one stream of bits, in the order of the depth; word w of all columns is a line of words. So a
 //! vector of numbers takes a shift, a mask, a conversion and a product, and nothing is shuffled. For one row
 //! three shifts of four are saved: see `PLACES`.
 //!
@@ -23,7 +23,24 @@ use super::packed::{
 use crate::panel::{PANEL, Sums};
 
 /// Columns of a strip.
-pub const STRIP: usize = 32;
+const fn strip_width<L: Lanes>() -> usize {
+    4 * L::LANES
+}
+
+/// Columns of a strip where the form lays weights of such a layer out in strips.
+pub(super) fn strip_of_form<E: Element>(form: Form) -> Option<usize> {
+    struct Asked<E>(PhantomData<E>);
+    impl<E: Element> Kernel for Asked<E> {
+        type Output = Option<usize>;
+
+        const HAS_BF16: bool = E::PER_WORD > 1;
+
+        fn run<L: Lanes>(self, _: L) -> Option<usize> {
+            L::LANE_IS_COLUMN.then_some(strip_width::<L>())
+        }
+    }
+    form.run(Asked(PhantomData::<E>))
+}
 
 /// The most rows that are multiplied in registers: with more, to store what is dequantized and to load it
 /// for a few rows at a time takes less time. What has eight bits is dequantized fastest.
@@ -35,29 +52,38 @@ pub fn max_few(format: Format) -> usize {
     }
 }
 
-/// Whether one row is multiplied by [`One`]. It is not faster for the other formats.
+/// Whether one row is multiplied without most shifts: see `PLACES`. It is not faster for the other formats, nor where
+/// vectors are wide and a shuffle makes numbers of codes.
 const fn has_one(format: Format) -> bool {
     format.is_common() || matches!(format, Format::Q5_0 | Format::Q2K)
+}
+const fn has_places<F: Layout, L: Lanes>() -> bool {
+    L::LANES == 8 || !matches!(F::BITS, 4 | 5)
 }
 
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
 
 /// Lays out the blocks of the rows from `first` on, as many as there are in a panel.
-pub(super) fn pack_panel<F: Layout>(blocks: Rows<'_, u8>, first: usize, to: &mut [u32]) {
+pub(super) fn pack_panel<F: Layout>(
+    blocks: Rows<'_, u8>,
+    first: usize,
+    strip_columns: usize,
+    to: &mut [u32],
+) {
     let used = PANEL.min(blocks.rows() - first);
-    let strip_words = to.len() / (PANEL / STRIP);
+    let strip_words = to.len() / (PANEL / strip_columns);
     for (column, row) in (0..used).zip(first..) {
-        let strip = &mut to[column / STRIP * strip_words..][..strip_words];
+        let strip = &mut to[column / strip_columns * strip_words..][..strip_words];
         let blocks = blocks.row(row).chunks_exact(F::FORMAT.bytes());
-        for (block, to) in blocks.zip(strip.chunks_exact_mut(F::BLOCK_BYTES * STRIP / 4)) {
+        for (block, to) in blocks.zip(strip.chunks_exact_mut(F::BLOCK_BYTES * strip_columns / 4)) {
             let scales = BlockScales::read(F::FORMAT, block);
-            pack_scales::<F>(&scales, STRIP, column % STRIP, to);
+            pack_scales::<F>(&scales, strip_columns, column % strip_columns, to);
             for group in 0..F::GROUPS {
-                let lines = &mut to[codes_at::<F>(STRIP, group) / 4..];
+                let lines = &mut to[codes_at::<F>(strip_columns, group) / 4..];
                 let words = stream::<F>(F::FORMAT.codes(block, group));
                 for (word, bits) in words.into_iter().take(F::BITS as usize).enumerate() {
-                    lines[word * STRIP + column % STRIP] = bits;
+                    lines[word * strip_columns + column % strip_columns] = bits;
                 }
             }
         }
@@ -84,12 +110,12 @@ fn stream<F: Layout>(codes: [u64; GROUP / 8]) -> [u32; 8] {
 
 /// Where the code of a column of a strip starts in its group.
 #[inline(always)]
-pub(super) fn code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
+pub(super) fn code_at<F: Layout>(strip: usize, column: usize, depth: usize) -> CodeAt {
     let bit = F::BITS as usize * depth;
     CodeAt {
-        word: bit / 32 * STRIP + column,
+        word: bit / 32 * strip + column,
         bit: (bit % 32) as u32,
-        line: STRIP,
+        line: strip,
         inverted: F::SIGNED.into(),
     }
 }
@@ -140,7 +166,8 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
     /// The strip has such a group and columns.
     #[inline(always)]
     unsafe fn new(lanes: L, strip: *const u8, group: usize, column: usize) -> Self {
-        let (header, at) = F::group_at(STRIP, group);
+        let width = const { strip_width::<L>() };
+        let (header, at) = F::group_at(width, group);
         let mut scales = [[lanes.splat(0.0); C]; 2];
         let mut offsets = scales;
         let zero = lanes.splat(match F::TABLE {
@@ -152,10 +179,10 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             // SAFETY: inside the headers of these columns.
             unsafe {
                 let half = |start: usize| {
-                    let halves = strip.add(header + start * STRIP).cast::<u16>();
+                    let halves = strip.add(header + start * width).cast::<u16>();
                     lanes.load_f16(halves.add(column))
                 };
-                let byte = |start: usize| strip.add(at + start * STRIP + column);
+                let byte = |start: usize| strip.add(at + start * width + column);
                 let d = match F::SCALES {
                     Scales::PowerOfTwo => lanes.load_e8m0(strip.add(header + column)),
                     _ => half(0),
@@ -186,7 +213,7 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             }
         }
         // SAFETY: inside the group.
-        let codes = unsafe { strip.add(at + F::GROUP_HEADER * STRIP).cast::<u32>().add(column) };
+        let codes = unsafe { strip.add(at + F::GROUP_HEADER * width).cast::<u32>().add(column) };
         Self { lanes, codes, scales, offsets, layout: PhantomData }
     }
 
@@ -242,8 +269,9 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
     #[inline(always)]
     unsafe fn number(&self, c: usize, first: usize, depth: usize) -> L::V {
         let lanes = self.lanes;
-        let CodeAt { word, bit: at, line, .. } = code_at::<F>(c * L::LANES, depth);
-        let word = first * F::BITS as usize / 32 * STRIP + word;
+        let CodeAt { word, bit: at, line, .. } =
+            code_at::<F>(strip_width::<L>(), c * L::LANES, depth);
+        let word = first * F::BITS as usize / 32 * line + word;
         // SAFETY: the stream has this code, so the words with its bits.
         let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
         let mut from = at;
@@ -354,7 +382,7 @@ impl<L: Lanes, F: Layout> Columns<L, F, 4> {
             return;
         }
         if at < F::BITS {
-            let word = (first * F::BITS as usize + bit) / 32 * STRIP;
+            let word = (first * F::BITS as usize + bit) / 32 * strip_width::<L>();
             for (c, to) in shifted.words.iter_mut().enumerate() {
                 // SAFETY: the stream has these words.
                 let words = unsafe { lanes.load(self.codes.add(word + c * L::LANES).cast()) };
@@ -446,6 +474,8 @@ impl<'a, E, F, const H: usize, const C: usize> Few<'a, E, F, H, C> {
 impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E, F, H, C> {
     type Output = ();
 
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
@@ -476,7 +506,7 @@ impl<E: Element> Product<'_, E> {
         column: usize,
         count: usize,
     ) -> [[L::V; C]; H] {
-        let strip = strip_of::<F>(self.panel, self.inputs, column);
+        let strip = strip_of::<F, L>(self.panel, self.inputs, column);
         let mut multiply = Multiply::<L, E, H, C> {
             lanes,
             rows: std::array::from_fn(|r| self.rows.words(r.min(count - 1), 0)),
@@ -484,12 +514,12 @@ impl<E: Element> Product<'_, E> {
             element: PhantomData,
         };
         for group in 0..self.inputs / GROUP {
-            if column.is_multiple_of(STRIP) {
+            if column.is_multiple_of(strip_width::<L>()) {
                 prefetch::<F, L>(lanes, strip, group);
             }
             // SAFETY: the strip has the group, the rows its words.
             unsafe {
-                Columns::<L, F, C>::new(lanes, strip, group, column % STRIP)
+                Columns::<L, F, C>::new(lanes, strip, group, column % strip_width::<L>())
                     .each_line::<E>(&mut multiply);
                 for row in &mut multiply.rows {
                     *row = row.add(GROUP / E::PER_WORD);
@@ -510,18 +540,24 @@ struct One<'a, E, F> {
 impl<E: Element, F: Layout> Kernel for One<'_, E, F> {
     type Output = ();
 
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
             unreachable!("laid out for another form");
         }
+        if const { !has_places::<F, L>() } {
+            return Few::<_, F, 1, 4>::new(self.product, std::slice::from_mut(self.sums))
+                .run(lanes);
+        }
         let Product { panel, inputs, used, rows } = self.product;
         for start in (0..*used).step_by(4 * L::LANES) {
-            let strip = strip_of::<F>(*panel, *inputs, start);
+            let strip = strip_of::<F, L>(*panel, *inputs, start);
             let mut x = rows.words(0, 0).cast::<f32>();
             let mut sums = [lanes.splat(0.0); 4];
             let mut scales = [[sums; PLACES]; 2];
-            let column = start % STRIP;
+            let column = start % strip_width::<L>();
             for group in 0..inputs / GROUP {
                 prefetch::<F, L>(lanes, strip, group);
                 // SAFETY: the strip has the group, and the row its numbers.
@@ -542,18 +578,19 @@ impl<E: Element, F: Layout> Kernel for One<'_, E, F> {
 
 /// The strip with a column of a panel.
 #[inline(always)]
-fn strip_of<F: Layout>(panel: *const u8, inputs: usize, column: usize) -> *const u8 {
+fn strip_of<F: Layout, L: Lanes>(panel: *const u8, inputs: usize, column: usize) -> *const u8 {
     let blocks = inputs / F::FORMAT.block();
-    panel.wrapping_add(column / STRIP * STRIP * blocks * F::BLOCK_BYTES)
+    panel.wrapping_add(column / strip_width::<L>() * strip_width::<L>() * blocks * F::BLOCK_BYTES)
 }
 
 /// Asks for a group before it is read: it takes too many instructions to dequantize one for loads alone
 /// to keep enough cache lines on their way.
 #[inline(always)]
 fn prefetch<F: Layout, L: Lanes>(lanes: L, strip: *const u8, group: usize) {
-    let (header, at) = F::group_at(STRIP, group);
+    let width = const { strip_width::<L>() };
+    let (header, at) = F::group_at(width, group);
     let start = if F::GROUPS == 1 { header } else { at };
-    let bytes = codes_at::<F>(STRIP, group) + STRIP * GROUP * F::BITS as usize / 8 - start;
+    let bytes = codes_at::<F>(width, group) + width * GROUP * F::BITS as usize / 8 - start;
     for line in 0..bytes.div_ceil(CACHE_LINE) {
         lanes.prefetch(strip.wrapping_add(start + AHEAD + line * CACHE_LINE));
     }
@@ -591,6 +628,8 @@ pub(super) struct Dequantize<'a, E, F> {
 impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
     type Output = ();
 
+    const HAS_BF16: bool = E::PER_WORD > 1;
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         if const { !L::LANE_IS_COLUMN } {
@@ -599,14 +638,14 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
         let lines = self.to.chunks_exact_mut(GROUP / E::PER_WORD);
         for (group, lines) in self.groups.zip(lines) {
             for column in (0..PANEL).step_by(L::LANES) {
-                let strip = strip_of::<F>(self.panel, self.inputs, column);
-                if column % STRIP == 0 {
+                let strip = strip_of::<F, L>(self.panel, self.inputs, column);
+                if column.is_multiple_of(strip_width::<L>()) {
                     prefetch::<F, L>(lanes, strip, group);
                 }
                 // SAFETY: the strip has the group, and `lines` are its lines, of 64 columns.
                 unsafe {
                     let to = lines.as_mut_ptr().cast::<u32>().add(column);
-                    Columns::<L, F, 1>::new(lanes, strip, group, column % STRIP)
+                    Columns::<L, F, 1>::new(lanes, strip, group, column % strip_width::<L>())
                         .each_line::<E>(&mut Store { lanes, to });
                 }
             }

@@ -18,7 +18,7 @@ use prefixcache_cpu::{
 };
 
 use super::blocks::{BlockScales, Format, GROUP, Scales};
-use super::columns::{self, STRIP};
+use super::columns;
 use crate::bytes::bytes_mut;
 use crate::panel::{PANEL, Sums, TaskRows};
 
@@ -53,12 +53,19 @@ pub unsafe fn words_of(lines: &[Line]) -> &[u32] {
 pub(super) const AHEAD: usize = 4096;
 
 /// How the numbers of a panel lie.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     /// As this module says.
     Tiles,
-    /// A column in each lane, as [`columns`] says.
-    Strips,
+    /// A column in each lane, as [`columns`] says, in strips of so many columns.
+    Strips(usize),
+}
+
+impl Order {
+    /// The one in which the form multiplies with rows of this type.
+    fn of<E: Element>(form: Form) -> Self {
+        columns::strip_of_form::<E>(form).map_or(Self::Tiles, Self::Strips)
+    }
 }
 
 /// How the blocks of a format are laid out, known to the compiler.
@@ -152,11 +159,11 @@ pub struct PackedBlocks {
 
 impl PackedBlocks {
     /// The blocks of `outputs` rows of `inputs` numbers that lie in `memory`; zero words are zeros. They are
-    /// laid out for products in `form`, and dequantized by others.
+    /// laid out for products with rows of type `E` in `form` alone.
     ///
     /// # Panics
     /// `inputs` numbers are not whole blocks.
-    pub fn new(
+    pub fn new<E: Element>(
         memory: &impl WordSource,
         form: Form,
         format: Format,
@@ -169,7 +176,7 @@ impl PackedBlocks {
         Ok(Self {
             words: memory.words(words.ok_or(OutOfMemory)?)?,
             format,
-            order: if form.lane_is_column() { Order::Strips } else { Order::Tiles },
+            order: Order::of::<E>(form),
             inputs,
             outputs,
         })
@@ -200,7 +207,9 @@ impl PackedBlocks {
             let to = unsafe { panels.part(panel, 0, words) };
             with_layout!(format, F => match order {
                 Order::Tiles => pack_panel::<F>(blocks, panel * PANEL, to),
-                Order::Strips => columns::pack_panel::<F>(blocks, panel * PANEL, to),
+                Order::Strips(strip) => {
+                    columns::pack_panel::<F>(blocks, panel * PANEL, strip, to);
+                }
             });
         });
     }
@@ -215,10 +224,11 @@ impl PackedBlocks {
         let column = row % PANEL;
         with_layout!(self.format, F => match self.order {
             Order::Tiles => read_column::<E, F>(panel, PANEL, column, tile_code_at::<F>, out),
-            Order::Strips => {
-                let words = panel.len() / (PANEL / STRIP);
-                let strip = &panel[column / STRIP * words..][..words];
-                read_column::<E, F>(strip, STRIP, column % STRIP, columns::code_at::<F>, out);
+            Order::Strips(width) => {
+                let words = panel.len() / (PANEL / width);
+                let strip = &panel[column / width * words..][..words];
+                let code_at = |column, depth| columns::code_at::<F>(width, column, depth);
+                read_column::<E, F>(strip, width, column % width, code_at, out);
             }
         });
     }
@@ -231,10 +241,7 @@ impl PackedBlocks {
                 let most = with_layout!(self.format, F => F::MAX_FEW);
                 rows <= most && form.dots_in_registers()
             }
-            Order::Strips => {
-                let few = rows <= columns::max_few(self.format);
-                few && E::PER_WORD == 1 && form.lane_is_column()
-            }
+            Order::Strips(_) => E::PER_WORD == 1 && rows <= columns::max_few(self.format),
         }
     }
 
@@ -259,15 +266,21 @@ impl PackedBlocks {
 
     /// Not generic, so that crates which use it need not compile the kernels of all formats again.
     fn multiply_f32(&self, form: Form, panel: usize, rows: TaskRows<'_, f32>, sums: &mut [Sums]) {
-        self.product(panel, rows).run(self, form, sums);
+        self.product(form, panel, rows).run(self, form, sums);
     }
 
     /// Not generic for the same reason.
     fn multiply_bf16(&self, form: Form, panel: usize, rows: TaskRows<'_, Bf16>, sums: &mut [Sums]) {
-        self.product(panel, rows).run(self, form, sums);
+        self.product(form, panel, rows).run(self, form, sums);
     }
 
-    fn product<'a, E: Element>(&'a self, panel: usize, rows: TaskRows<'a, E>) -> Product<'a, E> {
+    fn product<'a, E: Element>(
+        &'a self,
+        form: Form,
+        panel: usize,
+        rows: TaskRows<'a, E>,
+    ) -> Product<'a, E> {
+        assert_eq!(self.order, Order::of::<E>(form), "laid out for another form");
         assert_eq!(rows.x.width(), self.inputs, "width of x");
         Product {
             panel: self.panel(panel).as_ptr().cast(),
@@ -286,6 +299,7 @@ impl PackedBlocks {
         let depth = start..start + to.len() * E::PER_WORD;
         assert!(depth.end <= self.inputs, "depth of the panel");
         assert!(start.is_multiple_of(GROUP) && depth.len().is_multiple_of(GROUP));
+        assert_eq!(self.order, Order::of::<E>(form), "laid out for another form");
         let panel = self.panel(panel).as_ptr().cast();
         let groups = start / GROUP..depth.end / GROUP;
         match E::PER_WORD {
@@ -316,7 +330,7 @@ impl PackedBlocks {
             let layout = PhantomData;
             match self.order {
                 Order::Tiles => form.run(Dequantize::<E, F> { panel, groups, to, layout }),
-                Order::Strips => {
+                Order::Strips(_) => {
                     form.run(columns::Dequantize::<E, F> { panel, inputs, groups, to, layout });
                 }
             }
@@ -486,7 +500,7 @@ fn read_column<E: Element, F: Layout>(
     panel: &[u32],
     width: usize,
     column: usize,
-    code_at: fn(usize, usize) -> CodeAt,
+    code_at: impl Fn(usize, usize) -> CodeAt,
     out: &mut [E],
 ) {
     let bytes =
@@ -585,7 +599,7 @@ impl<E: Element> Product<'_, E> {
     fn run(&self, blocks: &PackedBlocks, form: Form, sums: &mut [Sums]) {
         with_layout!(blocks.format, F => match blocks.order {
             Order::Tiles => self.multiply_tiles::<F>(form, sums),
-            Order::Strips => self.multiply_strips::<F>(form, sums),
+            Order::Strips(_) => self.multiply_strips::<F>(form, sums),
         });
     }
 
@@ -707,12 +721,14 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
                 }
                 Scales::SixteenMinimums => {
                     let minimum = half(2 * PANEL);
-                    let pair = |at| {
-                        let (scale, factor) = nibbles(lanes, byte(at));
-                        (twice(lanes.mul(d, scale)), twice(lanes.mul(minimum, factor)))
-                    };
-                    let (first, second) = (pair(0), pair(PANEL));
-                    ([first.0, second.0], Some([first.1, second.1]))
+                    let [mut scales, mut offsets] = [[[d; 2]; 2]; 2];
+                    // A closure is not inlined here, and then runs without the form's instructions.
+                    for sixteen in 0..2 {
+                        let (scale, factor) = nibbles(lanes, byte(sixteen * PANEL));
+                        scales[sixteen] = twice(lanes.mul(d, scale));
+                        offsets[sixteen] = twice(lanes.mul(minimum, factor));
+                    }
+                    (scales, Some(offsets))
                 }
             };
             let tile = column / TILE * TILE * F::BITS as usize;
@@ -860,8 +876,8 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if const { !L::DOT_IN_REGISTERS } {
-            // Not compiled for the forms that it is not run with.
+        if const { !L::DOT_IN_REGISTERS || E::PER_WORD == 1 } {
+            // Not compiled for the forms and types that it is not run with.
             unreachable!("the form dequantizes all panels");
         }
         let product = self.product;

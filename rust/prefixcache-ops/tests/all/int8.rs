@@ -250,7 +250,7 @@ fn many_rows_are_cut_into_tasks_without_a_trace() {
 fn tiles_of_rows_are_those_of_the_definition() {
     for format in Format::ALL {
         // More than the kernel sums at once, and a row that is left over.
-        let mut x: Vec<f32> = noise(6, 45 * format.block());
+        let mut x: Vec<f32> = noise(6, 103 * format.block());
         x[..format.block()].fill(1.0);
         Case::new(format, 7, (1, 70), x).check_forms();
     }

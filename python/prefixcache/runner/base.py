@@ -7,7 +7,7 @@ a runner of its own: it fills this interface, and `engine/build.py` chooses it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -87,8 +87,7 @@ class StepRunner(Protocol[Step]):
     def submit(self, plan: StepPlan, /) -> Step:
         """Computes the step. It may still be computed when this returns.
 
-        The plan's tokens below zero are those that the step before sampled. Raises what
-        `check_supported` does.
+        The plan's tokens below zero are those that the step before sampled.
         """
         ...
 
@@ -174,13 +173,3 @@ class ModelMemory(Protocol):
 
 ModelWeights: TypeAlias = "ReplaceableModel[Any]"
 """The weights of a model, which can be replaced and given up."""
-
-
-def check_supported(plan: StepPlan, supported: Collection[str] = ()) -> None:
-    """Raises `NotImplementedError` naming a field of the plan that is used and not `supported`.
-
-    What every runner does needs no name.
-    """
-    for name in ("drafts",):
-        if getattr(plan, name) and name not in supported:
-            raise NotImplementedError(f"This runner does not support {name} of a step.")

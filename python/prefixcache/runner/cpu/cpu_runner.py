@@ -32,7 +32,7 @@ from prefixcache.models.laid_out.weights_folder import (
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.base import KVSpecs, ModelSpec, check_supported
+from prefixcache.runner.base import KVSpecs, ModelSpec
 from prefixcache.runner.cpu.disk import make_disk_tier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
@@ -130,7 +130,6 @@ class CpuRunner:
 
     def submit(self, plan: StepPlan) -> ComputedStep:
         """See `StepRunner`."""
-        check_supported(plan, ("drafts",))
         return ComputedStep(self._steps.compute(plan))
 
     def results(self, step: ComputedStep) -> StepResult:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.base import check_supported
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention
 from prefixcache.runner.cuda.batch import Batch, StepBuffers
 from prefixcache.runner.cuda.decoder_model import DecoderModel
@@ -82,7 +81,6 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> LaunchedStep:
         """See `StepRunner`. What the host gets comes by an asynchronous copy."""
-        check_supported(plan, ("drafts",))
         with self._on_device():
             results = self._compute(plan, self._buffers.load(plan, self._sampled_R))
             self._sampled_R = results.token_ids_R

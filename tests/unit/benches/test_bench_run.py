@@ -217,12 +217,6 @@ async def test_a_run_finds_what_the_cache_saves(tiny_checkpoint: Callable[..., P
     assert report.settings["through"] == "the engine in process"
 
 
-async def test_engines_have_the_memory_that_was_asked_for(tiny_checkpoint):
-    flags = {**FLAGS, "model": str(tiny_checkpoint()), "kv_cache_memory": 4 << 20}
-    report = await benched(BenchOptions(asked=WORKLOAD, repeats=1, flags=flags))
-    assert [one.median.requests for one in report.variants] == [4, 4]
-
-
 async def test_a_running_server_is_measured_with_and_without_its_cache(tiny_checkpoint):
     flags = {"model": str(tiny_checkpoint()), "num_blocks": 64, **FLAGS}
     dialogues = WorkloadConfig(
@@ -253,6 +247,12 @@ async def test_a_workload_that_does_not_fit_says_what_would(tiny_checkpoint):
     limit = int(str(error.value).split("takes ")[1].split(".")[0].replace(",", ""))
     assert longest is not None
     assert 0.5 * limit < longest <= limit
+
+
+async def test_engines_have_the_memory_that_was_asked_for(tiny_checkpoint):
+    flags = {**FLAGS, "model": str(tiny_checkpoint()), "kv_cache_memory": 4 << 20}
+    report = await benched(BenchOptions(asked=WORKLOAD, repeats=1, flags=flags))
+    assert [one.median.requests for one in report.variants] == [4, 4]
 
 
 async def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:

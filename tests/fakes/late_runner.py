@@ -12,7 +12,6 @@ import numpy as np
 
 from fakes.fake_runner import FakeRunner
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.runner.base import check_supported
 from prefixcache.types.step_plan import SamplingInput, SequenceOutput, StepPlan, StepResult
 
 
@@ -31,7 +30,6 @@ class LateRunner(FakeRunner):
         self._sampled: list[int] = []
 
     def submit(self, plan: StepPlan) -> LateStep:
-        check_supported(plan, ("drafts",))
         assert len(self._queue) < 2, "at most two steps are in flight"
         self.num_ahead += len(self._queue)
         step = LateStep(plan, copy.deepcopy(self.block_tables), is_known=not _stays(plan))

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.kv.buffers import BlockTableBuffers
-from prefixcache.runner.base import check_supported
 from prefixcache.runner.sampled_rows import with_accepted
 from prefixcache.types.request import TokenLogprobs
 from prefixcache.types.step_plan import (
@@ -49,7 +48,6 @@ class PlainRunner:
         self.broken_tokens: set[int] = set()
 
     def submit(self, plan: StepPlan) -> KnownStep:
-        check_supported(plan, ("drafts",))
         return KnownStep(StepResult(self.execute(plan)))
 
     def results(self, step: KnownStep) -> StepResult:

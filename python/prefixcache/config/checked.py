@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
@@ -110,6 +110,11 @@ def problem(error: ValidationError, *, secret: bool = False) -> str:
     if not text.startswith("must"):
         text = f"is wrong: {text}"
     return f"{text}." if secret else f"{text}, got {shown(first['input'])}."
+
+
+def is_count(value: object, least: int = 0) -> TypeGuard[int]:
+    """Whether it is an integer that is not below the least; a boolean is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def shortened(text: str, most: int = 60) -> str:

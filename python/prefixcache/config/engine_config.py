@@ -24,6 +24,7 @@ from prefixcache.config.checked import (
     PositiveFloat,
     PositiveInt,
     ReadBy,
+    is_count,
 )
 from prefixcache.config.flags import build, flag, named
 from prefixcache.exceptions import FieldError
@@ -116,7 +117,7 @@ def parse_interval(value: object) -> int | Literal["none"]:
     if value == "none":
         return "none"
     tokens = int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_INT:
+    if not (is_count(tokens) and tokens <= MAX_INT):
         raise ValueError("must be 'none', 0, or a number of tokens")
     return tokens
 
@@ -158,7 +159,7 @@ def parse_tokens(value: object) -> int:
         base = 1000 if unit.islower() else 1024
         if unit or number.isdigit():
             tokens = int(float(number) * base ** " kmg".index(unit.lower() or " "))
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_INT:
+    if not (is_count(tokens, 1) and tokens <= MAX_INT):
         raise ValueError("must be a number of tokens, as 8192, 8k (8,000) or 8K (8,192)")
     return tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_count, shown
 from prefixcache.config.engine_config import HitTiers
 from prefixcache.exceptions import wrong
 from prefixcache.types.modes import InFlightMode
@@ -51,18 +51,8 @@ def _check_group(group_id: object, size: object) -> None:
             "group_id",
             f"must be 1 to {_MAX_GROUP_ID} printable characters, got {shown(group_id)}",
         )
-    if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+    if size is not None and not is_count(size, 1):
         raise wrong("group_size", f"must be a number of requests, 1 or more, got {shown(size)}")
-
-
-def _check_staleness(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise wrong("max_weight_staleness", f"must be a count of updates or -1, got {shown(value)}")
-
-
-def _check_write_upto(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise wrong("write_upto", f"must be a number of tokens, 0 or more, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +125,14 @@ class CacheOptions:
             object.__setattr__(self, "retention", tuple(self.retention))
             check_ranges(self.retention)
         _check_group(self.group_id, self.group_size)
-        if self.max_weight_staleness is not None:
-            _check_staleness(self.max_weight_staleness)
+        staleness, upto = self.max_weight_staleness, self.write_upto
+        if staleness is not None and not is_count(staleness, -1):
+            problem = f"must be a count of updates or -1, got {shown(staleness)}"
+            raise wrong("max_weight_staleness", problem)
         if self.on_weight_update not in (None, *get_args(InFlightMode)):
             raise wrong("on_weight_update", f"is no mode: {shown(self.on_weight_update)}")
-        if self.write_upto is not None:
-            _check_write_upto(self.write_upto)
+        if upto is not None and not is_count(upto):
+            raise wrong("write_upto", f"must be a number of tokens, 0 or more, got {upto!r}")
         if self.salt is not None:
             _check_salt(self.salt)
         if self.hit_threshold is not None:

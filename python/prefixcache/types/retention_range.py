@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefixcache.config.checked import shown
+from prefixcache.config.checked import is_count, shown
 from prefixcache.exceptions import InvalidRequestError, wrong
 
 DEFAULT_PRIORITY = 35
@@ -72,11 +72,11 @@ def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
 def _check_range(one: object, field: str) -> None:
     if not isinstance(one, RetentionRange):
         raise _wrong(field, "must be a RetentionRange", one)
-    if not _is_count(one.start):
+    if not is_count(one.start):
         raise _wrong(f"{field}.start", "must be an integer, 0 or more", one.start)
-    if one.end is not None and not (_is_count(one.end) and one.end > one.start):
+    if one.end is not None and not (is_count(one.end) and one.end > one.start):
         raise _wrong(f"{field}.end", f"must be an integer above start ({one.start})", one.end)
-    if one.priority is not None and not (_is_count(one.priority) and one.priority <= MAX_PRIORITY):
+    if one.priority is not None and not (is_count(one.priority) and one.priority <= MAX_PRIORITY):
         problem = f"must be an integer from 0 to {MAX_PRIORITY}"
         raise _wrong(f"{field}.priority", problem, one.priority)
     if one.ttl_s is not None and not _is_ttl(one.ttl_s):
@@ -91,10 +91,6 @@ def _check_disjoint(ranges: Sequence[RetentionRange]) -> None:
         if end is None or end > ranges[index].start:
             problem = f"lies in retention[{before}]: ranges must not overlap"
             raise _wrong(f"retention[{index}].start", problem, ranges[index].start)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_ttl(value: object) -> bool:

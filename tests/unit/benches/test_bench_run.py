@@ -250,6 +250,12 @@ async def test_a_workload_that_does_not_fit_says_what_would(tiny_checkpoint):
     assert 0.5 * limit < longest <= limit
 
 
+async def test_engines_have_the_memory_that_was_asked_for(tiny_checkpoint):
+    flags = {**FLAGS, "model": str(tiny_checkpoint()), "kv_cache_memory": 4 << 20}
+    report = await benched(BenchOptions(asked=WORKLOAD, repeats=1, flags=flags))
+    assert [one.median.requests for one in report.variants] == [4, 4]
+
+
 async def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="did not start"):
         async with run_server({"model": str(tmp_path)}):

@@ -236,8 +236,8 @@ def _room(options: BenchOptions, work: Work) -> dict[str, int]:
     )
     model = read_config(config.model, resolve_model(config.model, config.revision))
     _check_fits(work, options.flags.get("max_model_len") or model.max_context_length)
-    if model.states is not None:
-        return {"max_model_len": work.longest}  # Its states decide how many blocks fit.
+    if model.states is not None or options.flags.get("kv_cache_memory") is not None:
+        return {"max_model_len": work.longest}  # Its states, or the flag, decide how many fit.
     block_size = options.flags.get("block_size") or CacheConfig().block_size
     running = min(options.load.limit(is_recorded=False) or len(work.known), len(work.known))
     largest = max(_family_len(session) for session in work.known)

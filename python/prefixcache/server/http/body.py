@@ -102,12 +102,6 @@ def _check_content_type(request: Request) -> None:
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Send the header 'Content-Type: application/json', not {media_type or 'none'!r}.",
         )
-    coding = request.headers.get("content-encoding", "identity").lower()
-    if coding != "identity":
-        raise ApiError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"Send the body without 'Content-Encoding: {shortened(coding)}'.",
-        )
 
 
 async def _read(request: Request) -> bytes:

@@ -1235,7 +1235,7 @@ class RowOps:
     def gated(self, gate: _Gate, x: int, rows: int, width: int, x_stride: int, out: int) -> None:
         """Write gate(x[:width]) * x[width:] for rows of 2 * width numbers; `out` is dense.
 
-        "clamped_swiglu" adds 1 to the second half; "squared_relu" is of rows of width numbers alone.
+        "clamped_swiglu" adds 1 to the second half; "squared_relu" is of rows of width numbers.
         """
     def rotate(
         self, cos: int, sin: int, half: int, x: int, rows: int, width: int, x_stride: int, out: int

@@ -126,7 +126,7 @@ def _why_not(built: BuiltEngine, about: _Record, one: _Record) -> str | None:
         return "its weights were replaced while it was computed"
     if one["staleness"]:
         return "it hit what older weights had computed"
-    if not (one["tokens"] or one["prompt_logprobs"]):
+    if one["params"]["max_tokens"] != 0 and not (one["tokens"] or one["prompt_logprobs"]):
         return f"it ended before its first token ({one['finish']})"
     if name != here:
         if "blake3:" not in name:

@@ -8,7 +8,10 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use numpy::{AsSliceError, Element, PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
+use numpy::ndarray::Dimension;
+use numpy::{
+    Element, Ix1, PyArray, PyArrayMethods, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods,
+};
 use prefixcache_core::error::Argument;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use pyo3::PyClass;
@@ -201,6 +204,18 @@ pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) ->
     PyTypeError::new_err(format!("{argument} must be {wanted}, not {found}")).into()
 }
 
+/// A tuple of `N` whole numbers, which `wanted` names.
+pub fn whole_numbers<T: Value, const N: usize>(
+    argument: Argument,
+    wanted: &str,
+    value: &Bound<'_, PyAny>,
+) -> Result<[T; N]> {
+    let items = value.extract::<[Bound<'_, PyAny>; N]>();
+    let items = items.map_err(|_| wrong_type(argument, wanted, value))?;
+    let numbers = items.iter().map(|item| T::read(argument, item)).collect::<Result<Vec<_>>>()?;
+    numbers.try_into().map_err(|_| wrong_type(argument, wanted, value))
+}
+
 /// The items of a list or of any other iterable.
 ///
 /// Their number is what the iterator gives, not what `__len__` says, which may be anything.
@@ -240,40 +255,71 @@ pub fn ids_of(blocks: &[BlockId]) -> Vec<u32> {
     blocks.iter().map(|block| block.get()).collect()
 }
 
-/// A numpy array of one dimension, not borrowed yet.
-pub struct Array<'py, N, T>(Bound<'py, PyArray1<T>>, PhantomData<N>);
+/// A numpy array of one dimension or of those that `D` names, not borrowed yet.
+pub struct Array<'py, N, T, D = Ix1>(Bound<'py, PyArray<T, D>>, PhantomData<N>);
 
-impl<'a, 'py, N: Name, T: Element> FromPyObject<'a, 'py> for Array<'py, N, T> {
+impl<'a, 'py, N: Name, T: Element, D: Dimension> FromPyObject<'a, 'py> for Array<'py, N, T, D> {
     type Error = Failure;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
-        match value.cast::<PyArray1<T>>() {
+        match value.cast::<PyArray<T, D>>() {
             Ok(array) => Ok(Self(array.to_owned(), PhantomData)),
             Err(_) => {
-                let wanted = format!("a numpy array of {}", T::get_dtype(value.py()));
+                let dtype = T::get_dtype(value.py());
+                let dimensions = if D::NDIM == Some(2) { " with two dimensions" } else { "" };
+                let wanted = format!("a numpy array of {dtype}{dimensions}");
                 Err(wrong_type(N::NAME.into(), &wanted, &value))
             }
         }
     }
 }
 
-impl<'py, N: Name, T: Element> Array<'py, N, T> {
+impl<'py, N: Name, T: Element, D: Dimension> Array<'py, N, T, D> {
     /// The array, to read. No code of the caller may run meanwhile.
-    pub fn read(&self) -> Result<PyReadonlyArray1<'py, T>> {
-        let array = self.0.try_readonly();
-        array.map_err(|_| out_of_range(N::NAME, "is written to by another call"))
+    pub fn read(&self) -> Result<Reading<'py, N, T, D>> {
+        let wrong = |_| out_of_range(N::NAME, "is written to by another call");
+        self.0.try_readonly().map(|array| Reading(array, PhantomData)).map_err(wrong)
     }
 
     /// The array, to write. No code of the caller may run meanwhile.
     ///
     /// Fails where the same memory is already taken for another argument.
-    pub fn write(&self) -> Result<PyReadwriteArray1<'py, T>> {
-        let array = self.0.try_readwrite();
-        array.map_err(|error| out_of_range(N::NAME, format!("cannot be written to: {error}")))
+    pub fn write(&self) -> Result<Writing<'py, N, T, D>> {
+        let wrong = |error| out_of_range(N::NAME, format!("cannot be written to: {error}"));
+        self.0.try_readwrite().map(|array| Writing(array, PhantomData)).map_err(wrong)
     }
 }
 
-/// The elements of an array, which must lie side by side.
-pub fn slice_of<N: Name, S>(slice: Result<S, AsSliceError>) -> Result<S> {
-    slice.map_err(|_| out_of_range(N::NAME, "must be contiguous and aligned"))
+/// An array that is read.
+pub struct Reading<'py, N, T: Element, D: Dimension = Ix1>(
+    PyReadonlyArray<'py, T, D>,
+    PhantomData<N>,
+);
+
+impl<N: Name, T: Element, D: Dimension> Reading<'_, N, T, D> {
+    pub fn shape(&self) -> &[usize] {
+        self.0.shape()
+    }
+
+    /// The elements, which must lie side by side.
+    pub fn slice(&self) -> Result<&[T]> {
+        self.0.as_slice().map_err(|_| apart::<N>())
+    }
+}
+
+/// An array that is written.
+pub struct Writing<'py, N, T: Element, D: Dimension = Ix1>(
+    PyReadwriteArray<'py, T, D>,
+    PhantomData<N>,
+);
+
+impl<N: Name, T: Element, D: Dimension> Writing<'_, N, T, D> {
+    /// The elements, which must lie side by side.
+    pub fn slice(&mut self) -> Result<&mut [T]> {
+        self.0.as_slice_mut().map_err(|_| apart::<N>())
+    }
+}
+
+fn apart<N: Name>() -> Failure {
+    out_of_range(N::NAME, "must be contiguous and aligned")
 }

@@ -4,7 +4,7 @@ use prefixcache_attention::{Attention, BlockTables, Plan, append, attend};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arguments::{Array, Number, OneOf, Real, slice_of};
+use crate::arguments::{Array, Number, OneOf, Real};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::errors::{Result, out_of_range};
 use crate::exclusive::{Exclusive, Using};
@@ -137,17 +137,13 @@ impl PagedAttention {
         let slot_mapping = slot_mapping.read()?;
         let first_pages = first_pages.as_ref().map(Array::read).transpose()?;
         let tables = BlockTables {
-            qo_indptr: slice_of::<names::QoIndptr, _>(qo_indptr.as_slice())?,
-            kv_indptr: slice_of::<names::KvIndptr, _>(kv_indptr.as_slice())?,
-            kv_indices: slice_of::<names::KvIndices, _>(kv_indices.as_slice())?,
-            last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice())?,
-            first_pages: first_pages
-                .as_ref()
-                .map(|pages| slice_of::<names::FirstPages, _>(pages.as_slice()))
-                .transpose()?,
+            qo_indptr: qo_indptr.slice()?,
+            kv_indptr: kv_indptr.slice()?,
+            kv_indices: kv_indices.slice()?,
+            last_page_len: last_page_len.slice()?,
+            first_pages: first_pages.as_ref().map(|pages| pages.slice()).transpose()?,
         };
-        let slots = slice_of::<names::SlotMapping, _>(slot_mapping.as_slice())?;
-        let slots = checked_slots(slots, num_slots)?;
+        let slots = checked_slots(slot_mapping.slice()?, num_slots)?;
         // Before the plan, which takes memory for each query.
         check_num_queries(tables.qo_indptr, slots.len())?;
         let plan = Plan::new(tables, num_pages, block_size, &self.attention)?;

@@ -6,7 +6,9 @@ use prefixcache_cpu::memory::filled;
 use prefixcache_decoder::{Group, Rotation, Scratch, Step};
 use pyo3::prelude::*;
 
-use crate::arguments::{List, Number, Numbers, One, OneOf, Real, Value, or, or_empty, wrong_type};
+use crate::arguments::{
+    List, Number, Numbers, One, OneOf, Real, Value, or, or_empty, whole_numbers,
+};
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::delta::{StatePlace, sees_states};
@@ -21,11 +23,8 @@ struct Angles([Number<names::Rotations>; 2]);
 
 impl Value for Angles {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let pair = value.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>();
         let wanted = "a pair of the addresses of cosines and sines";
-        let (cos, sin) = pair.map_err(|_| wrong_type(argument, wanted, value))?;
-        let [cos, sin] = [cos, sin].map(|address| usize::read(argument, &address));
-        Ok(Self([cos?, sin?].map(One::new)))
+        Ok(Self(whole_numbers(argument, wanted, value)?.map(One::new)))
     }
 }
 

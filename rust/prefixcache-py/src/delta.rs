@@ -8,7 +8,7 @@ use prefixcache_ops as ops;
 use prefixcache_ops::rowwise::RmsNorm;
 use pyo3::prelude::*;
 
-use crate::arguments::{Number, One, Real, Value, or, wrong_type};
+use crate::arguments::{Number, One, Real, Value, or, whole_numbers};
 use crate::cpu::{Matrix, numbers_at, numbers_if_given};
 use crate::errors::{Result, out_of_range};
 use crate::linear::{LayerElement, PackedLinear};
@@ -156,13 +156,8 @@ pub struct StatePlace {
 
 impl Value for StatePlace {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let four = value.extract::<[Bound<'_, PyAny>; 4]>();
         let wanted = "a layer, a group, an address and a number of float32 numbers";
-        let [layer, group, address, numbers] =
-            four.map_err(|_| wrong_type(argument, wanted, value))?;
-        let address = One::new(usize::read(argument, &address)?);
-        let [layer, group, numbers] =
-            [layer, group, numbers].map(|number| usize::read(argument, &number));
-        Ok(Self { layer: layer?, group: group?, address, numbers: numbers? })
+        let [layer, group, address, numbers] = whole_numbers(argument, wanted, value)?;
+        Ok(Self { layer, group, address: One::new(address), numbers })
     }
 }

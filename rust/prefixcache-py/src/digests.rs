@@ -14,16 +14,14 @@ use prefixcache_core::error::Argument;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::arguments::{List, Number, Value, wrong_type};
+use crate::arguments::{List, Number, Value, whole_numbers};
 use crate::errors::{Result, out_of_range};
 use crate::names;
 
 /// (start, end) in bytes.
 impl Value for Range<u64> {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let pair = value.extract::<(u64, u64)>();
-        let (start, end) =
-            pair.map_err(|_| wrong_type(argument, "(start, end) in bytes", value))?;
+        let [start, end] = whole_numbers(argument, "(start, end) in bytes", value)?;
         if start > end {
             return Err(out_of_range(argument, "must not end before its start"));
         }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::arguments::Number;
 use crate::detach::run_on_tokens;
 use crate::errors::{Failure, Result, out_of_range};
-use crate::exclusive::{Exclusive, Using};
+use crate::exclusive::Exclusive;
 use crate::names::{self, Name};
 use crate::tokens::Tokens;
 
@@ -32,10 +32,6 @@ pub struct DraftIndex {
 }
 
 impl DraftIndex {
-    fn use_it(&self) -> Result<Using<'_, Index>> {
-        self.index.use_as("index")
-    }
-
     fn note(&self, index: &Index) {
         // Relaxed: a number for metrics, which says nothing of other memory.
         self.num_tokens.store(index.num_tokens(), Ordering::Relaxed);
@@ -55,7 +51,7 @@ impl DraftIndex {
     }
 
     fn stream(this: Bound<'_, Self>, scope: &[u8], shares: bool) -> Result<DraftStream> {
-        let stream = this.get().use_it()?.stream(scope, shares);
+        let stream = this.get().index.use_as("index")?.stream(scope, shares);
         Ok(DraftStream { index: this.unbind(), stream: Exclusive::new(Some(stream)) })
     }
 
@@ -79,12 +75,6 @@ pub struct DraftStream {
     stream: Exclusive<Option<Stream>>,
 }
 
-impl DraftStream {
-    fn use_it(&self) -> Result<Using<'_, Option<Stream>>> {
-        self.stream.use_as("stream")
-    }
-}
-
 fn closed() -> Failure {
     PyRuntimeError::new_err("the stream is closed").into()
 }
@@ -93,7 +83,8 @@ fn closed() -> Failure {
 impl DraftStream {
     fn append(&self, py: Python<'_>, tokens: Tokens) -> Result<()> {
         let (shared, tokens) = (self.index.get(), tokens.0);
-        let (index, stream) = (&mut *shared.use_it()?, &mut *self.use_it()?);
+        let (index, stream) =
+            (&mut *shared.index.use_as("index")?, &mut *self.stream.use_as("stream")?);
         let stream = stream.as_mut().ok_or_else(closed)?;
         run_on_tokens(py, tokens.len(), || index.append(stream, &tokens));
         shared.note(index);
@@ -104,7 +95,8 @@ impl DraftStream {
         &self,
         max_tokens: Number<names::MaxTokens>,
     ) -> Result<(Vec<u32>, usize, &'static str)> {
-        let (mut using, stream) = (self.index.get().use_it()?, self.use_it()?);
+        let mut using = self.index.get().index.use_as("index")?;
+        let stream = self.stream.use_as("stream")?;
         let draft = using.draft(stream.as_ref().ok_or_else(closed)?, max_tokens.0);
         let source = match draft.source {
             Source::Prompt => "prompt",
@@ -115,7 +107,8 @@ impl DraftStream {
 
     fn close(&self) -> Result<()> {
         let index = self.index.get();
-        let (mut using, mut stream) = (index.use_it()?, self.use_it()?);
+        let mut using = index.index.use_as("index")?;
+        let mut stream = self.stream.use_as("stream")?;
         if let Some(stream) = stream.take() {
             using.close(stream);
         }

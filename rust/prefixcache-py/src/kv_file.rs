@@ -2,17 +2,17 @@
 
 use std::os::fd::RawFd;
 
-use prefixcache_file::{KvFile, Layout, OpenError, describe, duplicate};
+use prefixcache_file::{Counts, KvFile, Layout, OpenError, describe, duplicate};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::arguments::{Number, One, or};
 use crate::errors::{Failure, Result, out_of_range};
 use crate::names;
 
 /// An open file of KV blocks, which the caller has locked.
-#[pyclass(frozen, module = "prefixcache.core")]
+#[pyclass(frozen, module = "prefixcache._core")]
 pub struct KVFile(pub KvFile);
 
 impl From<OpenError> for Failure {
@@ -67,13 +67,23 @@ impl KVFile {
     }
 
     /// Gives bytes space on the disk, so that writing to them cannot fail. Raises OSError.
-    fn allocate(&self, py: Python<'_>, start: u64, length: u64) -> Result<()> {
-        Ok(py.detach(|| self.0.allocate(start, length))?)
+    fn allocate(
+        &self,
+        py: Python<'_>,
+        start: Number<names::Start, u64>,
+        length: Number<names::Length, u64>,
+    ) -> Result<()> {
+        Ok(py.detach(|| self.0.allocate(start.0, length.0))?)
     }
 
     /// Gives space back; the bytes read as zero. Raises OSError.
-    fn punch(&self, py: Python<'_>, start: u64, length: u64) -> Result<()> {
-        Ok(py.detach(|| self.0.punch(start, length))?)
+    fn punch(
+        &self,
+        py: Python<'_>,
+        start: Number<names::Start, u64>,
+        length: Number<names::Length, u64>,
+    ) -> Result<()> {
+        Ok(py.detach(|| self.0.punch(start.0, length.0))?)
     }
 
     /// Blocks with a valid record, and those of them with other bytes than it says, if it `reads` them.
@@ -84,11 +94,8 @@ impl KVFile {
 
     /// What this process did: blocks kept, restored ones that were checked, and those that failed. Any thread.
     fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let (counts, dict) = (self.0.counts(), PyDict::new(py));
-        dict.set_item("kept", counts.kept)?;
-        dict.set_item("checked", counts.checked)?;
-        dict.set_item("failed", counts.failed)?;
-        Ok(dict)
+        let Counts { kept, checked, failed } = self.0.counts();
+        Ok([("kept", kept), ("checked", checked), ("failed", failed)].into_py_dict(py)?)
     }
 }
 

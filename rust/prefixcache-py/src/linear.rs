@@ -154,28 +154,19 @@ impl PackedLinear {
     }
 }
 
-/// Where the rows of a product are.
-struct Product {
-    x: Matrix,
-    residual: Option<Matrix>,
-    out: Matrix,
-}
-
-impl Product {
-    /// # Safety
-    /// The addresses are those of numbers of these types, as `forward` demands.
-    unsafe fn run<E: Element, O: Element>(
-        &self,
-        layer: &ops::PackedLinear<E>,
-        cpu: &Cpu,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        let (x, residual, out) = unsafe {
-            let residual = self.residual.map(|residual| residual.rows()).transpose()?;
-            (self.x.rows()?, residual, self.out.rows_mut::<O>()?)
-        };
-        Ok(layer.forward(cpu.form, &cpu.team, x, residual, &out)?)
-    }
+/// # Safety
+/// The addresses are those of numbers of these types, as `forward` demands.
+unsafe fn run_product<E: Element, O: Element>(
+    layer: &ops::PackedLinear<E>,
+    cpu: &Cpu,
+    (x, residual, out): (Matrix, Option<Matrix>, Matrix),
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (x, residual, out) = unsafe {
+        let residual = residual.map(|residual| residual.rows()).transpose()?;
+        (x.rows()?, residual, out.rows_mut::<O>()?)
+    };
+    Ok(layer.forward(cpu.form, &cpu.team, x, residual, &out)?)
 }
 
 /// A file of laid-out parts, mapped to be read.
@@ -382,18 +373,16 @@ impl PackedLinear {
     ) -> Result<()> {
         let rows = rows.0;
         let residual = residual.filter(|address| address.0 != 0);
-        let product = Product {
-            x: Matrix::strided(x, (rows, self.inputs), x_stride.0),
-            residual: residual.map(|address| Matrix::dense(address, rows, self.outputs)),
-            out: Matrix::dense(out, rows, self.outputs),
-        };
+        let x = Matrix::strided(x, (rows, self.inputs), x_stride.0);
+        let residual = residual.map(|address| Matrix::dense(address, rows, self.outputs));
+        let tensors = (x, residual, Matrix::dense(out, rows, self.outputs));
         let (cpu, layer) = (self.cpu.get(), self.read()?);
         // SAFETY: the caller gives addresses of tensors of these types and shapes, and keeps them.
         py.detach(|| unsafe {
             match &*layer {
-                Layer::Bf16(layer) if wide_out => product.run::<Bf16, f32>(layer, cpu),
-                Layer::Bf16(layer) => product.run::<Bf16, Bf16>(layer, cpu),
-                Layer::F32(layer) => product.run::<f32, f32>(layer, cpu),
+                Layer::Bf16(layer) if wide_out => run_product::<_, f32>(layer, cpu, tensors),
+                Layer::Bf16(layer) => run_product::<_, Bf16>(layer, cpu, tensors),
+                Layer::F32(layer) => run_product::<_, f32>(layer, cpu, tensors),
             }
         })
     }

@@ -55,7 +55,7 @@ names! {
     Digest, DiskBlocks, Eps, Era, ExpertScales, ExpertsNorm, ExpertsOutNorm, Extras, FeedForward, FirstPages, Frequency,
     GapBounds, Groups, Guesses, Half, Hashes, HeadDim, Hidden, Hints, HitTokens, Ids, Index, Indices, Indptr,
     InputNorm, Inputs, Instructions, Interval, KeptTokens, KeyDim, KeyHeads, Key, KeyStride, Keys, KvIndices,
-    KvIndptr, LastPageLen, LayerGroups, Layers, Loads, Logits, Logprobs, Mask, MaxBlocks, MaxCachedBlocks,
+    KvIndptr, LastPageLen, LayerGroups, Layers, Length, Loads, Logits, Logprobs, Mask, MaxBlocks, MaxCachedBlocks,
     MaxDelayMs, MaxMoves, MaxNumbers, MaxOthers, MaxTokens, MinP, MinPinBlocks, MinUses, Mixer, MixerOutNorm,
     MlpNorm, MlpOutNorm, Most, MsPerRequest, MsPerToken, Norm, NormOffset, NumBlocks, NumBytes, NumGroups,
     NumHeads, NumKvHeads, NumNew, NumPages, NumTensors, NumTokens, ObjectiveMs, Offset, Out, Outputs,

@@ -23,8 +23,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 
 use crate::arguments::{
-    Array, Group, List, Number, Numbers, One, OneOf, Value, Word, ids_of, or, or_empty, slice_of,
-    wrong_type,
+    Array, Group, List, Number, Numbers, One, OneOf, Value, Word, ids_of, or, or_empty, wrong_type,
 };
 use crate::block_hashes::BlockHashes;
 use crate::detach::{run, run_on_tokens};
@@ -682,13 +681,12 @@ retention_budget=0.2, max_cached_blocks=None)"
         let (mut indptr, mut indices) = (indptr.write()?, indices.write()?);
         let (mut last_page_len, mut slot_mapping) = (last_page_len.write()?, slot_mapping.write()?);
         let mut first_pages = first_pages.as_ref().map(Array::write).transpose()?;
-        let first_pages = first_pages.as_mut().map(|array| array.as_slice_mut());
         let mut buffers = TableBuffers {
-            indptr: slice_of::<names::Indptr, _>(indptr.as_slice_mut())?,
-            indices: slice_of::<names::Indices, _>(indices.as_slice_mut())?,
-            last_page_len: slice_of::<names::LastPageLen, _>(last_page_len.as_slice_mut())?,
-            slot_mapping: slice_of::<names::SlotMapping, _>(slot_mapping.as_slice_mut())?,
-            first_pages: first_pages.map(slice_of::<names::FirstPages, _>).transpose()?,
+            indptr: indptr.slice()?,
+            indices: indices.slice()?,
+            last_page_len: last_page_len.slice()?,
+            slot_mapping: slot_mapping.slice()?,
+            first_pages: first_pages.as_mut().map(|pages| pages.slice()).transpose()?,
         };
         Ok(core.fill_block_tables(&batch, &starts.0, &counts.0, group.0, &mut buffers)?)
     }

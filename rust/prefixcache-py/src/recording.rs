@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
 use prefixcache_core::policy::NameBlocks;
-use prefixcache_replay::recording::{Counters, Pseudonyms, replay, write_name};
+use prefixcache_replay::recording::{Pseudonyms, replay, write_name};
 use prefixcache_replay::trace::TraceError;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::arguments::{Number, One, Word};
 use crate::detach::run_on_tokens;
@@ -79,21 +79,13 @@ pub fn replay_recording(py: Python<'_>, path: PathBuf) -> Result<Bound<'_, PyDic
     dict.set_item("events", outcome.events)?;
     dict.set_item("checks", outcome.checks)?;
     dict.set_item("unchecked_events", outcome.unchecked)?;
-    dict.set_item("live", counters(py, &outcome.live)?)?;
-    dict.set_item("replayed", counters(py, &outcome.replayed)?)?;
+    dict.set_item("live", outcome.live.named().into_py_dict(py)?)?;
+    dict.set_item("replayed", outcome.replayed.named().into_py_dict(py)?)?;
     dict.set_item("block_size", outcome.header.block_size)?;
     dict.set_item("num_blocks", outcome.header.num_blocks)?;
     let policy = outcome.header.eviction_policy;
     let mut words = EvictionPolicy::WORDS.iter();
     let word = words.find_map(|&(word, named)| (named == policy).then_some(word));
     dict.set_item("eviction_policy", word)?;
-    Ok(dict)
-}
-
-fn counters<'py>(py: Python<'py>, counters: &Counters) -> Result<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    for (name, count) in counters.named() {
-        dict.set_item(name, count)?;
-    }
     Ok(dict)
 }

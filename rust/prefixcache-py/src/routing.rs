@@ -8,7 +8,7 @@ use prefixcache_routing::index::{IndexError, ReplicaIndex as Index};
 use prefixcache_routing::replica::ReplicaId;
 use pyo3::prelude::*;
 
-use crate::arguments::{Array, Number, One, or, slice_of};
+use crate::arguments::{Array, Number, One, or};
 use crate::errors::{Failure, Result, out_of_range};
 use crate::names::{self, Name};
 
@@ -30,25 +30,26 @@ impl From<InvalidWeight> for Failure {
 type Replica = Number<names::Replica, u16>;
 type Hashes<'py> = Array<'py, names::Hashes, u64>;
 
-/// The value, once no other call uses it. Only for threads that are detached from the interpreter: one that waits
-/// attached would keep all others waiting.
-fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
-    value.lock().unwrap_or_else(PoisonError::into_inner)
-}
+/// A value that calls use one after the other.
+struct InTurn<T>(Mutex<T>);
 
-fn copied<N: Name, T: numpy::Element + Copy>(array: &Array<'_, N, T>) -> Result<Vec<T>> {
-    Ok(slice_of::<N, _>(array.read()?.as_slice())?.to_vec())
+impl<T: Send> InTurn<T> {
+    /// The value, once no other call uses it. Only for threads that are detached from the interpreter: one that
+    /// waits attached would keep all others waiting.
+    fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut T) -> R + Send) -> R {
+        py.detach(|| work(&mut self.lock()))
+    }
 }
 
 /// Which blocks each replica has cached.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct ReplicaIndex(Mutex<Index>);
+pub struct ReplicaIndex(InTurn<Index>);
 
 impl ReplicaIndex {
-    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Index) -> T + Send) -> T {
-        py.detach(|| work(&mut lock(&self.0)))
-    }
-
     /// Does `work` with some of the blocks after the other, and adds up what it returns.
     fn in_parts(
         &self,
@@ -56,12 +57,12 @@ impl ReplicaIndex {
         hashes: &Hashes<'_>,
         work: impl Fn(&mut Index, &[u64]) -> Result<usize, IndexError> + Sync,
     ) -> Result<usize> {
-        let hashes = copied(hashes)?;
+        let hashes = hashes.read()?.slice()?.to_vec();
         let first = &hashes[..hashes.len().min(BLOCKS_AT_ONCE)];
         py.detach(|| {
-            let mut sum = work(&mut lock(&self.0), first)?;
+            let mut sum = work(&mut self.0.lock(), first)?;
             for part in hashes[first.len()..].chunks(BLOCKS_AT_ONCE) {
-                sum += work(&mut lock(&self.0), part)?;
+                sum += work(&mut self.0.lock(), part)?;
             }
             Ok(sum)
         })
@@ -72,19 +73,19 @@ impl ReplicaIndex {
 impl ReplicaIndex {
     #[new]
     fn new(max_blocks: Number<names::MaxBlocks>) -> Self {
-        Self(Mutex::new(Index::new(max_blocks.0)))
+        Self(InTurn(Mutex::new(Index::new(max_blocks.0))))
     }
 
     fn add_replica(&self, py: Python<'_>) -> Result<u16> {
-        Ok(self.with(py, Index::add_replica)?.0)
+        Ok(self.0.with(py, Index::add_replica)?.0)
     }
 
     fn remove_replica(&self, py: Python<'_>, replica: Replica) -> Result<()> {
-        Ok(self.with(py, |index| index.remove_replica(ReplicaId(replica.0)))?)
+        Ok(self.0.with(py, |index| index.remove_replica(ReplicaId(replica.0)))?)
     }
 
     fn clear(&self, py: Python<'_>, replica: Replica) -> Result<()> {
-        Ok(self.with(py, |index| index.clear(ReplicaId(replica.0)))?)
+        Ok(self.0.with(py, |index| index.clear(ReplicaId(replica.0)))?)
     }
 
     fn stored(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<usize> {
@@ -110,8 +111,8 @@ impl ReplicaIndex {
     }
 
     fn hits<'py>(&self, py: Python<'py>, hashes: Hashes<'py>) -> Result<Bound<'py, PyArray1<u32>>> {
-        let hashes = copied(&hashes)?;
-        let hits = self.with(py, |index| {
+        let hashes = hashes.read()?.slice()?.to_vec();
+        let hits = self.0.with(py, |index| {
             let mut hits = Vec::new();
             index.hits(&hashes, &mut hits);
             hits
@@ -121,19 +122,13 @@ impl ReplicaIndex {
 
     #[getter]
     fn num_blocks(&self, py: Python<'_>) -> usize {
-        self.with(py, |index| index.num_blocks())
+        self.0.with(py, |index| index.num_blocks())
     }
 }
 
 /// Chooses replicas by what they have cached and have to do.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct ReplicaChooser(Mutex<Chooser>);
-
-impl ReplicaChooser {
-    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Chooser) -> T + Send) -> T {
-        py.detach(|| work(&mut lock(&self.0)))
-    }
-}
+pub struct ReplicaChooser(InTurn<Chooser>);
 
 #[pymethods]
 impl ReplicaChooser {
@@ -155,15 +150,15 @@ impl ReplicaChooser {
             affinity: affinity.0,
         };
         let seed = or(seed, 0) as u64;
-        Ok(Self(Mutex::new(Chooser::new(weights, seed)?)))
+        Ok(Self(InTurn(Mutex::new(Chooser::new(weights, seed)?))))
     }
 
     fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) {
-        self.with(py, |chooser| chooser.add_replica(ReplicaId(replica.0), name));
+        self.0.with(py, |chooser| chooser.add_replica(ReplicaId(replica.0), name));
     }
 
     fn remove_replica(&self, py: Python<'_>, replica: Replica) {
-        self.with(py, |chooser| chooser.remove_replica(ReplicaId(replica.0)));
+        self.0.with(py, |chooser| chooser.remove_replica(ReplicaId(replica.0)));
     }
 
     #[pyo3(signature = (hit_tokens, prompt_tokens, loads, *, key=None, most=None))]
@@ -176,7 +171,8 @@ impl ReplicaChooser {
         key: Option<&str>,
         most: Option<Number<names::Most>>,
     ) -> Result<Vec<u16>> {
-        let (hit_tokens, loads) = (copied(&hit_tokens)?, copied(&loads)?);
+        let hit_tokens = hit_tokens.read()?.slice()?.to_vec();
+        let loads = loads.read()?.slice()?.to_vec();
         if hit_tokens.len() != loads.len() {
             let reason = format!("must have {} items, not {}", loads.len(), hit_tokens.len());
             return Err(out_of_range(names::HitTokens::NAME, reason));
@@ -192,11 +188,11 @@ impl ReplicaChooser {
             key: key.map(identity),
         };
         let most = or(most, usize::MAX);
-        let chosen = self.with(py, |chooser| chooser.choose(&prompt, most));
+        let chosen = self.0.with(py, |chooser| chooser.choose(&prompt, most));
         Ok(chosen.iter().map(|id| id.0).collect())
     }
 
     fn note(&self, py: Python<'_>, replica: Replica, num_tokens: Number<names::NumTokens>) {
-        self.with(py, |chooser| chooser.note(ReplicaId(replica.0), num_tokens.0));
+        self.0.with(py, |chooser| chooser.note(ReplicaId(replica.0), num_tokens.0));
     }
 }

@@ -2,19 +2,17 @@
 
 use std::ops::RangeInclusive;
 
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::Ix2;
 use prefixcache_cpu::Rows;
 use prefixcache_sampler as rows;
 use prefixcache_sampler::{Draw, Penalties, Sampled, TokenLogprobs};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arguments::{
-    Array, List, Number, Numbers, One, Real, or, or_empty, slice_of, wrong_type,
-};
+use crate::arguments::{Array, List, Number, Numbers, One, Reading, Real, or, or_empty};
 use crate::cpu::Cpu;
 use crate::detach::run_on_numbers;
-use crate::errors::{Failure, Result, out_of_range};
+use crate::errors::{Result, out_of_range};
 use crate::names::{self, Name};
 
 /// What a row of logits is sampled with.
@@ -28,34 +26,11 @@ pub struct Sampler {
     sampler: rows::Sampler,
 }
 
-/// The argument `logits`, not borrowed yet.
-struct Logits<'py>(Bound<'py, PyArray2<f32>>);
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Logits<'py> {
-    type Error = Failure;
-
-    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
-        match value.cast::<PyArray2<f32>>() {
-            Ok(array) => Ok(Self(array.to_owned())),
-            Err(_) => {
-                let wanted = "a numpy array of float32 with two dimensions";
-                Err(wrong_type(names::Logits::NAME.into(), wanted, &value))
-            }
-        }
-    }
-}
-
-impl<'py> Logits<'py> {
-    fn read(&self) -> Result<PyReadonlyArray2<'py, f32>> {
-        let array = self.0.try_readonly();
-        array.map_err(|_| out_of_range(names::Logits::NAME, "is written to by another call"))
-    }
-}
+type Logits<'py> = Array<'py, names::Logits, f32, Ix2>;
 
 /// The rows of an array that is read.
-fn rows_of<'a>(array: &'a PyReadonlyArray2<'_, f32>) -> Result<Rows<'a, f32>> {
-    let numbers = slice_of::<names::Logits, _>(array.as_slice())?;
-    Ok(Rows::new(numbers, array.shape()[1]))
+fn rows_of<'a>(array: &'a Reading<'_, names::Logits, f32, Ix2>) -> Result<Rows<'a, f32>> {
+    Ok(Rows::new(array.slice()?, array.shape()[1]))
 }
 
 fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> Result<f64> {
@@ -69,11 +44,8 @@ fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> Result<f64> {
     }
 }
 
-fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> Result<Vec<i32>> {
-    let Some(array) = array else {
-        return Ok(Vec::new());
-    };
-    Ok(slice_of::<N, _>(array.read()?.as_slice())?.to_vec())
+fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> Result<Option<Vec<i32>>> {
+    array.map(|array| Ok(array.read()?.slice()?.to_vec())).transpose()
 }
 
 fn paired(tokens: Vec<usize>, values: Vec<f32>) -> Result<Vec<(usize, f32)>> {
@@ -130,8 +102,8 @@ impl SamplerRow {
             repetition: check::<names::Repetition>(or(repetition, 1.0), 1e-6..=1e6)? as f32,
             presence: or(presence, 0.0),
             frequency: or(frequency, 0.0),
-            prompt: integers(prompt)?,
-            answer: integers(answer)?,
+            prompt: integers(prompt)?.unwrap_or_default(),
+            answer: integers(answer)?.unwrap_or_default(),
         };
         Ok(Self(rows::Row {
             draw: (draw.temperature > 0.0).then_some(draw),
@@ -140,7 +112,7 @@ impl SamplerRow {
             allowed: allowed.map(|allowed| allowed.0),
             penalties: penalties.change().then_some(penalties),
             bad_words: or_empty(bad_words),
-            mask: mask.map(|mask| integers(Some(mask))).transpose()?,
+            mask: integers(mask)?,
             logprobs: logprobs.map(|logprobs| logprobs.0),
         }))
     }
@@ -167,7 +139,7 @@ impl Sampler {
         let array = logits.read()?;
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
         let work = || self.sampler.likeliest(cpu.form, &cpu.team, logits);
-        Ok(run_on_numbers(py, array.len(), work)?)
+        Ok(run_on_numbers(py, array.slice()?.len(), work)?)
     }
 
     /// The token of each row, and log probabilities where they are asked for.
@@ -181,7 +153,7 @@ impl Sampler {
         let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
         let rows: Vec<_> = rows.0.iter().map(|row| &row.get().0).collect();
         let work = || self.sampler.sample(cpu.form, &cpu.team, logits, &rows);
-        let sampled = run_on_numbers(py, array.len(), work)?;
+        let sampled = run_on_numbers(py, array.slice()?.len(), work)?;
         let output = |Sampled { token, logprobs }| {
             Ok((token, logprobs.map(|of| found(py, of)).transpose()?))
         };
@@ -197,10 +169,10 @@ impl Sampler {
         count: Number<names::Count>,
     ) -> Result<Vec<Found<'py>>> {
         let (array, token_ids) = (logits.read()?, token_ids.read()?);
-        let tokens = slice_of::<names::TokenIds, _>(token_ids.as_slice())?;
-        let (logits, cpu) = (rows_of(&array)?, self.cpu.get());
+        let (logits, tokens) = (rows_of(&array)?, token_ids.slice()?);
+        let cpu = self.cpu.get();
         let work = || self.sampler.logprobs(cpu.form, &cpu.team, logits, tokens, count.0);
-        let logprobs = run_on_numbers(py, array.len(), work)?;
+        let logprobs = run_on_numbers(py, array.slice()?.len(), work)?;
         logprobs.into_iter().map(|of| found(py, of)).collect()
     }
 }

@@ -118,14 +118,21 @@ fn cache(num_blocks: usize) -> CacheConfig {
 }
 
 /// One server with the memory of all, which answers each request as it arrives.
-fn one_server(load: &Load, replicas: usize) -> Result<Outcome, Box<dyn Error>> {
+fn one_server(load: &Load, replicas: usize) -> Result<FleetOutcome, Box<dyn Error>> {
     let config = cache(load.blocks_a_replica * replicas);
     let mut server = Cache::new(&config, load.block_size)?;
     for request in &load.requests {
         let waiting = server.prepare(request)?;
         server.run(waiting, std::time::Duration::from_millis(request.time_ms))?;
     }
-    Ok(server.outcome())
+    let Outcome { requests, input_tokens, hit_tokens, .. } = server.outcome();
+    Ok(FleetOutcome {
+        input_tokens,
+        hit_tokens,
+        computed_tokens: vec![input_tokens - hit_tokens],
+        requests: vec![requests],
+        ..FleetOutcome::default()
+    })
 }
 
 fn fleet(
@@ -148,7 +155,16 @@ fn fleet(
     Ok(fleet.finish()?)
 }
 
-fn row<'a>(load: &'a Load, policy: &'a str, replicas: usize, busy: f64) -> Row<'a> {
+fn row<'a>(
+    load: &'a Load,
+    policy: &'a str,
+    replicas: usize,
+    busy: f64,
+    outcome: &FleetOutcome,
+) -> Row<'a> {
+    let thousandths = |of: &prefixcache_replay::quantiles::Quantiles| {
+        [50, 99].map(|percentile| of.at(percentile) as f64 / 1e3)
+    };
     Row {
         trace: &load.name,
         policy,
@@ -156,21 +172,6 @@ fn row<'a>(load: &'a Load, policy: &'a str, replicas: usize, busy: f64) -> Row<'
         busy,
         requests: load.requests.len(),
         blocks_a_replica: load.blocks_a_replica,
-        hit_percent: 0.0,
-        computed_tokens: 0,
-        spread_of_tokens: 1.0,
-        spread_of_requests: 1.0,
-        ttft_ms: [0.0; 2],
-        choice_us: [0.0; 2],
-        index_blocks: 0,
-    }
-}
-
-fn of_fleet<'a>(row: Row<'a>, outcome: &FleetOutcome) -> Row<'a> {
-    let thousandths = |of: &prefixcache_replay::quantiles::Quantiles| {
-        [50, 99].map(|percentile| of.at(percentile) as f64 / 1e3)
-    };
-    Row {
         hit_percent: 100.0 * outcome.hit_rate(),
         computed_tokens: outcome.computed_tokens.iter().sum(),
         spread_of_tokens: spread(&outcome.computed_tokens),
@@ -178,7 +179,6 @@ fn of_fleet<'a>(row: Row<'a>, outcome: &FleetOutcome) -> Row<'a> {
         ttft_ms: thousandths(&outcome.ttft_us),
         choice_us: thousandths(&outcome.choice_ns),
         index_blocks: outcome.index_blocks,
-        ..row
     }
 }
 
@@ -224,14 +224,9 @@ fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Er
     let (weights, busy) = settings(words)?;
     let load = Load::read(trace, replicas)?;
     let bound = one_server(&load, replicas)?;
-    let computed = bound.input_tokens - bound.hit_tokens;
-    let bound_row = Row {
-        hit_percent: 100.0 * bound.hit_rate(),
-        computed_tokens: computed,
-        ..row(&load, "one server", replicas, busy)
-    };
-    print_row(&bound_row, as_json)?;
-    let ms_per_token = busy * load.duration_ms() * replicas as f64 / computed as f64;
+    print_row(&row(&load, "one server", replicas, busy, &bound), as_json)?;
+    let computed = bound.computed_tokens[0] as f64;
+    let ms_per_token = busy * load.duration_ms() * replicas as f64 / computed;
     let policies = [
         ("round robin", Policy::RoundRobin),
         ("power of two", Policy::PowerOfTwo),
@@ -243,8 +238,7 @@ fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Er
     for (policy, of) in policies {
         if !any_named || is_named(policy) {
             let outcome = fleet(&load, replicas, of, ms_per_token)?;
-            let row = row(&load, policy, replicas, busy);
-            print_row(&of_fleet(row, &outcome), as_json)?;
+            print_row(&row(&load, policy, replicas, busy, &outcome), as_json)?;
         }
     }
     Ok(())

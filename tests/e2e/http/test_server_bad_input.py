@@ -88,6 +88,8 @@ BOTH = [
     ("logit_bias", {"999": 1}, "383"),
     ("logit_bias", {"-1": 1}, "383"),
     ("logit_bias", {"x": 1}, "token ids"),
+    ("logit_bias", {"5": 1, " 5": 2}, "token ids"),
+    ("logit_bias", {"\N{ARABIC-INDIC DIGIT ONE}": 1}, "token ids"),
     ("logit_bias", {"5": "x"}, "number"),
     ("logit_bias", [1], "object"),
     ("stream", "yes", "bool"),

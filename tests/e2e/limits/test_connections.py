@@ -88,6 +88,13 @@ def test_two_hundred_half_open_connections_go_away_and_harm_nobody() -> None:
         assert all(b"408" in rest(connection) for connection in half_open)
 
 
+def test_clients_close_an_idle_connection_before_the_server_does() -> None:
+    """A request that is sent while the server closes is lost. OpenAI's client is httpx."""
+    expiry = httpx.Limits().keepalive_expiry
+    assert expiry is not None
+    assert serve.ServeOptions().timeout_keep_alive > 2 * expiry
+
+
 def _until_closed(connection: socket.socket) -> bytes:
     parts = b""
     try:

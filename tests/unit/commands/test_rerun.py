@@ -61,7 +61,7 @@ def folders(tiny_checkpoint: Checkpoint) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def record(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two choices of two prompts, one with a grammar, one without a seed, one scored."""
+    """Two choices of two prompts, and one each with a grammar, without a seed, scored, warmed."""
     path = tmp_path_factory.mktemp("record") / "day.jsonl"
     llm = LLM(str(folders[0]), dtype="float32", num_blocks=65, record_requests=path)
     llm.generate(PROMPTS, DRAWN, use_tqdm=False)
@@ -71,8 +71,9 @@ def record(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
         replace(unseeded, structured_output=grammar),
         unseeded,
         SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start_len=30),
+        SamplingParams(max_tokens=0),  # as /prefix_cache/warm
     ]
-    llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    llm.generate([PROMPTS[0]] * 4, params, use_tqdm=False)
     llm._engine.close()
     return path
 
@@ -81,7 +82,7 @@ def test_all_are_the_same_again(record: Path) -> None:
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
     result = run(record)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-1] == "7 of 7 are the same."
+    assert result.stdout.splitlines()[-1] == "8 of 8 are the same."
     assert outcomes(result)["0-1"] == "same, 6 tokens, 6 log probabilities"
     (scored,) = [one for one in read_records(record)[1] if one["id"] == "4-0"]
     assert len(scored["prompt_logprobs"]) == 40

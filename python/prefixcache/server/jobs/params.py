@@ -88,6 +88,9 @@ def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[Sampl
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     try:
-        return {int(token_id): value for token_id, value in bias.items()}
+        found = {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
-        raise wrong("logit_bias", "must map token ids to numbers") from None
+        found = {}
+    if [*map(str, found)] != [*bias]:  # int also takes "+1", " 1", "1_0" and digits of all scripts
+        raise wrong("logit_bias", "must map token ids to numbers")
+    return found

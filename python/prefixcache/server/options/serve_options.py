@@ -204,8 +204,10 @@ class ServeOptions(Checked):
         metavar="<bytes or size>",
     )
     limit_concurrency: PositiveInt = flag(2048, "Most connections at once; more get 503.", "Server")
+    # Longer than clients keep one, such as the 5 seconds of OpenAI's: a request that is sent while
+    # the server closes its connection is lost.
     timeout_keep_alive: PositiveInt = flag(
-        5, "Seconds that an idle connection stays open.", "Server"
+        75, "Seconds that an idle connection stays open.", "Server"
     )
     timeout_read: PositiveFloat = flag(
         20, "Most seconds for a request's head, and for each part of its body.", "Server"

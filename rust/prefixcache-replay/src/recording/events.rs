@@ -36,10 +36,10 @@ pub struct Header {
     #[serde(deserialize_with = "groups")]
     pub groups: Vec<GroupSpec>,
     /// Which free block goes first.
-    #[serde(deserialize_with = "eviction_policy")]
+    #[serde(with = "PolicyWord")]
     pub eviction_policy: EvictionPolicy,
     /// Where blocks without content go.
-    #[serde(deserialize_with = "free_order")]
+    #[serde(with = "OrderWord")]
     pub free_order: FreeOrder,
     /// The share of the pool that the hints of one owner may raise.
     pub retention_budget: f64,
@@ -84,20 +84,18 @@ fn groups<'de, D: Deserializer<'de>>(found: D) -> Result<Vec<GroupSpec>, D::Erro
     specs.collect()
 }
 
-fn eviction_policy<'de, D: Deserializer<'de>>(found: D) -> Result<EvictionPolicy, D::Error> {
-    match String::deserialize(found)?.as_str() {
-        "lru" => Ok(EvictionPolicy::Lru),
-        "reuse-queue" => Ok(EvictionPolicy::ReuseQueue),
-        other => Err(D::Error::unknown_variant(other, &["lru", "reuse-queue"])),
-    }
+#[derive(Deserialize)]
+#[serde(remote = "EvictionPolicy", rename_all = "kebab-case")]
+enum PolicyWord {
+    Lru,
+    ReuseQueue,
 }
 
-fn free_order<'de, D: Deserializer<'de>>(found: D) -> Result<FreeOrder, D::Error> {
-    match String::deserialize(found)?.as_str() {
-        "unhashed_first" => Ok(FreeOrder::UnhashedFirst),
-        "append" => Ok(FreeOrder::Append),
-        other => Err(D::Error::unknown_variant(other, &["unhashed_first", "append"])),
-    }
+#[derive(Deserialize)]
+#[serde(remote = "FreeOrder", rename_all = "snake_case")]
+enum OrderWord {
+    UnhashedFirst,
+    Append,
 }
 
 /// What the live server counted at a point, or a replay.

@@ -81,7 +81,7 @@ impl<M: Mode> BlockPool<M> {
         let mut all = Vec::new();
         for class in self.classes.used() {
             let line = self.ring(class).walk(&self.blocks);
-            let leaving = line.filter(|&(_, id)| self.is_above(id) && self.is_cached(id));
+            let leaving = line.filter(|&(_, id)| self.is_leaving(id));
             all.extend(leaving.map(|(ticket, id)| {
                 let place = self.ring(class).place(ticket);
                 (class, self.rank_at(id, place), id)

@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from prefixcache._core import parse_json
 from prefixcache.server.http import workers
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.http.workers import Workers
+from prefixcache.server.openai import responses
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
@@ -83,6 +85,21 @@ async def test_the_end_of_a_long_stream_is_written_in_a_thread(client, monkeypat
     assert len(last["response"]["output"][0]["content"][0]["logprobs"]) == 60
     assert pieces
     assert pieces[-1] > len(json.dumps(last))
+
+
+async def test_what_is_remembered_is_read_while_other_threads_run(client, monkeypatch):
+    read: list[bytes] = []
+
+    def parsed(text: bytes, **limits: int) -> Any:
+        read.append(text)
+        return parse_json(text, **limits)
+
+    first = await _respond(client, [{"role": "user", "content": TEXT, "junk": [0.5] * 100_000}])
+    monkeypatch.setattr(responses, "parse_json", parsed)
+    items = (await client.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
+    assert [len(item["junk"]) for item in items] == [100_000]
+    await _respond(client, "More?", previous_response_id=first["id"])
+    assert len(read) == 3  # the items, what was asked, and what was answered
 
 
 async def test_a_response_says_what_a_chat_says(client):

@@ -71,14 +71,11 @@ class Commands:
             before = await self._known_state()
             if command.name != UPDATE_WEIGHTS:
                 return await self._run(before, command)
-            refused = await self._check(command)
+            # Before any has changed.
+            refused = _refusal(await self._ask("check_weights", command))
             if refused is not None:
                 return before, refused
             return await self._run_paused(before, command)
-
-    async def _check(self, command: Command) -> Refused | None:
-        """Whether a replica cannot take the weights, before any has changed."""
-        return _refusal(await self._ask("check_weights", command))
 
     async def _run_paused(self, before: ReplicaState, command: Command) -> Outcome:
         """Nobody computes from before the first replica changes until the last one has."""
@@ -116,7 +113,8 @@ class Commands:
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """What the replicas say; those that died meanwhile are started again and join."""
-        replicas = serve.get_deployment_handle(REPLICAS, _application())
+        application = serve.get_replica_context().app_name
+        replicas = serve.get_deployment_handle(REPLICAS, application)
         # Replicas end commands themselves in time, but for those whose process hangs.
         seconds = _ASK_SECONDS + (self._timeout if method in _BETWEEN_STEPS else 0)
         return await ask_all(replicas, method, *args, seconds=seconds)
@@ -126,10 +124,6 @@ def _refusal(answers: Sequence[Any]) -> Refused | None:
     """The first of a replica that is not replaced anyway."""
     refused = (one for one in answers if isinstance(one, Refused))
     return next((one for one in refused if not isinstance(one.error, EngineDeadError)), None)
-
-
-def _application() -> str:
-    return serve.get_replica_context().app_name
 
 
 class CommandClient:

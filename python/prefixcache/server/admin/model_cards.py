@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 
 from prefixcache.server.http.errors import MODELS_PATH, ApiError, has_anthropic_header
 from prefixcache.server.http.paging import page
 from prefixcache.server.jobs.job_maker import JobMaker
-
-if TYPE_CHECKING:
-    pass
 
 # Anthropic's own limit of a page.
 _MOST_MODELS = 1000

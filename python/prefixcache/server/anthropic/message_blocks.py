@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pydantic_core import to_json
-
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.server.http.json_text import object_json
 from prefixcache.server.jobs.caching import Marked, Place
 from prefixcache.text.chat.parts import (
     Values,
@@ -118,7 +117,7 @@ class Conversation:
 
 
 def _call(block: Values, field: str) -> dict[str, Any]:
-    arguments = to_json(one_object(block.get("input", {}), f"{field}.input")).decode()
+    arguments = object_json(one_object(block.get("input", {}), f"{field}.input")).decode()
     function = {"name": text_of(block, "name", field), "arguments": arguments}
     return {"id": text_of(block, "id", field), "type": "function", "function": function}
 

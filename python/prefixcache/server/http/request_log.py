@@ -59,16 +59,14 @@ class Outcome:
         return _between(self.arrived_at, self.first_token_at)
 
 
-def log_request(
-    scope: Scope, status: int, seconds: float, request_id: str, outcome: Outcome
-) -> None:
+def log_request(scope: Scope, status: int, seconds: float, outcome: Outcome) -> None:
     """Writes the line; that of a probe or scrape at `debug`."""
     level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
     if not logger.isEnabledFor(level):
         return
     phrase = "Client Closed Request" if status == CLIENT_LEFT else HTTPStatus(status).phrase
     path = logged_path(scope)
-    client = (scope.get("client") or ("-",))[0]
+    client, request_id = (scope.get("client") or ("-",))[0], scope["state"]["request_id"]
     fields: dict[str, Any] = {
         "event": "request",
         "message": f"{scope['method']} {path}: {status} {phrase}",

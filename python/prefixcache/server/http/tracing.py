@@ -61,16 +61,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
 
-    def record(
-        self, scope: Scope, status: int, seconds: float, request_id: str, outcome: Outcome
-    ) -> None:
+    def record(self, scope: Scope, status: int, seconds: float, outcome: Outcome) -> None:
         """Adds the spans of a request that ends now. Whatever goes wrong is the log's alone."""
         if scope["path"] in _QUIET_PATHS:
             return
         try:
-            self._record(scope, status, seconds, request_id, outcome)
+            self._record(scope, status, seconds, outcome)
         except Exception:
-            logger.exception("The trace of request %s is lost.", request_id)
+            logger.exception("The trace of request %s is lost.", scope["state"]["request_id"])
 
     def close(self) -> None:
         """Sends what is left, but waits no longer than a few seconds for a collector."""
@@ -82,9 +80,7 @@ class Tracing:
         """Sends what is left, and waits for it."""
         self._provider.force_flush()
 
-    def _record(
-        self, scope: Scope, status: int, seconds: float, request_id: str, outcome: Outcome
-    ) -> None:
+    def _record(self, scope: Scope, status: int, seconds: float, outcome: Outcome) -> None:
         ended = time.time_ns()
         headers = Headers(scope=scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
@@ -92,7 +88,7 @@ class Tracing:
             _name(scope, outcome),
             context=self._propagator.extract(carrier),
             kind=self._trace.SpanKind.SERVER,
-            attributes=_of_request(scope, status, request_id) | _of_answer(scope, outcome),
+            attributes=_of_request(scope, status) | _of_answer(scope, outcome),
             start_time=ended - round(seconds * 1e9),
         )
         if status >= _FIRST_FAILURE:
@@ -187,13 +183,13 @@ def _name(scope: Scope, outcome: Outcome) -> str:
     return scope["method"] if route is None else f"{scope['method']} {route}"
 
 
-def _of_request(scope: Scope, status: int, request_id: str) -> dict[str, Any]:
+def _of_request(scope: Scope, status: int) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "http.request.method": scope["method"],
         "url.path": logged_path(scope),
         "url.scheme": scope["scheme"],
         "http.response.status_code": status,
-        "gen_ai.request.id": request_id,
+        "gen_ai.request.id": scope["state"]["request_id"],
     }
     client, route = scope.get("client"), _route(scope)
     if client is not None:

@@ -188,9 +188,9 @@ class RequestContext:
             logprobs.release()
             status = outcome.failed_status or answer.final_status
             seconds = time.perf_counter() - begun
-            log_request(scope, status, seconds, request_id, outcome)
+            log_request(scope, status, seconds, outcome)
             if self._tracing is not None:
-                self._tracing.record(scope, status, seconds, request_id, outcome)
+                self._tracing.record(scope, status, seconds, outcome)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:

@@ -1,7 +1,6 @@
 """The fields of the requests: OpenAI's, and vLLM's additions.
 
-Types are strict, so that true is no number and "1" neither. Every field may be null, which means
-that it is left out. Values are checked where they are used, once for all endpoints.
+Values are checked where they are used, once for all endpoints.
 """
 
 from __future__ import annotations

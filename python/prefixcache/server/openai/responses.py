@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,9 +11,10 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.responses import Response
 
+from prefixcache._core import parse_json
 from prefixcache.exceptions import wrong
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
@@ -236,7 +238,7 @@ async def response_job(
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
         raise wrong("truncation", "must be 'auto' or 'disabled'")
-    body = fields.chat([message for turn in before.messages for message in from_json(turn)])
+    body = fields.chat([message for turn in before.messages for message in _read(turn)])
     with fields_named(_NAMES):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
@@ -305,7 +307,7 @@ def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> 
         raise wrong("order", "must be 'asc' or 'desc'")
     listed = [
         {**item, "id": item.get("id") or f"item_{index}_{response_id}"}
-        for index, item in enumerate(from_json(items))
+        for index, item in enumerate(_read(items))
     ]
     if order == "desc":
         listed.reverse()
@@ -314,6 +316,11 @@ def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> 
     ends = {"first_id": ids[places[0]], "last_id": ids[places[-1]]} if places else {}
     data = [listed[place] for place in places]
     return object_json({"object": "list", "data": data, "has_more": more, **ends})
+
+
+def _read(stored: bytes) -> list[dict[str, Any]]:
+    """What is remembered as JSON, read while other threads run: it is as long as a body may be."""
+    return parse_json(stored, max_numbers=sys.maxsize, max_others=sys.maxsize)
 
 
 def _not_found(name: str, param: str) -> ApiError:

@@ -65,6 +65,8 @@ class CallDeltas:
     def taken(self) -> tuple[ToolCallDelta, ...]:
         """What came since this was last asked for, in one piece for neighbours of one call."""
         found, self._found = self._found, []
+        if len(found) < 2:
+            return tuple(found)
         calls = ([*of_one] for _, of_one in itertools.groupby(found, attrgetter("index")))
         return tuple(
             dataclasses.replace(call[0], arguments="".join(one.arguments for one in call))

@@ -41,7 +41,7 @@ SLOW     := (slow or model)
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
-.PHONY: lint lint-rust lint-python lint-deploy dist audit licences nightly
+.PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
@@ -148,7 +148,9 @@ lint-rust:
 	  else echo "not installed: rustup target add $(AARCH64), to check the kernels' portable form"; fi
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 
-lint-python: target/checked/types target/checked/stubs
+lint-python: lint-style target/checked/types target/checked/stubs
+
+lint-style:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports

@@ -334,6 +334,7 @@ async def live(tiny_checkpoint: Checkpoint, seed: int) -> AsyncIterator[LiveHamm
     await engine.shutdown()
 
 
+@pytest.mark.slow
 async def test_real_models_answer_as_alone_under_one_version(live: LiveHammer) -> None:
     await live.run()
     stats = live.engine.control.prefix_cache_stats()

@@ -92,6 +92,9 @@ class EventReader:
         self._last: int | None = None
         self._last_payload: bytes | None = None
         self._last_live = -1
+        # A snapshot has no payload to compare: a replay of the next process may seem to follow it.
+        # A batch that was sent live does not: before one of the next process, that one connects.
+        self._snapshot_is_proven = True
 
     def close(self) -> None:
         """Ends the iteration within a quarter of a second."""
@@ -108,7 +111,8 @@ class EventReader:
                     while message is not None:  # some may come from the process before
                         message = self._receive(live)
                     self._last_live = -1
-                    yield from self._check() if self._last_payload else self._restart()
+                    is_known = self._last_payload and self._snapshot_is_proven
+                    yield from self._check() if is_known else self._restart()
                     connected = True
                 elif message is not None:
                     yield from self._take(message)
@@ -145,6 +149,7 @@ class EventReader:
         elif self._is_beyond(message):
             yield from self._check()
         if self._follows(message):
+            self._snapshot_is_proven = True
             yield self._read(message)
 
     def _is_beyond(self, message: _Message) -> bool:
@@ -180,7 +185,7 @@ class EventReader:
         except Exception:
             _logger.warning("No snapshot with the KV events of %s", self._endpoint, exc_info=True)
             return False
-        self._last = header.sequence
+        self._last, self._snapshot_is_proven = header.sequence, False
         return True
 
     def _replay(self) -> Generator[Update, None, bool | None]:

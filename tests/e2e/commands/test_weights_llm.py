@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError
+from support.repeatable import slow
 
 Checkpoint = Callable[..., Path]
 PROMPT = [*range(20, 60)]
@@ -52,7 +53,7 @@ def test_state_dict_and_chunks(folders: tuple[Path, Path]) -> None:
     assert answer(llm) == answer(make_llm(folders[0]))
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [slow(1), 2])
 def test_sleep_and_wake_up(folders: tuple[Path, Path], level: int) -> None:
     llm = make_llm(folders[0])
     first = answer(llm)

@@ -175,6 +175,7 @@ def test_a_body_that_ends_early_harms_nobody(address, client):
     assert client.models.list().data
 
 
+@pytest.mark.slow
 def test_a_hundred_megabytes_are_refused(address, client):
     body = b'{"prompt": "' + b"x" * 100_000_000 + b'"}'
     headers = {"Content-Type": "application/json"}

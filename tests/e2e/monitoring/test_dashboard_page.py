@@ -251,6 +251,7 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.slow
 def test_the_page_of_the_api_shows_every_endpoint(
     tiny_checkpoint: Callable[..., Path], tab: Page
 ) -> None:

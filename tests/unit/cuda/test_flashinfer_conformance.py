@@ -97,6 +97,7 @@ def test_a_step_computes_what_the_reference_does(spec, kernels, invariant, hoppe
     assert torch.equal(our_pool, plain_pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "invariant", "hopper"), STEPS)
 def test_graphs_of_several_sizes_compute_what_the_reference_does(
     spec, kernels, invariant, hopper

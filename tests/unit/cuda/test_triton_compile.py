@@ -114,6 +114,7 @@ def test_every_kernel_compiles_and_adds_as_the_plain_ops_do(compiled: list[Any])
     assert {kernel.name for kernel in compiled} == kernels
 
 
+@pytest.mark.slow
 def test_kernels_that_are_launched_early_wait_for_the_one_before(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

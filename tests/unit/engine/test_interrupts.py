@@ -103,7 +103,9 @@ def test_the_next_call_is_answered(tiny_checkpoint: Callable[..., Path], seed: i
             return
 
 
-@pytest.mark.parametrize("call", ["receive_weights", "load_state_dict", "update_weights_from_disk"])
+@pytest.mark.parametrize(
+    "call", [slow("receive_weights"), slow("load_state_dict"), "update_weights_from_disk"]
+)
 def test_weights_are_never_called_by_the_name_of_others(
     tiny_checkpoint: Callable[..., Path], seed: int, call: str
 ) -> None:

@@ -106,6 +106,7 @@ def test_turns_of_a_chat_compute_their_message_and_at_most_a_block(any_folder: P
         history = [*history, *(token for token, _ in said), *message]
 
 
+@pytest.mark.slow
 def test_requests_with_a_long_common_prefix_hit_one_after_another_and_together(
     folder: Path,
 ) -> None:

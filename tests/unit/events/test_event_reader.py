@@ -134,6 +134,25 @@ def test_a_snapshot_that_fails_leaves_the_replay(publisher, caplog):
     assert "No snapshot" in caplog.text
 
 
+def test_a_snapshot_of_a_process_that_has_ended_since_is_forgotten(
+    publisher: FakePublisher,
+) -> None:
+    """The next process has sent as many batches by then, so that one of them seems to follow."""
+    publisher.publish(stored(1))
+
+    def outlived() -> list[bytes]:
+        parts = publisher.snapshot()
+        if publisher.num_snapshots == 1:
+            publisher.start_again()
+            publisher.publish(stored(7))
+            publisher.publish(stored(8))
+        return parts
+
+    with following(reader_of(publisher, snapshot=outlived)) as follower:
+        wait_until(lambda: len(follower.restarts) > 1)
+        wait_for(follower, publisher)
+
+
 def test_a_batch_of_another_form_is_an_error(publisher: FakePublisher) -> None:
     with following(reader_of(publisher)) as follower:
         wait_until(lambda: connected(follower))

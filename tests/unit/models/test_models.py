@@ -23,7 +23,7 @@ from prefixcache.models.weights import NamedTensor, copy_into
 from support.loaded import cpu_model
 from support.loaded import torch_model as load
 from support.paged_driver import CpuDriver, Driver, PagedDriver
-from support.repeatable import long
+from support.repeatable import long, slow
 from support.tiny_models import ARCHITECTURES, WINDOWED, is_greedy, load_model, make_model
 
 FORMS = ["torch", "cpu"]
@@ -49,7 +49,7 @@ def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["cpu", slow("torch")])
 def test_logits_equal_those_of_transformers(tiny_checkpoint, architecture, form):
     folder = tiny_checkpoint(architecture, sharded=form == "torch")
     tokens = prompt_of(200)
@@ -74,7 +74,9 @@ def test_chunks_give_transformers_logits(
     torch.testing.assert_close(torch.cat(chunks), reference(folder, tokens), **near)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES | WINDOWED)
+@pytest.mark.parametrize(
+    "architecture", [one if one in CHUNKED else slow(one) for one in ARCHITECTURES | WINDOWED]
+)
 @pytest.mark.parametrize("form", ["cpu", long("torch")])
 def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architecture, form):
     folder = tiny_checkpoint(architecture)
@@ -84,7 +86,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(tiny_checkpoint, architect
 
 
 @pytest.mark.parametrize("architecture", ["lfm2", "lfm2-bias", "qwen3.5", "granite4-h"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["cpu", slow("torch")])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 16, 17, 18])
 def test_a_convolution_sees_what_there_is_and_what_the_block_before_kept(
     tiny_checkpoint: TinyCheckpoint, architecture: str, form: str, length: int

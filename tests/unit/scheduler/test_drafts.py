@@ -430,7 +430,8 @@ def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_num_apart", lambda plan: len(plan.sequences))
 
 
-@pytest.mark.parametrize("shape", [slow(with_windows(40)), _CONVOLUTIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [with_windows(40), _CONVOLUTIONS])
 def test_no_schedule_with_guesses_changes_a_bit_on_torch(monkeypatch, shape) -> None:
     _row_by_row(monkeypatch)
     counts = Counts()

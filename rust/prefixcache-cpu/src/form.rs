@@ -50,15 +50,14 @@ impl Form {
 
     /// Every form that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        let kinds = [
-            Some(Kind::Portable(Portable)),
-            #[cfg(target_arch = "x86_64")]
-            Avx2::detect().map(Kind::Avx2),
-            #[cfg(target_arch = "x86_64")]
-            Avx512::detect().map(Kind::Avx512),
-            #[cfg(target_arch = "x86_64")]
-            Avx512Bf16::detect().map(Kind::Avx512Bf16),
-        ];
+        let mut kinds = vec![Some(Kind::Portable(Portable))];
+        #[cfg(target_arch = "x86_64")]
+        {
+            let plain = Avx512::detect().map(Kind::Avx512);
+            let pairs = Avx512Bf16::detect().map(Kind::Avx512Bf16);
+            kinds.push(Avx2::detect().map(Kind::Avx2));
+            kinds.extend(if Avx512Bf16::is_fast() { [plain, pairs] } else { [pairs, plain] });
+        }
         kinds.into_iter().flatten().map(Self).collect()
     }
 

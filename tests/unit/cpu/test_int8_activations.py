@@ -23,7 +23,7 @@ from support.loaded import cpu_model
 from support.paged_driver import CpuDriver
 from support.repeatable import bounded
 from support.tiny_gguf import write_gguf
-from support.tiny_models import make_model
+from support.tiny_models import make_model, save_tokenizer
 
 CPU = Cpu(2)
 PROMPT = [(7 * i * i + 3 * i) % 380 + 3 for i in range(90)]
@@ -98,6 +98,28 @@ def test_the_root_of_hashes_tells_the_arithmetic(folder: Path) -> None:
     arithmetic += [f"float32/{kernels}"] * 2 + [f"float32/{kernels}, int8"] * 2
     assert [one.arithmetic for one in infos[:-1]] == arithmetic
     assert len({one.root_hash for one in infos}) == len({one.arithmetic for one in infos}) == 5
+
+
+@pytest.mark.parametrize(
+    ("form", "in_blocks", "activations", "dtype"),
+    [
+        ("avx512_bf16", True, "exact", "bfloat16"),
+        ("avx512", True, "exact", "float32"),
+        ("avx512", True, "int8", "bfloat16"),
+        ("avx512", False, "exact", "bfloat16"),
+        ("portable", False, "exact", "float32"),
+    ],
+)
+def test_auto_takes_the_type_that_the_weights_are_multiplied_in_fastest(
+    folder: Path, tmp_path: Path, form: str, in_blocks: bool, activations: Activations, dtype: str
+) -> None:
+    if form not in Cpu.available_instructions():
+        pytest.skip(f"the processor has no {form}")
+    make_model("llama", **SHAPE).bfloat16().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    flags = {"cpu_instructions": form, "cpu_activations": activations}
+    built = engine(folder if in_blocks else tmp_path, dtype="auto", **flags)
+    assert built.engine.control.prefix_hash_info().arithmetic.startswith(f"{dtype}/{form}/")
 
 
 @pytest.mark.parametrize(

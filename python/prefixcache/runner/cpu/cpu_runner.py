@@ -24,6 +24,7 @@ from prefixcache.models.checkpoint import (
     read_checkpoint,
     remembered_checkpoint,
 )
+from prefixcache.models.gguf.index import has_index
 from prefixcache.models.laid_out.weights_folder import (
     WeightsCache,
     default_folder,
@@ -83,7 +84,7 @@ class CpuRunner:
     def load(self, model: ModelConfig, folder: Path) -> ModelSpec:
         """See `Runner`. The weights are read for their digest in parallel."""
         config, cpu = self._config, self._cpu
-        dtype = _choose_dtype(config, model, cpu)
+        dtype = _choose_dtype(config, model, cpu, folder)
         layout = layout_of(config, model, DTYPES[dtype].itemsize)
         attentions = attention_kernels(model, layout, cpu, dtype)
         specs = _kv_specs(config, layout, DTYPES[dtype].itemsize)
@@ -233,8 +234,10 @@ def _weights_cache(
     )
 
 
-def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu) -> KernelDType:
-    has_products = cpu.instructions.startswith("avx512")
+def _choose_dtype(config: EngineConfig, model: ModelConfig, cpu: Cpu, folder: Path) -> KernelDType:
+    # Plain AVX-512 multiplies dense bfloat16, which is half as large, but blocks faster in float32.
+    is_dense = config.activations == "int8" or not has_index(folder)
+    has_products = cpu.instructions == "avx512_bf16" or (cpu.instructions == "avx512" and is_dense)
     dtype = choose_dtype(config.dtype, model.checkpoint_dtype, multiplies_bfloat16=has_products)
     return cast("KernelDType", dtype)
 

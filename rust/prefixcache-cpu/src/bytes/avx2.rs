@@ -32,7 +32,6 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
     type I = __m256i;
     type F = __m256;
     const LANES: usize = 8;
-    const WIDTH: usize = 2;
     const DOT_OF_FOUR: bool = VNNI;
 
     operations! {

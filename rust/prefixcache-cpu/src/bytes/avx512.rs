@@ -27,7 +27,6 @@ impl ByteLanes for Avx512Vnni {
     type I = __m512i;
     type F = __m512;
     const LANES: usize = 16;
-    const WIDTH: usize = 4;
     const DOT_OF_FOUR: bool = true;
 
     operations! {

@@ -30,9 +30,6 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// Lanes of a vector: 8 or 16.
     const LANES: usize;
 
-    /// Vectors side by side in a register tile.
-    const WIDTH: usize;
-
     /// Whether a dot product of bytes is one instruction. Without it [`Self::pairs`] are the faster way: their
     /// sums stay in 16 bits for as long as they fit.
     const DOT_OF_FOUR: bool;

@@ -19,7 +19,6 @@ impl ByteLanes for Portable {
     type I = I;
     type F = F;
     const LANES: usize = 8;
-    const WIDTH: usize = 2;
     const DOT_OF_FOUR: bool = false;
 
     operations! {

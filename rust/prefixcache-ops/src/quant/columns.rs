@@ -44,9 +44,9 @@ pub(super) fn strip_of_form<E: Element>(form: Form) -> Option<usize> {
 
 /// The most rows that are multiplied in registers: with more, to store what is dequantized and to load it
 /// for a few rows at a time takes less time. What has eight bits is dequantized fastest.
-pub fn max_few(format: Format) -> usize {
+pub fn max_few(format: Format, strip: usize) -> usize {
     match format {
-        Format::Q8_0 => 8,
+        Format::Q8_0 if strip < PANEL => 8,
         _ if format.is_common() => 6,
         _ => 4,
     }
@@ -272,6 +272,9 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         let CodeAt { word, bit: at, line, .. } =
             code_at::<F>(strip_width::<L>(), c * L::LANES, depth);
         let word = first * F::BITS as usize / 32 * line + word;
+        if at < F::BITS {
+            lanes.prefetch(self.codes.wrapping_byte_add(AHEAD).wrapping_add(word));
+        }
         // SAFETY: the stream has this code, so the words with its bits.
         let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
         let mut from = at;
@@ -384,9 +387,10 @@ impl<L: Lanes, F: Layout> Columns<L, F, 4> {
         if at < F::BITS {
             let word = (first * F::BITS as usize + bit) / 32 * strip_width::<L>();
             for (c, to) in shifted.words.iter_mut().enumerate() {
+                let at = self.codes.wrapping_add(word + c * L::LANES);
+                lanes.prefetch(at.wrapping_byte_add(AHEAD));
                 // SAFETY: the stream has these words.
-                let words = unsafe { lanes.load(self.codes.add(word + c * L::LANES).cast()) };
-                *to = lanes.in_register(words);
+                *to = lanes.in_register(unsafe { lanes.load(at.cast()) });
             }
             shifted.by = 0;
         }
@@ -432,7 +436,7 @@ impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
     }
 }
 
-/// A panel times the rows of a task, `H` of them and `C` vectors of columns at a time.
+/// A panel times the rows of a task, `H` of them and `C` vectors of columns of eight at a time.
 struct Few<'a, E, F, const H: usize, const C: usize> {
     product: &'a Product<'a, E>,
     sums: &'a mut [Sums],
@@ -482,6 +486,19 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
             // Not compiled for the forms and types that it is not run with.
             unreachable!("laid out for another form");
         }
+        // There are twice as many registers of vectors that are twice as wide.
+        match const { (L::LANES, C) } {
+            (16, 1) => self.multiply::<L, 2>(lanes),
+            (16, 2) => self.multiply::<L, 4>(lanes),
+            _ => self.multiply::<L, C>(lanes),
+        }
+    }
+}
+
+impl<E: Element, F: Layout, const H: usize, const N: usize> Few<'_, E, F, H, N> {
+    /// Writes the sums, those of `C` vectors at a time.
+    #[inline(always)]
+    fn multiply<L: Lanes, const C: usize>(self, lanes: L) {
         let product = self.product;
         for column in (0..product.used).step_by(C * L::LANES) {
             let sums = product.tile::<F, L, H, C>(lanes, column, self.sums.len());
@@ -583,14 +600,15 @@ fn strip_of<F: Layout, L: Lanes>(panel: *const u8, inputs: usize, column: usize)
     panel.wrapping_add(column / strip_width::<L>() * strip_width::<L>() * blocks * F::BLOCK_BYTES)
 }
 
-/// Asks for a group before it is read: it takes too many instructions to dequantize one for loads alone
-/// to keep enough cache lines on their way.
+/// Asks for the scales of a group before they are read: it takes too many instructions to dequantize one for loads
+/// alone to keep enough cache lines on their way. Codes are asked for word by word: all at once they would fill what
+/// the first cache has for lines on their way, and the loads of this group would wait.
 #[inline(always)]
 fn prefetch<F: Layout, L: Lanes>(lanes: L, strip: *const u8, group: usize) {
     let width = const { strip_width::<L>() };
     let (header, at) = F::group_at(width, group);
     let start = if F::GROUPS == 1 { header } else { at };
-    let bytes = codes_at::<F>(width, group) + width * GROUP * F::BITS as usize / 8 - start;
+    let bytes = codes_at::<F>(width, group) - start;
     for line in 0..bytes.div_ceil(CACHE_LINE) {
         lanes.prefetch(strip.wrapping_add(start + AHEAD + line * CACHE_LINE));
     }

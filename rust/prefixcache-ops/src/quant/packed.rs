@@ -241,7 +241,9 @@ impl PackedBlocks {
                 let most = with_layout!(self.format, F => F::MAX_FEW);
                 rows <= most && form.dots_in_registers()
             }
-            Order::Strips(_) => E::PER_WORD == 1 && rows <= columns::max_few(self.format),
+            Order::Strips(strip) => {
+                E::PER_WORD == 1 && rows <= columns::max_few(self.format, strip)
+            }
         }
     }
 

@@ -105,7 +105,7 @@ LOWEST := target/lowest
 test-lowest: setup-dev model       ## an answer and the unit tests with the lowest versions that are allowed
 	rm -rf $(LOWEST) && $(PYTHON) -m venv --without-pip $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml
-	PYTHONPATH=python $(LOWEST)/bin/python -W error -m prefixcache generate --chat "What is the capital of France?"
+	PYTHONPATH=python $(LOWEST)/bin/python -W error -m prefixcache generate --chat "What is the capital of Japan?"
 	grep ^transformers== requirements/dev.txt >$(LOWEST)/pin.txt
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml -r $(LOWEST)/pin.txt
 	printf '%s\n' $(CURDIR)/python $(CURDIR)/.venv/lib/python*/site-packages >$$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth

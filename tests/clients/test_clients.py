@@ -138,7 +138,7 @@ def test_openai_tool_round_trip(client, stream):
 
 
 def test_openai_responses(client):
-    asked = {**GREEDY, "input": "What is the capital of France?", "max_output_tokens": 60}
+    asked = {**GREEDY, "input": "What is the capital of Japan?", "max_output_tokens": 60}
     whole = client.responses.create(**asked)
     with client.responses.stream(**asked) as stream:
         streamed = [*stream] and stream.get_final_response()

@@ -131,7 +131,7 @@ _MESSAGES: Mapping[str, Schema] = {
     "messages": _list_of(_object(role=_word("user", "assistant"), content=_BLOCKS)),
     "system": _text_or(_TEXT_BLOCK),
 }
-_QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+_QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 _ERRORS = {
     "OpenAIError": _object(
         error=_object(
@@ -171,7 +171,7 @@ def _about_prompt(summary: str, answer: Schema) -> _Endpoint:
         summary=summary,
         answer=answer,
         models=(CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest),
-        example={"prompt": "The capital of France is"},
+        example={"prompt": "The capital of Japan is"},
         parameters=(_VERSION,),
     )
 
@@ -181,7 +181,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         summary="Goes on with texts.",
         models=(CompletionRequest,),
         properties={"prompt": _PROMPT},
-        example={"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        example={"prompt": "The capital of Japan is", "max_tokens": 8, "temperature": 0},
         answer=_CHOICES,
         events=_EVENT,
     ),
@@ -196,7 +196,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         summary="Answers in OpenAI's Responses API.",
         models=(ResponsesRequest,),
         properties={"input": _INPUT},
-        example={"input": "What is the capital of France?", "max_output_tokens": 8},
+        example={"input": "What is the capital of Japan?", "max_output_tokens": 8},
         answer=_RESPONSE,
         events=_NAMED_EVENT,
         statuses=(404,),
@@ -205,7 +205,7 @@ _ENDPOINTS: dict[tuple[str, str], _Endpoint] = {
         summary="Counts the tokens that a response would be made from.",
         models=(ResponsesRequest,),
         properties={"input": _INPUT},
-        example={"input": "What is the capital of France?"},
+        example={"input": "What is the capital of Japan?"},
         answer=_object(object=_STRING, input_tokens=_COUNT),
     ),
     ("get", "/v1/responses/{response_id}"): _Endpoint(

@@ -401,9 +401,9 @@ def _announce(address: str, served: ServedModel, options: ServeOptions, begun: f
 def _example(address: str, served: ServedModel, *, has_key: bool) -> str:
     """A command that gets a short answer. The key is named, not shown: output is kept in logs."""
     body: dict[str, object] = {"model": served.names[0], "max_tokens": 32, "temperature": 0}
-    question = "What is the capital of France?"
+    question = "What is the capital of Japan?"
     if served.tokenizer.chat_template is None:
-        path, body["prompt"] = "completions", "The capital of France is"
+        path, body["prompt"] = "completions", "The capital of Japan is"
     else:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
     data = shlex.quote(json.dumps(body))

@@ -63,13 +63,13 @@ def test_words_are_cut_as_the_models_authors_do(folder: Path, text: str) -> None
 
 def test_greedy_tokens_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     config = ModelConfig.from_hf(folder)
     model = torch_model(folder, config=config)
     driver = PagedDriver(model)
     ours = driver.generate(prompt, bounded(usual=16, long=64))
-    assert "Paris" in tokenizer.decode(ours)
+    assert "Tokyo" in tokenizer.decode(ours)
 
     dense = save_dequantized(folder, tmp_path / "dense")
     theirs = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
@@ -83,15 +83,15 @@ def test_greedy_tokens_equal_those_of_transformers(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["The capital of France is", "--max-tokens", "4"],
-        ["--chat", "What is the capital of France?"],
+        ["The capital of Japan is", "--max-tokens", "4"],
+        ["--chat", "What is the capital of Japan?"],
     ],
     ids=["text", "chat"],
 )
 def test_what_a_newcomer_tries_first_makes_sense(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["generate", *arguments])
     assert result.exit_code == 0
-    assert "Paris" in result.output
+    assert "Tokyo" in result.output
     assert len(result.output) < 100
 
 

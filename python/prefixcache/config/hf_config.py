@@ -326,7 +326,7 @@ def _granite_flags(whole: Any) -> dict[str, Any]:
 
 
 def _granite_moe_flags(whole: Any) -> dict[str, Any]:
-    shared = whole.shared_intermediate_size or 0
+    shared = getattr(whole, "shared_intermediate_size", None) or 0
     experts = _experts(whole, whole.intermediate_size, renormalise=True, shared_size=shared)
     return _granite_flags(whole) | experts
 
@@ -419,7 +419,7 @@ def _delta_flags(whole: Any) -> dict[str, Any]:
         "key_dim": whole.linear_key_head_dim,
         "value_dim": whole.linear_value_head_dim,
         "taps": whole.linear_conv_kernel_dim,
-        "tiled": bool(whole.linear_heads_tiled),  # which GGUF files alone are
+        "tiled": bool(getattr(whole, "linear_heads_tiled", None)),  # which GGUF files alone are
     }
     return {"delta": delta}
 
@@ -440,7 +440,7 @@ def _qwen3_next_flags(whole: Any) -> dict[str, Any]:
     found = _qwen3_5_flags(whole) | _qwen_experts(whole, **_weighed_expert(whole))
     if "delta" not in found:
         return found
-    apart = bool(whole.linear_qkvz_apart)  # as in GGUF files alone
+    apart = bool(getattr(whole, "linear_qkvz_apart", None))  # as in GGUF files alone
     return found | {"delta": found["delta"] | {"by_key_head": True, "qkvz_apart": apart}}
 
 
@@ -1327,7 +1327,7 @@ def _default_layer_types(family: Family, whole: SimpleNamespace) -> list[str]:
 
 def _one_rope(whole: SimpleNamespace, given: Mapping[str, Any]) -> dict[str, Any]:
     rope = given.get("rope_scaling") or whole.rope_parameters
-    factor = whole.partial_rotary_factor
+    factor = getattr(whole, "partial_rotary_factor", None)
     outer = {} if factor is None else {"partial_rotary_factor": factor}
     return _whole_rope(whole, outer | rope, whole.rope_theta)
 

@@ -57,7 +57,7 @@ pub(super) const AHEAD: usize = 4096;
 enum Order {
     /// As this module says.
     Tiles,
-    /// A column in each lane, as [`columns`] says, in strips of so many columns.
+    /// A column in each lane, as [`columns`] says, in strips of that number of columns.
     Strips(usize),
 }
 

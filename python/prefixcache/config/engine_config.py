@@ -637,7 +637,8 @@ class EngineConfig(Checked):
     revision: str | None = flag(None, "Branch, tag or commit of a hub id.", "Model")
     dtype: DType = flag(
         "auto",
-        "Type of the computation, of unquantized weights and of the cache.",
+        "Type of the computation, of unquantized weights and of the cache. auto: bfloat16 for "
+        "checkpoints of 16 bits where the device is fast at it, else float32.",
         "Model",
         common=True,
     )

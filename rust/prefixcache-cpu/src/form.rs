@@ -50,14 +50,16 @@ impl Form {
 
     /// Every form that this processor has, the slowest first.
     pub fn available() -> Vec<Self> {
-        let mut kinds = vec![Some(Kind::Portable(Portable))];
+        #[cfg(not(target_arch = "x86_64"))]
+        let kinds = [Some(Kind::Portable(Portable))];
         #[cfg(target_arch = "x86_64")]
-        {
+        let kinds = {
             let plain = Avx512::detect().map(Kind::Avx512);
             let pairs = Avx512Bf16::detect().map(Kind::Avx512Bf16);
-            kinds.push(Avx2::detect().map(Kind::Avx2));
-            kinds.extend(if Avx512Bf16::is_fast() { [plain, pairs] } else { [pairs, plain] });
-        }
+            let [slower, faster] =
+                if Avx512Bf16::is_fast() { [plain, pairs] } else { [pairs, plain] };
+            [Some(Kind::Portable(Portable)), Avx2::detect().map(Kind::Avx2), slower, faster]
+        };
         kinds.into_iter().flatten().map(Self).collect()
     }
 

@@ -40,11 +40,19 @@ class Cluster:
         return pid
 
     def kill_busiest(self) -> int:
-        """Kills the replica with the most requests; its process."""
-        page = httpx.get(f"{self.address}/metrics", timeout=240).text
-        running = re.findall(r'num_requests_running{.*replica="(\w+)".*} (\S+)', page)
-        busiest = max(running, key=lambda one: float(one[1]))[0]
-        pid = next(one["pid"] for one in self.replicas() if one["replica"] == busiest)
+        """Kills the replica with the most requests, as soon as there are some; its process."""
+        pids = {one["replica"]: one["pid"] for one in self.replicas()}
+        pid = 0
+
+        def is_found() -> bool:
+            nonlocal pid
+            page = httpx.get(f"{self.address}/metrics", timeout=240).text
+            running = re.findall(r'num_requests_running{.*replica="(\w+)".*} (\S+)', page)
+            replica, most = max(running, key=lambda one: float(one[1]))
+            pid = pids[replica]
+            return float(most) > 0
+
+        self.wait_until(is_found)
         os.kill(pid, signal.SIGKILL)
         return pid
 

@@ -40,7 +40,7 @@ PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.F
 SLOW     := (slow or model)
 PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadgroup --durations=10
 
-.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel checks proofs format clean docs
+.PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
 .PHONY: kills equality loom shuttle stress sanitize sanitize-kernels fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
@@ -85,9 +85,6 @@ test: setup-dev                    ## what a change must pass (WORKERS=..., COVE
 
 test-slow: setup-dev model         ## tests of whole processes and real models, which `make test` leaves to .ci/run
 	$(PYTEST) -m "$(SLOW)"
-
-checks: setup-dev                  ## lints and Rust tests
-	$(PARALLEL) lint-python lint-rust test-rust
 
 test-long: setup-dev model         ## the tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust

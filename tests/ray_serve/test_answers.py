@@ -183,7 +183,7 @@ async def test_a_killed_replica_ends_streams_with_an_error(cluster: Cluster) -> 
     cluster.post("/reset_prefix_cache")  # else a replica that is new here may get none of them
     expected = [said(one)[0]["text"] for one in await all_completions(cluster.address, bodies)]
     with Traffic(cluster.address, bodies, stream=True) as traffic:
-        # Until a stream was cut: all of the busiest replica may end before it is killed.
+        # Until a stream was cut: all streams of the busiest replica may end before it is killed.
         for _ in range(5):
             # Each has begun, since another replica takes a stream that sent nothing yet.
             await until(lambda: _load(cluster) == len(bodies))

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -252,25 +253,39 @@ def test_a_quick_trial_is_soon_over_and_a_cancelled_one_too() -> None:
         sandboxes.close()
 
 
-def test_a_child_that_is_killed_behind_its_answer_gives_no_second_one(tmp_path: Path) -> None:
-    """As by a client that leaves then: the next grammar was refused, for ever."""
-    script = tmp_path / "sandbox"
+@contextmanager
+def sandbox_whose_child_is_killed(at: str, folder: Path) -> Iterator[Sandbox]:
+    script = folder / "sandbox"
     script.write_text(
         f"#!{sys.executable}\n"
         "import os, signal\n"
         "from prefixcache.text.grammar import sandbox\n"
-        "sandbox.os._exit = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sandbox.main()\n"
     )
     script.chmod(0o755)
-    sandbox, known = Sandbox(), all_grammars()
-    try:
-        with mock.patch.object(sys, "executable", str(script)):
-            for pattern in "ab":
-                output = StructuredOutput("regex", pattern)
-                assert known.compile(output, sandbox).num_bytes > 0
-    finally:
-        sandbox.close()
+    with mock.patch.object(sys, "executable", str(script)), closing(Sandbox()) as sandbox:
+        yield sandbox
+
+
+def test_a_child_that_is_killed_behind_its_answer_gives_no_second_one(tmp_path: Path) -> None:
+    """As by a client that leaves then: the next grammar was refused, for ever."""
+    known = all_grammars()
+    with sandbox_whose_child_is_killed("sandbox.os._exit", tmp_path) as sandbox:
+        for pattern in "ab":
+            assert known.compile(StructuredOutput("regex", pattern), sandbox).num_bytes > 0
+
+
+def test_a_grammar_whose_child_was_killed_is_not_refused_again(tmp_path: Path) -> None:
+    """As by a system that is out of memory, whatever the grammar is."""
+    output, known = StructuredOutput("regex", "a"), all_grammars()
+    with (
+        sandbox_whose_child_is_killed("sandbox._tried", tmp_path) as sandbox,
+        pytest.raises(QueueFullError, match="no time"),
+    ):
+        known.compile(output, sandbox)
+    with closing(Sandbox()) as sandbox:
+        assert known.compile(output, sandbox).num_bytes > 0
 
 
 def test_a_process_that_is_lost_within_its_answer_has_given_none(monkeypatch) -> None:

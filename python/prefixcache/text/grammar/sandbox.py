@@ -70,7 +70,7 @@ class Sandbox:
         """How many bytes the compiled grammar takes.
 
         Raises `GrammarError` when it cannot be compiled within the limits, `SlowGrammarError` when
-        a longer sandbox may do, `QueueFullError` when the machine has no time for it, and
+        a longer sandbox may do, `QueueFullError` when the machine has no time or memory for it, and
         `CancelledError` soon after `cancelled` is set.
         """
         with self._lock:
@@ -78,7 +78,9 @@ class Sandbox:
         if cancelled is not None and cancelled.is_set():
             raise CancelledError
         if result is None:
-            raise QueueFullError("The machine has no time to compile a grammar.", retry_after=10)
+            raise QueueFullError(
+                "The machine has no time or memory to compile a grammar now.", retry_after=10
+            )
         if result.error is not None:
             raise (SlowGrammarError if result.is_slow and self.is_quick else GrammarError)(
                 result.error
@@ -98,7 +100,7 @@ class Sandbox:
         vocabulary: Vocabulary,
         cancelled: threading.Event | None,
     ) -> SandboxResult | None:
-        """None where no answer came in time, or the process was lost."""
+        """None where no answer came in time, or a process was lost."""
         process = self._process or _start(vocabulary)
         self._process = None  # until it has answered
         assert process.stdin is not None
@@ -114,7 +116,8 @@ class Sandbox:
             _end(process)
             return None
         self._process = process
-        return SandboxResult(*json.loads(answer))
+        fields = json.loads(answer)
+        return None if fields is None else SandboxResult(*fields)
 
 
 class Sandboxes:
@@ -210,13 +213,23 @@ def main() -> None:
         # One answer a grammar, also where the child was killed behind its own: a second would be
         # taken for that of the next grammar.
         if not answer.endswith(b"\n"):
-            is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            answer = _answer(SandboxResult(0, _TOO_MUCH, is_slow))
+            answer = _answer(_ended(status))
         target.write(answer)
         target.flush()
 
 
-def _answer(result: SandboxResult) -> bytes:
+def _ended(status: int) -> SandboxResult | None:
+    """What the status of a child that gave no answer says of its grammar.
+
+    Nothing where it was killed: a system that is out of memory kills whom it finds.
+    """
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if ended_by == signal.SIGKILL:
+        return None
+    return SandboxResult(0, _TOO_MUCH, is_slow=ended_by == signal.SIGPROF)
+
+
+def _answer(result: SandboxResult | None) -> bytes:
     return json.dumps(result).encode() + b"\n"
 
 

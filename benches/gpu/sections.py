@@ -29,6 +29,7 @@ from shapes import SHAPES
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
 from prefixcache.config.model_config import RopeConfig
+from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention
 from prefixcache.runner.cuda.decoder_model import DecoderModel
@@ -470,7 +471,7 @@ def _attention_error(spec: AttentionSpec, device: torch.device) -> float:
     outputs = []
     options = AttentionOptions(device=device, dtype=dtype, batch_invariant=False)
     name = "flashinfer" if device.type == "cuda" else "torch"
-    (ours,) = make_attention(name, [AttentionGroup(spec, (0,))], options).backends
+    (ours,) = make_attention(name, [AttentionGroup(spec, KVGroup((0,)))], options).backends
     for attention in (ours, reference_attention(spec, device)):
         copy = pool.clone()
         attention.bind([copy])

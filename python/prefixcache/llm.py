@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.vllm_flags import without_vllm_flags
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import KnownIds
@@ -108,7 +109,8 @@ class LLM:
     """A model with its engine, driven by the calling thread: any, but one at a time.
 
     Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
-    `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
+    `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Those
+    of vLLM's `LLM` that mean nothing here, as `tensor_parallel_size=1`, set nothing. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
     model calls tools and reasons is read from its chat template unless a parser is named.
     """
@@ -121,7 +123,7 @@ class LLM:
         reasoning_parser: ReasoningParserName = "auto",
         **flags: Any,
     ) -> None:
-        config = EngineConfig.from_flags(model=model, **flags)
+        config = EngineConfig.from_flags(model=model, **without_vllm_flags(flags))
         built = build(config)
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._engine = built.engine

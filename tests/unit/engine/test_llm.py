@@ -293,6 +293,29 @@ def test_wrong_flags_are_named(tiny_checkpoint: Checkpoint) -> None:
         LLM(folder, block_size=7)
 
 
+def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint) -> None:
+    folder = str(tiny_checkpoint())
+    done_anyway = {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "enable_chunked_prefill": True,
+        "enable_lora": False,
+        "quantization": None,
+        "load_format": "auto",
+        "swap_space": 4,
+        "tokenizer": None,
+    }
+    assert LLM(folder, num_blocks=33, dtype="float32", **done_anyway).max_model_len == 512
+    for name, value, message in (
+        ("tensor_parallel_size", 2, "asks for more than one device; taken is 1, got 2"),
+        ("enable_lora", True, "asks for LoRA, which is not supported."),
+        ("enable_chunked_prefill", False, "asks for whole prompts in one step"),
+        ("quantization", "awq", "asks for other weights than the model's"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} {message}"):
+            LLM(folder, **{name: value})
+
+
 def test_unknown_names_of_the_package_are_attribute_errors() -> None:
     import prefixcache
 

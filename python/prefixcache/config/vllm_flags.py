@@ -1,4 +1,4 @@
-"""Flags of vLLM that are none of ours: so its command lines, and calls of its `LLM`, start here too.
+"""Flags of vLLM that are none of ours: so its command lines, and uses of its `LLM`, run here too.
 
 What means nothing here, or is done anyway, is accepted; what asks for more is refused by name.
 """

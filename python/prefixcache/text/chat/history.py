@@ -35,8 +35,8 @@ def read_messages(
 
     `developer` is the role that messages of that role get.
 
-    Raises `InvalidRequestError`, naming the field, for contents that are none, calls that are none, for arguments that are
-    no JSON object, and for a result of a call that no message before it made.
+    Raises `InvalidRequestError`, naming the field, for contents and calls that are none, for
+    arguments that are no JSON object, and for a result of a call that no message before it made.
     """
     names: dict[str, str] = {}
     return [

@@ -250,7 +250,7 @@ class LLM:
 
     def receive_weights(
         self,
-        chunks: Iterable[Chunk],
+        chunks: Chunk | Iterable[Chunk],
         mode: InFlightMode = "recompute",
         *,
         weight_version: str | None = None,

@@ -133,12 +133,12 @@ def _in_range(
     *,
     open_low: bool = False,
 ) -> None:
-    if not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong(name, f"must be a number, got {shown(value)}")
     finite = abs(value) <= sys.float_info.max  # not so for NaN
     too_low = value <= low if open_low else value < low
     too_high = high is not None and value > high
-    if isinstance(value, bool) or not finite or too_low or too_high:
+    if not finite or too_low or too_high:
         bracket = "(" if open_low else "["
         bounds = f"of at least {low}" if high is None else f"in {bracket}{low}, {high}]"
         got = value if finite else "one that no float holds"

@@ -23,7 +23,9 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
+from prefixcache.config.vllm_flags import without_vllm_flags
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import KnownIds
@@ -48,6 +50,7 @@ from prefixcache.types.token_ids import TokenIds, as_token_ids
 from prefixcache.types.weight_spans import WeightSpan, extend_spans
 
 T = TypeVar("T")
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, Any]
 
 
@@ -106,7 +109,8 @@ class LLM:
     """A model with its engine, driven by the calling thread: any, but one at a time.
 
     Flags are those of `vllm serve`: see `EngineConfig`, `CacheConfig` and `SchedulerConfig` in
-    `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Raises
+    `prefixcache.config`; `num_gpu_blocks_override` is another name of `num_blocks`. Those
+    of vLLM's `LLM` that mean nothing here, as `tensor_parallel_size=1`, set nothing. Raises
     `ConfigError` for a wrong flag and `ModelLoadError` when the model cannot be loaded. How the
     model calls tools and reasons is read from its chat template unless a parser is named.
     """
@@ -119,7 +123,7 @@ class LLM:
         reasoning_parser: ReasoningParserName = "auto",
         **flags: Any,
     ) -> None:
-        config = EngineConfig.from_flags(model=model, **flags)
+        config = EngineConfig.from_flags(model=model, **without_vllm_flags(flags))
         built = build(config)
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._engine = built.engine
@@ -169,7 +173,7 @@ class LLM:
         """Answers all prompts together; the results are in the prompts' order.
 
         A prompt is a text, token ids (a list or an array), or a dict with "prompt" or
-        "prompt_token_ids".
+        "prompt_token_ids", and with "cache_salt" where it has a salt of its own.
         Without `sampling_params` the model's own defaults hold (`get_default_sampling_params`).
         Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
         `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.
@@ -211,7 +215,7 @@ class LLM:
         and for all conversations; `chat_template_kwargs` reach the template. The rest is as in
         `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
+        single = isinstance(next(iter(messages), None), Mapping)
         many = cast("Sequence[Sequence[Mapping[str, Any]]]", [messages] if single else messages)
         use = read_tool_use(tools, tool_choice, parallel=parallel_tool_calls)
         given = list(_for_each(sampling_params, len(many), "sampling_params"))
@@ -246,7 +250,7 @@ class LLM:
 
     def receive_weights(
         self,
-        chunks: Iterable[Chunk],
+        chunks: Chunk | Iterable[Chunk],
         mode: InFlightMode = "recompute",
         *,
         weight_version: str | None = None,
@@ -287,7 +291,12 @@ class LLM:
         _, token_ids = self._encode(prompt)
         params = SamplingParams(max_tokens=1)
         return self._engine.probe(
-            Request(request_id="", prompt_token_ids=token_ids, params=params, cache=cache)
+            Request(
+                request_id="",
+                prompt_token_ids=token_ids,
+                params=params,
+                cache=_salted(cache, prompt),
+            )
         )
 
     def _job(
@@ -300,6 +309,7 @@ class LLM:
         cache: CacheOptions,
     ) -> _Job:
         text, token_ids = self._encode(prompt)
+        cache = _salted(cache, prompt)
         params = self._fitting_defaults(token_ids) if params is None else params
         params = with_bad_words(params, self._tokenizer)
         number = str(next(self._numbers))
@@ -332,9 +342,11 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, TokenIds]:
         if isinstance(prompt, Mapping):
+            for key in prompt.keys() - _PROMPT_KEYS:
+                raise wrong("prompt", f"has {shown(key)}, which is not read")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), as_token_ids(prompt["prompt_token_ids"])
-            prompt = cast("str", prompt["prompt"])
+            prompt = cast("str", prompt.get("prompt"))
         if isinstance(prompt, str):
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
@@ -433,6 +445,11 @@ def _read_messages(plan: ChatPlan, result: GenerationResult) -> None:
         choice.message.add(plan.new_parser().push(choice.text, finished=True))
         if choice.message.tool_calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
+
+
+def _salted(cache: CacheOptions, prompt: Prompt) -> CacheOptions:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    return cache if salt is None else dataclasses.replace(cache, salt=salt)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,6 +15,7 @@ import litellm
 import openai
 import pytest
 from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -310,6 +311,23 @@ def test_langchain(address):
     )
     assert claude.invoke(asked).content
     assert claude.bind_tools([get_weather], tool_choice="any").invoke(asked) is not None
+
+
+def test_clients_see_that_a_prompt_is_too_long(address):
+    """They look for words in the message, and shorten the chat or take another model."""
+    text, options = "a b " * 9000, {"model": MODEL, "api_key": "none"}
+    for chat in (
+        ChatOpenAI(**options, base_url=f"{address}/v1"),
+        ChatAnthropic(**options, base_url=address),
+    ):
+        with pytest.raises(ContextOverflowError):
+            chat.invoke(text)
+    messages = [{"role": "user", "content": text}]
+    for form, base in (("openai", f"{address}/v1"), ("anthropic", address)):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(
+                f"{form}/{MODEL}", messages, api_base=base, api_key="none", max_tokens=1
+            )
 
 
 class Anything(BaseModel):

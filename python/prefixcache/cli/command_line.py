@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from prefixcache.cli.vllm_flags import VllmOption
+from prefixcache.cli.vllm_options import VllmOption
 from prefixcache.config.checked import adapters, check, shown
 from prefixcache.config.flags import Group, build, closest, leaves
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError

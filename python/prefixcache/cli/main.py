@@ -25,7 +25,7 @@ from prefixcache.cli.models import ModelsOptions, models
 from prefixcache.cli.replay import replay
 from prefixcache.cli.rerun import rerun
 from prefixcache.cli.verify import verify
-from prefixcache.cli.vllm_flags import vllm_options
+from prefixcache.cli.vllm_options import vllm_options
 from prefixcache.config.checked import Checked, shown
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import flag, leaves

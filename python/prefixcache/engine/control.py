@@ -586,7 +586,7 @@ class Control:
 
     def receive_weights(
         self,
-        chunks: Iterable[Chunk],
+        chunks: Chunk | Iterable[Chunk],
         mode: InFlightMode = "recompute",
         *,
         weight_version: str | None = None,
@@ -597,11 +597,12 @@ class Control:
         """Takes new weights in chunks while requests are served, then replaces the old ones.
 
         A chunk is a mapping from a checkpoint's names to arrays or torch tensors, or the bytes of a
-        file of safetensors. All are replaced between two steps or none are: whatever fails, the
-        chunks' own errors included, the old ones serve on. The weights' name in all hashes is that
-        of their content, so that hits after a restart with them are sound; `digest`, as
-        `weights_digest` gives it, is compared with what came. `weight_version` labels them, and
-        names them where `full` is false, so that some keep their values. Returns their version.
+        file of safetensors; one may come alone. All are replaced between two steps or none are:
+        whatever fails, the chunks' own errors included, the old ones serve on. The weights' name in
+        all hashes is that of their content, so that hits after a restart with them are sound;
+        `digest`, as `weights_digest` gives it, is compared with what came. `weight_version` labels
+        them, and names them where `full` is false, so that some keep their values. Returns their
+        version.
         """
         return self.weights_push.receive(
             chunks, timeout, mode=mode, weight_version=weight_version, digest=digest, full=full

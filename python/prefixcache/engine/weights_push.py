@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from prefixcache.config.checked import shown
 from prefixcache.engine.staged import StagedTensors, as_chunk
@@ -140,11 +140,11 @@ class WeightsPush:
         with self._open(update_id):
             self._close("was aborted")
 
-    def receive(self, chunks: Iterable[Chunk], timeout: float, **end: Any) -> int:
+    def receive(self, chunks: Chunk | Iterable[Chunk], timeout: float, **end: Any) -> int:
         """A whole update; whatever the chunks raise aborts it."""
         update_id = self.begin(timeout)
         try:
-            for chunk in chunks:
+            for chunk in _listed(chunks):
                 self.add(update_id, chunk)
             return self.end(update_id, **end)
         except BaseException:
@@ -206,15 +206,21 @@ def weights_digest(chunks: Chunk | Iterable[Chunk]) -> str:
 
     The same as that of a folder that has these tensors, in these types, as safetensors.
     """
-    one = isinstance(chunks, (Mapping, bytes, bytearray, memoryview))
     staged = StagedTensors(lambda _: None, 1 << 62)
     try:
-        for chunk in [chunks] if one else chunks:
+        for chunk in _listed(chunks):
             with _blaming("chunk"):
-                staged.add(_pieces(chunk))  # type: ignore[arg-type]
+                staged.add(_pieces(chunk))
         return staged.digest()
     finally:
         staged.close()
+
+
+def _listed(chunks: Chunk | Iterable[Chunk]) -> Iterable[Chunk]:
+    """One chunk alone is one of one."""
+    if isinstance(chunks, (Mapping, bytes, bytearray, memoryview)):
+        return [cast("Chunk", chunks)]
+    return chunks
 
 
 def _pieces(chunk: Chunk) -> list[bytes | memoryview]:

@@ -191,6 +191,6 @@ class _ReplayBuffer:
     def batches(self, start: int, most: int) -> list[tuple[int, bytes]]:
         """Up to `most` batches from the sequence `start` on, or from the first that is left."""
         first = self._next - len(self._batches)
-        begin = max(start, first)
+        begin = min(max(start, first), self._next)  # peers may ask for any
         found = islice(self._batches, begin - first, begin - first + most)
         return list(zip(range(begin, begin + most), found, strict=False))

@@ -67,8 +67,8 @@ class Limits:
         room = self._max_model_len - prompt
         if room < max(output, least):
             raise RequestTooLargeError(
-                f"The model's context length is {self._max_model_len} tokens, but the request "
-                f"needs {prompt + max(output, least)}: {prompt} in the prompt and "
+                f"This model's maximum context length is {self._max_model_len} tokens, but the "
+                f"request needs {prompt + max(output, least)}: {prompt} in the prompt and "
                 f"{max(output, least)} for the answer.",
                 param="prompt" if room < least else "max_tokens",
                 code="context_length_exceeded",

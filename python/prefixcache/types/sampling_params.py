@@ -6,7 +6,10 @@ import sys
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
+from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -25,6 +28,7 @@ class SamplingParams:
     `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the prompt,
     those of the first `logprob_start_len` tokens are left out, and may be hits. The answer's text
     follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+    `stop`, `stop_token_ids` and `bad_words` may be lists, None, or one text, as in vLLM.
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
     `bad_words`, as long as another token may be chosen. They act by their token ids, which
@@ -57,6 +61,8 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -115,6 +121,10 @@ class SamplingParams:
         return self.temperature < _TEMPERATURE_FLOOR
 
 
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(() if value is None else value)
+
+
 def _in_range(
     name: str,
     value: float,
@@ -123,10 +133,12 @@ def _in_range(
     *,
     open_low: bool = False,
 ) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise wrong(name, f"must be a number, got {shown(value)}")
     finite = abs(value) <= sys.float_info.max  # not so for NaN
     too_low = value <= low if open_low else value < low
     too_high = high is not None and value > high
-    if isinstance(value, bool) or not finite or too_low or too_high:
+    if not finite or too_low or too_high:
         bracket = "(" if open_low else "["
         bounds = f"of at least {low}" if high is None else f"in {bracket}{low}, {high}]"
         got = value if finite else "one that no float holds"

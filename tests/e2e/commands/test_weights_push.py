@@ -162,7 +162,7 @@ def test_numbers_of_another_type_are_converted_once(tiny_checkpoint: Checkpoint)
     folder, other = tiny_checkpoint("smollm2"), tiny_checkpoint("smollm2", seed=1)
     llm = make_llm(folder)
     halves = {name: one.to(torch.bfloat16) for name, one in tensors_of(other).items()}
-    llm.receive_weights([halves])
+    llm.receive_weights(halves)
     expected = make_llm(folder)
     expected.control.load_state_dict({name: one.float() for name, one in halves.items()})
     assert answer(llm) == answer(expected)

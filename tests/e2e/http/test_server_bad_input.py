@@ -361,6 +361,17 @@ async def test_the_context_length_error_says_both_numbers(client):
     assert "600" in error["message"]
 
 
+@pytest.mark.parametrize(("words", "most", "found"), [(600, 7, True), (6, 600, False)])
+async def test_a_prompt_that_is_too_long_is_named_as_anthropic_does(client, words, most, found):
+    """Clients that read it shorten the chat, which is no help where the answer is too long."""
+    messages = [{"role": "user", "content": "a b " * words}]
+    body = {"model": "tiny", "max_tokens": most, "messages": messages}
+    answer = await client.post("/v1/messages", json=body)
+    message = answer.json()["error"]["message"]
+    assert message.startswith("prompt is too long: ") == found
+    assert "This model's maximum context length is 512" in message
+
+
 _scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 600), st.floats(allow_nan=False), st.text(max_size=8)
 )

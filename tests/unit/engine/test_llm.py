@@ -190,6 +190,37 @@ def test_chat_uses_the_template(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": {"text": "a"}}], r"messages\[0\].content must be text or a"),
+        (["a"], r"messages\[0\] must be an object, got 'a'"),
+        ({"role": "user", "content": "a"}, r"messages\[0\] must be an object"),
+    ],
+)
+def test_messages_that_are_none_are_named(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
+    prompt = [*range(200, 250)]
+    salted = {"prompt_token_ids": prompt, "cache_salt": "a"}
+    generate(llm, salted, GREEDY)
+    assert llm.probe([prompt, salted, {**salted, "cache_salt": "b"}]) == [0, 48, 0]
+    assert generate(llm, salted, GREEDY)[0].num_cached_tokens == 48
+
+
+def test_sampling_params_take_texts_and_lists(llm: LLM) -> None:
+    """As vLLM's do; a text is one stop string, not its letters."""
+    params = SamplingParams(stop="ab", bad_words="cd", stop_token_ids=None)  # type: ignore[arg-type]
+    assert (params.stop, params.bad_words, params.stop_token_ids) == (("ab",), ("cd",), ())
+    listed = SamplingParams(temperature=0, stop=["ab", "cd"], stop_token_ids=[400])  # type: ignore[arg-type]
+    assert generate(llm, "a", listed)[0].finished
+    with pytest.raises(InvalidRequestError, match="temperature must be a number, got None"):
+        SamplingParams(temperature=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
         ("", GREEDY, "at least one token"),
@@ -197,6 +228,8 @@ def test_chat_uses_the_template(llm: LLM) -> None:
         ([1, 2], [GREEDY, GREEDY], "2 entries for 1 prompts"),
         ([1, 2], SamplingParams(max_tokens=511), "context length is 512"),
         ("a\ud800b", GREEDY, "surrogate"),
+        ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "'multi_modal_data', which is not read"),
+        ({"prompt": "a", "cache_salt": 1}, GREEDY, "salt"),
     ],
 )
 def test_wrong_input_computes_nothing(llm: LLM, prompts: Any, params: Any, message: str) -> None:
@@ -258,6 +291,29 @@ def test_wrong_flags_are_named(tiny_checkpoint: Checkpoint) -> None:
         LLM(folder, num_blocks=9, max_model_len=512, dtype="float32")
     with pytest.raises(ConfigError, match="block_size"):
         LLM(folder, block_size=7)
+
+
+def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint) -> None:
+    folder = str(tiny_checkpoint())
+    done_anyway = {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "enable_chunked_prefill": True,
+        "enable_lora": False,
+        "quantization": None,
+        "load_format": "auto",
+        "swap_space": 4,
+        "tokenizer": None,
+    }
+    assert LLM(folder, num_blocks=33, dtype="float32", **done_anyway).max_model_len == 512
+    for name, value, message in (
+        ("tensor_parallel_size", 2, "asks for more than one device; taken is 1, got 2"),
+        ("enable_lora", True, "asks for LoRA, which is not supported."),
+        ("enable_chunked_prefill", False, "asks for whole prompts in one step"),
+        ("quantization", "awq", "asks for other weights than the model's"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} {message}"):
+            LLM(folder, **{name: value})
 
 
 def test_unknown_names_of_the_package_are_attribute_errors() -> None:

@@ -261,6 +261,7 @@ def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
             assert list(replayed(context, endpoint, 0)) == [2, 3, 4]
             assert list(replayed(context, endpoint, 4)) == [4]
             assert replayed(context, endpoint, 9) == {}
+            assert replayed(context, endpoint, 2**63 - 1) == {}
             samples = [one for family in publisher.families() for one in family.samples]
             values = {(one.name.split(":")[1], *one.labels.values()): one.value for one in samples}
             assert values["kv_event_batches_total",] == 5

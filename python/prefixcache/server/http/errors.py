@@ -135,6 +135,9 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
 def anthropic_error(error: Exception, request_id: str) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it, and its event in a stream."""
     status, message = _status_and_message(error)
+    too_long = getattr(error, "code", None) == "context_length_exceeded"
+    if too_long and getattr(error, "param", None) != "max_tokens":
+        message = f"prompt is too long: {message}"  # clients look for Anthropic's words
     inner = {"type": _types_of(status)[1], "message": message}
     return {"type": "error", "error": inner, "request_id": request_id}
 

@@ -161,8 +161,8 @@ class PromptEncoder:
         least = len(text) // self._tokenizer.longest_token
         if least > limit:
             raise RequestTooLargeError(
-                f"The model's context length is {limit} tokens, but the text of {len(text)} "
-                f"characters makes {least} or more.",
+                f"This model's maximum context length is {limit} tokens, but the text of "
+                f"{len(text)} characters makes {least} or more.",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -35,8 +35,8 @@ def read_messages(
 
     `developer` is the role that messages of that role get.
 
-    Raises `InvalidRequestError`, naming the field, for calls that are none, for arguments that are
-    no JSON object, and for a result of a call that no message before it made.
+    Raises `InvalidRequestError`, naming the field, for contents and calls that are none, for
+    arguments that are no JSON object, and for a result of a call that no message before it made.
     """
     names: dict[str, str] = {}
     return [
@@ -48,7 +48,10 @@ def read_messages(
 def _read_message(
     message: Mapping[str, Any], field: str, names: dict[str, str], developer: str
 ) -> dict[str, Any]:
-    read = dict(message)
+    read = dict(one_object(message, field))
+    content = read.get("content")
+    if not isinstance(content, str | list | None):  # some templates would show any object
+        raise wrong(f"{field}.content", f"must be text or a list of parts, got {shown(content)}")
     if read.get("role") == "developer":
         read["role"] = developer
     if read.get("role") == "tool":

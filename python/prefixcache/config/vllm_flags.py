@@ -1,19 +1,19 @@
-"""Options of `vllm serve` that are no flags of ours: so its command lines start here too.
+"""Flags of vLLM that are none of ours: so its command lines, and uses of its `LLM`, run here too.
 
 What means nothing here, or is done anyway, is accepted; what asks for more is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import click
-from click.core import ParameterSource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import FieldError
 
 _ONE_DEVICE = "asks for more than one device"
+_OTHER_WEIGHTS = "asks for other weights than the model's"
 _OTHER_KV = "asks for the KV cache in another place"
 _OTHER_TYPE = "asks for another type of the KV cache"
 _OTHER_GRAMMARS = "asks for another engine of structured output"
@@ -108,59 +108,72 @@ _SOME_VALUES = {
     "--max-logprobs": (" ".join(map(str, range(21))), "asks for more log probabilities than 20"),
     "--logprobs-mode": ("raw_logprobs", "asks for other log probabilities"),
 }
+# Those that are options of `serve` and no arguments of `LLM`.
+_OF_LLM = {
+    "--load-format": ("auto", _OTHER_WEIGHTS),
+    "--quantization": ("auto none", _OTHER_WEIGHTS),
+}
 
 
-class VllmOption(click.Option):
-    """A hidden option that sets nothing, under its names in vLLM.
+@dataclass(frozen=True, slots=True)
+class VllmFlag:
+    """A flag that sets nothing, by its `names` as options.
 
-    A switch is refused where it has a `why`. An option that `takes_value` is refused for values
+    A switch is refused where it has a `why`. A flag that `takes_value` is refused for values
     other than `taken`; None takes any.
     """
 
-    def __init__(
-        self,
-        *names: str,
-        takes_value: bool = False,
-        taken: tuple[str, ...] | None = None,
-        why: str = "",
-    ) -> None:
-        name = names[0].lstrip("-").replace("-", "_").replace(".", "_")
-        value_type = click.UNPROCESSED if takes_value else bool
-        super().__init__(
-            [f"foreign_{name}", *names], hidden=True, is_flag=not takes_value, type=value_type
-        )
-        self._takes_value = takes_value
-        self._taken = taken
-        self._why = why
+    names: tuple[str, ...]
+    takes_value: bool = False
+    taken: tuple[str, ...] | None = None
+    why: str = ""
 
-    def refuse(self, ctx: click.Context) -> None:
-        """Raises `FieldError` when the option was given and asks for what is not done."""
-        name = self.name or ""
-        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+    def check(self, name: str, value: object) -> None:
+        """Raises `FieldError` with the `name` when the value asks for what is not done."""
+        if not self.takes_value and not self.why:
             return
-        value = ctx.params[name]
-        if not self._takes_value and not self._why:
+        if self.takes_value and (self.taken is None or str(value).lower() in self.taken):
             return
-        if self._takes_value and (self._taken is None or str(value).lower() in self._taken):
-            return
-        got = f", got {shown(value)}" if self._takes_value else ""
-        only_these = f"; taken is {', '.join(self._taken)}" if self._taken else ""
-        refused = "" if only_these or "not" in self._why.split() else ", which is not supported"
-        raise FieldError(self.opts[0], f"{self._why}{refused}{only_these}{got}.")
+        got = f", got {shown(value)}" if self.takes_value else ""
+        only_these = f"; taken is {', '.join(self.taken)}" if self.taken else ""
+        refused = "" if only_these or "not" in self.why.split() else ", which is not supported"
+        raise FieldError(name, f"{self.why}{refused}{only_these}{got}.")
 
 
-def vllm_options() -> Iterator[VllmOption]:
-    """All of them."""
+def vllm_flags() -> Iterator[VllmFlag]:
+    """All options of `vllm serve` that `serve` does not have itself."""
     for name in _IGNORED.split():
-        yield VllmOption(name)
+        yield VllmFlag((name,))
     for name in _ANY_VALUE.split():
-        yield VllmOption(name, takes_value=True)
+        yield VllmFlag((name,), takes_value=True)
     for why, switches in _REFUSED_SWITCHES.items():
         for name in switches.split():
-            yield VllmOption(name, why=why)
+            yield VllmFlag((name,), why=why)
     for why, options in _REFUSED_OPTIONS.items():
         for names in options.split():
-            yield VllmOption(*names.split("/"), takes_value=True, taken=(), why=why)
-    for names, (taken, why) in _SOME_VALUES.items():
+            yield VllmFlag(tuple(names.split("/")), takes_value=True, taken=(), why=why)
+    yield from _with_values(_SOME_VALUES)
+
+
+def _with_values(table: Mapping[str, tuple[str, str]]) -> Iterator[VllmFlag]:
+    for names, (taken, why) in table.items():
         values = tuple(taken.split())
-        yield VllmOption(*names.split("/"), takes_value=True, taken=values, why=why)
+        yield VllmFlag(tuple(names.split("/")), takes_value=True, taken=values, why=why)
+
+
+def without_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of vLLM's `LLM` that are none of its flags; None counts as not given.
+
+    Raises `FieldError` for a flag that asks for what is not done.
+    """
+    known = {one.names[0]: one for one in (*vllm_flags(), *_with_values(_OF_LLM))}
+    own = dict[str, Any]()
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if option not in known:
+            own[name] = value
+        elif value is False and not known[option].takes_value:
+            option = f"--no-{option[2:]}"
+        if option in known and value is not None:
+            known[option].check(name, value)
+    return own

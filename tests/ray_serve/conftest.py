@@ -61,27 +61,40 @@ def started(
     # Ray's sockets have paths of at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="pc", dir="/tmp") as folder:
         log = Path(folder) / "log"
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, *program, command, *flags, "--port", "0"],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env={**os.environ, "RAY_TMPDIR": folder},
-                start_new_session=True,
-            )
+        for tries_left in reversed(range(4)):
+            process = _started([sys.executable, *program, command, *flags, "--port", "0"], log)
+            address = _address(process)
+            # Ray gives its node 30 seconds to start, which a busy machine may not do.
+            is_too_slow = address is None and "timed out during startup" in log.read_text()
+            if not (is_too_slow and tries_left):
+                break
+            _end(process)
         try:
-            yield process, _address(process, log)
+            assert address is not None, log.read_text()
+            yield process, address
         finally:
             _end(process)
 
 
-def _address(process: subprocess.Popen[str], log: Path) -> str:
+def _started(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
+    with log.open("w") as stderr:
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, "RAY_TMPDIR": str(log.parent)},
+            start_new_session=True,
+        )
+
+
+def _address(process: subprocess.Popen[str]) -> str | None:
+    """Where it serves; None if it has ended before."""
     assert process.stdout is not None
     for line in process.stdout:
         if found := re.search(r"is ready after .* (http://[\w.]+:\d+)", line):
             return found[1]
-    raise AssertionError(log.read_text())
+    return None
 
 
 def _end(process: subprocess.Popen[str]) -> None:

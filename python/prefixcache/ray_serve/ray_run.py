@@ -95,7 +95,7 @@ def _cluster(options: RayOptions) -> Generator[None, None, None]:
                 object_store_memory=options.ray_object_store,
                 **common,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # as Ray raises for a node that takes too long to start
         if options.address is None:
             raise ConfigError(f"Ray cannot start a cluster: {error}") from error
         raise FieldError("address", f"{options.address} is no Ray cluster: {error}") from error

@@ -708,6 +708,13 @@ def test_the_router_counts_the_blocks_of_a_model_with_states(
     assert router.request_router_kwargs == {"block_size": config.cache.state_block_size}
 
 
+def test_a_node_that_takes_too_long_to_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = mock.Mock(side_effect=Exception("timed out during startup"))
+    monkeypatch.setattr(ray_run.ray, "init", late)
+    with pytest.raises(ConfigError, match=r"start a cluster.*timed out"):
+        ray_run._cluster(RayOptions()).__enter__()
+
+
 def test_replicas_may_follow_the_load() -> None:
     options = RayOptions(
         num_replicas=9, min_replicas=2, max_replicas=5, target_ongoing_requests=3.0

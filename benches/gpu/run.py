@@ -79,14 +79,17 @@ FULL = (
     Job("steps", "qwen2.5-7b", seconds=90),
     Job("equality", "qwen2.5-7b", seconds=90),
     Job("workload", "qwen2.5-7b", seconds=90),
+    Job("fast_workload", "qwen2.5-7b", seconds=60),
     Job("kernels+attention+sampling+profiles", "qwen2.5-7b", seconds=90),
     Job("matmuls", "qwen2.5-7b", seconds=30),
     Job("pinned_matmuls", "qwen2.5-7b", seconds=30),
     Job("fast_steps", "qwen2.5-7b", seconds=40),
     Job("equality", "qwen3-0.6b", seconds=60),
     Job("workload", "qwen3-0.6b", seconds=60),
+    Job("fast_workload", "qwen3-0.6b", seconds=60),
     Job("steps", "qwen3-0.6b", seconds=60),
-    Job("peer", "qwen2.5-7b", "transformers", seconds=60),
+    Job("peer", "qwen2.5-7b", "vllm", seconds=200),
+    Job("peer", "qwen3-0.6b", "vllm", seconds=200),
 )
 # Heads of 64, windows and soft caps have no prebuilt kernel.
 JIT = (
@@ -98,9 +101,8 @@ JIT = (
     Job("steps", "hybrid", seconds=60),
     Job("steps", "llama-3.2-1b", seconds=60),
     Job("workload", "llama-3.2-1b", seconds=60),
-    Job("peer", "qwen2.5-7b", "vllm", seconds=150),
     Job("peer", "qwen3-0.6b", "nano-vllm", seconds=90),
-    Job("peer", "qwen2.5-7b", "transformers", seconds=60),
+    Job("peer", "qwen2.5-7b", "transformers", seconds=120),
     Job("tests", marks="jit", seconds=120),
     Job("jit_keep", seconds=30),
 )

@@ -104,11 +104,14 @@ def test_the_readme_is_short_and_answers_five_questions_first() -> None:
 
 def test_numbers_of_the_readme_are_those_of_its_rows(page: ModuleType) -> None:
     rows = {row.id: row for row in page.settings()[0]}
-    bullets = re.findall(
-        r"^- (.*?)<!-- rows: ([\w ]+) -->", README.read_text(), re.MULTILINE | re.DOTALL
+    # Bullets and rows of tables.
+    claims = re.findall(
+        r"^[-|]((?:(?!^[-|]).)*?)<!-- rows: ([\w ]+) -->",
+        README.read_text(),
+        re.MULTILINE | re.DOTALL,
     )
-    assert len(bullets) == 3
-    for text, named in bullets:
+    assert len(claims) == 4
+    for text, named in claims:
         said = " ".join(rows[one].said(page.read(rows[one].record)) for one in named.split())
         numbers = re.findall(r"\b\d+\.\d+(?!B)\b", text)
         assert numbers or named.startswith("A1")

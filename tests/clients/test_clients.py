@@ -183,6 +183,7 @@ def test_openai_responses_tool_round_trip(client, stream):
 def test_anthropic_streams_what_it_answers(claude):
     asked: Any = {"model": MODEL, "messages": QUESTION, "system": "Be short.", "max_tokens": 24}
     whole = claude.messages.create(**asked)
+    assert whole._request_id
     with claude.messages.stream(**asked) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
         final = stream.get_final_message()

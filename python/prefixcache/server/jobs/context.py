@@ -25,7 +25,12 @@ from prefixcache.server.http.body import (
     read_body,
 )
 from prefixcache.server.http.byte_budget import Body, ByteBudget, KeptLogprobs
-from prefixcache.server.http.errors import error_response, server_stopping, stream_error
+from prefixcache.server.http.errors import (
+    error_response,
+    server_stopping,
+    speaks_anthropic,
+    stream_error,
+)
 from prefixcache.server.http.request_log import CLIENT_LEFT, Outcome, log_request
 from prefixcache.server.http.sse import unless_disconnected
 from prefixcache.server.http.tracing import Tracing
@@ -227,6 +232,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["X-Request-Id"] = self._request_id
+            if speaks_anthropic(self._scope):
+                headers["Request-Id"] = self._request_id  # where Anthropic's clients read it
             if self._outcome.warning:
                 headers["X-Prefixcache-Warning"] = self._outcome.warning
             self._status = message["status"]

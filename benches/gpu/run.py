@@ -1,7 +1,8 @@
 """Everything that only a GPU can show, without network: checks, speed, peers.
 
     python benches/gpu/run.py                            # with prebuilt kernels, 480 s on an H200
-    python benches/gpu/run.py --jit                      # kernels to compile first, and peers
+    python benches/gpu/run.py --budget 720               # and vLLM, which is last
+    python benches/gpu/run.py --jit                      # kernels to compile first, other peers
     python benches/gpu/run.py --dry-run --device cpu     # the same steps with a tiny model
 
 `rows.jsonl` of the record's folder gets the machine and then each row as it is measured, so that a

@@ -405,7 +405,7 @@ pub trait BlockStore: Lookup {
     fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
 
     /// [`release`](Self::release), but content that has no priority and no pin is evicted before all other:
-    /// what is behind a window, or a second copy. Whoever hits it ends that.
+    /// what is behind a window, or a second copy. Whoever hits it ends that, and `release` puts it in the first queue.
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse>;
 
     /// Says whether a [backing store](crate::backing) may let other processes find what is registered from now on.

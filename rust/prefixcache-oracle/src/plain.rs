@@ -367,9 +367,13 @@ impl BlockStore for PlainPool {
     fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
         let (freed, outcome) = self.let_go(blocks);
         for &id in &freed {
-            let has_priority =
-                !matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_) | Tier::Unneeded);
-            self.blocks[id.index()].unneeded = self.is_cached(id) && !has_priority;
+            let is_regular =
+                matches!(self.blocks[id.index()].own_tier(), Tier::Regular(_) | Tier::Unneeded);
+            let unneeded = self.is_cached(id) && is_regular;
+            if unneeded {
+                self.blocks[id.index()].lose_queue();
+            }
+            self.blocks[id.index()].unneeded = unneeded;
         }
         self.join_line(&freed);
         outcome

@@ -1,6 +1,8 @@
 //! One thread: the lock-free pool in both modes against the plain one, step by step.
 
+use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -43,4 +45,23 @@ proptest! {
         assert_conserves(&mut pool::<Shared>(order, 8), &steps);
         assert_conserves(&mut pool::<SingleWriter>(order, 8), &steps);
     }
+}
+
+#[test]
+fn a_block_that_was_not_needed_has_lost_its_queue() {
+    let steps = [
+        [0, 0, 9],  // takes block 1,
+        [4, 0, 0],  // registers it as key 0,
+        [8, 0, 13], // releases it to queue 3,
+        [0, 0, 1],  // hits it,
+        [8, 0, 0],  // releases it as not needed,
+        [0, 0, 1],  // hits it,
+        [8, 0, 2],  // and releases it: before what joins queue 1.
+        [0, 1, 9],
+        [4, 0, 1],
+        [8, 0, 5],
+    ];
+    let order = (FreeOrder::UnhashedFirst, EvictionPolicy::ReuseQueue);
+    compare::<Shared>(order, &steps);
+    compare::<SingleWriter>(order, &steps);
 }

@@ -16,4 +16,5 @@ def _log_level_as_before() -> Generator[None, None, None]:
     logger = logging.getLogger("prefixcache")
     level = logger.level
     yield
-    logger.setLevel(level)
+    if logger.level != level:  # setting it makes all loggers forget what they have found out
+        logger.setLevel(level)

@@ -118,7 +118,7 @@ class Page:
         deadline = time.monotonic() + seconds
         while not (value := self.run(script)):
             assert time.monotonic() < deadline, f"{script} did not come true; {self.problems}"
-            time.sleep(0.05)
+            time.sleep(0.01)
         return value
 
     def press(self, key: str) -> None:

@@ -56,7 +56,7 @@ def long(*values: object) -> Any:
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """Another number for each test and each run; the same for the same PREFIXCACHE_TEST_SEED."""
-    return random.Random(f"{RUN_SEED} {_name(request.node)}").getrandbits(32)
+    return random.Random(f"{RUN_SEED} {request.node.nodeid}").getrandbits(32)
 
 
 def pytest_report_header() -> str:
@@ -76,12 +76,6 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed and "seed" in getattr(item, "fixturenames", ()):
-        command = f"PREFIXCACHE_TEST_SEED={RUN_SEED} pytest '{_name(item)}'"
+        command = f"PREFIXCACHE_TEST_SEED={RUN_SEED} pytest '{item.nodeid}'"
         report.sections.append(("repeat it with", command))
     return report
-
-
-def _name(item: pytest.Item) -> str:
-    """The test's name without the group that pytest-xdist adds to it."""
-    group = item.get_closest_marker("xdist_group")
-    return item.nodeid.removesuffix(f"@{group.args[0]}") if group and group.args else item.nodeid

@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -494,8 +495,9 @@ def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrai
     return model.eval()
 
 
+@cache
 def load_model(folder: Path) -> PreTrainedModel:
-    """The transformers model of a folder, float32."""
+    """The transformers model of a folder that does not change, float32."""
     auto_class = _auto_class(AutoConfig.from_pretrained(folder))
     return auto_class.from_pretrained(folder, dtype=torch.float32)
 
@@ -595,6 +597,7 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+@cache
 def train_tokenizer() -> Tokenizer:
     """Byte-level BPE of at most `VOCAB_SIZE` entries; the special tokens have ids 0 to 2."""
     tokenizer = Tokenizer(models.BPE())

@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class FileLayout:
         return _whole_pages(table) + tensor * self.num_tensors + _EXTENT_BYTES
 
 
+@cache
 def program_digest() -> str:
     """Stands for the kernels: others may round in another way. From the file that they are in."""
     found = find_spec("prefixcache._core")

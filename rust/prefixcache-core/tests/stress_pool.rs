@@ -1,4 +1,4 @@
-//! Two threads that change the pool and two that probe it, for PREFIXCACHE_STRESS_SECONDS (5).
+//! Two threads that change the pool and two that probe it, for PREFIXCACHE_STRESS_SECONDS (3).
 //!
 //! A table next to the pool says what each block's KV would hold. A writer fills it before it registers
 //! a block, and checks it at every hit, under its hold: a block that was recycled under a reader, or
@@ -225,7 +225,7 @@ fn seed() -> u64 {
 /// A sixth of the time for each of the six tests.
 fn duration() -> Duration {
     let seconds = std::env::var("PREFIXCACHE_STRESS_SECONDS").ok();
-    let seconds: f64 = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or(5.0);
+    let seconds: f64 = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or(3.0);
     Duration::from_secs_f64(seconds / 6.0)
 }
 

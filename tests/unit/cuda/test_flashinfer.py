@@ -323,7 +323,9 @@ def _reference_kernels(_device: torch.device) -> types.ModuleType:
 def test_the_plan_of_a_graph_fits_what_it_pins_on_the_host(invariant, heads) -> None:
     """And it is little: models of seven groups have well over a hundred graphs."""
     spec = AttentionSpec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, scale=0.1)
-    attention = backend(spec, batch_invariant=invariant, workspace_bytes=1 << 30)
+    memory = SharedMemory(CPU, 16)
+    memory.workspace = torch.empty(1 << 30, dtype=torch.uint8)  # which nobody touches
+    attention = backend(spec, batch_invariant=invariant, memory=memory)
     attention.bind([torch.zeros(2, 2, 4, heads[1], 64)])
     attention.reserve_graphs([1, 8, 512], max_page_indices=2048)
     for size in (1, 8, 512):

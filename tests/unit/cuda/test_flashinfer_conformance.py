@@ -47,7 +47,7 @@ def _backend(
         kernels=kernels,
         batch_invariant=invariant,
         hopper=hopper,
-        workspace_bytes=1 << 26,
+        workspace_bytes=1 << 22,
         leader=leader,
     )
 

@@ -642,6 +642,18 @@ class EngineConfig(Checked):
         "Model",
         common=True,
     )
+    load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
+        "auto",
+        "Required format of the weights: safetensors (hf is the same), or gguf for quantized "
+        "ones, of a GGUF file or of prefixcache convert.",
+        "Model",
+    )
+    quantization: Literal["auto", "none", "gguf"] = flag(
+        "auto",
+        "Require quantized weights (gguf) or unquantized ones (none); weights are served as "
+        "they are.",
+        "Model",
+    )
     requantize: bool = flag(
         False,
         "On a weight update, quantize unquantized tensors to the format of those that they "

@@ -13,7 +13,6 @@ from prefixcache.config.checked import shown
 from prefixcache.exceptions import FieldError
 
 _ONE_DEVICE = "asks for more than one device"
-_OTHER_WEIGHTS = "asks for other weights than the model's"
 _OTHER_KV = "asks for the KV cache in another place"
 _OTHER_TYPE = "asks for another type of the KV cache"
 _OTHER_GRAMMARS = "asks for another engine of structured output"
@@ -108,11 +107,6 @@ _SOME_VALUES = {
     "--max-logprobs": (" ".join(map(str, range(21))), "asks for more log probabilities than 20"),
     "--logprobs-mode": ("raw_logprobs", "asks for other log probabilities"),
 }
-# Those that are options of `serve` and no arguments of `LLM`.
-_OF_LLM = {
-    "--load-format": ("auto", _OTHER_WEIGHTS),
-    "--quantization": ("auto none", _OTHER_WEIGHTS),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +146,7 @@ def vllm_flags() -> Iterator[VllmFlag]:
     for why, options in _REFUSED_OPTIONS.items():
         for names in options.split():
             yield VllmFlag(tuple(names.split("/")), takes_value=True, taken=(), why=why)
-    yield from _with_values(_SOME_VALUES)
-
-
-def _with_values(table: Mapping[str, tuple[str, str]]) -> Iterator[VllmFlag]:
-    for names, (taken, why) in table.items():
+    for names, (taken, why) in _SOME_VALUES.items():
         values = tuple(taken.split())
         yield VllmFlag(tuple(names.split("/")), takes_value=True, taken=values, why=why)
 
@@ -166,7 +156,7 @@ def without_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `FieldError` for a flag that asks for what is not done.
     """
-    known = {one.names[0]: one for one in (*vllm_flags(), *_with_values(_OF_LLM))}
+    known = {one.names[0]: one for one in vllm_flags()}
     own = dict[str, Any]()
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"

@@ -25,6 +25,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.weights_names import content_name
+from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool
 from prefixcache.kv.kv_folder import KeptFile, program_digest
@@ -87,6 +88,7 @@ def build(
     if config.record_requests is not None:
         check_folder(config.record_requests, "record_requests")
     folder = folder or resolve_model(config.model, config.revision)
+    check_weight_format(config, folder)
     model = read_config(config.model, folder)
     model = model.for_length(config.scheduler.context_length(model))
     config = _with_activations(config.for_model(model), folder)
@@ -151,6 +153,17 @@ def build(
         max_model_len=spec.max_model_len,
         arithmetic=arithmetic,
     )
+
+
+def check_weight_format(config: EngineConfig, folder: Path) -> None:
+    """Raises `FieldError` where the folder's weights are others than `config` requires."""
+    is_gguf = has_index(folder)
+    found = "tensors of a GGUF file" if is_gguf else "safetensors"
+    for name in ("load_format", "quantization"):
+        value = getattr(config, name)
+        if value != "auto" and (value == "gguf") != is_gguf:
+            problem = f"{value}: the model's weights are {found}, and are served as they are."
+            raise FieldError(name, problem)
 
 
 def _with_activations(config: EngineConfig, folder: Path) -> EngineConfig:

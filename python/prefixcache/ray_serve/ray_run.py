@@ -19,7 +19,7 @@ from prefixcache.ray_serve.application import build_application
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.http.listener import listening
 from prefixcache.server.options.serve_options import ServeOptions
-from prefixcache.server.serve import access_rules, check_weights
+from prefixcache.server.serve import access_rules
 
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
@@ -38,7 +38,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     """
     begun = time.perf_counter()
     access_rules(options)
-    config = with_block_size(config, _checked_model(config, options))
+    config = with_block_size(config, _checked_model(config))
     with listening(options):  # Ray says less of a port that is in use, and later
         pass
     # Ray sets a handler of its own when it starts.
@@ -59,12 +59,12 @@ def with_block_size(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return replace(config, cache=config.for_model(model).cache)
 
 
-def _checked_model(config: EngineConfig, options: ServeOptions) -> ModelConfig:
-    from prefixcache.models.gguf.index import has_index
+def _checked_model(config: EngineConfig) -> ModelConfig:
+    from prefixcache.engine.build import check_weight_format
     from prefixcache.models.hub import read_config, resolve_model
 
     folder = resolve_model(config.model, config.revision)
-    check_weights(options, is_gguf=has_index(folder))
+    check_weight_format(config, folder)
     return read_config(config.model, folder)
 
 

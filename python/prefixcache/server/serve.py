@@ -74,13 +74,9 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         _warn_if_open(options, listener)
         from prefixcache.engine.async_engine import AsyncEngine
         from prefixcache.engine.build import build
-        from prefixcache.models.gguf.index import has_index
-        from prefixcache.models.hub import resolve_model
         from prefixcache.server.app import create_app
 
-        folder = resolve_model(config.model, config.revision)
-        check_weights(options, is_gguf=has_index(folder))
-        built = build(config, folder)
+        built = build(config)
         events = stack.enter_context(
             publishing(built.engine, sockets, options.kv_events_config, model=config.model)
         )
@@ -122,16 +118,6 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         finally:
             gc.unfreeze()
             _close(engine, lifecycle)
-
-
-def check_weights(options: ServeOptions, *, is_gguf: bool) -> None:
-    """Raises `FieldError` where the weights are something else than was said."""
-    said = {"load_format": options.load_format, "quantization": options.quantization}
-    found = "tensors of a GGUF file" if is_gguf else "safetensors"
-    for name, value in said.items():
-        if value != "auto" and (value == "gguf") != is_gguf:
-            problem = f"{value}: the model's weights are {found}, and are served as they are."
-            raise FieldError(name, problem)
 
 
 def _diagnostics(built: BuiltEngine, options: ServeOptions) -> CacheDiagnostics | None:

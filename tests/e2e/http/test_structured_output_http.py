@@ -81,6 +81,15 @@ async def test_vllms_fields_hold_for_every_prompt_and_choice(http, fields, patte
     assert all(re.fullmatch(pattern, answer["text"]) for answer in answers)
 
 
+@pytest.mark.parametrize("older", [True, False])
+async def test_messages_take_a_schema_by_either_name(http: httpx.AsyncClient, older: bool) -> None:
+    form = {"type": "json_schema", "schema": {"enum": ["a friend", "nobody"]}}
+    field = {"output_format": form} if older else {"output_config": {"format": form}}
+    body = {"messages": MESSAGES, "max_tokens": 30, "temperature": 1, "model": MODEL, **field}
+    answer = (await http.post("/v1/messages", json=body)).json()
+    assert json.loads(answer["content"][0]["text"]) in form["schema"]["enum"]
+
+
 async def test_others_are_served_while_a_grammar_is_compiled(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

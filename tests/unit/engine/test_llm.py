@@ -300,8 +300,8 @@ def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint)
         "trust_remote_code": False,
         "enable_chunked_prefill": True,
         "enable_lora": False,
-        "quantization": None,
-        "load_format": "auto",
+        "quantization": "none",
+        "load_format": "safetensors",
         "swap_space": 4,
         "tokenizer": None,
     }
@@ -310,7 +310,8 @@ def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint)
         ("tensor_parallel_size", 2, "asks for more than one device; taken is 1, got 2"),
         ("enable_lora", True, "asks for LoRA, which is not supported."),
         ("enable_chunked_prefill", False, "asks for whole prompts in one step"),
-        ("quantization", "awq", "asks for other weights than the model's"),
+        ("quantization", "awq", "must be 'auto', 'none' or 'gguf', got 'awq'"),
+        ("load_format", "gguf", "gguf: the model's weights are safetensors, and are served"),
     ):
         with pytest.raises(ConfigError, match=f"^{name} {message}"):
             LLM(folder, **{name: value})

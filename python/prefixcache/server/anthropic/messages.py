@@ -64,6 +64,7 @@ class CountTokensRequest(RequestFields):
     messages: Any = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     system: Any = None
     thinking: dict[str, Any] | None = None
     tool_choice: Any = None
@@ -95,7 +96,7 @@ class CountTokensRequest(RequestFields):
         return {name: value for name, value in body.items() if value is not None}
 
     def _format(self) -> object:
-        form = (self.output_config or {}).get("format")
+        form = (self.output_config or {}).get("format") or self.output_format
         if not isinstance(form, Mapping) or form.get("type") != "json_schema":
             return form
         schema = one_object(form.get("schema"), "output_config.format.schema")

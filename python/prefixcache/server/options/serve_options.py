@@ -143,18 +143,6 @@ class ServeOptions(Checked):
         greedy=True,
         common=True,
     )
-    load_format: Literal["auto", "hf", "safetensors", "gguf"] = flag(
-        "auto",
-        "Required format of the weights: safetensors (hf is the same), or gguf for quantized "
-        "ones, of a GGUF file or of prefixcache convert.",
-        "Model",
-    )
-    quantization: Literal["auto", "none", "gguf"] = flag(
-        "auto",
-        "Require quantized weights (gguf) or unquantized ones (none); weights are served as "
-        "they are.",
-        "Model",
-    )
     strict: bool = flag(False, "Reject requests with unknown fields, instead of warning.", "Server")
     clamp_max_tokens: bool = flag(
         False, "Shorten a max_tokens that the context has no room for.", "Server"

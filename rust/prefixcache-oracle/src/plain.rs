@@ -435,6 +435,7 @@ impl BlockStore for PlainPool {
         self.num_blocks = self.num_blocks.max(num_blocks);
         self.move_end(num_blocks);
         self.retire_from(num_blocks);
+        self.keep_bound();
         Ok(self.num_held_above())
     }
 
@@ -463,6 +464,7 @@ impl BlockStore for PlainPool {
             moves.in_flight.push(one);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
+        self.keep_bound();
         Ok(())
     }
 

@@ -43,7 +43,7 @@ impl<M: Mode> BlockPool<M> {
         require(num_blocks <= most_blocks, "num_blocks", || {
             format!("must be at most {most_blocks}, the blocks that there are, not {num_blocks}")
         })?;
-        let Some(_resizing) = self.credits.begin_resize::<M>() else {
+        let Some(resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
         self.note_time_of_batch();
@@ -63,6 +63,9 @@ impl<M: Mode> BlockPool<M> {
         if planted(Fault::MoveEarly) {
             moves.in_flight.iter().for_each(|one| self.carry(one));
         }
+        drop(resizing);
+        // As of a resize: fewer may be leaving than before.
+        self.keep_bound();
         Ok(())
     }
 

@@ -124,7 +124,7 @@ impl<M: Mode> BlockPool<M> {
     /// Sets the number of blocks; how many above it are still held. Refused while another thread writes.
     pub(super) fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        let Some(_resizing) = self.credits.begin_resize::<M>() else {
+        let Some(resizing) = self.credits.begin_resize::<M>() else {
             return Err(ResizeError::Busy);
         };
         self.note_time_of_batch();
@@ -139,6 +139,9 @@ impl<M: Mode> BlockPool<M> {
         if let Some(backing) = self.backing() {
             backing.resized(num_blocks);
         }
+        drop(resizing);
+        // Of blocks that were leaving no content could be given up.
+        self.keep_bound();
         Ok(self.size.held_above())
     }
 

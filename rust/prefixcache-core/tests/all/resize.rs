@@ -5,7 +5,7 @@ use std::cell::Cell;
 use prefixcache_core::error::ResizeError;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
-use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, Registration};
+use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig, Registration};
 use prefixcache_oracle::random::key;
 
 use crate::allocate;
@@ -41,6 +41,24 @@ fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
     pool.release(&[block]).unwrap();
     assert_eq!(pool.stats().in_use, 1);
     pool.validate().unwrap();
+}
+
+/// Of blocks that are leaving no content can be given up.
+#[test]
+fn a_bound_on_cached_blocks_holds_once_blocks_are_not_leaving_any_more() {
+    fn check<M: Mode>(come_back: impl Fn(&mut Writer<M>)) {
+        let (mut pool, block) = pool::<M>();
+        pool.set_max_cached(Some(0));
+        pool.begin_moves(2, 0, &mut Moves::default()).unwrap();
+        pool.release(&[block]).unwrap();
+        assert_eq!(pool.cached_blocks(), [block]);
+        come_back(&mut pool);
+        assert_eq!(pool.cached_blocks(), []);
+        pool.validate().unwrap();
+    }
+    check::<SingleWriter>(|pool| pool.begin_moves(3, 0, &mut Moves::default()).unwrap());
+    check::<SingleWriter>(|pool| assert_eq!(pool.resize(3), Ok(0)));
+    check::<Shared>(|pool| assert_eq!(pool.resize(3), Ok(0)));
 }
 
 #[test]

@@ -85,7 +85,8 @@ class _Player:
             prompt = Prompt(tuple(messages), turn.output_len, continues=continues)
             record = await self._ask(session, number, prompt)
             if record is None:
-                self._give_up(session, number + 1)
+                # Those of the turns behind it are not sent.
+                self._on_done(1 + sum(one.num_requests for one in session.turns[number + 1 :]))
                 return None
             if continues:
                 answer = self._form.answer(record.output)
@@ -112,11 +113,3 @@ class _Player:
         self._on_done(1)
         run.records.append(replace(record, session=session.name, turn=number))
         return record
-
-    def _give_up(self, session: Session, turns: int) -> None:
-        """Counts what follows the session's last turn, which was not answered."""
-        left = sum(
-            1 + sum(sub.num_requests for sub in turn.sub_sessions) for turn in session.turns[turns:]
-        )
-        self._run.unsent += left
-        self._on_done(1 + left)

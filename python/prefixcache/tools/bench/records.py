@@ -66,13 +66,12 @@ class Run:
     """What one run of a workload gave. `error` is what ended it before its end.
 
     `failures` are the errors of requests that failed. `too_long` counts those that were not sent
-    because they exceed the model's context, `unsent` those of sessions that ended by either.
+    because they exceed the model's context.
     """
 
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])
     failures: list[str] = field(default_factory=list[str])
     too_long: int = 0
-    unsent: int = 0
     error: str | None = None
 
 

@@ -32,6 +32,11 @@ class Turn:
     sub_sessions: tuple[Session, ...] = ()
 
     @property
+    def num_requests(self) -> int:
+        """Itself, and the requests of its sub-sessions."""
+        return 1 + sum(sub.num_requests for sub in self.sub_sessions)
+
+    @property
     def grows_by(self) -> int:
         """Tokens by which context and answer grow."""
         answers = sum(one.turns[-1].output_len for one in self.sub_sessions)
@@ -65,7 +70,7 @@ class Session:
     @property
     def num_requests(self) -> int:
         """Requests of its turns and sub-sessions."""
-        return sum(1 + sum(s.num_requests for s in turn.sub_sessions) for turn in self.turns)
+        return sum(turn.num_requests for turn in self.turns)
 
     def family(self) -> list[Session]:
         """The session, its sub-sessions and theirs."""

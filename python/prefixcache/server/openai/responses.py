@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from prefixcache._core import parse_json
 from prefixcache.exceptions import wrong
+from prefixcache.server.http.access import Caller
 from prefixcache.server.http.body import RequestFields, Strings, parse_fields
 from prefixcache.server.http.errors import RESPONSES_PATH, ApiError
 from prefixcache.server.http.json_text import Written, json_response, json_text, object_json
@@ -251,10 +252,7 @@ def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) 
     name = fields.previous_response_id
     if name is None:
         return _NOTHING
-    found = store.get(call.caller.namespace, name)
-    if found is None:
-        raise _not_found(name, "previous_response_id")
-    return found
+    return _found(store, call.caller, name, "previous_response_id")
 
 
 def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -294,9 +292,20 @@ def _keep(
 
 
 def _stored(store: ResponseStore, request: Request, name: str) -> StoredResponse:
-    found = store.get(request.state.caller.namespace, name)
+    return _found(store, request.state.caller, name, "response_id")
+
+
+def _found(store: ResponseStore, caller: Caller, name: str, param: str) -> StoredResponse:
+    """The caller's response of this name. Raises `ApiError` (404) where it is not kept."""
+    found = store.get(caller.namespace, name)
     if found is None:
-        raise _not_found(name, "response_id")
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            f"There is no stored response {name[:80]!r}. The last ones of each key are kept, but "
+            "none of a request with store false, and none that is too large.",
+            param=param,
+            code="response_not_found",
+        )
     return found
 
 
@@ -321,13 +330,3 @@ def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> 
 def _read(stored: bytes) -> list[dict[str, Any]]:
     """What is remembered as JSON, read while other threads run: it is as long as a body may be."""
     return parse_json(stored, max_numbers=sys.maxsize, max_others=sys.maxsize)
-
-
-def _not_found(name: str, param: str) -> ApiError:
-    return ApiError(
-        HTTPStatus.NOT_FOUND,
-        f"There is no stored response {name[:80]!r}. The last ones of each key are kept, but "
-        "none of a request with store false, and none that is too large.",
-        param=param,
-        code="response_not_found",
-    )

@@ -24,7 +24,7 @@ from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_at
 from prefixcache.runner.cuda.decoder_model import DecoderModel
 from prefixcache.runner.cuda.device import device_memory, make_graphs, profile_blocks
 from prefixcache.runner.cuda.kv_tensors import KVTensors, attention_groups
-from prefixcache.runner.cuda.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_memory import TorchModelMemory
 from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.runner.cuda.ops.sets import Ops
 from prefixcache.scheduler.scheduler import Scheduler
@@ -114,7 +114,7 @@ class System:
             block_size=BLOCK_SIZE,
             device=model.device,
         )
-        memory = ModelMemory(
+        memory = TorchModelMemory(
             weights,
             _kv_tensors(model, self.attention, num_blocks),
             runner,

@@ -18,6 +18,7 @@ from prefixcache.kv.elastic import BlockMemory
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.specs import KVLayout, PoolSizes
 from prefixcache.kv.tiers.disk_tier import DiskTier
+from prefixcache.runner.pool_memory import PoolMemory
 from prefixcache.types.step_plan import InFlightStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -145,30 +146,29 @@ class Runner(StepRunner[Step], Protocol[Step]):
         ...
 
 
-class ModelMemory(Protocol):
-    """The memory that a model takes and gives up when the engine sleeps; between two steps."""
+class ModelMemory:
+    """The memory that a model takes and gives up when the engine sleeps; between two steps.
 
-    @property
-    def weights(self) -> ModelWeights:
-        """The model's weights."""
-        ...
+    The KV tensors are still to be made.
+    """
 
-    @property
-    def has_kv(self) -> bool:
-        """Whether the KV cache has its memory."""
-        ...
+    def __init__(self, weights: ModelWeights, kv: PoolMemory) -> None:
+        self.weights = weights
+        self.has_kv = False
+        self._kv = kv
 
     def make_kv(self) -> None:
         """Makes the KV cache's memory, zeroed. Raises `OutOfMemoryError`."""
-        ...
+        self._kv.allocate()
+        self.has_kv = True
 
     def give_up_kv(self) -> None:
         """Frees the KV cache's memory."""
-        ...
+        self.has_kv = False
+        self._kv.give_up()
 
     def settle(self) -> None:
         """Makes, or drops, what needs both weights and KV, after either came or went."""
-        ...
 
 
 ModelWeights: TypeAlias = "ReplaceableModel[Any]"

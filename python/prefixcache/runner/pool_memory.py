@@ -50,6 +50,14 @@ class PoolMemory:
         """Neighbouring blocks whose memory goes back together."""
         return self._in_granules().granule_blocks
 
+    def allocate(self) -> None:
+        """Makes all blocks usable, the null block zeroed. Raises `OutOfMemoryError`."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Gives the memory back to the system but for the null block's; its content is lost."""
+        raise NotImplementedError
+
     def grow(self, num_blocks: int) -> None:
         """Makes blocks usable up to `num_blocks` of them. Raises `OutOfMemoryError`."""
         self._check_free(num_blocks, num_blocks - self.num_blocks)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefixcache.exceptions import OutOfMemoryError
-from prefixcache.runner.cuda.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_memory import TorchModelMemory
 from prefixcache.scheduler.hit_counter import HitCounter
 
 
@@ -23,7 +23,7 @@ class Parts:
             device=torch.device("cpu"), allocate=lambda: None, give_up=self._give_up
         )
         self.runner: Any = SimpleNamespace(graphs=None)
-        self.memory = ModelMemory(self.weights, self.kv, self.runner, self._capture)
+        self.memory = TorchModelMemory(self.weights, self.kv, self.runner, self._capture)
         self.memory.make_kv()
         self.memory.settle()
 

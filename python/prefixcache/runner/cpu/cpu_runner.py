@@ -33,7 +33,7 @@ from prefixcache.models.laid_out.weights_folder import (
 from prefixcache.models.loader import choose_dtype, load_model
 from prefixcache.models.quantized import QUANT_FORMATS
 from prefixcache.models.replaceable import ReplaceableModel
-from prefixcache.runner.base import KVSpecs, ModelSpec
+from prefixcache.runner.base import KVSpecs, ModelMemory, ModelSpec
 from prefixcache.runner.cpu.disk import make_disk_tier
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import KernelDType
@@ -99,7 +99,7 @@ class CpuRunner:
         _check_quantized(config, weights.info.formats)
         specs = replace(specs, file=_kept_file(config.cache, layout_on_disk, specs))
         self.kv = _kv_memory(config, specs, DTYPES[dtype].itemsize)
-        self.memory = CpuModelMemory(weights, self.kv)
+        self.memory = ModelMemory(weights, self.kv)
         self.memory.make_kv()
         self._specs = replace(specs, disk=make_disk_tier(config.cache, self.kv, facts))
         tables = self._make_tables(layout, max_model_len)
@@ -144,28 +144,6 @@ class CpuRunner:
     def available_memory(self) -> int:
         """See `Runner`."""
         return available_memory()
-
-
-class CpuModelMemory:
-    """See `base.ModelMemory`."""
-
-    def __init__(self, weights: ReplaceableModel[CpuModel], kv: KVMemory) -> None:
-        self.weights = weights
-        self.has_kv = False
-        self._kv = kv
-
-    def make_kv(self) -> None:
-        """See `base.ModelMemory`."""
-        self._kv.allocate()
-        self.has_kv = True
-
-    def give_up_kv(self) -> None:
-        """See `base.ModelMemory`."""
-        self.has_kv = False
-        self._kv.give_up()
-
-    def settle(self) -> None:
-        """Nothing needs both weights and KV."""
 
 
 def _make_cpu(threads: int, instructions: str | None) -> Cpu:

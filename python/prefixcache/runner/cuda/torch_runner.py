@@ -30,7 +30,7 @@ from prefixcache.runner.cuda.device import (
     profile_blocks,
 )
 from prefixcache.runner.cuda.kv_tensors import attention_groups
-from prefixcache.runner.cuda.model_memory import ModelMemory
+from prefixcache.runner.cuda.model_memory import TorchModelMemory
 from prefixcache.runner.cuda.model_runner import ModelRunner
 from prefixcache.runner.cuda.ops.arrays import given_tensor
 from prefixcache.runner.cuda.ops.sets import Ops
@@ -105,7 +105,7 @@ class TorchRunner:
         self.kv = kv_tensors(config, loaded, attention, sizes.start, sizes=sizes)
         self._specs = KVSpecs(self.kv.layout, sizes)
         self.steps = _step_runner(config, weights, attention, self._specs, max_model_len, device)
-        self.memory = ModelMemory(
+        self.memory = TorchModelMemory(
             weights,
             self.kv,
             self.steps,

@@ -137,7 +137,7 @@ class System:
     @property
     def hit_tokens(self) -> int:
         """Prompt tokens found in the cache so far."""
-        return self._scheduler.hit_counter.hit_tokens
+        return self._scheduler.admission.counter.hit_tokens
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, logprobs: bool = False

@@ -124,9 +124,11 @@ def metrics() -> str:
     made.miss_counts = count
     made.finished["stop"] = 0
     cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
-    made.of_blocks = BlockResidency(cache, MagicMock()).families
-    made.of_events = partial(EventPublisher.families, MagicMock())
-    made.of_recording = partial(TraceWriter.families, MagicMock())
+    made.more = [
+        BlockResidency(cache, MagicMock()).families,
+        partial(EventPublisher.families, MagicMock()),
+        partial(TraceWriter.families, MagicMock()),
+    ]
     text = generate_latest(of.LabelledMetrics(made, model_name="x")).decode()
     families = text_string_to_metric_families(text)
     rows = [[f"`{one.name}`", one.type, one.documentation] for one in families]

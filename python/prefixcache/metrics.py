@@ -54,19 +54,62 @@ def _counter(name: str, documentation: str, **default: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolGauges:
+class BlockCounts:
+    """Blocks by state, and what became of them, by the core's names."""
+
+    cached_blocks: int = _gauge("cached_blocks", "Blocks that can be hit, held or free.", default=0)
+    free_blocks: int = _gauge(
+        "free_blocks", "Blocks that no request holds, cached ones included.", default=0
+    )
+    evictions: int = _counter("evictions", "Cached blocks that were evicted.", default=0)
+    pinned_blocks: int = _gauge("pinned_blocks", "Blocks that are evicted last.", default=0)
+    pins: int = _counter("pins", "Blocks pinned.", default=0)
+    demotions: int = _counter("demotions", "Pins that ended for younger ones.", default=0)
+    pinned_evictions: int = _counter("pinned_evictions", "Pinned blocks evicted.", default=0)
+    pinned_hits: int = _counter("pinned_hits", "Hits on pinned blocks.", default=0)
+    hinted_blocks: int = _gauge("hinted_blocks", "Blocks that a hint ranks.", default=0)
+    hints_demoted: int = _counter("hints_demoted", "Blocks demoted over a budget.", default=0)
+    hints_expired: int = _counter("hints_expired", "Blocks whose TTL ended.", default=0)
+
+
+def block_counts(core: Mapping[str, int]) -> dict[str, int]:
+    """The fields of `BlockCounts`, out of all that the core counts."""
+    return {one.name: core[one.name] for one in fields(BlockCounts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeCounts:
+    """What resizes did over the engine's lifetime.
+
+    Blocks that went back are counted as released, whether they were cached or not.
+    """
+
+    resizes: int = _counter("kv_cache_resizes", "Changes of the cache's size.", default=0)
+    blocks_moved: int = _counter(
+        "kv_cache_blocks_moved", "Cached blocks moved by a shrink.", default=0
+    )
+    blocks_lost: int = _counter(
+        "kv_cache_blocks_lost", "Cached blocks lost to a shrink.", default=0
+    )
+    blocks_released: int = _counter(
+        "kv_cache_blocks_released", "Blocks taken out of the cache.", default=0
+    )
+    bytes_given_back: int = _counter(
+        "kv_cache_released_bytes", "Memory given back to the system.", default=0
+    )
+    seconds: float = _counter(
+        "kv_cache_resize_seconds", "Time that steps waited for resizes.", default=0.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGauges(ResizeCounts):
     """The memory of the KV cache and its resizes."""
 
     num_blocks: int = _gauge("kv_cache_blocks", "Blocks of the cache now.")
     reserved_bytes: int = _gauge("kv_cache_reserved_bytes", "Address space of the KV cache.")
     mapped_bytes: int = _gauge("kv_cache_mapped_bytes", "Memory that the system has given for it.")
     held_bytes: int = _gauge("kv_cache_held_bytes", "Memory of blocks that requests hold.")
-    resizes: int = _counter("kv_cache_resizes", "Changes of the cache's size.")
-    blocks_moved: int = _counter("kv_cache_blocks_moved", "Cached blocks moved by a shrink.")
-    blocks_lost: int = _counter("kv_cache_blocks_lost", "Cached blocks lost to a shrink.")
-    blocks_released: int = _counter("kv_cache_blocks_released", "Blocks taken out of the cache.")
-    bytes_given_back: int = _counter("kv_cache_released_bytes", "Memory given back to the system.")
-    seconds: float = _counter("kv_cache_resize_seconds", "Time that steps waited for resizes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +155,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gauges:
+class Gauges(BlockCounts):
     """Values that are read at the moment somebody asks; the cache's are a share from 0 to 1."""
 
     num_running: int = _gauge("num_requests_running", "Requests that hold blocks.", default=0)
@@ -129,21 +172,6 @@ class Gauges:
         "Tokens that full attention had in the cache and sliding windows did not.",
         default=0,
     )
-    num_cached_blocks: int = _gauge(
-        "cached_blocks", "Blocks that can be hit, held or free.", default=0
-    )
-    num_free_blocks: int = _gauge(
-        "free_blocks", "Blocks that no request holds, cached ones included.", default=0
-    )
-    num_evictions: int = _counter("evictions", "Cached blocks that were evicted.", default=0)
-    num_pinned_blocks: int = _gauge("pinned_blocks", "Blocks that are evicted last.", default=0)
-    num_pins: int = _counter("pins", "Blocks pinned.", default=0)
-    num_demotions: int = _counter("demotions", "Pins that ended for younger ones.", default=0)
-    num_pinned_evictions: int = _counter("pinned_evictions", "Pinned blocks evicted.", default=0)
-    num_pinned_hits: int = _counter("pinned_hits", "Hits on pinned blocks.", default=0)
-    num_hinted_blocks: int = _gauge("hinted_blocks", "Blocks that a hint ranks.", default=0)
-    num_hints_demoted: int = _counter("hints_demoted", "Blocks demoted over a budget.", default=0)
-    num_hints_expired: int = _counter("hints_expired", "Blocks whose TTL ended.", default=0)
     num_below_threshold: Mapping[str, int] = field(default_factory=dict[str, int])
     num_stale_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
     pool: PoolGauges | None = None
@@ -205,15 +233,13 @@ class Histogram:
 class Metrics(Collector):
     """What one engine counted; `registry` serves it to prometheus-client.
 
-    `of_blocks` adds families, and `miss_counts` are requests by the reason of their miss, where
+    Each of `more` adds families, and `miss_counts` are requests by the reason of their miss, where
     somebody looks them up.
     """
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self.gauges = gauges
-        self.of_blocks: Callable[[], Iterable[Metric]] = tuple
-        self.of_recording: Callable[[], Iterable[Metric]] = tuple
-        self.of_events: Callable[[], Iterable[Metric]] = tuple
+        self.more: list[Callable[[], Iterable[Metric]]] = []
         self.miss_counts: Mapping[str, int] | None = None
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -267,9 +293,8 @@ class Metrics(Collector):
         yield from self._counter_families()
         yield from _labelled_families(gauges)
         yield from (histogram.family() for histogram in self._histograms)
-        yield from self.of_blocks()
-        yield from self.of_recording()
-        yield from self.of_events()
+        for families in self.more:
+            yield from families()
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         self._histograms.append(Histogram(name, documentation, bounds))

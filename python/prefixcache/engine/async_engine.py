@@ -139,7 +139,7 @@ class _QueueBound:
         Raises `QueueFullError`, or `RateLimitError` where it is the client who has too many.
         """
         job, client = request.job, request.client
-        if not self._is_bounded or job in self._on_their_way or self._engine.has_job(job):
+        if not self._is_bounded or job in self._on_their_way or job in self._engine.jobs:
             return
         own, share = (0, 0) if client is None else self._own(client)
         if client is not None and own >= (self._limit_per_client or math.inf):
@@ -149,7 +149,7 @@ class _QueueBound:
                 "Try again later.",
                 retry_after=self._retry_after(),
             )
-        length = self._engine.queue_length + len(self._on_their_way)
+        length = self._engine.jobs.queue_length + len(self._on_their_way)
         if self._limit is not None and length >= self._limit and own >= share:
             self._engine.metrics.queue_full_refusals += 1
             raise QueueFullError(
@@ -160,9 +160,9 @@ class _QueueBound:
 
     def _own(self, client: str) -> tuple[int, int]:
         """How many jobs of a client wait, and its share of the queue."""
-        waiting, num_clients = self._engine.client_queue(client)
-        own = waiting + list(self._on_their_way.values()).count(client)
-        return own, (self._limit or 0) // (num_clients + (not waiting))
+        waiting = self._engine.jobs.waiting
+        own = waiting[client] + list(self._on_their_way.values()).count(client)
+        return own, (self._limit or 0) // (len(waiting) + (not waiting[client]))
 
     def _retry_after(self) -> int:
         return min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY)

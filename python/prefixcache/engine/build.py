@@ -136,7 +136,7 @@ def build(
         records=_request_records(config, arithmetic | {"max_model_len": spec.max_model_len}),
     )
     if writer is not None:
-        engine.metrics.of_recording = writer.families
+        engine.metrics.more.append(writer.families)
     _log_choices(config, scheduler, spec, kv)
     _log_retention(config.cache, retention, cache, kv.layout, scheduler.max_num_tokens)
     return BuiltEngine(

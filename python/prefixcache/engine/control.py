@@ -51,6 +51,7 @@ from prefixcache.exceptions import (
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager, GroupKind
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 from prefixcache.kv.events import CacheEvents
+from prefixcache.metrics import block_counts
 from prefixcache.models.checkpoint import Checkpoint
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.weights import listed
@@ -202,7 +203,7 @@ class Control:
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """The prefix cache in numbers: counts of its lifetime, and the hit ratio of late."""
         scheduler, core = self._scheduler, self._cache.stats()
-        counter = scheduler.hit_counter
+        counter = scheduler.admission.counter
         return PrefixCacheStats(
             enabled=scheduler.admission.enabled,
             queries=counter.queries,
@@ -212,26 +213,16 @@ class Control:
             disk_cached_tokens=0 if scheduler.loads is None else scheduler.loads.counts().tokens,
             recent_queries=counter.num_recent,
             recent_hit_ratio=counter.recent_ratio,
-            evictions=core["evictions"],
             window_missed_tokens=scheduler.admission.num_window_missed_tokens,
-            pins=core["pins"],
-            demotions=core["demotions"],
-            pinned_evictions=core["pinned_evictions"],
-            pinned_hits=core["pinned_hits"],
-            hinted_blocks=core["hinted_blocks"],
-            hints_demoted=core["hints_demoted"],
-            hints_expired=core["hints_expired"],
             preemptions=scheduler.num_preemptions,
             num_blocks=self._cache.num_blocks,
             blocks_in_use=core["blocks_in_use"],
-            free_blocks=core["free_blocks"],
-            cached_blocks=core["cached_blocks"],
-            pinned_blocks=core["pinned_blocks"],
             block_size=self._cache.block_size,
             weight_version=self.weight_version,
             is_sleeping=self.is_sleeping,
             is_paused=self.is_paused,
             memory=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
+            **block_counts(core),
         )
 
     def block_map(

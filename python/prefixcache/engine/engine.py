@@ -23,8 +23,9 @@ from prefixcache.engine.residency import BlockResidency
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager, PrefixLocation
 from prefixcache.kv.elastic import ElasticPool
-from prefixcache.metrics import Gauges, Metrics
+from prefixcache.metrics import Gauges, Metrics, block_counts
 from prefixcache.runner.base import ModelMemory, StepRunner
+from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher, Grammar
 from prefixcache.text.grammar.grammars import Grammars
@@ -111,7 +112,7 @@ class Engine:
         if records is not None:
             self._close_records = weakref.finalize(self, records.close)
         if residency is not None:
-            self.metrics.of_blocks = residency.families
+            self.metrics.more.append(residency.families)
         if pool is not None:
             pool.observe = self.metrics.resize_slice.observe
 
@@ -136,17 +137,9 @@ class Engine:
         return self._scheduler.max_num_tokens
 
     @property
-    def queue_length(self) -> int:
-        """Jobs that wait; see `scheduler.jobs`. From any thread."""
-        return self._scheduler.queue_length
-
-    def client_queue(self, client: str) -> tuple[int, int]:
-        """`queue_length` of one client, and how many clients have any. From any thread."""
-        return self._scheduler.client_queue(client)
-
-    def has_job(self, job: str) -> bool:
-        """Whether a request of the job waits or runs. From any thread."""
-        return self._scheduler.has_job(job)
+    def jobs(self) -> Jobs:
+        """The jobs that wait or run. To be read, from any thread."""
+        return self._scheduler.jobs
 
     def check(self, request: Request, known: KnownIds | None = None) -> None:
         """Raises `InvalidRequestError` when the request cannot be served. From any thread.
@@ -571,23 +564,13 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,
             num_preemptions=scheduler.num_preemptions,
-            num_queried_tokens=scheduler.hit_counter.queried_tokens,
-            num_hit_tokens=scheduler.hit_counter.hit_tokens,
+            num_queried_tokens=scheduler.admission.counter.queried_tokens,
+            num_hit_tokens=scheduler.admission.counter.hit_tokens,
             num_in_flight_waits=scheduler.num_in_flight_waits,
             num_window_missed_tokens=scheduler.admission.num_window_missed_tokens,
-            num_cached_blocks=core["cached_blocks"],
-            num_free_blocks=core["free_blocks"],
-            num_evictions=core["evictions"],
-            num_pinned_blocks=core["pinned_blocks"],
-            num_pins=core["pins"],
-            num_demotions=core["demotions"],
-            num_pinned_evictions=core["pinned_evictions"],
-            num_pinned_hits=core["pinned_hits"],
-            num_hinted_blocks=core["hinted_blocks"],
-            num_hints_demoted=core["hints_demoted"],
-            num_hints_expired=core["hints_expired"],
             num_below_threshold=dict(scheduler.admission.num_below_threshold),
             num_stale_tokens=dict(scheduler.admission.num_stale_tokens),
+            **block_counts(core),
         )
 
 

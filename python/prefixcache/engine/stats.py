@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixcache.metrics import PoolGauges
+from prefixcache.metrics import BlockCounts, PoolGauges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class PrefixHashInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCacheStats:
+class PrefixCacheStats(BlockCounts):
     """The cache now. Read while a step runs, one number may be older than another by that step.
 
     Counted over the engine's lifetime, whatever becomes of weights and cache: `queries` and `hits`
@@ -53,21 +53,10 @@ class PrefixCacheStats:
     disk_cached_tokens: int
     recent_queries: int
     recent_hit_ratio: float
-    evictions: int
     window_missed_tokens: int
-    pins: int
-    demotions: int
-    pinned_evictions: int
-    pinned_hits: int
-    hinted_blocks: int
-    hints_demoted: int
-    hints_expired: int
     preemptions: int
     num_blocks: int
     blocks_in_use: int
-    free_blocks: int
-    cached_blocks: int
-    pinned_blocks: int
     block_size: int
     weight_version: int
     is_sleeping: bool

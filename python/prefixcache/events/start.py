@@ -47,7 +47,7 @@ def publishing(
     from prefixcache.events.publisher import EventPublisher
 
     publisher = EventPublisher(engine.control.keep_events(), sockets, config, model=model)
-    engine.metrics.of_events = publisher.families
+    engine.metrics.more.append(publisher.families)
     publisher.start()
     with closing(publisher):
         yield publisher

@@ -19,7 +19,7 @@ from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
 from prefixcache.kv.specs import PoolSizes
 from prefixcache.kv.unused_memory import Pages, UnusedMemory
-from prefixcache.metrics import PoolGauges
+from prefixcache.metrics import PoolGauges, ResizeCounts
 
 logger = logging.getLogger(__name__)
 
@@ -85,21 +85,6 @@ class ResizeStatus:
     blocks_held_above: int
     bytes_given_back: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeCounts:
-    """What resizes did over the engine's lifetime; `seconds` is the time that steps could not run.
-
-    Blocks that went back are counted in `blocks_released`, whether they were cached or not.
-    """
-
-    resizes: int = 0
-    blocks_moved: int = 0
-    blocks_lost: int = 0
-    blocks_released: int = 0
-    bytes_given_back: int = 0
-    seconds: float = 0.0
 
 
 class _Pace:

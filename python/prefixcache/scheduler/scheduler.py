@@ -34,7 +34,6 @@ from prefixcache.scheduler.admission import Admission, Verdict
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.cache_aware import CacheAwareQueue
 from prefixcache.scheduler.drafts import Drafter
-from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
@@ -85,8 +84,8 @@ class Scheduler:
     Each step is one `schedule`, then `complete` with what the runner returned, or `fail`. One more
     step may be scheduled before its predecessor is completed, if the runner knows the tokens that
     this one samples by their places (see `ScheduledSequence`). `steps_in_flight` are those that are
-    scheduled and not completed, the oldest first; `admission` has counters. Not thread safe: one
-    loop drives it.
+    scheduled and not completed, the oldest first; `admission` has counters, and `jobs` may be read
+    from any thread. Not thread safe: one loop drives it.
 
     With `step_times`, which learns how long steps take, chunks of prompts are kept so short that a
     step ends within `max_step_ms` milliseconds while answers wait for their next token. `clock`, in
@@ -133,7 +132,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
         )
         self._states: dict[str, RequestState] = {}
-        self._jobs = Jobs(limits.max_num_seqs)
+        self.jobs = Jobs(limits.max_num_seqs)
         self._max_running_per_client = config.max_running_per_key
         self._waiting = self._make_queue(config, clock)
         self._running: list[RequestState] = []
@@ -170,32 +169,13 @@ class Scheduler:
         return len(self._waiting) + (0 if self._in_flight is None else len(self._in_flight))
 
     @property
-    def queue_length(self) -> int:
-        """Jobs that wait, one of many waiting requests counted several times. From any thread."""
-        return self._jobs.queue_length
-
-    def client_queue(self, client: str) -> tuple[int, int]:
-        """`queue_length` of one client, and how many clients have any. From any thread."""
-        waiting = self._jobs.waiting
-        return waiting[client], len(waiting)
-
-    @property
     def num_in_flight_waits(self) -> int:
         """Requests that waited for blocks another one was computing."""
         return 0 if self._in_flight is None else self._in_flight.num_waits
 
-    @property
-    def hit_counter(self) -> HitCounter:
-        """Hits of the requests that started."""
-        return self.admission.counter
-
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._states)
-
-    def has_job(self, job: str) -> bool:
-        """Whether any request of the job waits or runs. From any thread."""
-        return job in self._jobs
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLargeError` when the request could never be served to its end."""
@@ -227,7 +207,7 @@ class Scheduler:
             computes_once=self._computes_once,
         )
         self._start_sequence(request)
-        state.turn = self._jobs.add(request)
+        state.turn = self.jobs.add(request)
         self._states[request.request_id] = state
         self._waiting.push(state)
 
@@ -321,7 +301,7 @@ class Scheduler:
         self._cache.free_all()
         if self._in_flight is not None:
             self._in_flight.clear()
-        self._jobs.clear()
+        self.jobs.clear()
         self._waiting.clear()
         self._running.clear()
         self._rejected.clear()
@@ -341,7 +321,7 @@ class Scheduler:
             if self.drafter is not None:
                 self.drafter.end(state)
             waited = self._stops_waiting(request_id)
-            self._jobs.remove(state.request, waited=waited)
+            self.jobs.remove(state.request, waited=waited)
             if not waited:
                 self._stop_running(state)
         if known:
@@ -521,7 +501,7 @@ class Scheduler:
         self._stop_running(state)
         self._cache.release([state.request_id])
         state.restart()
-        self._jobs.put_back(state.request)
+        self.jobs.put_back(state.request)
         self._waiting.push(state)
         return state
 
@@ -541,7 +521,7 @@ class Scheduler:
                 self._reject(state, verdict)
                 continue
             self._waiting.forget_hits()
-            self._jobs.start(state.request, state.turn)
+            self.jobs.start(state.request, state.turn)
             bisect.insort(self._running, state, key=lambda running: running.order)
             self._announce(state)
             if state.is_loading:
@@ -569,7 +549,7 @@ class Scheduler:
     def _is_held(self, client: str | None) -> bool:
         """Whether as many requests of a client run as may."""
         most = self._max_running_per_client
-        return client is not None and most is not None and self._jobs.running[client] >= most
+        return client is not None and most is not None and self.jobs.running[client] >= most
 
     def _keep_for_next(self) -> None:
         """Lets running requests keep the windows where the first waiting one parts from them."""
@@ -594,7 +574,7 @@ class Scheduler:
         del self._states[state.request_id]
         if self.drafter is not None:
             self.drafter.end(state)
-        self._jobs.remove(state.request, waited=True)
+        self.jobs.remove(state.request, waited=True)
         self._cache.free([state.request_id])
 
     def _ending(self, state: RequestState, verdict: Verdict) -> Ending:

@@ -119,7 +119,7 @@ def _hybrid_answers(folder: Path) -> dict[str, list[list[float]]]:
     for name in ("cold", "hit"):
         server.generate(asked, 5, logprobs=0)
         answers[name] = list(server.logprobs.values())[-2:]
-    assert server.scheduler.hit_counter.hit_tokens > 100
+    assert server.scheduler.admission.counter.hit_tokens > 100
     chunked = make_server(max_tokens=11)
     chunked.generate(asked, 5, logprobs=0)
     return answers | {"chunks": list(chunked.logprobs.values())}
@@ -167,7 +167,7 @@ def test_the_steps_mix_decodes_with_chunks_and_hit_the_cache(tiny_checkpoint):
     kinds = [{s.num_tokens == 1 for s in plan.sequences} for plan in ours.plans]
     assert {True, False} in kinds, "no step held decodes with chunks"
     assert ours.scheduler.num_preemptions, "the pool was large enough for all"
-    assert ours.scheduler.hit_counter.hit_tokens, "no prompt hit the cache"
+    assert ours.scheduler.admission.counter.hit_tokens, "no prompt hit the cache"
 
 
 @pytest.mark.parametrize(("invariant", "hopper"), [(False, True), (True, True), (False, False)])

@@ -17,14 +17,14 @@ def gauges() -> Gauges:
         num_queried_tokens=100,
         num_hit_tokens=64,
         num_window_missed_tokens=48,
-        num_cached_blocks=11,
-        num_free_blocks=12,
-        num_evictions=6,
-        num_pinned_blocks=5,
-        num_pins=9,
-        num_demotions=3,
-        num_pinned_evictions=1,
-        num_pinned_hits=7,
+        cached_blocks=11,
+        free_blocks=12,
+        evictions=6,
+        pinned_blocks=5,
+        pins=9,
+        demotions=3,
+        pinned_evictions=1,
+        pinned_hits=7,
     )
 
 

@@ -73,7 +73,7 @@ def test_at_every_line_of_a_step(ahead: bool, groups: Any, seed: int) -> None:
             engine.forget_all()
         if isinstance(runner, LateRunner):
             runner.finish()
-        assert engine.queue_length == 0
+        assert engine.jobs.queue_length == 0
         cache.validate()
         assert cache.num_free_blocks == cache.num_usable_blocks, places
         engine.add_request(make_request("a", PROMPTS[0], max_tokens=5))

@@ -56,11 +56,11 @@ class Pins(Bench):
 
     def serve(self, prompt: list[int], max_tokens: int = 1) -> int:
         """Serves a request alone to its end; its hits."""
-        before = self.scheduler.hit_counter.hit_tokens
+        before = self.scheduler.admission.counter.hit_tokens
         name = self.begin(prompt, max_tokens)
         self.run()
         assert self.answers[name] == answer_alone(prompt, max_tokens)
-        return self.scheduler.hit_counter.hit_tokens - before
+        return self.scheduler.admission.counter.hit_tokens - before
 
     def abort(self, *names: str) -> None:
         assert self.scheduler.finish(names) == list(names)

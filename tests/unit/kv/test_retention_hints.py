@@ -37,11 +37,11 @@ class Hints(Bench):
 
     def serve(self, prompt: list[int], *ranges: RetentionRange, salt: str | None = None) -> int:
         """Serves one prompt to its end, whose answer must be the lone one; its hits in tokens."""
-        name, before = next(self._names), self.scheduler.hit_counter.hit_tokens
+        name, before = next(self._names), self.scheduler.admission.counter.hit_tokens
         self.add(name, prompt, 2, cache=CacheOptions(salt=salt, retention=ranges))
         self.run()
         assert self.answers[name] == answer_alone(prompt, 2, groups=self._groups)
-        return self.scheduler.hit_counter.hit_tokens - before
+        return self.scheduler.admission.counter.hit_tokens - before
 
     def traffic(self, pools: float = 10) -> None:
         """Prompts of their own, about as many blocks as that many pools have."""

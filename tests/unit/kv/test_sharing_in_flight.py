@@ -89,7 +89,7 @@ def test_a_waiter_follows_chunk_by_chunk(groups: Groups) -> None:
     assert counts(bench.step()) == {"long": 16}
     bench.run()
     assert bench.answers["short"] == answer_alone([*prompt_of(24), 89, 88], 1)
-    assert bench.scheduler.hit_counter.hit_tokens == 24
+    assert bench.scheduler.admission.counter.hit_tokens == 24
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -177,7 +177,7 @@ def test_nobody_waits_for_blocks_past_what_a_request_may_write(groups: Groups) -
     bench.add("a", own(0), cache=CacheOptions(write_upto=18))
     bench.add("b", own(1))
     assert [set(counts(bench.step())) for _ in range(2)] == [{"a"}, {"a", "b"}]
-    assert bench.scheduler.hit_counter.hit_tokens == 16
+    assert bench.scheduler.admission.counter.hit_tokens == 16
 
 
 def test_the_next_fork_is_shared_too(groups: Groups) -> None:

@@ -32,7 +32,7 @@ def served_names() -> set[str]:
     """All names that /metrics can show, without their prefix."""
     metrics = Metrics(_gauges)
     metrics.finished["stop"] += 1
-    metrics.of_blocks = _residency().families
+    metrics.more.append(_residency().families)
     text = generate_latest(LabelledMetrics(metrics, model_name="x")).decode()
     families = text_string_to_metric_families(text)
     return {_NAME.fullmatch(s.name)[1] for family in families for s in family.samples}

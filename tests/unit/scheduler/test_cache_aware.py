@@ -421,4 +421,4 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     bench.step()
     assert bench.scheduler.num_in_flight_waits == 7
     bench.run()
-    assert bench.scheduler.hit_counter.hit_tokens == 7 * 32
+    assert bench.scheduler.admission.counter.hit_tokens == 7 * 32

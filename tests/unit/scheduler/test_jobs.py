@@ -128,17 +128,17 @@ def test_the_scheduler_counts_who_waits_whatever_becomes_of_them() -> None:
     bench.add("a", prompt_of(12), max_tokens=12)
     bench.add("b", prompt_of(12, 1), max_tokens=12)
     bench.add("c", prompt_of(4, 2), max_tokens=2)
-    assert bench.scheduler.queue_length == 3
+    assert bench.scheduler.jobs.queue_length == 3
     bench.step()
-    assert bench.scheduler.queue_length == 1
+    assert bench.scheduler.jobs.queue_length == 1
     while not bench.scheduler.num_preemptions:
         bench.step()
-    assert bench.scheduler.queue_length == 2
+    assert bench.scheduler.jobs.queue_length == 2
     bench.scheduler.finish(["c"])
-    assert bench.scheduler.queue_length == 1
+    assert bench.scheduler.jobs.queue_length == 1
     bench.run()
-    assert bench.scheduler.queue_length == 0
-    assert not bench.scheduler.has_job("a")
+    assert bench.scheduler.jobs.queue_length == 0
+    assert "a" not in bench.scheduler.jobs
 
 
 def test_a_refused_request_waits_no_more() -> None:
@@ -148,7 +148,7 @@ def test_a_refused_request_waits_no_more() -> None:
     bench.add("a", prompt_of(8), cache=CacheOptions(hit_threshold=0.5))
     bench.step()
     assert len(bench.scheduler.take_rejected()) == 1
-    assert (bench.scheduler.queue_length, bench.scheduler.has_job("a")) == (0, False)
+    assert (bench.scheduler.jobs.queue_length, "a" in bench.scheduler.jobs) == (0, False)
 
 
 def test_who_waits_for_anothers_blocks_is_counted_as_waiting() -> None:
@@ -156,9 +156,9 @@ def test_who_waits_for_anothers_blocks_is_counted_as_waiting() -> None:
     bench.add("a", prompt_of(32))
     bench.add("b", prompt_of(32))
     bench.step()
-    assert (bench.scheduler.num_in_flight_waits, bench.scheduler.queue_length) == (1, 1)
+    assert (bench.scheduler.num_in_flight_waits, bench.scheduler.jobs.queue_length) == (1, 1)
     bench.run()
-    assert bench.scheduler.queue_length == 0
+    assert bench.scheduler.jobs.queue_length == 0
 
 
 def test_a_newcomer_starts_before_the_rest_of_a_large_job() -> None:
@@ -326,9 +326,9 @@ def test_the_scheduler_gives_keys_turns_and_bounds_what_runs_of_each() -> None:
     assert set(counts(bench.step())) == {"a0", "a1"}
     bench.add("b0", prompt_of(4, 90), max_tokens=1, client="b")
     assert "b0" in counts(bench.step())
-    assert bench.scheduler.client_queue("a") == (48, 1)
+    assert bench.scheduler.jobs.waiting == {"a": 48}
     bench.run()
-    assert bench.scheduler.client_queue("a") == (0, 0)
+    assert not bench.scheduler.jobs.waiting
 
 
 def test_a_preempted_request_keeps_the_round_of_its_client() -> None:

@@ -131,7 +131,7 @@ def test_without_prefix_caching_nothing_is_hit_or_published() -> None:
         bench.add(name, prompt_of(16))
         bench.run()
     assert bench.cache.stats()["hits"] == 0
-    assert bench.scheduler.hit_counter.queried_tokens == 0
+    assert bench.scheduler.admission.counter.queried_tokens == 0
 
 
 @pytest.mark.parametrize(

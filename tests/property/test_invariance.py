@@ -272,7 +272,8 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
 
     check()
     assert min(total.outputs, total.blocks, total.hit_tokens, total.chunks) > 0
-    assert min(total.guided, total.late_masks) > 0
+    # Which masks are late is drawn too: of few guided tokens maybe none is.
+    assert total.guided > 0
 
 
 def test_a_layer_that_reads_others_keys_through_another_block_table_is_found(

@@ -156,6 +156,11 @@ class EvictedBlocks:
         self.cleared_at = -math.inf
         self.new_weights_at = -math.inf
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the rows."""
+        return self._rows.nbytes
+
     def add(self, evictions: Evictions) -> None:
         """Takes note of what was evicted."""
         rows = evictions.rows

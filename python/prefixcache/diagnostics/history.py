@@ -150,6 +150,11 @@ class PromptHistory:
         self._everything = _Order()
         self._shares: dict[str | None, dict[str | None, _Share]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory taken, roughly."""
+        return self._num_bytes
+
     def remember(self, prompt: RememberedPrompt) -> None:
         """Adds a prompt whose request has ended; one that is larger than a quarter is not kept."""
         size = prompt.num_bytes

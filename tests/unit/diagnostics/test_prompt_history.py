@@ -93,7 +93,7 @@ def test_who_sends_much_pushes_out_nothing_of_who_sends_little() -> None:
             range(number, number + 100), owner="loud", salt=str(number), name=str(number)
         )
         history.remember(flood)
-        assert history._num_bytes <= 64_000
+        assert history.num_bytes <= 64_000
     assert kept(history, "quiet") == [0]
     assert history.find("0", owner="quiet") is not None
     loud = kept(history, "loud")
@@ -123,7 +123,7 @@ def test_text_counts_and_what_is_too_large_is_not_kept() -> None:
     history.remember(prompt([1], text="x" * 20_000))
     assert history.prompts() == []
     history.remember(prompt([1], text="\N{SNOWMAN}" * 2000, name="wide"))
-    assert history._num_bytes > 4000
+    assert history.num_bytes > 4000
     whole = np.arange(100_000, dtype=np.int32)
     history.remember(prompt([1], name="view"))
     assert prompt([]).num_bytes < 1000
@@ -159,4 +159,4 @@ def test_threads_that_remember_and_read_side_by_side() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert history._num_bytes == sum(one.num_bytes for one in history.prompts()) <= 100_000
+    assert history.num_bytes == sum(one.num_bytes for one in history.prompts()) <= 100_000

@@ -28,7 +28,7 @@ from equality import (
 from prefixcache._core import Cpu
 from support.loaded import cpu_model, torch_model
 from support.paged_driver import CpuDriver, Driver, PagedDriver
-from support.repeatable import bounded, long, slow
+from support.repeatable import LONG, bounded, long, slow
 
 Checkpoint = Callable[..., Path]
 Work = list[tuple[int, int, int]]
@@ -272,8 +272,9 @@ def test_answers_and_blocks_of_any_schedule_are_those_of_lone_cold_runs(
 
     check()
     assert min(total.outputs, total.blocks, total.hit_tokens, total.chunks) > 0
-    # Which masks are late is drawn too: of few guided tokens maybe none is.
     assert total.guided > 0
+    # Which masks are late is drawn too: of the few guided tokens of a short run maybe none is.
+    assert total.late_masks > 0 or not LONG
 
 
 def test_a_layer_that_reads_others_keys_through_another_block_table_is_found(

@@ -160,9 +160,11 @@ class _QueueBound:
 
     def _own(self, client: str) -> tuple[int, int]:
         """How many jobs of a client wait, and its share of the queue."""
+        # The engine's thread may change them between two looks.
         waiting = self._engine.jobs.waiting
-        own = waiting[client] + list(self._on_their_way.values()).count(client)
-        return own, (self._limit or 0) // (len(waiting) + (not waiting[client]))
+        num_waiting, num_clients = waiting[client], len(waiting)
+        own = num_waiting + list(self._on_their_way.values()).count(client)
+        return own, (self._limit or 0) // max(num_clients + (not num_waiting), 1)
 
     def _retry_after(self) -> int:
         return min(max(math.ceil(self._last_wait), 1), _LONGEST_RETRY)

@@ -40,7 +40,8 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
 # Targets of one line run in parallel, and each prints its output in one piece (GNU make 4).
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 SLOW     := (slow or model)
-PYTEST   := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder --durations=10
+SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+PYTEST   := $(BIN)/pytest $(SPREAD) --durations=10
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
@@ -108,7 +109,7 @@ test-lowest: setup-dev model       ## an answer and the unit tests with the lowe
 	grep ^transformers== requirements/dev.txt >$(LOWEST)/pin.txt
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -r pyproject.toml -r $(LOWEST)/pin.txt
 	printf '%s\n' $(CURDIR)/python $(CURDIR)/.venv/lib/python*/site-packages >$$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth
-	$(LOWEST)/bin/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder tests/unit
+	$(LOWEST)/bin/python -m pytest $(SPREAD) tests/unit
 
 test-ray: setup-dev                ## three replicas under Ray Serve, killed and updated under load
 	cd tests/ray_serve && ../../$(BIN)/pytest --durations=5

@@ -105,40 +105,45 @@ impl Form {
             Kind::Portable(lanes) => kernel.run(lanes),
             // SAFETY: `lanes` exists only where the processor has the features named below.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(lanes) => unsafe { with_avx2(lanes, kernel) },
+            Kind::Avx2(lanes) => unsafe { kernel.with_avx2(lanes) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(lanes) => unsafe { with_avx512(lanes, kernel) },
+            Kind::Avx512(lanes) => unsafe { kernel.with_avx512(lanes) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(lanes) => unsafe {
                 if K::HAS_BF16 {
-                    with_avx512_bf16(lanes, kernel)
+                    kernel.with_avx512_bf16(lanes)
                 } else {
-                    with_avx512(lanes.without_bf16(), kernel)
+                    kernel.with_avx512(lanes.without_bf16())
                 }
             },
         }
     }
 }
 
+/// A kernel compiled for each form. The compiler puts a type's methods beside the type, so several threads
+/// compile the kernels; functions of this module would all be one thread's.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn with_avx2<K: Kernel>(lanes: Avx2, kernel: K) -> K::Output {
-    kernel.run(lanes)
+trait InForm: Kernel + Sized {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn with_avx2(self, lanes: Avx2) -> Self::Output {
+        self.run(lanes)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn with_avx512(self, lanes: Avx512) -> Self::Output {
+        self.run(lanes)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    unsafe fn with_avx512_bf16(self, lanes: Avx512Bf16) -> Self::Output {
+        self.run(lanes)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn with_avx512<K: Kernel>(lanes: Avx512, kernel: K) -> K::Output {
-    kernel.run(lanes)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn with_avx512_bf16<K: Kernel>(lanes: Avx512Bf16, kernel: K) -> K::Output {
-    kernel.run(lanes)
-}
+impl<K: Kernel> InForm for K {}
 
 impl fmt::Debug for Form {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -5,8 +5,6 @@
 //! `w` is the largest power of eight that divides `i`. So the digests of a level of the tree, and a
 //! seventh of the hashes that end there, need nothing of each other and are computed side by side.
 
-use zerocopy::IntoBytes;
-
 use super::lanes::{Digest, KeyedHash, LANES};
 use super::{Extras, MAX_BLOCK_SIZE};
 use crate::id::BlockHash;
@@ -90,7 +88,7 @@ impl PrefixHashes {
         }
         for level in &self.levels {
             bytes.push(level.len() as u8);
-            bytes.extend_from_slice(level.as_bytes());
+            bytes.extend_from_slice(level.as_flattened());
         }
         bytes
     }
@@ -228,7 +226,7 @@ fn push_digests<const N: usize>(tokens: &[u32], block_size: usize, digests: &mut
     let digests = &mut digests[first..];
     if cfg!(target_endian = "little") && N == size_of::<u32>() * block_size {
         // The messages are what lies in memory.
-        return hash.digest::<N>(tokens.as_bytes().as_chunks().0, digests);
+        return hash.digest::<N>(bytemuck::cast_slice::<_, u8>(tokens).as_chunks().0, digests);
     }
     let mut messages = [[0; N]; LANES];
     let batches = digests.chunks_mut(LANES);

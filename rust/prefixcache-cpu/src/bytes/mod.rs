@@ -229,34 +229,38 @@ impl ByteForm {
             Kind::Portable(lanes) => kernel.run(lanes),
             // SAFETY: `lanes` exists only where the processor has the features named below.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(lanes) => unsafe { with_avx2(lanes, kernel) },
+            Kind::Avx2(lanes) => unsafe { kernel.with_avx2(lanes) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::AvxVnni(lanes) => unsafe { with_avx_vnni(lanes, kernel) },
+            Kind::AvxVnni(lanes) => unsafe { kernel.with_avx_vnni(lanes) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Vnni(lanes) => unsafe { with_avx512_vnni(lanes, kernel) },
+            Kind::Avx512Vnni(lanes) => unsafe { kernel.with_avx512_vnni(lanes) },
         }
     }
 }
 
+/// As the forms of [`Kernel`](crate::Kernel) are compiled.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn with_avx2<K: ByteKernel>(lanes: Avx2<false>, kernel: K) -> K::Output {
-    kernel.run(lanes)
+trait InForm: ByteKernel + Sized {
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn with_avx2(self, lanes: Avx2<false>) -> Self::Output {
+        self.run(lanes)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+    unsafe fn with_avx_vnni(self, lanes: Avx2<true>) -> Self::Output {
+        self.run(lanes)
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn with_avx512_vnni(self, lanes: Avx512Vnni) -> Self::Output {
+        self.run(lanes)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-fn with_avx_vnni<K: ByteKernel>(lanes: Avx2<true>, kernel: K) -> K::Output {
-    kernel.run(lanes)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn with_avx512_vnni<K: ByteKernel>(lanes: Avx512Vnni, kernel: K) -> K::Output {
-    kernel.run(lanes)
-}
+impl<K: ByteKernel> InForm for K {}
 
 impl fmt::Debug for ByteForm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -43,7 +43,7 @@ impl Int8Weight {
         first: usize,
         sums: &mut [Sums],
     ) {
-        form.run(PanelTask { weight: self, panel, x, first, sums });
+        PanelTask { weight: self, panel, x, first, sums }.run(form);
     }
 }
 
@@ -77,13 +77,10 @@ macro_rules! formats {
             }
         )*
 
-        impl ByteKernel for PanelTask<'_> {
-            type Output = ();
-
-            #[inline(always)]
-            fn run<L: ByteLanes>(self, lanes: L) {
+        impl PanelTask<'_> {
+            fn run(self, form: ByteForm) {
                 match self.weight.format() {
-                    $(Format::$name => self.of_format::<$name, L>(lanes),)*
+                    $(Format::$name => form.run(OfFormat::<$name>(self, PhantomData)),)*
                 }
             }
         }
@@ -101,9 +98,21 @@ struct PanelTask<'a> {
     sums: &'a mut [Sums],
 }
 
+/// A panel of a format that the compiler knows: one function for all formats takes it twice as long.
+struct OfFormat<'a, P>(PanelTask<'a>, PhantomData<P>);
+
+impl<P: Packed> ByteKernel for OfFormat<'_, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: ByteLanes>(self, lanes: L) {
+        self.0.multiply::<P, L>(lanes);
+    }
+}
+
 impl PanelTask<'_> {
     #[inline(always)]
-    fn of_format<P: Packed, L: ByteLanes>(mut self, lanes: L) {
+    fn multiply<P: Packed, L: ByteLanes>(mut self, lanes: L) {
         let panel = Panel::<P, L>::new(lanes, self.weight, self.panel);
         let mut first = self.first;
         if const { L::DOT_OF_FOUR && L::LANES == TILE }

@@ -105,7 +105,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     add_metadata(writer, model)
-    if architecture in ("gemma3", "gemma4") or pre == "sentencepiece":
+    if architecture.startswith("gemma") or pre == "sentencepiece":
         _add_sentencepiece(writer)
     else:
         _add_tokenizer(writer, pre)
@@ -179,7 +179,9 @@ def _add_features(
         _add_multipliers(writer, config)
     if rope["rope_type"] == "yarn":
         _add_yarn(writer, rope)
-    has_window = config.model_type in ("olmo3", "phi3", "gemma3_text", "gpt_oss", "exaone4")
+    has_window = config.model_type in (
+        *("olmo3", "phi3", "gemma2", "gemma3_text", "gpt_oss", "exaone4"),
+    )
     if has_window and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("olmo3", "exaone4"):
@@ -189,7 +191,7 @@ def _add_features(
         _add_longrope(writer, rope, config)
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
-    if architecture == "gemma3":
+    if architecture in ("gemma2", "gemma3"):
         _add_gemma(writer, config, rope)
     if getattr(config, "linear_num_key_heads", 0):
         _add_states(writer, config, rope)
@@ -231,9 +233,12 @@ def _add_multipliers(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def _add_gemma(writer: gguf.GGUFWriter, config: PreTrainedConfig, rope: dict[str, Any]) -> None:
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_add_space_prefix(False)
+    if config.attn_logit_softcapping:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
@@ -453,7 +458,7 @@ def _functions(
     """What numbers become in a file, and the other way."""
     if target.endswith("ssm_a"):
         return lambda values: -np.exp(values), lambda read: np.log(-read)
-    has_offset = config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next"))
+    has_offset = config.model_type.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     is_norm = target.endswith("norm.weight") and not target.endswith("ssm_norm.weight")
     offset = np.float32(has_offset and is_norm)
     return lambda values: values + offset, lambda read: read - offset

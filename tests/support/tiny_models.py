@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -117,6 +118,15 @@ _QWEN_WINDOWS = {
     "use_sliding_window": True,
     "sliding_window": 24,
     "max_window_layers": 2,
+}
+_GEMMA2 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 24,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
 }
 # Three layers with a window to one without, as Gemma 3 has five.
 _GEMMA3 = {
@@ -451,6 +461,7 @@ WINDOWED: dict[str, Architecture] = {
         {"num_hidden_layers": 4, "sliding_window": 24, "rope_parameters": _LLAMA3_ROPE},
     ),
     "gpt-oss": Architecture(GptOssConfig, _GPT_OSS),
+    "gemma2": Architecture(Gemma2Config, _GEMMA2),
     "gemma3": Architecture(Gemma3TextConfig, _GEMMA3),
     "gemma4": Architecture(Gemma4TextConfig, _GEMMA4),
     "gemma4-large": Architecture(Gemma4TextConfig, _GEMMA4_LARGE),
@@ -541,10 +552,13 @@ def _config_arguments() -> dict[str, Any]:
     }
 
 
+# Models whose norms multiply by their weight and 1.
+_OFFSET_NORMS = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+
+
 def _stir(model: PreTrainedModel) -> None:
     """Spreads the weights, norms and biases too, so that no part can be left out unnoticed."""
-    # These norms multiply by their weight and 1.
-    offset = 1.0 if model.config.model_type.startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0.0
+    offset = 1.0 if model.config.model_type.startswith(_OFFSET_NORMS) else 0.0
     with torch.no_grad():
         _stir_buffers(model)
         for name, parameter in model.named_parameters():

@@ -107,6 +107,7 @@ _FIELDS: dict[str, Any] = {
     "use_double_wide_mlp": bool,
     "hidden_size_per_layer_input": Count,
     "vocab_size_per_layer_input": PositiveInt,
+    "attn_logit_softcapping": PositiveFloat,
     "final_logit_softcapping": PositiveFloat,
     "use_bidirectional_attention": bool | str,
     "full_attention_interval": PositiveInt,
@@ -451,14 +452,15 @@ def _lfm2_intermediate_size(whole: Any) -> int:
     return -(-size // whole.block_multiple_of) * whole.block_multiple_of
 
 
-def _gemma3_flags(whole: Any) -> dict[str, Any]:
+def _gemma2_flags(whole: Any) -> dict[str, Any]:
     return {
-        "qk_norm": True,
         "norm_offset": 1.0,
         "sandwich_norms": True,
         "activation": "gelu_tanh",
         "embedding_scale": whole.hidden_size**0.5,
         "attention_scale": whole.query_pre_attn_scalar**-0.5,
+        "attention_softcap": whole.attn_logit_softcapping,
+        "logits_softcap": whole.final_logit_softcapping,
     }
 
 
@@ -577,6 +579,29 @@ _QWEN3_NEXT = replace(
     sees_images=False,
     flags=_qwen3_next_flags,
 )
+_GEMMA2 = Family(
+    model_type="gemma2",
+    required=("hidden_size", "intermediate_size", "num_hidden_layers"),
+    defaults={
+        "vocab_size": 256_000,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    refused=("use_bidirectional_attention",),
+    biases=("attention_bias",),
+    heads_divide_hidden=True,
+    windows="by_layer",
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    flags=_gemma2_flags,
+)
 _GEMMA3 = Family(
     model_type="gemma3_text",
     # Published files leave out the others.
@@ -601,7 +626,7 @@ _GEMMA3 = Family(
     ropes_by_layer=True,
     sees_images=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    flags=_gemma3_flags,
+    flags=lambda whole: _gemma2_flags(whole) | {"qk_norm": True},
 )
 _GEMMA4 = Family(
     model_type="gemma4_text",
@@ -1040,6 +1065,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,

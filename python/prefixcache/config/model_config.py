@@ -238,7 +238,8 @@ class ModelConfig(Checked):
     `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too, and without
     `input_norms` what they read is not.
     `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
-    products of queries and keys, None for `head_dim ** -0.5`. Queries are scaled by
+    products of queries and keys, None for `head_dim ** -0.5`. Products x become
+    `attention_softcap` * tanh(x / `attention_softcap`), where it is given. Queries are scaled by
     1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
     the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
     Layers without a window have `full_kv_heads` and heads of `full_head_dim` where these are given,
@@ -286,6 +287,7 @@ class ModelConfig(Checked):
     activation: Activation = "silu"
     embedding_scale: PositiveFloat = 1.0
     attention_scale: PositiveFloat | None = None
+    attention_softcap: PositiveFloat | None = None
     query_growth: float = 0.0
     whole_qk_norms: bool = False
     sinks: bool = False

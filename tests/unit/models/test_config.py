@@ -219,6 +219,40 @@ _GEMMA3_4B = {
 }
 
 
+_GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+
+
+def test_gemma_2_as_it_is_published() -> None:
+    config = ModelConfig.from_hf(_GEMMA2_2B)
+    assert config.layer_windows == (4096, None) * 13
+    assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
+    assert (config.attention_scale, config.qk_norm) == (1 / 16, False)
+    assert config.tie_word_embeddings
+
+
 def test_the_text_part_of_a_model_that_sees_images() -> None:
     config = ModelConfig.from_hf(_GEMMA3_4B)
     assert (config.vocab_size, config.num_heads, config.num_kv_heads) == (262208, 8, 4)
@@ -234,8 +268,10 @@ def test_the_text_part_of_a_model_that_sees_images() -> None:
     assert not ModelConfig.from_hf(_GEMMA3_4B | outer).tie_word_embeddings
 
 
-@pytest.mark.parametrize("published", [_GEMMA3_1B, _GEMMA3_4B], ids=["1b", "4b"])
-def test_gemma_3_as_transformers_writes_it_again(published):
+@pytest.mark.parametrize(
+    "published", [_GEMMA2_2B, _GEMMA3_1B, _GEMMA3_4B], ids=["2-2b", "3-1b", "3-4b"]
+)
+def test_gemma_as_transformers_writes_it_again(published):
     written = AutoConfig.for_model(**published).to_json_string()
     found = ModelConfig.from_hf(published)
     again = ModelConfig.from_hf(json.loads(written))

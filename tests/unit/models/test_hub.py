@@ -193,6 +193,16 @@ def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path)
     assert_same(PagedDriver(torch_model(folder, config=config)), original)
 
 
+def test_a_gguf_file_of_gemma_2_means_the_model_it_was_made_from(tmp_path: Path) -> None:
+    original = make_model("gemma2", query_pre_attn_scalar=32)
+    folder = resolve_model(str(write_gguf(tmp_path / "gemma.gguf", original)))
+    config = ModelConfig.from_hf(folder)
+    assert config.layer_windows == (24, None, 24, None)
+    assert (config.attention_softcap, config.logits_softcap) == (4.0, 6.0)
+    for driver in (PagedDriver(torch_model(folder)), CpuDriver(cpu_model(folder))):
+        assert_same(driver, original)
+
+
 @pytest.mark.parametrize("architecture", ["gemma4", "gemma4-large"])
 def test_a_gguf_file_of_gemma_4_means_the_model_it_was_made_from(
     tmp_path: Path, architecture: str
@@ -212,8 +222,12 @@ def test_a_gguf_file_of_gemma_4_means_the_model_it_was_made_from(
         assert table.kept_format() in ("Q8_0", "Q4_1")
 
 
-def test_the_largest_gemma_3_scales_attention_by_its_width(tmp_path: Path) -> None:
-    original = make_model("gemma3", num_hidden_layers=62, **GEMMA | {"query_pre_attn_scalar": 16})
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_attention_by_its_width(
+    tmp_path: Path, architecture: str, layers: int
+) -> None:
+    shape = GEMMA | {"num_hidden_layers": layers, "query_pre_attn_scalar": 16}
+    original = make_model(architecture, **shape)
     config = ModelConfig.from_hf(resolve_model(str(write_gguf(tmp_path / "27b.gguf", original))))
     assert config.attention_scale == 1 / 4
 

@@ -164,6 +164,12 @@ _PHI3_PARTS = [
 _EXPERTS = ExpertsConfig(
     count=8, top_k=3, intermediate_size=32, renormalise=True, dense_layers=(1,)
 )
+_GEMMA2_PARTS = [
+    {"attention_softcap": None},
+    {"attention_scale": None},
+    {"logits_softcap": None},
+    {"layer_windows": (24, 24, 24, 24)},
+]
 _GEMMA3_PARTS = [
     {"norm_offset": 0.0},
     {"activation": "silu"},
@@ -195,6 +201,7 @@ _GEMMA4_PARTS = [
 @pytest.mark.parametrize(
     ("architecture", "left_out"),
     [
+        *(("gemma2", part) for part in _GEMMA2_PARTS),
         *(("gemma3", part) for part in _GEMMA3_PARTS),
         *(("gemma4", part) for part in _GEMMA4_PARTS),
         ("gemma4-large", {"value_norms": False}),

@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "lfm2moe": "Lfm2MoeForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
 }
@@ -174,7 +175,7 @@ _OWN_MODULES = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
     **dict.fromkeys(("olmo2", "exaone4"), _NORMS_AFTER),
-    "gemma3": _GEMMA_MODULES,
+    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA_MODULES),
     "gemma4": _GEMMA_MODULES
     | {
         "inp_gate": "per_layer_input_gate",
@@ -216,12 +217,12 @@ _PAIRED = (
     *("llama", "mistral3", "smollm3", "arcee", "nemotron_h"),
     *("granite", "granitemoe", "granitehybrid"),
 )
-# What llama.cpp knows of Gemma 3 without writing it: layers of a window to one without, and the
-# number of layers of the model whose attention is scaled by its width, not its heads'.
-_GEMMA_PATTERN = 6
+# What llama.cpp knows of Gemma 2 and 3 without writing it: every how many layers one has no window,
+# and the number of layers of the model whose attention is scaled by its width, not its heads'.
+_GEMMA_PATTERNS = {"gemma2": 2, "gemma3": 6}
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Factors from here on, of Gemma 4's slowest pairs, stand for no rotation.
 _UNTURNED = 1e20
-_GEMMA_27B_LAYERS = 62
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -538,17 +539,18 @@ def _windows(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma_config(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    if num_layers == _GEMMA_27B_LAYERS:
+    if num_layers == _GEMMA_27B_LAYERS[metadata.architecture]:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
     window = metadata.shape("attention.sliding_window", 0)
-    slides = [bool(window and (i + 1) % _GEMMA_PATTERN) for i in range(num_layers)]
+    pattern = _GEMMA_PATTERNS[metadata.architecture]
+    slides = [bool(window and (i + 1) % pattern) for i in range(num_layers)]
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": head_dim,
-        "final_logit_softcapping": metadata.shape("final_logit_softcapping", 0.0) or None,
+        **{name: cap for name in caps if (cap := metadata.shape(name, 0.0))},
         "sliding_window": window or None,
         "layer_types": _layer_types(slides),
-        "rope_parameters": {FULL: config["rope_parameters"], SLIDING: _local_rope(metadata)},
     }
 
 
@@ -615,7 +617,11 @@ _OWN_CONFIGS: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] =
     **dict.fromkeys(("lfm2", "lfm2moe"), _lfm2_config),
     **dict.fromkeys(_DELTA, _delta_config),
     "glm4": _partly_rotated,
-    "gemma3": _gemma_config,
+    "gemma2": _gemma_config,
+    "gemma3": lambda metadata, config: (
+        _gemma_config(metadata, config)
+        | {"rope_parameters": {FULL: config["rope_parameters"], SLIDING: _local_rope(metadata)}}
+    ),
 }
 
 
@@ -701,7 +707,7 @@ def _layer_of(tensor: TensorRange) -> int:
 
 def _offset_by(tensor: TensorRange, config: dict[str, Any]) -> float:
     """llama.cpp keeps what norms multiply by."""
-    has_offset = config["model_type"] in ("gemma3", *_DELTA)
+    has_offset = config["model_type"] in ("gemma2", "gemma3", *_DELTA)
     is_norm = tensor.name.endswith("norm.weight") and "ssm_norm" not in tensor.name
     return 1.0 if has_offset and is_norm else 0.0
 

@@ -425,6 +425,7 @@ def attention_kernels(
             PagedAttention(
                 cpu, dtype, config.num_heads, *heads, scale,
                 window_left=None if window is None else window - 1,
+                softcap=config.attention_softcap,
             )
             for heads, window in kinds
         ]  # fmt: skip

@@ -446,6 +446,7 @@ class DecoderModel:
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             scale=self.config.attention_scale or self.config.head_dim**-0.5,
+            softcap=self.config.attention_softcap,
             has_sinks=self.config.sinks,
         )
 

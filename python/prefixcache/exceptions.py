@@ -119,6 +119,10 @@ class SlowReaderError(PrefixCacheError, RuntimeError):
 class EngineHaltedError(PrefixCacheError, RuntimeError):
     """The engine sleeps or is paused, until it is resumed."""
 
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 class EngineDeadError(PrefixCacheError, RuntimeError):
     """The engine stopped after an error; restart the server."""

@@ -184,7 +184,8 @@ class Control:
         if self.is_sleeping:
             raise EngineHaltedError(
                 "The engine is asleep and takes no requests until wake_up has brought back its "
-                "weights and its KV cache."
+                "weights and its KV cache.",
+                code="engine_asleep",
             )
 
     def raise_if_halted(self) -> None:

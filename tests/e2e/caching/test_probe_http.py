@@ -121,3 +121,4 @@ async def test_an_engine_that_sleeps_or_is_gone_says_so(tiny_checkpoint):
         engine.close()
         gone = await client.post(PROBE, json=body(PROMPT))
     assert (asleep.status_code, gone.status_code) == (503, 503)
+    assert asleep.json()["error"]["code"] == "engine_asleep"

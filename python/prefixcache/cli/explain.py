@@ -100,10 +100,12 @@ def _read_answer(options: ExplainOptions, response: httpx.Response) -> dict[str,
     if response.is_success:
         return answer
     error = answer.get("error")
-    if response.status_code == 404 or not isinstance(error, Mapping):
+    if not isinstance(error, Mapping):
         raise _unknown(options)
-    message = cast("Mapping[str, object]", error).get("message")
-    raise PrefixCacheError(f"{options.url} answers {response.status_code}: {message}")
+    said = cast("Mapping[str, object]", error)
+    if response.status_code == 404 and not isinstance(said.get("code"), str):  # no such path
+        raise _unknown(options)
+    raise PrefixCacheError(f"{options.url} answers {response.status_code}: {said.get('message')}")
 
 
 def _unknown(options: ExplainOptions) -> PrefixCacheError:

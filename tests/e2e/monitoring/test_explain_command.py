@@ -133,8 +133,12 @@ def test_one_prompt_is_explained_and_not_computed(long_checkpoint: Path, tmp_pat
         assert client.get(MISSES).json()["num_requests"] == 1
         file.write_text('{"messages": 3}')
         wrong = explained(client, str(file))
+        file.write_text(json.dumps(body | {"model": "unknown"}))
+        unknown = explained(client, str(file))
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert "messages" in wrong.stderr
+    assert (unknown.exit_code, unknown.stdout) == (1, "")
+    assert "answers 404: The model 'unknown' does not exist." in unknown.stderr
 
 
 def test_the_advice_is_for_administrators_and_limits_are_checked(long_checkpoint: Path) -> None:
@@ -162,11 +166,12 @@ def test_the_advice_is_for_administrators_and_limits_are_checked(long_checkpoint
     "answer",
     [
         lambda: httpx.Response(404, json={"detail": "Not Found"}),
+        lambda: httpx.Response(404, json={"error": {"message": "Not Found", "code": None}}),
         lambda: httpx.Response(200, text="<html>"),
         lambda: httpx.Response(200, json={"hello": 1}),
         lambda: httpx.Response(500, json=[]),
     ],
-    ids=["404", "html", "other", "list"],
+    ids=["404", "error", "html", "other", "list"],
 )
 def test_other_servers_are_recognized(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[], httpx.Response]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, PrefixCacheError
 
 _SECRET = "--api-key"
 
@@ -41,9 +41,12 @@ def check_can_read(flag: str, *files: Path) -> None:
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """Writes a report, its parents made where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Writes a report, its parents made where needed. Raises `PrefixCacheError` if it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PrefixCacheError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def command_line() -> str:

@@ -242,3 +242,10 @@ def test_a_wrong_trace_is_reported_and_nothing_is_written(
     shown = replay(trace, "--output", output, status=1).replace("\n", " ")
     assert f"{trace}, {said}" in shown
     assert not output.exists()
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text(HEADER + "9,4,0,-1,0,-1,1,0,0\n")
+    shown = replay(trace, "--output", "/dev/full", status=1)
+    assert "error: Cannot write /dev/full: No space left on device." in shown

@@ -75,8 +75,9 @@ def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
     import httpx
 
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    url = options.url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(base_url=options.url, headers=headers, timeout=_SECONDS) as client:
+        with httpx.Client(base_url=url, headers=headers, timeout=_SECONDS) as client:
             if body is None:
                 response = client.get("/prefix_cache/misses", params={"limit": options.limit})
             else:

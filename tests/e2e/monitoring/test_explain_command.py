@@ -130,6 +130,8 @@ def test_one_prompt_is_explained_and_not_computed(long_checkpoint: Path, tmp_pat
         for arguments, options in (((str(file),), {}), (("-",), {"input": json.dumps(body)})):
             (line,) = explained(client, *arguments, **options).output.splitlines()
             assert "message 0, system, differs at character 10: `14:05:11` was `14:04:37`" in line
+        (line,) = explained(client, str(file), "--url", f"{client.base_url}/v1").output.splitlines()
+        assert "message 0, system, differs at character 10: `14:05:11` was `14:04:37`" in line
         assert client.get(MISSES).json()["num_requests"] == 1
         file.write_text('{"messages": 3}')
         wrong = explained(client, str(file))

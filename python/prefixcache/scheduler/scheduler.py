@@ -442,7 +442,18 @@ class Scheduler:
                 victim = self._requeue(self._running[-1])
                 chunks = [chunk for chunk in chunks if chunk.state is not victim]
                 short = [chunk for chunk in short if chunk.state is not victim]
+                if not self._running:
+                    self._grow_or_reject(victim)
         return chunks
+
+    def _grow_or_reject(self, state: RequestState) -> None:
+        """Ends a preempted request that ran alone, unless the pool can grow for it.
+
+        It might start again: not all blocks of states and windows are taken at the start.
+        """
+        if not self._limits.make_room(state.num_tokens):
+            self._waiting.remove(state.request_id)
+            self._reject(state, Verdict.NO_ROOM)
 
     def _is_short(self, chunk: _Chunk) -> bool:
         """Whether the chunk needs slots; with states it needs a block where it ends."""

@@ -237,6 +237,30 @@ def test_no_bit_changes_over_sleep_and_other_sizes_of_the_pool(any_folder: Path)
     assert answer(engine, prompt) == (said, hit)
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_prompt_that_lacks_blocks_alone_stands_in_nobodys_way(folder: Path, grows: bool) -> None:
+    """In a pool that shrank, which holds its first chunk and no more; nothing of it is cached."""
+    flags = {"kv_cache_idle_release": 1e9} if grows else {}
+    built_engine = built(folder, enable_prefix_caching=False, **flags)
+    engine, cache = built_engine.engine, built_engine.engine._cache
+    num_blocks = 1 + 10 + cache.groups.count("state")
+    assert num_blocks <= cache.most_blocks(150, 64)
+    engine.add_request(requested("long", tokens(150), 4))
+    engine.add_request(requested("short", tokens(20), 4))
+    if grows:
+        engine.control.adjust_pool(lambda pool: pool.allow(num_blocks))
+    else:
+        engine.control.resize(num_blocks=num_blocks)
+    assert cache.num_blocks == num_blocks
+    ends: dict[str, tuple[str | None, str | None]] = {}
+    for _ in range(60):
+        ends |= {o.request_id: (o.finish_reason, o.error_code) for o in engine.step()}
+    lacks = ("error", "insufficient_kv_cache")
+    assert ends == {"long": ("length", None) if grows else lacks, "short": ("length", None)}
+    assert not engine.has_unfinished()
+    assert cache.num_free_blocks == cache.num_usable_blocks
+
+
 def test_another_process_resumes_from_kept_blocks(any_folder: Path, tmp_path: Path) -> None:
     """Not where it computes with other instructions, whose blocks have other hashes."""
     prompt, said = tokens(150), []

@@ -416,6 +416,8 @@ class Control:
                     self._pool.wake()
                 memory.make_kv()
         finally:
+            if self._pool is not None and not memory.has_kv:
+                self._pool.fall_asleep()  # A resize waits on.
             memory.settle()
 
     # New weights.

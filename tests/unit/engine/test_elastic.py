@@ -15,7 +15,7 @@ import pytest
 
 from fakes.fake_blocks import BLOCK_BYTES, slow_clock
 from fakes.fake_engine import make_engine, make_request
-from fakes.fake_memory import lone_answer, make_versioned_engine
+from fakes.fake_memory import FakeMemory, lone_answer, make_versioned_engine
 from fakes.fake_runner import answer_alone
 from prefixcache.config.engine_config import CacheConfig, ElasticConfig
 from prefixcache.engine.elastic import SelfSizing
@@ -336,6 +336,27 @@ def test_while_the_engine_sleeps_it_waits_for_the_wake_up() -> None:
     engine.add_request(make_request("a", PROMPT, max_tokens=4))
     tokens = [token for _ in range(4) for output in engine.step() for token in output.token_ids]
     assert tokens == lone_answer(PROMPT, 4, 0)
+
+
+def test_a_wake_up_that_lacks_memory_lets_it_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, cache = make_versioned_engine(num_blocks=40, max_blocks=64)
+    control, pool = engine.control, engine._pool
+    assert pool is not None
+    control.sleep()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(FakeMemory, "make_kv", _lack_memory)
+        with pytest.raises(OutOfMemoryError):
+            control.wake_up()
+    assert control.is_sleeping
+    assert not control.resize(num_blocks=50).is_done
+    assert pool.memory.num_blocks == 40
+    control.wake_up()
+    assert control.resize_status.is_done
+    assert cache.num_blocks == pool.memory.num_blocks == 50
+
+
+def _lack_memory(memory: FakeMemory) -> None:
+    raise OutOfMemoryError("too large")
 
 
 def test_a_shrink_that_sleep_interrupts_ends_with_the_wake_up() -> None:

@@ -59,6 +59,10 @@ class Limits:
             "are free."
         )
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the pool of now holds a request of that many tokens, where it is alone."""
+        return self._most_blocks(num_tokens) <= self._cache.num_usable_blocks
+
     def make_room(self, num_tokens: int) -> bool:
         """Whether the pool has grown for a request of that many tokens that alone has no room."""
         return self._cache.make_room(self._most_blocks(num_tokens))

@@ -447,11 +447,13 @@ class Scheduler:
         return chunks
 
     def _grow_or_reject(self, state: RequestState) -> None:
-        """Ends a preempted request that ran alone, unless the pool can grow for it.
+        """Ends a preempted request that ran alone and is too large, unless the pool can grow.
 
-        It might start again: not all blocks of states and windows are taken at the start.
+        It might start again: not all blocks of states and windows are taken at the start. One that
+        is not too large is to: it held more than it needs, which has gone back.
         """
-        if not self._limits.make_room(state.num_tokens):
+        tokens = state.num_tokens
+        if not (self._limits.has_room(tokens) or self._limits.make_room(tokens)):
             self._waiting.remove(state.request_id)
             self._reject(state, Verdict.NO_ROOM)
 

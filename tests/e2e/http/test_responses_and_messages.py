@@ -99,7 +99,7 @@ async def test_what_is_remembered_is_read_while_other_threads_run(client, monkey
     items = (await client.get(f"{RESPONSES}/{first['id']}/input_items")).json()["data"]
     assert [len(item["junk"]) for item in items] == [100_000]
     await _respond(client, "More?", previous_response_id=first["id"])
-    assert len(read) == 3  # the items, what was asked, and what was answered
+    assert len(read) == 2  # the items, and the conversation
 
 
 async def test_a_response_says_what_a_chat_says(client):
@@ -138,6 +138,20 @@ async def test_a_response_goes_on_from_one_before(client):
     deleted = await client.delete(f"{RESPONSES}/{second['id']}")
     assert deleted.json()["deleted"] is True
     assert (await client.get(f"{RESPONSES}/{second['id']}")).status_code == 404
+
+
+async def test_a_conversation_holds_no_more_values_than_a_body(client):
+    """A short body could have its turns read again and again, which take gigabytes."""
+    turn = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 7000}]
+    fields = {"max_output_tokens": 1, "truncate_prompt_tokens": 8}
+    first = await _respond(client, turn, **fields)
+    second = await _respond(client, turn, previous_response_id=first["id"], **fields)
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens", "/prefix_cache/probe"):
+        body = {"input": "More?", "previous_response_id": second["id"], **fields}
+        refused = await client.post(path, json=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "too_many_values")
 
 
 async def test_input_items_come_in_pages(client):

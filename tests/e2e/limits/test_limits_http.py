@@ -227,6 +227,36 @@ async def test_bodies_are_bounded_together_and_the_largest_unfinished_gives_way(
     assert answers[1].headers["Retry-After"] == "1"
 
 
+async def test_a_conversation_counts_as_a_part_of_the_body_that_goes_on_from_it(tokenizer):
+    waiting = asyncio.Event()
+    waiting.set()
+
+    async def held(request: Request) -> AsyncIterator[RequestOutput]:
+        await waiting.wait()
+        yield RequestOutput(request_id=request.request_id, finish_reason="stop")
+
+    engine = FakeEngine(held)
+    app = fake_app(engine, tokenizer, limits=ServerLimits(body_bytes=30_000))
+    async with client_of(app) as client:
+
+        async def ask(text: str, name: str | None = None) -> httpx.Response:
+            body = {"input": text, "previous_response_id": name, "truncate_prompt_tokens": 8}
+            return await client.post("/v1/responses", json=body)
+
+        name = (await ask("x" * 20_000)).json()["id"]
+        waiting.clear()
+        first = asyncio.create_task(ask("More?", name))
+        await until(lambda: len(engine.requests) == 2)
+        second = asyncio.create_task(ask("More?", name))
+        await until(lambda: second.done() or len(engine.requests) == 3)
+        waiting.set()
+        assert (await first).status_code == 200
+        refused = await second
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "bodies_full"
+        assert (await ask("More?", name)).status_code == 200
+
+
 async def test_a_body_counts_no_more_once_it_is_a_request(tokenizer: Tokenizer) -> None:
     waiting = asyncio.Event()
 

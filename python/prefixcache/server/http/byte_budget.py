@@ -71,13 +71,12 @@ class Body(_Share):
     def add(self, part: bytes) -> None:
         """Keeps a part. Raises `ApiError` (503) when the server has no room for the body."""
         self._kept += part
-        if not self.grow(len(part)):
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "The server has no memory for this body now. Send it again later.",
-                code="bodies_full",
-                retry_after=1,
-            )
+        self._count(len(part))
+
+    def add_read(self, size: int) -> None:
+        """Counts as a part of the body what is read with it. Raises `ApiError` as `add`."""
+        self._count(size)
+        self.complete()
 
     def take(self) -> bytes:
         """The whole body, which counts until it is released."""
@@ -89,6 +88,15 @@ class Body(_Share):
         """Nothing of the body is kept any more. Idempotent."""
         self._kept = bytearray()
         super().release()
+
+    def _count(self, size: int) -> None:
+        if not self.grow(size):
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "The server has no memory for this body now. Send it again later.",
+                code="bodies_full",
+                retry_after=1,
+            )
 
 
 class KeptLogprobs(_Share):

@@ -43,7 +43,7 @@ from prefixcache.server.openai.response_items import (
     messages_of,
 )
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
-from prefixcache.server.options.limits import MAX_MESSAGES
+from prefixcache.server.options.limits import MAX_MESSAGES, MAX_NUMBERS, MAX_OTHER_VALUES
 
 _SAME = SAME_AS_CHAT | SamplingFields.no_effect
 
@@ -171,11 +171,10 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post(RESPONSES_PATH)
     async def create_response(request: Request) -> Response:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
-        # What was asked is remembered with the answer, so the body counts until that has come.
-        call = dataclasses.replace(
-            new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}", body=None
-        )
+        call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
         before = response_before(store, fields, call)
+        # What was asked is remembered with the answer, so the body counts until that has come.
+        call = dataclasses.replace(call, body=None)
         job = await response_job(maker, fields, before, size, call)
         asked = await maker.workers.run(size, partial(_asked, fields))
         settings = await maker.workers.run(size, partial(_written_settings, fields, job))
@@ -239,7 +238,7 @@ async def response_job(
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
         raise wrong("truncation", "must be 'auto' or 'disabled'")
-    body = fields.chat([message for turn in before.messages for message in _read(turn)])
+    body = fields.chat(_conversation(before))
     with fields_named(_NAMES):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
@@ -247,12 +246,28 @@ def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatReques
     return chat
 
 
+def _conversation(before: StoredResponse) -> list[Mapping[str, Any]]:
+    """The messages of all turns. Together they may hold what one body may: turns add up."""
+    try:
+        turns = _read(b"[%b]" % b",".join(before.messages), MAX_NUMBERS, MAX_OTHER_VALUES)
+    except ValueError:
+        problem = f"goes on from a conversation of more than {MAX_OTHER_VALUES} values"
+        raise wrong("previous_response_id", problem, code="too_many_values") from None
+    return [message for turn in turns for message in turn]
+
+
 def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
-    """The response that a request goes on from. Raises `ApiError` (404) where it is not kept."""
+    """The response that a request goes on from, which counts as a part of the body.
+
+    Raises `ApiError`: 404 where it is not kept, 503 where there is no room for it.
+    """
     name = fields.previous_response_id
     if name is None:
         return _NOTHING
-    return _found(store, call.caller, name, "previous_response_id")
+    found = _found(store, call.caller, name, "previous_response_id")
+    if call.body is not None:
+        call.body.add_read(sum(map(len, found.messages)))
+    return found
 
 
 def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -327,6 +342,8 @@ def _page_of_items(items: bytes, response_id: str, query: Mapping[str, str]) -> 
     return object_json({"object": "list", "data": data, "has_more": more, **ends})
 
 
-def _read(stored: bytes) -> list[dict[str, Any]]:
+def _read(
+    stored: bytes, max_numbers: int = sys.maxsize, max_others: int = sys.maxsize
+) -> list[Any]:
     """What is remembered as JSON, read while other threads run: it is as long as a body may be."""
-    return parse_json(stored, max_numbers=sys.maxsize, max_others=sys.maxsize)
+    return parse_json(stored, max_numbers=max_numbers, max_others=max_others)

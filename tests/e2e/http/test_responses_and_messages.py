@@ -75,7 +75,8 @@ async def test_the_end_of_a_long_stream_is_written_in_a_thread(client, monkeypat
 
     async def in_thread(self: Workers, function: Callable[[], Any]) -> Any:
         made = function()
-        pieces.append(len(made))
+        # On a busy machine other work of the request goes to a thread too.
+        pieces.extend([len(made)] if isinstance(made, bytes) else [])
         return made
 
     monkeypatch.setattr(workers, "_SMALL", 1000)

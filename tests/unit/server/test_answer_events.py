@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixcache._core import parse_json
 from prefixcache.server.anthropic.message_events import MessageForm
 from prefixcache.server.http.access import Caller
+from prefixcache.server.http.json_text import json_text
 from prefixcache.server.jobs.answers import Choice, Choices, TokenCounts
 from prefixcache.server.jobs.context import Call
 from prefixcache.server.jobs.job_maker import Job
@@ -121,6 +123,27 @@ def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(arguments: str, reason
     form = ResponseForm(mock.Mock(), {}, None, lambda _: None)
     (item,) = form.body(_job(reason), [choice])["output"]
     assert item["status"] == ("incomplete" if reason == "stop" else "completed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reported"),
+    [
+        ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
+        ('{"a": "\\ud83d"}', {}),
+        ('{"a": ' * 5000 + "1" + "}" * 5000, {}),
+        ('{"a": 1e999, "b": 2}', {"a": None, "b": 2}),
+        ('{"a": 1', {}),
+    ],
+    ids=["pair", "half-a-pair", "deep", "infinity", "cut"],
+)
+def test_a_message_with_any_arguments_of_a_call_is_json(arguments: str, reported: Any) -> None:
+    call = MessageDelta(tool_calls=(ToolCallDelta(0, "c", "look", arguments),))
+    choice = Choice(0, 3, lambda: Script([call]))
+    choice.add(RequestOutput(request_id="r", finish_reason="stop"))
+    (block,) = parse_json(
+        json_text(MessageForm("req").body(_job("stop"), [choice])), max_numbers=99, max_others=99
+    )["content"]
+    assert block["input"] == reported
 
 
 def _job(reason: str) -> Job:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+
+from pydantic_core import from_json, to_json
 
 from prefixcache.server.http.errors import anthropic_error
 from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
@@ -132,9 +133,13 @@ def _content(choice: Choice) -> Sequence[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none where the answer ended within them."""
+    """The arguments of a call; none where the answer ended within them.
+
+    Nor where no JSON can be written of what is read: half of a pair of surrogates, deep nesting.
+    """
     try:
-        value = json.loads(arguments)
+        # 1e999 is JSON, and read as an infinity, which is none.
+        value = from_json(to_json(from_json(arguments), inf_nan_mode="null"))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -120,6 +120,8 @@ async def test_a_response_says_what_a_chat_says(client):
     parts = [{"type": "input_text", "text": TEXT}]
     items = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": parts}]
     assert _said(await _respond(client, items)) == text
+    untyped = [{**item, "type": None} for item in items]  # as OpenAI's client writes its objects
+    assert _said(await _respond(client, untyped)) == text
 
 
 async def test_a_response_goes_on_from_one_before(client):

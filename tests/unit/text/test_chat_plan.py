@@ -354,6 +354,15 @@ def test_wrong_tools_are_named(tools, choice, param):
     assert caught.value.param == (param or "tool_choice.allowed_tools.tools")
 
 
+def test_a_tool_or_call_whose_type_is_null_is_a_function():
+    use = read_tool_use([{**CLOCK, "type": None}])
+    assert use.callable_tools[0].name == CLOCK["function"]["name"]
+    said = assistant(("c1", "get_time", "{}"))
+    untyped = {**said, "tool_calls": [{**said["tool_calls"][0], "type": None}]}
+    prompts = [chat_format("qwen2").plan([*QUESTION, one]).prompt for one in (said, untyped)]
+    assert prompts[0] == prompts[1]
+
+
 def test_allowed_tools_are_the_ones_that_may_be_called():
     allowed = {"mode": "required", "tools": [NAMED]}
     use = read_tool_use(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed})

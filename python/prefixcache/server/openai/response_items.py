@@ -56,7 +56,9 @@ class _Reader:
             "function_call": self._add_call,
             "function_call_output": self._add_result,
         }
-        kind = word_of({"type": "message", **item}, "type", readers, field)
+        # OpenAI's client writes null where a message has no type.
+        named = item if item.get("type") is not None else {"type": "message"}
+        kind = word_of(named, "type", readers, field)
         readers[kind](item, field)
 
     def end(self) -> list[Message]:

@@ -75,7 +75,7 @@ def _read_message(
 
 def _read_call(value: object, field: str, names: dict[str, str]) -> dict[str, Any]:
     call = one_object(value, field)
-    if call.get("type", "function") != "function":
+    if call.get("type") not in (None, "function"):
         raise wrong(f"{field}.type", f"must be 'function', got {shown(call['type'])}")
     function = one_object(call.get("function"), f"{field}.function")
     call_id, name = call.get("id"), function.get("name")

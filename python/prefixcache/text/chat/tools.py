@@ -91,7 +91,7 @@ def _read_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
 def _read_tool(value: object, index: int) -> Tool:
     field = f"tools[{index}]"
     tool = one_object(value, field)
-    if tool.get("type", "function") != "function":
+    if tool.get("type") not in (None, "function"):
         raise wrong(f"{field}.type", f"must be 'function', got {shown(tool['type'])}")
     function = one_object(tool.get("function"), f"{field}.function")
     name = function.get("name")

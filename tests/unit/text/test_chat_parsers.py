@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prefixcache.server.jobs.answers import Choice
 from prefixcache.text.chat.calls import formats
 from prefixcache.text.chat.message import Message, MessageParser
+from prefixcache.text.chat.text_stream import TextStream
 from prefixcache.text.chat.tools import read_tool_use
 from prefixcache.types.request import RequestOutput
 from support.chat_models import CLOCK, QUESTION, TOOLS, WEATHER, chat_format
@@ -301,3 +302,13 @@ def test_names_of_a_history_are_written_whole(name: str) -> None:
     assert json.loads(shown) == {"name": name, "arguments": {"a": 1}}
     written = formats.MISTRAL_WITH_IDS.text([call])
     assert written == f'[TOOL_CALLS]{name}[CALL_ID]abcdefghi[ARGS]{{"a": 1}}'
+
+
+def test_a_value_without_an_end_is_searched_once():
+    """Of held text all would be searched again with every token."""
+    stream, pieces = TextStream(), []
+    reading = stream.value(pieces.append)
+    for text in ("12", "34"):
+        stream.push(text, finished=False)
+        next(reading)
+    assert pieces == ["12", "34"]

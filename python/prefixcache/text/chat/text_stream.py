@@ -173,12 +173,7 @@ class TextStream:
         """Passes on one JSON value, found by its brackets and quotes; False when it is cut off."""
         if self._text[:1] in ("{", "[", '"'):
             return (yield from self._enclosed(sink))
-        while (end := _SCALAR_END.search(self._text)) is None:
-            if not (yield from self.more()):
-                sink(self.take(len(self._text)))
-                return False
-        sink(self.take(end.start()))
-        return True
+        return (yield from self.before(_SCALAR_END, sink)) != ""
 
     def _enclosed(self, sink: Sink) -> Reading[bool]:
         nesting = _Nesting()

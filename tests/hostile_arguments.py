@@ -348,7 +348,7 @@ class World:
             (self.cache, "append_tokens", [[sequence], [3]]),
             (self.cache, "mark_blocks_filled", [[sequence], [4]]),
             (self.cache, "fill_block_tables", [[sequence], [0], [7], 0, *tables]),
-            (self.cache, "replace_block", [sequence, 0, 0, 1]),
+            (self.cache, "replace_block", [sequence, 0, 0]),
             (self.cache, "release", [[sequence]]),
             (self.pool, "register", [[1, 2], [b"a" * 32, b"b" * 32], self.pool.epoch]),
             (self.pool, "commit", [[b"a" * 32, b"c" * 32], 1]),

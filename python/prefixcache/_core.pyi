@@ -410,10 +410,11 @@ class PrefixCache:
 
         The end of what was published is an anchor. For requests that ended well, before `release`.
         """
-    def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
-        """Swap a published block for `block`, the duplicate that hits, and give the own one up.
+    def replace_block(self, sequence: Sequence, group: int, index: int) -> None:
+        """Swap a published block for the one that hits for its content, and give the own one up.
 
-        It loses its content unless others hold it, so that no copy pushes out other content.
+        It loses its content unless others hold it, so that no copy pushes out other content. The
+        sequence keeps its block where that one hits by now, or none does.
         """
     def release(self, sequences: _Sequence[Sequence]) -> None:
         """Give all blocks of each sequence back, the tail first: it is evicted before the head.

@@ -263,10 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if pair.slow.block_table(group)[index] == 0:
             return  # dropped since
-        key = (pair.slow.block_hashes()[index], group)
-        hitting = self.slow.pool.lookup(key)
-        if hitting is not None:
-            self.both("replace_block", pair, group, index, hitting)
+        self.both("replace_block", pair, group, index)
 
     @precondition(any_held)
     @rule(data=st.data())

@@ -613,9 +613,12 @@ class ReferenceCache:
             sequence.num_filled = max(sequence.num_filled, tokens)
         return duplicates
 
-    def replace_block(self, sequence: Sequence, group: int, index: int, block: int) -> None:
+    def replace_block(self, sequence: Sequence, group: int, index: int) -> None:
         assert sequence.tables is not None
         own = sequence.tables[group][index]
+        block = self.pool.lookup((sequence.block_hashes()[index], group))
+        if block is None:
+            return
         self.pool.touch(block)
         sequence.tables[group][index] = block
         self.pool.release([own], unneeded=True)

@@ -579,8 +579,8 @@ class CacheManager:
             now = self._cache.weight_version
             # Newer weights than its chain's computed other bits.
             duplicates = [one for one in duplicates if sequences[one[0]].weight_version == now]
-            for sequence, group, index, holder in duplicates:
-                self._cache.replace_block(sequences[sequence], group, index, holder)
+            for sequence, group, index, _ in duplicates:
+                self._cache.replace_block(sequences[sequence], group, index)
             self.num_merged_blocks += len(duplicates)
             if duplicates:
                 logger.debug("%d blocks with the same content were merged.", len(duplicates))

@@ -9,12 +9,12 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
-use prefixcache_core::id::{BlockId, GroupId};
+use prefixcache_core::id::GroupId;
 use prefixcache_core::pool::{Mode, Writer};
 use prefixcache_core::retention::RetentionTable;
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
-use prefixcache_core::store::{BlockKey, BlockStore, Moves, PoolConfig};
+use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 
 use crate::plain::PlainPool;
@@ -221,12 +221,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             7 => {
                 let (group, index) = (GroupId::new(u16::from(b >> 7)), usize::from(b & 7));
-                let hash = sequence.hashes().get(index);
-                let hits = hash.and_then(|&hash| cache.store().lookup(&BlockKey::new(hash, group)));
-                // Now and then a block that does not hit.
-                let block =
-                    hits.filter(|_| b & 0x70 != 0).unwrap_or(BlockId::new(u32::from(b & 7)));
-                format!("{:?}", cache.replace_block(sequence, group, index, block))
+                format!("{:?}", cache.replace_block(sequence, group, index))
             }
             8 if a & 3 == 0 => {
                 let most = cache.store().num_blocks() + ROOM;

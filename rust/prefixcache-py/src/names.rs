@@ -50,7 +50,7 @@ macro_rules! names {
 
 names! {
     Accepted, Address, Addresses, Affinity, AgeBounds, Alike, Allowed, Answer, Attentions, BadWords, Balance,
-    Banned, Bias, BiasTokens, Block, BlockBytes, BlockHash, BlockSize, BlockTokens, Blocks, Cache, Caches, Cap,
+    Banned, Bias, BiasTokens, BlockBytes, BlockHash, BlockSize, BlockTokens, Blocks, Cache, Caches, Cap,
     Capacity, Cells, Chain, Chunk, Conv, ConvBias, Cos, Count, Counts, Decay, DenseNorm, DenseOutNorm, Descriptor,
     Digest, DiskBlocks, Eps, Era, ExpertScales, ExpertsNorm, ExpertsOutNorm, Extras, FeedForward, FirstPages, Frequency,
     GapBounds, Groups, Guesses, Half, Hashes, HeadDim, Hidden, Hints, HitTokens, Ids, Index, Indices, Indptr,

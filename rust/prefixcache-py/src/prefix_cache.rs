@@ -457,18 +457,17 @@ retention_budget=0.2, max_cached_blocks=None)"
         })
     }
 
-    /// Swap a published block of a sequence for `block`, the duplicate that hits, and give its own one up.
+    /// Swap a published block of a sequence for the one that hits for its content, and give its own one up.
     fn replace_block(
         &self,
         sequence: &Sequence,
         group: Group,
         index: Number<names::Index>,
-        block: One<names::Block, BlockId>,
     ) -> Result<()> {
-        let (group, index, block) = (group.0, index.0, block.0);
+        let (group, index) = (group.0, index.0);
         let mut sequence = sequence.use_as("sequence")?;
         let core = &mut *self.0.write()?;
-        Ok(core.replace_block(&mut sequence, group, index, block)?)
+        Ok(core.replace_block(&mut sequence, group, index)?)
     }
 
     /// Give all blocks of each sequence back, the tail first, so that it is evicted before the head.

@@ -318,7 +318,7 @@ impl Cache {
             self.cache.keep_snapshots(batch, &[from])?;
         }
         for one in self.cache.mark_blocks_filled(batch, &[upto])? {
-            self.cache.replace_block(batch[0], one.group, one.index, one.holder)?;
+            self.cache.replace_block(batch[0], one.group, one.index)?;
         }
         self.cache.drop_unneeded(batch, &[upto])?;
         Ok(())

@@ -237,7 +237,7 @@ def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
         lambda: cache.count_whole_hits(foreign),
         lambda: cache.pin(foreign, 4),
         lambda: cache.unpin(foreign),
-        lambda: cache.replace_block(foreign, 0, 0, 1),
+        lambda: cache.replace_block(foreign, 0, 0),
         lambda: cache.append_tokens([foreign], [1]),
         lambda: cache.validate([foreign]),
     ):
@@ -277,16 +277,14 @@ def test_duplicates_are_reported_once_and_can_be_swapped(cache: PrefixCache) -> 
         (1, 0, 1, first.block_table()[1]),
     ]
     assert cache.mark_blocks_filled([first, second], [8, 8]) == []
-    with pytest.raises(ValueError, match="block must be the block that hits"):
-        cache.replace_block(second, 0, 1, first.block_table()[0])
     for index in (2, -1, 2**70):
         with pytest.raises(ValueError, match="index"):
-            cache.replace_block(second, 0, index, 1)
+            cache.replace_block(second, 0, index)
     for group in (1, -1, 70_000):
         with pytest.raises(ValueError, match="group"):
-            cache.replace_block(second, group, 0, 1)
+            cache.replace_block(second, group, 0)
     free = cache.num_free_blocks
-    cache.replace_block(second, 0, 1, first.block_table()[1])
+    cache.replace_block(second, 0, 1)
     assert second.block_table()[1] == first.block_table()[1]
     assert cache.num_free_blocks == free + 1
     cache.release([first, second])
@@ -335,7 +333,7 @@ def test_calls_about_windows(threads: Any) -> None:
     with pytest.raises(ValueError, match="first_pages must have room for 1"):
         cache.fill_block_tables([sequence], [7], [1], 0, *arrays[:4], arrays[4][:0])
     with pytest.raises(ValueError, match="index must be at least 1, the first block held"):
-        cache.replace_block(sequence, 1, 0, 3)
+        cache.replace_block(sequence, 1, 0)
     cache.validate()
 
 

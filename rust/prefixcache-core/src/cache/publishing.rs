@@ -4,7 +4,7 @@ use std::iter;
 
 use super::{PrefixCache, check_len, fault};
 use crate::backing::BlockTokens;
-use crate::error::{Argument, CacheError, InvalidArgument, Misuse, SequenceFault, require};
+use crate::error::{Argument, CacheError, Misuse, SequenceFault, require};
 use crate::events::EventLog;
 use crate::hash::Scope;
 use crate::id::{BlockHash, BlockId, GroupId};
@@ -141,27 +141,20 @@ impl<S: BlockStore> PrefixCache<S> {
         }
     }
 
-    /// Swaps a published block of a sequence for `block`, its duplicate that hits, and gives the own one up,
-    /// which loses its content unless others hold it. A duplicate that is not sound loses its content instead.
+    /// Swaps a published block of a sequence for the one that hits for its content, and gives the own one up,
+    /// which loses its content unless others hold it. The sequence keeps its block where that one hits, as after the
+    /// duplicate was evicted, or where none does.
     pub fn replace_block(
         &mut self,
         sequence: &mut Sequence,
         group: GroupId,
         index: usize,
-        block: BlockId,
     ) -> Result<(), CacheError> {
         self.check_owner(sequence, "sequence".into())?;
         let key = self.published_key(sequence, group, index)?;
         let mut taken = Vec::with_capacity(1);
-        let hit = self.store.commit(iter::once(key), 0, &mut taken).unwrap_or(0) == 1;
-        if !hit && self.store.lookup(&key).is_some() {
-            // The duplicate was another process's and not sound: the sequence's own block hits now.
+        if self.store.commit(iter::once(key), 0, &mut taken).unwrap_or(0) == 0 {
             return Ok(());
-        }
-        if !hit || taken[0] != block {
-            self.store.release(&taken)?;
-            let reason = format!("must be the block that hits for this content, not {block}");
-            return Err(InvalidArgument::new("block", reason).into());
         }
         if let Some(holding) = &mut sequence.holding {
             let table = &mut holding.tables[group.index()];

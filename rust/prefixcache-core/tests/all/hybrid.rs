@@ -456,7 +456,7 @@ fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
     let batch = &mut [&mut *first, &mut *second];
     for duplicate in cache.mark_blocks_filled(batch, &[8, 8]).unwrap() {
         let own = &mut *batch[duplicate.sequence];
-        cache.replace_block(own, duplicate.group, duplicate.index, duplicate.holder).unwrap();
+        cache.replace_block(own, duplicate.group, duplicate.index).unwrap();
     }
     assert_eq!(first.block_table(0), second.block_table(0));
     cache.release(&mut [first, second]).unwrap();
@@ -464,6 +464,27 @@ fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
     // Two blocks more fit without a loss, where the copies were.
     allocate(cache.store_mut(), 2);
     assert_eq!((probe(&mut cache, &prompt(2, 17)), probe(&mut cache, &prompt(1, 9))), (16, 8));
+}
+
+#[test]
+fn a_block_whose_duplicate_was_evicted_stays() {
+    let mut cache = cache(&[FULL], SIZE, 16);
+    let mut both = [1, 2].map(|_| cache.new_sequence(prompt(1, 8), Scope::default(), vec![]));
+    for sequence in &mut both {
+        assert_eq!(cache.commit_prefix_plan(sequence, 0, 8), Ok(Some(0)));
+    }
+    let [first, second] = &mut both;
+    cache.mark_blocks_filled(&mut [&mut *first], &[8]).unwrap();
+    let duplicates = cache.mark_blocks_filled(&mut [&mut *second], &[8]).unwrap();
+    cache.release(&mut [first]).unwrap();
+    let own = second.block_table(0).to_vec();
+    cache.store_mut().set_max_cached(Some(0));
+    for duplicate in duplicates {
+        cache.replace_block(second, duplicate.group, duplicate.index).unwrap();
+    }
+    assert_eq!(second.block_table(0), own);
+    cache.release(&mut [second]).unwrap();
+    cache.validate().unwrap();
 }
 
 #[test]

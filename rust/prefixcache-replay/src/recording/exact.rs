@@ -440,7 +440,7 @@ impl Cache {
             let upto: Vec<usize> = known.zip(upto).map(|(most, &upto)| most.min(upto)).collect();
             let duplicates = cache.mark_blocks_filled(batch, &upto)?;
             for one in duplicates.into_iter().filter(|_| deduplicates) {
-                cache.replace_block(batch[one.sequence], one.group, one.index, one.holder)?;
+                cache.replace_block(batch[one.sequence], one.group, one.index)?;
             }
             Ok(())
         })

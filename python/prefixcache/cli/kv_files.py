@@ -78,6 +78,8 @@ def _opened(path: Path | None) -> Iterator[PrivateFolder]:
     from prefixcache.kv.kv_folder import KVFolder
     from prefixcache.models.laid_out.weights_folder import WeightsFolder, default_folder
 
+    if path is None and not default_folder().exists():
+        return  # nothing was kept yet
     path = path or default_folder()
     try:
         for kind in (KVFolder, WeightsFolder):

@@ -464,6 +464,10 @@ def _gemma2_flags(whole: Any) -> dict[str, Any]:
     }
 
 
+def _gemma3_flags(whole: Any) -> dict[str, Any]:
+    return _gemma2_flags(whole) | {"qk_norm": True}
+
+
 # Of a head that layers without a window have, and how a file spells it for each of them.
 _GLOBAL_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
@@ -579,20 +583,24 @@ _QWEN3_NEXT = replace(
     sees_images=False,
     flags=_qwen3_next_flags,
 )
+_GEMMA_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 _GEMMA2 = Family(
     model_type="gemma2",
+    # Published files of Gemma 3 leave out the others.
     required=("hidden_size", "intermediate_size", "num_hidden_layers"),
     defaults={
+        **_GEMMA_DEFAULTS,
         "vocab_size": 256_000,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
         "sliding_window_pattern": 2,
     },
     refused=("use_bidirectional_attention",),
@@ -602,31 +610,21 @@ _GEMMA2 = Family(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     flags=_gemma2_flags,
 )
-_GEMMA3 = Family(
+_GEMMA3 = replace(
+    _GEMMA2,
     model_type="gemma3_text",
-    # Published files leave out the others.
-    required=("hidden_size", "intermediate_size", "num_hidden_layers"),
     defaults={
+        **_GEMMA_DEFAULTS,
         "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
         "rope_parameters": {FULL: {}},
         "rope_theta": 1_000_000.0,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
     refused=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
-    biases=("attention_bias",),
-    heads_divide_hidden=True,
-    windows="by_layer",
     ropes_by_layer=True,
     sees_images=True,
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    flags=lambda whole: _gemma2_flags(whole) | {"qk_norm": True},
+    flags=_gemma3_flags,
 )
 _GEMMA4 = Family(
     model_type="gemma4_text",

@@ -449,8 +449,9 @@ class Scheduler:
     def _grow_or_reject(self, state: RequestState) -> None:
         """Ends a preempted request that ran alone and is too large, unless the pool can grow.
 
-        It might start again: not all blocks of states and windows are taken at the start. One that
-        is not too large is to: it held more than it needs, which has gone back.
+        It could start and lack blocks again and again: not all blocks of states and windows are
+        taken at the start. One that the pool can hold starts again: it held more blocks than it
+        needs, and has given them back.
         """
         tokens = state.num_tokens
         if not (self._limits.has_room(tokens) or self._limits.make_room(tokens)):

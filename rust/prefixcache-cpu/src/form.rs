@@ -124,6 +124,9 @@ impl Form {
 
 /// A kernel compiled for each form. The compiler puts a type's methods into the unit of the type's module, so that
 /// several threads compile the kernels; functions of this module would all be one thread's.
+///
+/// # Safety
+/// Of each method: the processor has the form's instructions, which its lanes prove.
 #[cfg(target_arch = "x86_64")]
 trait InForm: Kernel + Sized {
     #[target_feature(enable = "avx2,fma,f16c")]

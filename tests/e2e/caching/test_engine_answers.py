@@ -37,7 +37,9 @@ def answers(results: list[GenerationResult]) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 
-@pytest.mark.parametrize("architecture", ["smollm2", "qwen2", "gemma3", "gpt-oss", "qwen3.5"])
+@pytest.mark.parametrize(
+    "architecture", ["smollm2", "qwen2", "gemma2", "gemma3", "gpt-oss", "qwen3.5"]
+)
 def test_greedy_answers_equal_those_of_transformers(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

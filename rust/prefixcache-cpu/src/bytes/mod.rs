@@ -240,7 +240,10 @@ impl ByteForm {
     }
 }
 
-/// As the forms of [`Kernel`](crate::Kernel) are compiled.
+/// A kernel compiled for each form, in methods for the reason of the forms of [`Kernel`](crate::Kernel).
+///
+/// # Safety
+/// Of each method: the processor has the form's instructions, which its lanes prove.
 #[cfg(target_arch = "x86_64")]
 trait InForm: ByteKernel + Sized {
     #[target_feature(enable = "avx2,fma,f16c")]

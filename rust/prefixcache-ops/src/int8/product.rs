@@ -98,7 +98,7 @@ struct PanelTask<'a> {
     sums: &'a mut [Sums],
 }
 
-/// A panel of a format that the compiler knows: one function for all formats takes it twice as long.
+/// A panel of a format that the compiler knows: a function for each, which it compiles faster than one for all.
 struct OfFormat<'a, P>(PanelTask<'a>, PhantomData<P>);
 
 impl<P: Packed> ByteKernel for OfFormat<'_, P> {

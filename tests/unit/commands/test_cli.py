@@ -249,13 +249,6 @@ def test_wrong_flags_are_one_line_and_status_2(arguments, message, monkeypatch):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_where_nothing_was_kept_yet_no_file_is_listed(tmp_path):
-    home = CliRunner(env={"PREFIXCACHE_HOME": str(tmp_path)})
-    for command in ("ls", "verify"):
-        result = home.invoke(app, ["cache", command])
-        assert (result.exit_code, result.output) == (0, "")
-
-
 def test_a_command_line_of_vllm_starts_here(served):
     line = (
         "m.gguf --tensor-parallel-size 1 -pp 1 --trust-remote-code --disable-log-requests "

@@ -234,6 +234,7 @@ _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 )
 @example(_file("Qwen2", use_sliding_window=True, sliding_window=16))
 @example(_file("Qwen3", use_sliding_window=True, max_position_embeddings=8192, max_window_layers=1))
+@example(_file("Gemma2", sliding_window_pattern=1))
 @example(_file("Gemma3", rope_parameters={"sliding_attention": {}}, rope_scaling=_LINEAR))
 def test_a_file_means_what_transformers_makes_of_it(source: dict[str, Any]) -> None:
     assert _read(source) == _as_transformers(source)

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 with zmq.Context() as context, context.socket(zmq.SUB) as events:
-    events.connect(sys.argv[1])
+    events.connect(sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5557")
     events.subscribe(b"")
     cached: set[int] = set()
     while True:

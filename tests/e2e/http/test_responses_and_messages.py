@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from prefixcache._core import parse_json
+from prefixcache.server.anthropic.message_blocks import Conversation
 from prefixcache.server.http import workers
 from prefixcache.server.http.access import AccessRules
 from prefixcache.server.http.workers import Workers
@@ -313,6 +314,23 @@ async def test_a_turn_without_text_is_no_error(client):
     await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing, _USER]})
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
     await _respond(client, [_USER, thought])
+    await _respond(client, [_USER, thought, nothing, _USER])
+
+
+def test_turns_of_one_role_are_one_message():
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "cache_control": _EPHEMERAL}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": _parts(None, "5m")}
+    turns = (
+        ("user", _parts(None, "5m", "1h")),
+        ("assistant", [{"type": "thinking", "thinking": "Hm."}, *_parts(None), use]),
+        ("user", [result, *_parts("1h", None)]),
+    )
+    whole = [{"role": role, "content": blocks} for role, blocks in turns]
+    split = [{"role": role, "content": [block]} for role, blocks in turns for block in blocks]
+    one, other = Conversation(None, whole), Conversation(None, split)
+    assert one.messages == other.messages
+    assert [mark.place for mark in one.marked] == [mark.place for mark in other.marked]
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "user"]
 
 
 async def test_the_end_of_a_message_is_reported(client):

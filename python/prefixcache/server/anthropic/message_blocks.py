@@ -19,6 +19,7 @@ from prefixcache.text.chat.parts import (
 )
 
 Message = dict[str, Any]
+_Block = tuple[Values, str]  # and the field that it is
 
 
 class Conversation:
@@ -31,9 +32,12 @@ class Conversation:
         self.messages: list[Message] = []
         self.marked: list[Marked] = []
         if system is not None and system != "":
-            self._add_texts("system", system, "system")
+            self._add_texts("system", _blocks(system, "system"))
         for index, message in enumerate(objects(messages, "messages")):
             self._add(message, f"messages[{index}]")
+        for message in self.messages:
+            empty = "" if message["role"] == "tool" else None
+            message["content"] = content_of(message["content"]) or empty
         if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
             self.messages.pop()  # the beginning of an answer that says nothing yet
         if not self.messages or self.messages[-1]["role"] == "system":
@@ -47,7 +51,7 @@ class Conversation:
     def _add(self, message: Values, field: str) -> None:
         role, content = message.get("role"), message.get("content")
         if role == "system":
-            self._add_texts("system", content, f"{field}.content")
+            self._add_texts(role, _blocks(content, f"{field}.content"))
         elif role == "user":
             self._add_user(content, f"{field}.content")
         elif role == "assistant":
@@ -55,38 +59,39 @@ class Conversation:
         else:
             raise wrong(f"{field}.role", f"must be 'user' or 'assistant', got {shown(role)}")
 
-    def _add_texts(self, role: str, content: object, field: str) -> None:
-        parts = [self._text(*one, part) for part, one in enumerate(_blocks(content, field))]
-        if parts:
-            self.messages.append({"role": role, "content": content_of(parts)})
+    def _message(self, role: str) -> Message:
+        """What a turn adds to: consecutive turns of a role are one message, as Anthropic says."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": []})
+        return self.messages[-1]
+
+    def _add_texts(self, role: str, blocks: list[_Block], known: str = "'text'") -> None:
+        for block, place in blocks:
+            self._add_text(self._message(role), block, place, known)
 
     def _add_user(self, content: object, field: str) -> None:
         """Results of tools come first, each as a message of its own."""
         blocks = _blocks(content, field)
+        if not blocks:
+            raise wrong(field, "must not be empty")
         for block, place in blocks:
             if block.get("type") == "tool_result":
                 self._add_result(block, place)
         said = [one for one in blocks if one[0].get("type") != "tool_result"]
-        known = "'text' or 'tool_result'"
-        parts = [self._text(*one, part, known) for part, one in enumerate(said)]
-        if not blocks:
-            raise wrong(field, "must not be empty")
-        if parts:
-            self.messages.append({"role": "user", "content": content_of(parts)})
+        self._add_texts("user", said, "'text' or 'tool_result'")
 
     def _add_result(self, block: Values, field: str) -> None:
         call_id, content = text_of(block, "tool_use_id", field), block.get("content")
-        inner = [] if content is None else _blocks(content, f"{field}.content")
-        parts = [self._text(*one, part) for part, one in enumerate(inner)]
+        message: Message = {"role": "tool", "tool_call_id": call_id, "content": []}
+        self.messages.append(message)
+        for inner, place in [] if content is None else _blocks(content, f"{field}.content"):
+            self._add_text(message, inner, place)
         self._mark(block, field, None)
-        text = content_of(parts) or ""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add_assistant(self, content: object, field: str) -> None:
-        message: Message = {"role": "assistant", "content": None}
-        parts: list[dict[str, Any]] = []
-        thoughts: list[str] = []
-        for block, place in _blocks(content, field):
+        blocks, message = _blocks(content, field), self._message("assistant")
+        thoughts = [message["reasoning_content"]] if "reasoning_content" in message else []
+        for block, place in blocks:
             kind = block.get("type")
             if kind == "thinking":
                 thoughts.append(text_of(block, "thinking", place))
@@ -94,25 +99,22 @@ class Conversation:
                 message.setdefault("tool_calls", []).append(_call(block, place))
                 self._mark(block, place, None)  # the end of the text before it
             elif kind != "redacted_thinking":
-                known = "'text', 'thinking' or 'tool_use'"
-                parts.append(self._text(block, place, len(parts), known))
+                self._add_text(message, block, place, "'text', 'thinking' or 'tool_use'")
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
-        message["content"] = content_of(parts)
-        self.messages.append(message)
 
-    def _text(self, block: Values, field: str, part: int, known: str = "'text'") -> dict[str, Any]:
-        """A part of the message that is added next."""
+    def _add_text(self, message: Message, block: Values, field: str, known: str = "'text'") -> None:
+        """Adds a part to the last message."""
         if block.get("type") != "text":
             kind = shown(block.get("type"))
             raise wrong(f"{field}.type", f"must be {known}, the kinds that are read, got {kind}")
-        self._mark(block, field, part)
-        return {"type": "text", "text": text_of(block, "text", field)}
+        self._mark(block, field, len(message["content"]))
+        message["content"].append({"type": "text", "text": text_of(block, "text", field)})
 
     def _mark(self, block: Values, field: str, part: int | None) -> None:
         control = block.get("cache_control")
         if control is not None:
-            place = Place("messages", len(self.messages), part)
+            place = Place("messages", len(self.messages) - 1, part)
             self.marked.append(Marked(place, f"{field}.cache_control", control))
 
 
@@ -122,7 +124,7 @@ def _call(block: Values, field: str) -> dict[str, Any]:
     return {"id": text_of(block, "id", field), "type": "function", "function": function}
 
 
-def _blocks(content: object, field: str) -> list[tuple[Values, str]]:
+def _blocks(content: object, field: str) -> list[_Block]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, field)]
     if content is None:

@@ -68,10 +68,12 @@ class _Reader:
 
     def _add_message(self, item: Values, field: str) -> None:
         role = word_of(item, "role", _ROLES, field)
-        content = _content(item.get("content"), f"{field}.content")
         if role == "assistant":
+            said = item.get("content")  # an answer without text is no error
+            content = None if said == [] else _content(said, f"{field}.content")
             self._assistant()["content"] = content
         else:
+            content = _content(item.get("content"), f"{field}.content")
             self._messages.append({"role": role, "content": content})
 
     def _add_reasoning(self, item: Values, field: str) -> None:

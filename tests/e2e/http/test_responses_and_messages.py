@@ -312,6 +312,7 @@ async def test_a_turn_without_text_is_no_error(client):
     begun = await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing]})
     assert begun["content"] == reported["content"]
     await _post(client, MESSAGES, **{**asked, "messages": [_USER, nothing, _USER]})
+    await _post(client, MESSAGES, **{**asked, "messages": [{"role": "user", "content": ""}]})
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
     await _respond(client, [_USER, thought])
     await _respond(client, [_USER, thought, nothing, _USER])

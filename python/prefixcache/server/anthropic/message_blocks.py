@@ -36,8 +36,9 @@ class Conversation:
         for index, message in enumerate(objects(messages, "messages")):
             self._add(message, f"messages[{index}]")
         for message in self.messages:
-            empty = "" if message["role"] == "tool" else None
-            message["content"] = content_of(message["content"]) or empty
+            message["content"] = content_of(message["content"])
+            if message["role"] == "tool":
+                message["content"] = message["content"] or ""
         if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
             self.messages.pop()  # the beginning of an answer that says nothing yet
         if not self.messages or self.messages[-1]["role"] == "system":

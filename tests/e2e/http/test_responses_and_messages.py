@@ -321,9 +321,10 @@ async def test_a_turn_without_text_is_no_error(client):
 def test_turns_of_one_role_are_one_message():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "cache_control": _EPHEMERAL}
     result = {"type": "tool_result", "tool_use_id": "c", "content": _parts(None, "5m")}
+    thoughts = [{"type": "thinking", "thinking": thought} for thought in ("Hm.", "Well.")]
     turns = (
         ("user", _parts(None, "5m", "1h")),
-        ("assistant", [{"type": "thinking", "thinking": "Hm."}, *_parts(None), use]),
+        ("assistant", [*thoughts, *_parts(None), use]),
         ("user", [result, *_parts("1h", None)]),
     )
     whole = [{"role": role, "content": blocks} for role, blocks in turns]
@@ -331,6 +332,7 @@ def test_turns_of_one_role_are_one_message():
     one, other = Conversation(None, whole), Conversation(None, split)
     assert one.messages == other.messages
     assert [mark.place for mark in one.marked] == [mark.place for mark in other.marked]
+    assert one.messages[1]["reasoning_content"] == "Hm.\nWell."
     assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "user"]
 
 
@@ -462,6 +464,7 @@ def _asks(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (MESSAGES, {"messages": [_USER]}, "max_tokens is required"),
         (MESSAGES, {"messages": [_USER], "max_tokens": "2"}, "max_tokens"),
         (MESSAGES, {"messages": [_USER], "max_tokens": -1}, "max_tokens"),
+        (MESSAGES, {"messages": [_USER] * 4097, "max_tokens": 2}, "messages"),
         (MESSAGES, {"messages": [{"role": "x"}], "max_tokens": 2}, "messages[0].role"),
         (MESSAGES, {"messages": [{"role": "user"}], "max_tokens": 2}, "messages[0].content"),
         (MESSAGES, _asks({"type": "image"}), "messages[0].content[0].type"),

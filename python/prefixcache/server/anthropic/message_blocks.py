@@ -36,9 +36,7 @@ class Conversation:
         for index, message in enumerate(objects(messages, "messages")):
             self._add(message, f"messages[{index}]")
         for message in self.messages:
-            message["content"] = content_of(message["content"])
-            if message["role"] == "tool":
-                message["content"] = message["content"] or ""
+            _join_parts(message)
         if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
             self.messages.pop()  # the beginning of an answer that says nothing yet
         if not self.messages or self.messages[-1]["role"] == "system":
@@ -91,18 +89,16 @@ class Conversation:
 
     def _add_assistant(self, content: object, field: str) -> None:
         blocks, message = _blocks(content, field), self._message("assistant")
-        thoughts = [message["reasoning_content"]] if "reasoning_content" in message else []
         for block, place in blocks:
             kind = block.get("type")
             if kind == "thinking":
-                thoughts.append(text_of(block, "thinking", place))
+                thought = text_of(block, "thinking", place)
+                message.setdefault("reasoning_content", []).append(thought)
             elif kind == "tool_use":
                 message.setdefault("tool_calls", []).append(_call(block, place))
                 self._mark(block, place, None)  # the end of the text before it
             elif kind != "redacted_thinking":
                 self._add_text(message, block, place, "'text', 'thinking' or 'tool_use'")
-        if thoughts:
-            message["reasoning_content"] = "\n".join(thoughts)
 
     def _add_text(self, message: Message, block: Values, field: str, known: str = "'text'") -> None:
         """Adds a part to the last message."""
@@ -117,6 +113,14 @@ class Conversation:
         if control is not None:
             place = Place("messages", len(self.messages) - 1, part)
             self.marked.append(Marked(place, f"{field}.cache_control", control))
+
+
+def _join_parts(message: Message) -> None:
+    """Once for all turns of the message: they may be thousands, and one of them megabytes."""
+    content = content_of(message["content"])
+    message["content"] = "" if content is None and message["role"] == "tool" else content
+    if "reasoning_content" in message:
+        message["reasoning_content"] = "\n".join(message["reasoning_content"])
 
 
 def _call(block: Values, field: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.openai.chat import chat_job, count_chat
 from prefixcache.server.openai.protocol import SAME_AS_CHAT, ChatRequest
+from prefixcache.server.options.limits import MAX_MESSAGES
 from prefixcache.text.chat.parts import one_object
 
 _SAME = SAME_AS_CHAT - {"stop"}
@@ -59,6 +60,8 @@ class CountTokensRequest(RequestFields):
         "context_management": _NO_EDITS,
         "mcp_servers": ([],),
     }
+    # Of turns: as messages of a chat they may be fewer.
+    max_lengths: ClassVar[dict[str, int]] = {"messages": MAX_MESSAGES}
 
     cache_control: Any = None
     messages: Any = None

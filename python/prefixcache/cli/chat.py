@@ -48,10 +48,12 @@ def chat(given: Given) -> None:
     """
     import httpx
 
+    from prefixcache.tools.openai_api import server_root
+
     options = given.make(ChatOptions)
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    url = options.url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(None, connect=10)
+    url = server_root(options.url)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
             _Conversation(client, options).run()

@@ -74,8 +74,10 @@ def _asked(options: ExplainOptions, body: bytes | None) -> dict[str, Any]:
     """The server's answer. Raises `PrefixCacheError` for an error of its own, and for none."""
     import httpx
 
+    from prefixcache.tools.openai_api import server_root
+
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    url = options.url.rstrip("/").removesuffix("/v1")
+    url = server_root(options.url)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=_SECONDS) as client:
             if body is None:

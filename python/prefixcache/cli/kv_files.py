@@ -78,9 +78,10 @@ def _opened(path: Path | None) -> Iterator[PrivateFolder]:
     from prefixcache.kv.kv_folder import KVFolder
     from prefixcache.models.laid_out.weights_folder import WeightsFolder, default_folder
 
-    if path is None and not default_folder().exists():
-        return  # nothing was kept yet
-    path = path or default_folder()
+    if path is None:
+        path = default_folder()
+        if not path.exists():
+            return  # nothing was kept yet
     try:
         for kind in (KVFolder, WeightsFolder):
             with closing(kind(path, create=False)) as folder:

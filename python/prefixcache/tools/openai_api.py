@@ -25,10 +25,15 @@ class RefusedStreamError(StreamError):
     """The server answered with an error, at once or within the stream."""
 
 
+def server_root(url: str) -> str:
+    """The address of a server's own paths; `url` may end in `/v1`, as OpenAI's clients have it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def open_client(url: str, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client of the server at `url`, which may end in `/v1`; requests may take any time."""
+    """A client of the server at `url`; requests may take any time."""
     return httpx.AsyncClient(
-        base_url=url.rstrip("/").removesuffix("/v1"),
+        base_url=server_root(url),
         timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},

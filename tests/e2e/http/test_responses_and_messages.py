@@ -318,6 +318,24 @@ async def test_a_turn_without_text_is_no_error(client):
     await _respond(client, [_USER, thought, nothing, _USER])
 
 
+async def test_a_system_entry_may_end_the_messages(client):
+    """Claude Code sends one behind each turn of the user, the first and those of results too."""
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "ok"}
+    said = {"role": "system", "content": [{"type": "text", "text": "Available agents: none."}]}
+    asked = [_USER, said]
+    called = [_USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    directive = {"role": "system", "content": [], "output_config": {"effort": "low"}}
+    for messages in (asked, [*called, said], [*called, {**said, "content": "Go on."}]):
+        assert (await _message(client, messages))["content"]
+        await _message(client, [*messages, directive])
+    chat = await _post(client, CHAT, messages=asked)
+    counted = await client.post(f"{MESSAGES}/count_tokens", json={"messages": asked})
+    assert counted.json()["input_tokens"] == chat["usage"]["prompt_tokens"]
+    alone = await client.post(MESSAGES, json={"messages": [said], "max_tokens": 2})
+    assert "messages must hold a message" in alone.json()["error"]["message"]
+
+
 def test_turns_of_one_role_are_one_message():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "cache_control": _EPHEMERAL}
     result = {"type": "tool_result", "tool_use_id": "c", "content": _parts(None, "5m")}

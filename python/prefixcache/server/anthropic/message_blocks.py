@@ -39,7 +39,7 @@ class Conversation:
             _join_parts(message)
         if self.messages and self.messages[-1] == {"role": "assistant", "content": None}:
             self.messages.pop()  # the beginning of an answer that says nothing yet
-        if not self.messages or self.messages[-1]["role"] == "system":
+        if all(message["role"] == "system" for message in self.messages):
             raise wrong("messages", "must hold a message")
 
     @property

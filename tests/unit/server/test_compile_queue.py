@@ -67,6 +67,21 @@ async def test_who_leaves_takes_its_work_along() -> None:
     assert await queue.run("d", gate.work("d1")) == "d1"
 
 
+async def test_who_leaves_gives_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_queue, "_MOST_OF_CLIENT", 2)
+    monkeypatch.setattr(compile_queue, "_MOST_WAITING", 3)
+    queue, gate = TurnQueue("test"), Gate()
+    first, *leaving = begin(queue, gate, "z1", "a1", "a2", "b1")
+    await until(lambda: sum(map(len, queue._waiting.values())) == 3)
+    for task in leaving:
+        task.cancel()
+    await asyncio.wait(leaving)
+    assert not queue._waiting
+    tasks = begin(queue, gate, "a3", "a4", "b2")
+    gate.open.set()
+    assert await asyncio.gather(first, *tasks) == ["z1", "a3", "a4", "b2"]
+
+
 async def test_a_turn_that_came_with_its_cancellation_is_passed_on() -> None:
     queue, gate = TurnQueue("test"), Gate()
     first, second, third = begin(queue, gate, "a1", "b1", "c1")

@@ -78,6 +78,10 @@ def test_none_valued_keys_are_dropped():
         ("{{ 1 // 0 }}", _MESSAGES, {}),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", _MESSAGES, {}),
         ("{{ messages.append(1) }}", _MESSAGES, {}),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", _MESSAGES, {}),
+        ("{{ 'a' * (1024 ** 5) }}", _MESSAGES, {}),
+        ("{{ '{}'.format() }}", _MESSAGES, {}),
+        ("{{ cycler() }}", _MESSAGES, {}),
         ("nothing of them", _MESSAGES, {"continue_final_message": True}),
         (CHAT_TEMPLATE, [], {"continue_final_message": True}),
         (CHAT_TEMPLATE, _MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}),
@@ -88,6 +92,7 @@ def test_what_cannot_be_rendered_is_the_callers_error(source, messages, options)
     with pytest.raises(InvalidRequestError) as caught:
         ChatTemplate(source).render(messages, **options)
     assert caught.value.param in ("messages", "continue_final_message")
+    assert not str(caught.value).endswith(": ")
 
 
 _SEES_IMAGES = (
@@ -117,9 +122,14 @@ def test_parts_that_the_model_cannot_read_never_reach_the_template(part, param):
     assert raised.value.param == param
 
 
-def test_a_broken_template_is_a_load_error():
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{{ " + "-" * 5000 + "1 }}", "{% break %}", "{{ " + "9" * 10**4 + " }}"],
+    ids=["syntax", "depth", "no loop", "digits"],
+)
+def test_a_broken_template_is_a_load_error(source):
     with pytest.raises(ModelLoadError, match="template"):
-        ChatTemplate("{% for %}")
+        ChatTemplate(source)
 
 
 @pytest.mark.parametrize(

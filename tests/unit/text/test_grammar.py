@@ -178,6 +178,16 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_followed() -> None:
         assert compile_.call_count == grammars._MOST_KEPT + 2
 
 
+def test_the_grammars_that_were_used_last_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(grammars, "_MOST_KEPT", 2)
+    known = all_grammars()
+    first, second, third = (StructuredOutput("regex", text) for text in "ab0")
+    for output in (first, second, first, third):
+        known.compile(output)
+    kept = [known.find(output) is not None for output in (first, second, third)]
+    assert kept == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [
@@ -288,8 +298,22 @@ def test_a_grammar_whose_child_was_killed_is_not_refused_again(tmp_path: Path) -
         assert known.compile(output, sandbox).num_bytes > 0
 
 
+@pytest.mark.parametrize("executable", ["/bin/false", "/there-is-none"])
+def test_a_process_that_does_not_start_is_tried_again(executable: str) -> None:
+    tokens = tuple(str(number).encode() for number in range(50_000))  # more than a pipe holds
+    vocabulary = Vocabulary(tokens, (), (EOS,), encode=list)
+    with closing(Sandbox()) as sandbox:
+        with (
+            mock.patch.object(sys, "executable", executable),
+            pytest.raises(QueueFullError, match="no time"),
+        ):
+            sandbox.run(StructuredOutput("regex", "a"), vocabulary)
+        known = all_grammars()
+        assert known.compile(StructuredOutput("regex", "a"), sandbox).num_bytes > 0
+
+
 def test_a_process_that_is_lost_within_its_answer_has_given_none(monkeypatch) -> None:
-    def start(_: Vocabulary) -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[bytes]:
         code = "import sys; sys.stdin.buffer.read(1); sys.stdout.write('[12, nu')"
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)

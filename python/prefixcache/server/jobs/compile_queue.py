@@ -78,9 +78,19 @@ class TurnQueue:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn had just come
+            if turn.cancelled():
+                self._leave(client, turn)
+            else:  # its turn had just come
                 self._start_next()
             raise
+
+    def _leave(self, client: str | None, turn: asyncio.Future[None]) -> None:
+        """Gives the place up, unless `_start_next` has passed it over already."""
+        line = self._waiting.get(client, deque())
+        if turn in line:
+            line.remove(turn)
+        if not line:
+            self._waiting.pop(client, None)
 
     def _end(self, call: asyncio.Future[Any]) -> None:
         if not call.cancelled():

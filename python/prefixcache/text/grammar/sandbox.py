@@ -8,6 +8,7 @@ What passes takes as little of the server itself.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import resource
@@ -27,6 +28,8 @@ from prefixcache.exceptions import GrammarError, QueueFullError, SlowGrammarErro
 from prefixcache.text.grammar.compiler import compile_grammar
 from prefixcache.text.grammar.vocabulary import Vocabulary
 from prefixcache.types.structured_output import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 3.0
 QUICK_SECONDS = 0.25
@@ -100,18 +103,20 @@ class Sandbox:
         vocabulary: Vocabulary,
         cancelled: threading.Event | None,
     ) -> SandboxResult | None:
-        """None where no answer came in time, or a process was lost."""
-        process = self._process or _start(vocabulary)
-        self._process = None  # until it has answered
-        assert process.stdin is not None
-        assert process.stdout is not None
+        """None where no answer came in time, or a process was lost or could not be started."""
+        process, self._process = self._process, None  # until it has answered
+        answer = b""
         try:
-            pickle.dump((self._seconds, astuple(output)), process.stdin)
-            process.stdin.flush()
-            is_ready = _wait_for_answer(process, cancelled)
-            answer = process.stdout.readline() if is_ready else b""
-        except OSError:
-            answer = b""
+            if process is None:
+                process = _start()
+                _introduce(process, vocabulary)
+            _send(process, (self._seconds, astuple(output)))
+            if _wait_for_answer(process, cancelled):
+                answer = cast("IO[bytes]", process.stdout).readline()
+        except (OSError, MemoryError) as error:
+            logger.warning("A grammar could not be compiled: %s", error)
+        if process is None:
+            return None
         if not answer.endswith(b"\n"):
             _end(process)
             return None
@@ -152,20 +157,24 @@ def _wait_for_answer(process: subprocess.Popen[bytes], cancelled: threading.Even
     return True
 
 
-def _start(vocabulary: Vocabulary) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-m", "prefixcache.text.grammar.sandbox"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # an interrupt from the keyboard is not for it
     )
-    assert process.stdin is not None
-    sent = (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids)
-    pickle.dump(sent, process.stdin)
-    process.stdin.flush()
-    assert process.stdout is not None
-    process.stdout.readline()  # from here on it takes signals
-    return process
+
+
+def _introduce(process: subprocess.Popen[bytes], vocabulary: Vocabulary) -> None:
+    _send(process, (vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_token_ids))
+    cast("IO[bytes]", process.stdout).readline()  # from here on it takes signals
+
+
+def _send(process: subprocess.Popen[bytes], message: object) -> None:
+    stdin = cast("IO[bytes]", process.stdin)
+    pickle.dump(message, stdin)
+    stdin.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -47,7 +47,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._tool_template = environment.from_string(self.for_tools)
             read = meta.find_undeclared_variables(environment.parse(self.for_tools))
-        except TemplateError as error:
+        except Exception as error:  # jinja2 passes on what Python's compiler raises
             raise ModelLoadError(f"The model's chat template is broken: {error}") from error
         # SmolLM3 reads functions under another name.
         self._reads_xml_tools = "xml_tools" in read and "tools" not in read
@@ -95,9 +95,10 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template refuses the messages: {error}", param="messages"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except Exception as error:
+            problem = str(error) or type(error).__name__
             raise InvalidRequestError(
-                f"The chat template fails on the messages: {error}", param="messages"
+                f"The chat template fails on the messages: {problem}", param="messages"
             ) from error
 
     def _render_open_end(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:

@@ -35,8 +35,11 @@ def read_messages(
 
     `developer` is the role that messages of that role get.
 
-    Raises `InvalidRequestError`, naming the field, for contents and calls that are none, for
-    arguments that are no JSON object, and for a result of a call that no message before it made.
+    Arguments whose text is no JSON object are shown as an empty one: an answer that was cut off
+    within a call must not end its conversation.
+
+    Raises `InvalidRequestError`, naming the field, for contents and calls that are none, and for a
+    result of a call that no message before it made.
     """
     names: dict[str, str] = {}
     return [
@@ -81,7 +84,7 @@ def _read_call(value: object, field: str, names: dict[str, str]) -> dict[str, An
     call_id, name = call.get("id"), function.get("name")
     if not isinstance(call_id, str) or not call_id:
         raise wrong(f"{field}.id", f"must be a string, got {shown(call_id)}")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str):  # an answer may have called "" too
         raise wrong(f"{field}.function.name", f"must be a string, got {shown(name)}")
     names[call_id] = name
     arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
@@ -98,15 +101,14 @@ def _arguments(value: object, field: str) -> _Arguments:
     if value is None or value == "":
         return _Arguments()
     if not isinstance(value, str):
-        raise wrong(field, f"must be a string that holds a JSON object, got {shown(value)}")
+        raise wrong(field, f"must be a string, got {shown(value)}")
     try:
         read = parse_json(value.encode(), max_numbers=_MAX_VALUES, max_others=_MAX_VALUES)
     except ValueError as error:
-        reason = error.args[1] if len(error.args) > 1 else "a lone surrogate"
-        raise wrong(field, f"is not a JSON object: {reason}") from None
-    if not isinstance(read, dict):
-        raise wrong(field, f"must hold a JSON object, got {shown(value)}")
-    return _Arguments(cast("dict[str, Any]", read))
+        if error.args[0] in ("numbers", "others"):
+            raise wrong(field, f"has {error.args[1]}", code="too_many_values") from None
+        read = None
+    return _Arguments(cast("dict[str, Any]", read) if isinstance(read, dict) else {})
 
 
 def _read_result(message: dict[str, Any], field: str, names: Mapping[str, str]) -> None:

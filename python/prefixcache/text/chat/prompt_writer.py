@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.text.chat.call_ids import CallIds
 from prefixcache.text.chat.calls.formats import PHI4_MINI, ToolFormat
 from prefixcache.text.chat.harmony.turns import harmony_messages, single_calls
 from prefixcache.text.chat.prompted_tools import phi_messages, prompted, with_calls_as_text
 from prefixcache.text.chat.tools import Tool
+from prefixcache.text.chat.turn_order import TurnOrder
 from prefixcache.text.tokenization.chat_template import ChatTemplate, plain_message
 
 _Message = dict[str, Any]
+# Messages, and tools as the template reads them.
+_Form = tuple[list[_Message], list[Mapping[str, Any]]]
 
 # What gpt-oss knows for efforts of other models.
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -30,46 +34,43 @@ class PromptWriter:
     ) -> None:
         self._template = template
         self._tools = tools
+        self._is_harmony = is_harmony
         # Some templates fail on a function without parameters.
         self._needs_parameters = ".parameters.properties" in template.for_tools
         self._role_of_tools = "system" if _takes_system_messages(template) else "user"
         self._rewrites = [change for signs, change in _REWRITES if signs(template.source)]
-        self._write = self._write_harmony if is_harmony else self._write_plain
+        self._form = self._harmony_form if is_harmony else self._plain_form
+        self._ids, self._turns = CallIds(template), TurnOrder(template)
 
     def write(self, messages: Sequence[_Message], tools: Sequence[Tool], **options: Any) -> str:
         """The prompt. `options` are those of `ChatTemplate.render`, with `variables`."""
-        return self._write(messages, tools, options)
+        plain = [plain_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        turns, specs = self._form(self._ids.fitted(plain), tools)
+        options = {**options, "tools": specs, "variables": self._variables(options["variables"])}
+        return self._template.render(self._turns.fitted(turns, options), **options)
 
-    def _write_harmony(
-        self, messages: Sequence[_Message], tools: Sequence[Tool], options: _Message
-    ) -> str:
-        variables = {**options.pop("variables")}
-        effort = variables.get("reasoning_effort")
-        if isinstance(effort, str):
-            variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
-        specs = [_whole(tool.spec) for tool in tools]
-        written = harmony_messages(messages)
-        return self._template.render(written, tools=specs, variables=variables, **options)
+    def _variables(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        effort = given.get("reasoning_effort")
+        if not self._is_harmony or not isinstance(effort, str):
+            return given
+        return {**given, "reasoning_effort": _EFFORTS.get(effort, effort)}
 
-    def _write_plain(
-        self, messages: Sequence[_Message], tools: Sequence[Tool], options: _Message
-    ) -> str:
-        written = [plain_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+    def _harmony_form(self, messages: list[_Message], tools: Sequence[Tool]) -> _Form:
+        return harmony_messages(messages), [_whole(tool.spec) for tool in tools]
+
+    def _plain_form(self, messages: list[_Message], tools: Sequence[Tool]) -> _Form:
         for rewrite in self._rewrites:
-            written = rewrite(written)
+            messages = rewrite(messages)
         if self._template.shows_tools:
             if self._tools is not None and "tool_calls" not in self._template.for_tools:
-                written = [with_calls_as_text(one, self._tools) for one in written]
+                messages = [with_calls_as_text(one, self._tools) for one in messages]
             if self._tools is not None and not self._tools.many:
-                written = single_calls(written)
+                messages = single_calls(messages)
             needs = self._needs_parameters
-            specs = [_whole(tool.spec) if needs else tool.spec for tool in tools]
-            return self._template.render(written, tools=specs, **options)
+            return messages, [_whole(tool.spec) if needs else tool.spec for tool in tools]
         if self._tools is PHI4_MINI:
-            written = phi_messages(written, tools)
-        else:
-            written = prompted(written, tools, self._role_of_tools)
-        return self._template.render(written, **options)
+            return phi_messages(messages, tools), []
+        return prompted(messages, tools, self._role_of_tools), []
 
 
 def _takes_system_messages(template: ChatTemplate) -> bool:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from prefixcache.text.tokenization.chat_template import plain_message
 
 _Message = dict[str, Any]
 _INSTRUCT = ("system", "developer")
 
 
-def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[_Message]:
+def harmony_messages(messages: Sequence[_Message]) -> list[_Message]:
     """One message of instructions at the beginning, and one call a message with its result.
 
     Reasoning is named `thinking`; what was said before a call joins it, as the template shows one
     of them alone.
     """
-    plain = [plain_message(one, f"messages[{index}]") for index, one in enumerate(messages)]
-    first = next((i for i, one in enumerate(plain) if one.get("role") not in _INSTRUCT), len(plain))
-    texts = [one.get("content", "") for one in plain[:first]]
+    others = (i for i, one in enumerate(messages) if one.get("role") not in _INSTRUCT)
+    first = next(others, len(messages))
+    texts = [one.get("content", "") for one in messages[:first]]
     written = [{"role": "developer", "content": "\n\n".join(texts)}] if texts else []
-    return written + single_calls([*map(_with_thinking, plain[first:])])
+    return written + single_calls([*map(_with_thinking, messages[first:])])
 
 
 def single_calls(messages: Sequence[_Message]) -> list[_Message]:

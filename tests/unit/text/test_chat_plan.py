@@ -307,6 +307,14 @@ def test_reasoning_is_given_back_to_the_template(name):
     assert "[THINK]Rome is in Italy.[/THINK]Mild.<|im_end|>" in shown[1]
 
 
+def test_a_refusal_is_what_an_answer_said():
+    said = {"role": "assistant", "content": None, "refusal": "Never."}
+    parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}]}
+    plain = {"role": "assistant", "content": "Never."}
+    prompts = [chat_format("qwen3").plan([*QUESTION, one]).prompt for one in (said, parts, plain)]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
 def test_a_turn_goes_on_behind_results_where_they_are_fields_of_its_message():
     use, said = read_tool_use(TOOLS), {"role": "assistant", "content": "Mild."}
     prompts = [

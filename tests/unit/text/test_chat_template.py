@@ -102,7 +102,8 @@ _SEES_IMAGES = (
 
 def test_parts_of_text_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    assert ChatTemplate(_SEES_IMAGES).render([{"role": "user", "content": parts}]) == "a\nb"
+    parts.append({"type": "refusal", "refusal": "c"})
+    assert ChatTemplate(_SEES_IMAGES).render([{"role": "user", "content": parts}]) == "a\nb\nc"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,9 @@ def test_parts_of_text_are_one_text() -> None:
     [
         ({"type": "image_url", "image_url": {"url": "x"}}, "messages[1].content[1].type"),
         ({"type": "image"}, "messages[1].content[1].type"),
+        ({"type": []}, "messages[1].content[1].type"),
         ({"type": "text"}, "messages[1].content[1].text"),
+        ({"type": "refusal"}, "messages[1].content[1].refusal"),
         ("x", "messages[1].content[1]"),
     ],
 )

@@ -34,6 +34,11 @@ KNOWN: list[Any] = [
     {"type": "string", "not": False},
     {"$ref": "#/$defs/s", "$defs": {"s": SET}},
     {"enum": [{"not": {"type": "null"}}, "a"]},
+    {"type": "object", "properties": {"b": {}}, "unevaluatedProperties": False},
+    {"properties": {"a": {}}, "additionalProperties": True, "unevaluatedProperties": False},
+    {"patternProperties": {"^b": {}}, "unevaluatedProperties": SET},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "unevaluatedProperties": True},
+    {"type": "array", "prefixItems": [{"type": "string"}], "unevaluatedItems": False},
 ]
 LEFT: list[Any] = [
     {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
@@ -43,6 +48,9 @@ LEFT: list[Any] = [
     {"type": "number", "not": {"type": "integer"}},
     {"type": "null", "not": {"type": "null"}},
     {"not": {"required": ["a"]}},
+    {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}], "unevaluatedProperties": False},
+    {"type": "array", "contains": {"const": "a"}, "unevaluatedItems": False},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
 ]
 
 

@@ -61,7 +61,8 @@ def _read_message(
         _read_result(read, field, names)
     _read_reasoning(read, field)
     if read.get("role") == "assistant" and read.get("content") is None:
-        read["content"] = ""  # templates add it to other text
+        refusal = read.get("refusal")
+        read["content"] = refusal if isinstance(refusal, str) else ""  # templates add it to text
     calls = read.pop("tool_calls", None)
     if calls is None or calls == []:
         if read.get("content") is None and read.get("role") in ("system", "developer", "user"):

@@ -1,8 +1,8 @@
 """JSON schemas in the words that llguidance knows.
 
 What it refuses is written otherwise where the very same values fit: lists of different items from a
-short enumeration, and exclusions of types and of enumerated texts. The rest stays, and is refused
-with its place.
+short enumeration, exclusions of types and of enumerated texts, and what is not evaluated where no
+other schema evaluates anything. The rest stays, and is refused with its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ Schema = dict[str, Any]
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames", "not")
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_SINGLE = (
+    *("additionalProperties", "additionalItems", "contains", "propertyNames", "not"),
+    *("items", *_UNEVALUATED),
+)
+# What may evaluate properties and items in addition to the schema's own words.
+_EVALUATING = (
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"),
+    "contains",
+)
 # Six different items in any order make 1,957 lists.
 _MOST_DIFFERENT = 5
 
@@ -24,7 +33,15 @@ _MOST_DIFFERENT = 5
 def known_schema(schema: Mapping[str, Any]) -> Schema:
     """The schema, and all that stand in it, written otherwise where that is needed."""
     known = {name: _inner(name, value) for name, value in schema.items()}
-    return _without_not(_without_unique_items(known))
+    return _without_not(_without_unique_items(_without_unevaluated(known)))
+
+
+def _without_unevaluated(schema: Schema) -> Schema:
+    left = {name: value for name, value in schema.items() if name not in _UNEVALUATED}
+    if any(name in schema for name in _EVALUATING) or isinstance(schema.get("items"), list):
+        return schema
+    unevaluated = schema.keys() & _UNEVALUATED
+    return {**{_UNEVALUATED[name]: schema[name] for name in unevaluated}, **left}
 
 
 def _inner(name: str, value: Any) -> Any:

@@ -24,6 +24,8 @@ from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 
 # Ends in a space: a template that trims the content loses it, and so tells.
 _CUT = "<<the final message ends here>> "
+# What a part of a message has its text in.
+_TEXTS = {"text": "text", "input_text": "text", "refusal": "refusal"}
 
 
 class ChatTemplate:
@@ -65,7 +67,7 @@ class ChatTemplate:
         """The prompt's text. `variables` reach the template and win over the special tokens.
 
         `tools` have the form of OpenAI's API, or of functions that a template was written for.
-        A message's content is text, or a list of parts of type text, joined by line breaks.
+        A message's content is text, or a list of parts that are text, joined by line breaks.
         With `continue_final_message` the text stops where the last message's content does, so
         that the model continues it. Raises `InvalidRequestError` for parts of other types, when
         the template refuses the messages, or when it does not show the final message as it is.
@@ -131,14 +133,16 @@ def _text_of(part: object, field: str) -> str:
     if not isinstance(part, Mapping):
         raise wrong(field, f"must be an object, got {shown(part)}")
     part = cast("Mapping[str, Any]", part)
-    if part.get("type") not in ("text", "input_text"):
+    kind = part.get("type")
+    name = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
         raise wrong(
             f"{field}.type",
-            f"must be 'text', the only kind of part that is read, got {shown(part.get('type'))}",
+            f"must be 'text' or 'refusal', the kinds that are read, got {shown(kind)}",
         )
-    text = part.get("text")
+    text = part.get(name)
     if not isinstance(text, str):
-        raise wrong(f"{field}.text", "must be a string")
+        raise wrong(f"{field}.{name}", "must be a string")
     return text
 
 

@@ -19,6 +19,9 @@ WORKERS        ?= $(shell nproc)
 LONG_CASES     ?= 1000
 KILLS          ?= 100
 COVERAGE       ?=
+# A change is judged by the same cases each time; `make nightly` draws others.
+export PREFIXCACHE_FIXED_CASES ?= 1
+export PROPTEST_RNG_SEED       ?= 0
 LOOM    := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 HOST     = $(shell rustc -vV | sed -n 's/host: //p')
 SHUTTLE := RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/shuttle
@@ -41,7 +44,7 @@ install   = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || \
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 SLOW     := (slow or model)
 SPREAD   := --numprocesses=$(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
-PYTEST   := $(BIN)/pytest $(SPREAD) --durations=10
+PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
@@ -93,6 +96,8 @@ test-long: setup-dev model         ## the tests in their long forms
 	PROPTEST_CASES=$(LONG_CASES) PREFIXCACHE_RESETS=1000000 $(MAKE) --no-print-directory test-rust
 	PREFIXCACHE_LONG_TESTS=1 $(PYTEST) --timeout=1800
 
+nightly: export PREFIXCACHE_FIXED_CASES := 0
+nightly: export PROPTEST_RNG_SEED := $(shell od -An -N4 -tu4 /dev/urandom)
 nightly: test-long test-lowest shuttle bench-gpu-dry ## what .ci/run leaves out: long forms, random schedules, an hour of load
 	$(MAKE) --no-print-directory test-python COVERAGE=1
 	$(MAKE) --no-print-directory stress sanitize sanitize-kernels STRESS_SECONDS=600

@@ -7,7 +7,12 @@ from collections.abc import Generator
 
 import pytest
 
-pytest_plugins = ["support.repeatable", "support.workers", "support.checkpoints"]
+pytest_plugins = [
+    "support.repeatable",
+    "support.workers",
+    "support.checkpoints",
+    "support.step_costs",
+]
 
 
 @pytest.fixture(autouse=True)

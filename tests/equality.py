@@ -307,6 +307,7 @@ class Author:
             stop=controls.choice([(), (), ("e",), ("ab", "th")]),
             min_tokens=min(controls.choice([0, 1, 9]), params.max_tokens or 0),
             bad_words_token_ids=controls.choice([(), words]),
+            frequency_penalty=max(params.frequency_penalty, controls.choice([0.0, 1.0])),
         )
 
     def _cache_options(self, length: int) -> CacheOptions:

@@ -221,7 +221,8 @@ class Sequence:
     def at_version(self, version: int) -> Sequence | None:
         """The same tokens under the weights of another version, with which the new sequence stays.
 
-        None for a version that has not been, or whose content was forgotten. It holds nothing.
+        None for a version that has not been, or whose content was forgotten; once it is, calls that
+        count, commit or pin the new sequence raise RuntimeError. It holds nothing.
         """
     def add_anchor(self, position: int) -> None:
         """Make `position` (tokens) an anchor: its last full block is where requests can stand."""
@@ -443,8 +444,8 @@ class PrefixCache:
     def end_hints(self, owner: str, sequence: Sequence, first: int) -> int:
         """End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
 
-        Whoever released them. Returns how many moved to another priority. The owner may have raised
-        nothing behind them.
+        Whoever released them. Returns how many moved to another priority. Counts take longer until
+        the cache is cleared where the owner has raised more behind them.
         """
     @property
     def weight_version(self) -> int:
@@ -541,7 +542,11 @@ class PrefixCache:
         """Blocks, block 0, the null block, counted: it is never handed out."""
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds.
+
+        Those of collected sequences count at once for the writer's thread, for others from the
+        writer's next call on.
+        """
     def free_order(self) -> list[int]:
         """The free blocks, the one to be handed out next first. For debugging."""
     def cached_blocks(self) -> list[int]:

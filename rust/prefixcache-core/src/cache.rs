@@ -319,6 +319,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.
     pub fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
+        self.reclaim();
         self.store.resize(num_blocks)
     }
 
@@ -329,6 +330,7 @@ impl<S: BlockStore> PrefixCache<S> {
         most: usize,
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
+        self.reclaim();
         self.store.begin_moves(num_blocks, most, moves)
     }
 
@@ -344,11 +346,12 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Gives up the content of the `count` free blocks that would lose it first. Returns how many there were.
     pub fn release_cached(&mut self, count: usize) -> usize {
-        self.store.release_cached(count)
+        self.reclaimed(|cache| cache.store.release_cached(count))
     }
 
     /// Bounds the free blocks that keep their content, as [`BlockStore::set_max_cached`] does.
     pub fn set_max_cached(&mut self, blocks: Option<usize>) {
+        self.reclaim();
         self.store.set_max_cached(blocks);
     }
 
@@ -365,7 +368,10 @@ impl<S: BlockStore> PrefixCache<S> {
     }
 
     /// Ends what `owner` asked for the sequence's full blocks from number `first` on, whoever released them. Returns
-    /// how many moved to another priority. No block behind them may be raised by the same owner.
+    /// how many moved to another priority.
+    ///
+    /// Counts look at each block, to the end of the epoch, once this ends hints before those of what the owner has
+    /// raised behind them.
     pub fn end_hints(
         &mut self,
         owner: Owner,

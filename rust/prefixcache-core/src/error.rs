@@ -164,6 +164,9 @@ pub enum SequenceFault {
     /// The call needs a sequence that holds nothing.
     #[error("holds blocks already; release it before another commit")]
     Committed,
+    /// It stays with a version of the weights whose content was forgotten since.
+    #[error("stays with weights of a version that was forgotten: make another one")]
+    Forgotten,
 }
 
 /// A call that the cache refused. Nothing has changed.

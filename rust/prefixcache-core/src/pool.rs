@@ -117,6 +117,8 @@ pub struct BlockPool<M: Mode> {
     size: size::Size,
     /// The most blocks that may stand in the rings.
     max_cached: AtomicUsize,
+    /// Whether releases may leave more.
+    defers_bound: AtomicBool,
     counters: Counters,
     /// What chooses among the default class's queues; without it there is one.
     reuse: Option<ReuseQueue>,
@@ -294,6 +296,7 @@ impl<M: Mode> BlockPool<M> {
             contents: content::Contents::default(),
             size: size::Size::new(config.num_blocks),
             max_cached: AtomicUsize::new(usize::MAX),
+            defers_bound: AtomicBool::new(false),
             counters: Counters::default(),
             reuse,
             clock,

@@ -14,7 +14,8 @@
 //! long as the next; that holds after a raise, a hit, the end of a TTL and a demotion, each of which takes what
 //! follows first. So content goes in order still (see `PrefixCache::keeps_prefixes`): a block that moves to
 //! another line moves to its end, before the blocks that precede it in its prompt. Where a raised content has
-//! further copies, and wherever something is lowered, the pool learns that the order has ended.
+//! further copies, wherever something is lowered, and where an owner's hints end before those of what follows, the
+//! pool learns that the order has ended.
 //!
 //! **Cost.** A few nanoseconds a block: what was asked for is kept by ranges of blocks (`spans.rs`),
 //! and a block that is the only copy of its content, as most are, is looked up nowhere. Times at which TTLs end
@@ -357,11 +358,18 @@ impl RetentionTable {
         raised: &[Raise],
     ) {
         let owner = self.owner_of(released.hints.owner());
+        let specs = released.sequence.config().groups.specs();
         let mut uses = Uses::default();
+        // The entry of the block behind, in each group.
+        let mut behind = vec![NONE; specs.len()];
         for raise in raised.iter().rev() {
             let (group, index) = (raise.group, raise.index as usize);
             let (wishes, reason) = ranges[group.index()].at(index);
             let entry = self.entry(raise.hit, owner);
+            let child = std::mem::replace(&mut behind[group.index()], entry);
+            if child != NONE && specs[group.index()].needs_whole_prefix() {
+                self.spans.set_parent(child, entry);
+            }
             self.note_use(&mut uses, entry, owner, reason, |levels| {
                 wishes.iter().for_each(|&wish| levels.ask(wish, released.now));
             });
@@ -479,7 +487,8 @@ impl RetentionTable {
     /// Ends what an owner asked for the blocks of these hashes, from the last one back. Returns how many blocks
     /// moved to another band.
     ///
-    /// No block behind them may be raised by the same owner, as an owner's content is a set of prefixes.
+    /// An owner's content is a set of prefixes. Where it asks for more behind one of them, that is worth more than the
+    /// block from now on, and content may be evicted out of order.
     pub fn end_of_owner(
         &mut self,
         store: &mut impl BlockStore,
@@ -495,6 +504,9 @@ impl RetentionTable {
             let block = store.lookup(&key);
             let entry = block.map_or(NONE, |block| self.entry_of(block, owner));
             if entry != NONE {
+                if self.spans.has_children(entry) {
+                    store.end_order();
+                }
                 moved += usize::from(self.end(store, entry));
             }
         }
@@ -595,7 +607,7 @@ impl RetentionTable {
     fn remove(&mut self, entry: u32) {
         let owner = self.spans.of(entry).owner;
         self.pull(entry);
-        let Entry { block, next, .. } = self.spans.entries.take(entry);
+        let Entry { block, next, .. } = self.spans.take(entry);
         let mut before = self.first_of(block);
         if before == entry {
             self.blocks[block.index()] = next;

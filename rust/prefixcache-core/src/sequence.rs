@@ -53,7 +53,7 @@ impl BlockHashes {
 /// A request as the cache sees it; made by [`PrefixCache::new_sequence`](crate::cache::PrefixCache::new_sequence).
 ///
 /// It holds blocks from a commit until its release, and can be committed again afterwards. One that is dropped
-/// gives them back in the cache's next call that takes blocks.
+/// gives them back in the cache's next call that takes blocks or counts free ones.
 #[derive(Debug)]
 pub struct Sequence {
     pub(crate) home: Arc<Home>,
@@ -205,7 +205,8 @@ impl Sequence {
 
     /// The same tokens, holding nothing, under the weights of an older version or the current one, with which the
     /// new sequence stays: it finds and publishes what is cached under them. None for a version that has not been, or
-    /// that was forgotten ([`PrefixCache::new_weight_version`](crate::cache::PrefixCache::new_weight_version)).
+    /// that was forgotten ([`PrefixCache::new_weight_version`](crate::cache::PrefixCache::new_weight_version)). Where
+    /// that happens later, calls that count, commit or pin the new sequence fail.
     #[must_use]
     pub fn at_version(&self, version: u64) -> Option<Self> {
         let weights = self.home.weights_at(version)?;
@@ -230,8 +231,8 @@ impl Sequence {
         self.weight_version
     }
 
-    /// Whether it must be hashed again before it is used: other weights are current, and it does not stay with its
-    /// own, or these were forgotten.
+    /// Whether its hashes are of no use any more: other weights are current, and it does not stay with its own, or
+    /// these were forgotten.
     pub(crate) fn is_outdated(&self) -> bool {
         let kept = self.stays && self.home.weights_at(self.weight_version).is_some();
         !(kept || self.weight_version == self.home.weights.version())
@@ -344,7 +345,7 @@ impl Sequence {
         holding.map_or(0, |holding| holding.tables[group.index()].first)
     }
 
-    /// Leaves what it holds to the cache, which takes it back in its next call that takes blocks.
+    /// Leaves what it holds to the cache, which takes it back in its next call that takes blocks or counts free ones.
     pub fn abandon(&mut self) {
         if let Some(holding) = self.holding.take() {
             let names = self.names()[..holding.num_published].to_vec();

@@ -280,7 +280,7 @@ pub trait Lookup: sealed::Sealed {
     ///
     /// With one writer and [`EvictionPolicy::Lru`] that is so until content is pinned of which there are
     /// duplicates, [unpinned](BlockStore::unpin), given a lower band, or lost to a
-    /// [`resize`](BlockStore::resize) out of the order. What was
+    /// [`resize`](BlockStore::resize) out of the order, or a caller [says so](BlockStore::end_order). What was
     /// [not needed](BlockStore::release_unneeded) does not count.
     fn evicts_in_order(&self) -> bool {
         false
@@ -440,6 +440,10 @@ pub trait BlockStore: Lookup {
     /// `held` is a block that the caller holds; it costs less where that is the copy.
     fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool;
 
+    /// Says that content may be evicted before what follows it in its prompt, from now to the end of the epoch: see
+    /// [`Lookup::evicts_in_order`].
+    fn end_order(&mut self) {}
+
     /// Sets the number of blocks, the null block counted. Growing puts the blocks that are neither
     /// held nor free at the front of the free line, lowest id first. Returns how many blocks above
     /// the new size are still held; they retire at their release.
@@ -486,6 +490,13 @@ pub trait BlockStore: Lookup {
     /// Bounds the blocks that stand in the tiers: what is above goes at each release, and now, in the
     /// eviction order.
     fn set_max_cached(&mut self, blocks: Option<usize>);
+
+    /// Says whether releases leave more than [`set_max_cached`](Self::set_max_cached) allows, for
+    /// [`keep_bound`](Self::keep_bound) or the first release afterwards to evict.
+    fn defer_bound(&mut self, defers: bool);
+
+    /// Evicts what is above the bound of [`set_max_cached`](Self::set_max_cached), as a release does.
+    fn keep_bound(&mut self);
 
     /// Sets the time of the [clock](Lookup::clock), and ends the use of the system's: with times that are given,
     /// the same calls have the same outcome.

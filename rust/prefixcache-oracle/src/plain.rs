@@ -134,6 +134,7 @@ pub struct PlainPool {
     leaving_in_line: usize,
     /// The most blocks that may stand in the tiers of those with content.
     max_cached: usize,
+    defers_bound: bool,
     /// One entry for every block that the pool may ever have.
     blocks: Vec<Block>,
     /// First block of each bucket; within a bucket the one registered first stands first.
@@ -163,6 +164,7 @@ impl PlainPool {
             end: 1,
             leaving_in_line: 0,
             max_cached: usize::MAX,
+            defers_bound: false,
             blocks: vec![Block::NEW; config.max_blocks],
             buckets: vec![BlockId::NULL; (2 * config.max_blocks).next_power_of_two()],
             lines: [Line::EMPTY; _],
@@ -498,6 +500,17 @@ impl BlockStore for PlainPool {
         self.max_cached = blocks.unwrap_or(usize::MAX);
         self.keep_bound();
     }
+
+    fn defer_bound(&mut self, defers: bool) {
+        self.defers_bound = defers;
+    }
+
+    fn keep_bound(&mut self) {
+        if !self.defers_bound {
+            let excess = self.num_in_tiers().saturating_sub(self.max_cached);
+            self.give_up(excess, Cause::Bounded);
+        }
+    }
 }
 
 impl PlainPool {
@@ -659,11 +672,6 @@ impl PlainPool {
             }
         }
         given_up
-    }
-
-    fn keep_bound(&mut self) {
-        let excess = self.num_in_tiers().saturating_sub(self.max_cached);
-        self.give_up(excess, Cause::Bounded);
     }
 
     fn let_go_needed(&mut self, blocks: &[BlockId]) -> (Vec<BlockId>, Result<(), Misuse>) {

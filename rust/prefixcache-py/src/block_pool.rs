@@ -61,12 +61,12 @@ max_blocks=None)"
         let (pool, writer) = match threads.0 {
             Threads::SingleWriter => {
                 let pool = AnyWriter::One(pool::Writer::new(config)?);
-                (pool.reader(), Writer::one(pool))
+                (pool.reader(), Writer::one("the pool", pool))
             }
             Threads::Shared => {
                 let pool = MultiWriter::shared(config)?;
                 let make = move || AnyWriter::Many(pool.clone());
-                (make().reader(), Writer::many(make))
+                (make().reader(), Writer::many("the pool", make))
             }
         };
         Ok(Self { pool, writer })

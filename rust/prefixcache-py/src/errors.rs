@@ -93,6 +93,13 @@ pub fn out_of_range(argument: impl Into<Argument>, reason: impl Into<String>) ->
     InvalidArgument::new(argument, reason).into()
 }
 
+/// A value that a call has left in the middle of a change.
+pub fn panicked(argument: impl Into<Argument>) -> Failure {
+    let argument = argument.into();
+    let reason = "cannot be used any more: a call that was using it panicked";
+    PyRuntimeError::new_err(format!("{argument} {reason}")).into()
+}
+
 pub fn in_use(argument: impl Into<Argument>) -> Failure {
     let argument = argument.into();
     let reason = "is in use by another call: of another thread, or twice in this one";

@@ -4,9 +4,9 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use prefixcache_core::error::Argument;
 
-use crate::errors::{Result, in_use};
+use crate::errors::{Failure, Result, in_use, panicked};
 
-/// A value that is lent to one call at a time.
+/// A value that is lent to one call at a time. A call that panics is the last one: what it leaves may be half done.
 pub struct Exclusive<T>(Mutex<T>);
 
 /// The use of an [`Exclusive`]'s value, until it is dropped.
@@ -17,18 +17,26 @@ impl<T> Exclusive<T> {
         Self(Mutex::new(value))
     }
 
-    /// The value, unless another call is using it.
+    /// The value; none where another call is using it, or has panicked.
     pub fn try_use(&self) -> Option<Using<'_, T>> {
-        match self.0.try_lock() {
-            Ok(using) => Some(using),
-            // A call that used it panicked, and its caller knows: the next one is not refused.
-            Err(TryLockError::Poisoned(using)) => Some(using.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.0.try_lock().ok()
     }
 
-    /// The value; fails, by the argument's name, where another call is using it.
+    /// Fails, by the argument's name, where a call has panicked that was using the value.
+    pub fn check(&self, argument: impl Into<Argument>) -> Result<()> {
+        if self.0.is_poisoned() { Err(panicked(argument)) } else { Ok(()) }
+    }
+
+    /// The value; fails, by the argument's name, where another call is using it or has panicked.
     pub fn use_as(&self, argument: impl Into<Argument>) -> Result<Using<'_, T>> {
-        self.try_use().ok_or_else(|| in_use(argument))
+        self.0.try_lock().map_err(|error| unusable(error, argument))
+    }
+}
+
+/// Why a lock was not to be had, by the name of what it is for.
+pub fn unusable<G>(error: TryLockError<G>, argument: impl Into<Argument>) -> Failure {
+    match error {
+        TryLockError::WouldBlock => in_use(argument),
+        TryLockError::Poisoned(_) => panicked(argument),
     }
 }

@@ -15,7 +15,8 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, Numbers, OneOf, Word};
 use crate::cpu::{Cpu, DType, Matrix};
 use crate::detach::run_on_numbers;
-use crate::errors::{Failure, Result, in_use, out_of_range};
+use crate::errors::{Failure, Result, out_of_range};
+use crate::exclusive::unusable;
 use crate::names;
 
 /// A linear layer, its weight packed for the kernels of the CPU.
@@ -99,7 +100,7 @@ impl LayerElement for f32 {
 
 impl PackedLinear {
     pub fn read(&self) -> Result<RwLockReadGuard<'_, Layer>> {
-        self.layer.try_read().map_err(|_| in_use("the layer"))
+        self.layer.try_read().map_err(|error| unusable(error, "the layer"))
     }
 
     /// Whether the parts are those of `count` equal layers of `outputs` outputs, one after the other.
@@ -110,7 +111,7 @@ impl PackedLinear {
     }
 
     fn write(&self) -> Result<RwLockWriteGuard<'_, Layer>> {
-        self.layer.try_write().map_err(|_| in_use("the layer"))
+        self.layer.try_write().map_err(|error| unusable(error, "the layer"))
     }
 
     /// The ids at an address, each that of a row.

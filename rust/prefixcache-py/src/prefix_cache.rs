@@ -525,7 +525,8 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// End what `owner`'s hints asked for the sequence's full blocks from number `first` on.
     ///
-    /// Returns how many moved to another priority. Behind them the owner may have raised nothing.
+    /// Returns how many moved to another priority. Counts take longer until the cache is cleared where the owner has
+    /// raised more behind them.
     fn end_hints(
         &self,
         owner: &str,
@@ -703,9 +704,11 @@ retention_budget=0.2, max_cached_blocks=None)"
     }
 
     /// Blocks that nobody holds.
+    ///
+    /// Those of collected sequences count at once for the writer's thread, for others from the writer's next call on.
     #[getter]
     fn num_free_blocks(&self) -> Result<usize> {
-        Ok(self.0.reader()?.store().num_free())
+        Ok(self.0.counted()?.store().num_free())
     }
 
     /// The free blocks, the one to be handed out next first. For debugging.
@@ -722,7 +725,7 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// Lifetime counts (queries and hits in tokens), and blocks by state.
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let core = self.0.reader()?;
+        let core = self.0.counted()?;
         let dict = store_stats(py, core.store())?;
         let stats = core.stats();
         dict.set_item("queries", stats.queries)?;
@@ -743,7 +746,7 @@ retention_budget=0.2, max_cached_blocks=None)"
         age_bounds: Option<List<names::AgeBounds, Duration>>,
     ) -> Result<(CountTable<'py>, CountTable<'py>)> {
         let bounds = or_empty(age_bounds);
-        let core = self.0.reader()?;
+        let core = self.0.counted()?;
         let map = run(py, core.store().num_blocks(), || core.store().map(cells.0, &bounds))?;
         let rows = map.states.len();
         let states = map.states.into_flattened().into_pyarray(py);
@@ -867,7 +870,7 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
     fn adopt_writer(&self) -> Result<()> {
-        self.0.writer.adopt()
+        self.0.adopt_writer()
     }
 
     /// End the cache: every later call raises RuntimeError.

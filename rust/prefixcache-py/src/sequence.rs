@@ -81,7 +81,8 @@ impl Sequence {
 
     /// The same tokens under the weights of another version, with which the new sequence stays.
     ///
-    /// None for a version that has not been, or whose content was forgotten. It holds nothing.
+    /// None for a version that has not been, or whose content was forgotten; once it is, calls that count, commit or
+    /// pin the new sequence raise RuntimeError. It holds nothing.
     fn at_version(
         &self,
         py: Python<'_>,

@@ -70,12 +70,12 @@ impl Cache {
             Threads::SingleWriter => {
                 let pool = AnyWriter::One(pool::Writer::new(pool)?);
                 let cache = cache_over(pool, hashing, weights)?.with_hints(share)?;
-                (cache.reader(), Writer::one(cache))
+                (cache.reader(), Writer::one("the cache", cache))
             }
             Threads::Shared => {
                 let cache = cache_over(MultiWriter::shared(pool)?, hashing, weights)?;
                 let make = move || Core::from(cache.clone());
-                (make().reader(), Writer::many(make))
+                (make().reader(), Writer::many("the cache", make))
             }
         };
         Ok(Self {
@@ -90,11 +90,19 @@ impl Cache {
 
     /// The cache, to look at.
     pub fn reader(&self) -> Result<&Reader> {
+        self.writer.check_open()?;
         // Relaxed: the flag orders nothing; the pool itself outlives every call.
         if self.closed.load(Ordering::Relaxed) {
             return Err(PyRuntimeError::new_err("the cache is closed").into());
         }
         Ok(&self.reader)
+    }
+
+    /// The cache, to count in: what collected sequences held is given back, unless another thread is the writer, or a
+    /// call is writing.
+    pub fn counted(&self) -> Result<&Reader> {
+        self.reclaim();
+        self.reader()
     }
 
     /// The cache, to change.
@@ -122,7 +130,15 @@ impl Cache {
     /// The cache, which no single writer changes meanwhile.
     pub fn pause(&self) -> Result<Writing<'_, Core>> {
         self.reader()?;
-        self.writer.pause()
+        let mut writing = self.writer.pause()?;
+        writing.reclaim();
+        Ok(writing)
+    }
+
+    /// Makes the calling thread the one that writes.
+    pub fn adopt_writer(&self) -> Result<()> {
+        self.reader()?;
+        self.writer.adopt()
     }
 
     /// Calls `work`, which changes the cache, and publishes what has become of hints.
@@ -137,7 +153,9 @@ impl Cache {
     pub fn events(&self) -> Result<&Exclusive<EventReader>> {
         self.reader()?;
         let missing = || PyRuntimeError::new_err("no events are kept: call keep_events() first");
-        Ok(self.events.get().ok_or_else(missing)?)
+        let events = self.events.get().ok_or_else(missing)?;
+        events.check("the reader of events")?;
+        Ok(events)
     }
 
     /// Refuses every later call.
@@ -148,7 +166,7 @@ impl Cache {
     /// Takes the blocks of collected sequences back, unless another thread is the writer, or a call is writing:
     /// then the next call that writes does.
     pub fn reclaim(&self) {
-        if let Ok(mut writing) = self.writer.write() {
+        if let Some(mut writing) = self.writer.own() {
             writing.reclaim();
         }
     }

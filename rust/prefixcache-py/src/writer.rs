@@ -1,6 +1,7 @@
 //! Which threads may change a cache: any, or one at a time; a second one gets an error.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ThreadId};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -9,8 +10,15 @@ use crate::arguments::Word;
 use crate::errors::{Failure, Result};
 use crate::exclusive::{Exclusive, Using};
 
-/// What changes a cache or a pool.
-pub enum Writer<T> {
+/// What changes a cache or a pool, until a call panics meanwhile: what that leaves may be half done.
+pub struct Writer<T> {
+    /// What it changes, for messages.
+    name: &'static str,
+    right: Right<T>,
+    has_panicked: AtomicBool,
+}
+
+enum Right<T> {
     /// The only one, lent to one call of one thread at a time.
     One(Exclusive<Lent<T>>),
     /// Each call makes its own.
@@ -24,7 +32,14 @@ pub struct Lent<T> {
 }
 
 /// A writer until it is dropped.
-pub enum Writing<'a, T> {
+pub struct Writing<'a, T> {
+    right: RightInUse<'a, T>,
+    has_panicked: &'a AtomicBool,
+    /// Whether a panic was on its way before.
+    was_panicking: bool,
+}
+
+enum RightInUse<'a, T> {
     One(Using<'a, Lent<T>>),
     Many(T),
 }
@@ -33,18 +48,27 @@ impl<T> Deref for Writing<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        match self {
-            Self::One(lent) => &lent.writer,
-            Self::Many(writer) => writer,
+        match &self.right {
+            RightInUse::One(lent) => &lent.writer,
+            RightInUse::Many(writer) => writer,
         }
     }
 }
 
 impl<T> DerefMut for Writing<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        match self {
-            Self::One(lent) => &mut lent.writer,
-            Self::Many(writer) => writer,
+        match &mut self.right {
+            RightInUse::One(lent) => &mut lent.writer,
+            RightInUse::Many(writer) => writer,
+        }
+    }
+}
+
+impl<T> Drop for Writing<'_, T> {
+    fn drop(&mut self) {
+        if thread::panicking() && !self.was_panicking {
+            // Relaxed: the flag orders nothing; the pool itself outlives every call.
+            self.has_panicked.store(true, Ordering::Relaxed);
         }
     }
 }
@@ -63,24 +87,37 @@ impl Word for Threads {
 }
 
 impl<T> Writer<T> {
-    pub fn one(writer: T) -> Self {
+    pub fn one(name: &'static str, writer: T) -> Self {
         let thread = None;
-        Self::One(Exclusive::new(Lent { thread, writer }))
+        Self::new(name, Right::One(Exclusive::new(Lent { thread, writer })))
     }
 
-    pub fn many(make: impl Fn() -> T + Send + Sync + 'static) -> Self {
-        Self::Many(Box::new(make))
+    pub fn many(name: &'static str, make: impl Fn() -> T + Send + Sync + 'static) -> Self {
+        Self::new(name, Right::Many(Box::new(make)))
+    }
+
+    fn new(name: &'static str, right: Right<T>) -> Self {
+        Self { name, right, has_panicked: AtomicBool::new(false) }
     }
 
     /// Whether any thread may write at any time.
     pub fn is_shared(&self) -> bool {
-        matches!(self, Self::Many(_))
+        matches!(self.right, Right::Many(_))
+    }
+
+    /// Fails once a call has panicked that was changing it.
+    pub fn check_open(&self) -> Result<()> {
+        if !self.has_panicked.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let reason = "is closed: a call that was changing it panicked";
+        Err(PyRuntimeError::new_err(format!("{} {reason}", self.name)).into())
     }
 
     /// The writer; the first thread to ask for the only one is the one that has it.
     pub fn write(&self) -> Result<Writing<'_, T>> {
         let mut writing = self.pause()?;
-        if let Writing::One(lent) = &mut writing {
+        if let RightInUse::One(lent) = &mut writing.right {
             let this = thread::current().id();
             if *lent.thread.get_or_insert(this) != this {
                 return Err(second_writer());
@@ -91,15 +128,30 @@ impl<T> Writer<T> {
 
     /// The writer, whichever thread has it, for a look at the whole structure.
     pub fn pause(&self) -> Result<Writing<'_, T>> {
-        match self {
-            Self::One(one) => one.try_use().map(Writing::One).ok_or_else(second_writer),
-            Self::Many(make) => Ok(Writing::Many(make())),
-        }
+        self.check_open()?;
+        self.try_use().ok_or_else(second_writer)
+    }
+
+    /// The writer, where the calling thread has it and no call is using it.
+    pub fn own(&self) -> Option<Writing<'_, T>> {
+        self.try_use().filter(|writing| match &writing.right {
+            RightInUse::One(lent) => lent.thread == Some(thread::current().id()),
+            RightInUse::Many(_) => true,
+        })
+    }
+
+    fn try_use(&self) -> Option<Writing<'_, T>> {
+        let right = match &self.right {
+            Right::One(one) => RightInUse::One(one.try_use()?),
+            Right::Many(make) => RightInUse::Many(make()),
+        };
+        let was_panicking = thread::panicking();
+        Some(Writing { right, has_panicked: &self.has_panicked, was_panicking })
     }
 
     /// Makes the calling thread the one that writes.
     pub fn adopt(&self) -> Result<()> {
-        if let Writing::One(lent) = &mut self.pause()? {
+        if let RightInUse::One(lent) = &mut self.pause()?.right {
             lent.thread = Some(thread::current().id());
         }
         Ok(())

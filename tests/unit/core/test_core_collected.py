@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import queue
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,12 +58,50 @@ def test_in_a_cycle(cache: PrefixCache) -> None:
     gc.collect()
 
 
-def test_in_another_thread(cache: PrefixCache) -> None:
-    """Where that thread may not write, the writer's next call gives the blocks back."""
+@pytest.mark.parametrize(
+    "free",
+    [
+        lambda cache: cache.num_free_blocks,
+        lambda cache: cache.stats()["free_blocks"],
+        lambda cache: len(cache.free_order()),
+        lambda cache: int(cache.block_map(1)[0][0, :2].sum()),
+        lambda cache: cache.validate([]) or cache.num_free_blocks,
+        lambda cache: cache.demote(1) or cache.num_free_blocks,
+    ],
+    ids=["num_free_blocks", "stats", "free_order", "block_map", "validate", "demote"],
+)
+def test_in_another_thread(cache: PrefixCache, free: Callable[[PrefixCache], int]) -> None:
+    """Where that thread may not write, blocks count as free as soon as the writer counts them."""
     sequences = [committed(cache)]
     with ThreadPoolExecutor(1) as executor:
         executor.submit(sequences.clear).result()
-    cache.demote(1)
+    assert free(cache) == cache.num_blocks - 1
+
+
+def test_what_was_counted_is_taken_though_others_are_collected(seed: int) -> None:
+    """A bound on what is cached is kept once the hits of the commit are taken."""
+    pick = random.Random(seed)
+    cache = PrefixCache(33, BLOCK, max_cached_blocks=4)
+    live: list[list[Sequence]] = []
+    with ThreadPoolExecutor(1) as executor:
+        for _ in range(400):
+            sequence = cache.new_sequence(range(first := pick.randrange(3), first + 33))
+            count = cache.count_prefix_hits(sequence)
+            if live and pick.random() < 0.5:
+                executor.submit(live.pop(pick.randrange(len(live))).clear).result()
+            if pick.random() < 0.5:
+                assert cache.num_free_blocks >= 32 - 9 * len(live)
+            taken = cache.commit_prefix_plan(sequence, count, 33 - count)
+            assert taken in (None, count)
+            if taken is not None:
+                cache.mark_blocks_filled([sequence], [33])
+                live.append([sequence])
+            del sequence
+            while len(live) > 2:
+                cache.release(live.pop(0))
+    for left in live:
+        cache.release(left)
+    assert cache.stats()["cached_blocks"] <= 4
 
 
 @pytest.mark.parametrize("close", [False, True])

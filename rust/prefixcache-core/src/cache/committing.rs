@@ -78,7 +78,8 @@ impl<S: BlockStore> PrefixCache<S> {
         num_tokens: usize,
         chunk: usize,
     ) -> Result<Option<usize>, CacheError> {
-        let missing = self.commit(sequence, hit_tokens, num_tokens, chunk, Self::take)?;
+        let missing = self
+            .reclaimed(|cache| cache.commit(sequence, hit_tokens, num_tokens, chunk, Self::take))?;
         Ok(missing.map(|_| sequence.num_hits()))
     }
 
@@ -93,7 +94,9 @@ impl<S: BlockStore> PrefixCache<S> {
         num_tokens: usize,
         chunk: usize,
     ) -> Result<Option<Vec<MissingBlock>>, CacheError> {
-        self.commit(sequence, hit_tokens, num_tokens, chunk, Self::take_all)
+        self.reclaimed(|cache| {
+            cache.commit(sequence, hit_tokens, num_tokens, chunk, Self::take_all)
+        })
     }
 
     /// Lets the sequence hold what `take` gets for the hashes of its hit: see [`Self::commit_missing`].
@@ -113,8 +116,7 @@ impl<S: BlockStore> PrefixCache<S> {
         // Read before the blocks are taken: after a clear in between, they are refused at registration.
         // Read later, they would be registered in an epoch that their hits may not belong to.
         let epoch = self.store.epoch();
-        self.refresh(sequence);
-        self.reclaim();
+        self.refresh(sequence)?;
         let (size, near) = (self.block_size(), chunk.min(num_tokens));
         let new = NewBlocks { whole: num_tokens.div_ceil(size), near: near.div_ceil(size) };
         let Some(taken) = take(self, &sequence.hashes()[..hit_tokens / size], new)? else {
@@ -296,15 +298,15 @@ impl<S: BlockStore> PrefixCache<S> {
             require(count > 0, argument, || "must be at least 1")?;
             self.check_num_slots(argument, count)?;
         }
-        self.reclaim();
         let mut batch = sequences.iter_mut().zip(counts);
         let mut scratch = Vec::new();
-        Ok(batch
-            .position(|(sequence, &count)| {
+        let lacking = self.reclaimed(|cache| {
+            batch.position(|(sequence, &count)| {
                 let upto = sequence.num_slots() + count;
-                !self.grow(sequence, upto, &mut scratch)
+                !cache.grow(sequence, upto, &mut scratch)
             })
-            .unwrap_or(counts.len()))
+        });
+        Ok(lacking.unwrap_or(counts.len()))
     }
 
     /// Gives each sequence slots in every group for its first `upto[i]` tokens, in order: those of
@@ -324,12 +326,12 @@ impl<S: BlockStore> PrefixCache<S> {
         for (index, &upto) in upto.iter().enumerate() {
             self.check_num_slots(Argument::element("upto", index), upto)?;
         }
-        self.reclaim();
         let mut batch = sequences.iter_mut().zip(upto);
         let mut scratch = Vec::new();
-        Ok(batch
-            .position(|(sequence, &upto)| !self.grow(sequence, upto, &mut scratch))
-            .unwrap_or(upto.len()))
+        let lacking = self.reclaimed(|cache| {
+            batch.position(|(sequence, &upto)| !cache.grow(sequence, upto, &mut scratch))
+        });
+        Ok(lacking.unwrap_or(upto.len()))
     }
 
     /// Gives each sequence blocks for the snapshots of its states that are worth keeping, as its retention says,
@@ -345,6 +347,7 @@ impl<S: BlockStore> PrefixCache<S> {
     ) -> Result<usize, CacheError> {
         self.check_committed(sequences)?;
         check_len("starts", starts.len(), sequences.len())?;
+        self.reclaim();
         let size = self.block_size();
         let states = self.home.config.groups.each().filter(|(_, spec)| spec.has_gaps());
         let states: Vec<_> = states.map(|(group, _)| group.index()).collect();

@@ -38,12 +38,33 @@ impl<S: BlockStore> PrefixCache<S> {
         Ok(())
     }
 
-    /// Gives back what sequences held that were dropped.
+    /// Gives back what sequences held that were dropped. It evicts nothing: what was counted before still hits.
     pub fn reclaim(&mut self) {
+        if self.home.abandoned.is_empty() {
+            return;
+        }
+        self.store.defer_bound(true);
         while let Some(Abandoned { holding, names }) = self.home.abandoned.pop() {
             let outcome = self.release_all(holding, &names);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
+        self.store.defer_bound(false);
+    }
+
+    /// Does `work` where no block waits to be given back, and then evicts what is beyond the bound of
+    /// [`PrefixCache::set_max_cached`].
+    pub(super) fn reclaimed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        self.reclaim();
+        let outcome = work(self);
+        self.store.keep_bound();
+        outcome
+    }
+
+    /// Blocks that nobody holds, those of dropped sequences among them. [`Lookup::num_free`] counts these only once
+    /// a call that changes the cache has given them back.
+    pub fn num_free(&mut self) -> usize {
+        self.reclaim();
+        self.store.num_free()
     }
 
     /// Gives each block back, to the queue that the policy has for it.
@@ -216,7 +237,8 @@ impl<S: BlockStore> PrefixCache<S> {
     /// sequence holds them or not. Returns how many pins are new.
     pub fn pin(&mut self, sequence: &mut Sequence, num_tokens: usize) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
-        self.refresh(sequence);
+        self.refresh(sequence)?;
+        self.reclaim();
         let full = num_tokens.min(sequence.num_tokens()) / self.block_size();
         let Some(Taken { tables, .. }) = self.take(&sequence.hashes()[..full], NewBlocks::NONE)?
         else {
@@ -236,7 +258,8 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Takes the pins off the sequence's cached blocks. Returns how many were pinned.
     pub fn unpin(&mut self, sequence: &mut Sequence) -> Result<usize, CacheError> {
         self.check_owner(sequence, "sequence".into())?;
-        self.refresh(sequence);
+        self.refresh(sequence)?;
+        self.reclaim();
         let mut unpinned = 0;
         for (group, _) in self.home.config.groups.each() {
             let keys = sequence.hashes().iter();
@@ -256,7 +279,7 @@ impl<S: BlockStore> PrefixCache<S> {
 
     /// Moves the oldest `count` free pinned blocks to the regular tier. Returns how many there were.
     pub fn demote(&mut self, count: usize) -> usize {
-        self.store.demote(count)
+        self.reclaimed(|cache| cache.store.demote(count))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reading: how much of a prompt hits.
 
-use super::PrefixCache;
-use crate::error::CacheError;
+use super::{PrefixCache, fault};
+use crate::error::{CacheError, SequenceFault};
 use crate::groups::GroupSpec;
 use crate::id::{BlockHash, GroupId};
 use crate::sequence::{BlockHashes, Sequence};
@@ -77,7 +77,7 @@ impl<S: Lookup> PrefixCache<S> {
         max_tokens: usize,
     ) -> Result<&'a [BlockHash], CacheError> {
         self.check_owner(sequence, "sequence".into())?;
-        self.refresh(sequence);
+        self.refresh(sequence)?;
         Ok(self.within(sequence.hashes(), max_tokens))
     }
 
@@ -189,15 +189,21 @@ impl<S: Lookup> PrefixCache<S> {
         self.store.lookup(&key).is_some()
     }
 
-    /// A sequence that holds nothing follows the current weights.
-    pub(super) fn refresh(&self, sequence: &mut Sequence) {
-        if !self.hashes_are_current(sequence) {
-            sequence.rehash(self.home.weights.get());
+    /// A sequence that holds nothing follows the current weights. Fails where it stays with others, and these were
+    /// forgotten.
+    pub(super) fn refresh(&self, sequence: &mut Sequence) -> Result<(), CacheError> {
+        if self.hashes_are_current(sequence) {
+            return Ok(());
         }
+        if sequence.stays {
+            return Err(fault("sequence", SequenceFault::Forgotten));
+        }
+        sequence.rehash(self.home.weights.get());
+        Ok(())
     }
 
-    /// Whether the next call will take the sequence's hashes as they are. If not it hashes all tokens
-    /// again: the weights have changed, and the sequence holds nothing.
+    /// Whether the next call will take the sequence's hashes as they are. If not the weights have changed, and the
+    /// sequence holds nothing: the call hashes all tokens again, or fails for one that stays with forgotten weights.
     pub fn hashes_are_current(&self, sequence: &Sequence) -> bool {
         sequence.is_committed() || !sequence.is_outdated()
     }

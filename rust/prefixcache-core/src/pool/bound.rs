@@ -6,6 +6,12 @@ use crate::evictions::Cause;
 use crate::sync::{Mode, Ordering::Relaxed};
 
 impl<M: Mode> BlockPool<M> {
+    /// Says whether releases give up nothing beyond the bound.
+    pub(super) fn defer_bound(&self, defers: bool) {
+        // Relaxed: releases of another thread that see it late evict, or leave to evict, what the next call would.
+        self.defers_bound.store(defers, Relaxed);
+    }
+
     /// Gives up the content of blocks beyond the bound, in the order in which they go.
     #[inline]
     pub(super) fn keep_bound(&self) {
@@ -18,6 +24,9 @@ impl<M: Mode> BlockPool<M> {
 
     #[cold]
     fn give_up_beyond(&self, bound: usize) {
+        if self.defers_bound.load(Relaxed) {
+            return;
+        }
         let in_line = || -> usize {
             let used = self.classes.used();
             used.map(|class| self.ring(class).len()).sum()

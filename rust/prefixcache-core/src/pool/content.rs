@@ -544,6 +544,11 @@ impl<M: Mode> BlockPool<M> {
         true
     }
 
+    /// Says that content of this epoch may be evicted out of order.
+    pub(super) fn end_order(&self) {
+        self.contents.disorder();
+    }
+
     /// Whether a block that the caller holds is the one that hits for its content, and no other was ever registered
     /// with that. Always false where several threads register.
     #[inline]

@@ -177,11 +177,14 @@ macro_rules! changes_through {
             fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
             fn demote(count: usize) -> usize;
             fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
+            fn end_order();
             fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
             fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
             fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
             fn release_cached(count: usize) -> usize;
             fn set_max_cached(blocks: Option<usize>);
+            fn defer_bound(defers: bool);
+            fn keep_bound();
         }
     };
 }

@@ -1,6 +1,6 @@
 //! What owners asked for, kept by ranges of blocks.
 //!
-//! An [`Entry`] is what one owner asked for one block, 16 bytes of it. What it asked for stands in a [`Span`], which
+//! An [`Entry`] is what one owner asked for one block, 24 bytes of it. What it asked for stands in a [`Span`], which
 //! all entries share that have the same levels and were used one after the other: the blocks of a prompt mostly.
 //! An entry leaves any place of a span in amortised constant time.
 
@@ -139,6 +139,10 @@ pub(super) struct Entry {
     place: u32,
     /// The next owner's entry for the block.
     pub(super) next: u32,
+    /// The same owner's entry for the block before, and how many entries have this one there: of groups that need the
+    /// whole prefix, and right as long as content is evicted in order.
+    parent: u32,
+    num_children: u32,
 }
 
 impl Default for Entry {
@@ -149,7 +153,7 @@ impl Default for Entry {
 
 impl Entry {
     pub(super) fn new(block: BlockId, next: u32) -> Self {
-        Self { block, next, span: NONE, place: 0 }
+        Self { block, next, span: NONE, place: 0, parent: NONE, num_children: 0 }
     }
 }
 
@@ -216,6 +220,30 @@ impl Spans {
     #[inline]
     pub(super) fn of(&self, entry: u32) -> &Span {
         &self.spans[self.entries[entry].span]
+    }
+
+    /// Notes that the block of one entry follows that of another.
+    #[inline]
+    pub(super) fn set_parent(&mut self, entry: u32, parent: u32) {
+        if self.entries[entry].parent != parent {
+            self.entries[entry].parent = parent;
+            self.entries[parent].num_children += 1;
+        }
+    }
+
+    /// Whether the owner asks for a block that follows that of the entry.
+    pub(super) fn has_children(&self, entry: u32) -> bool {
+        self.entries[entry].num_children > 0
+    }
+
+    /// Takes an entry of no span away.
+    pub(super) fn take(&mut self, entry: u32) -> Entry {
+        let taken = self.entries.take(entry);
+        if taken.parent != NONE {
+            let count = &mut self.entries[taken.parent].num_children;
+            *count = count.saturating_sub(1);
+        }
+        taken
     }
 
     /// A span without entries, in no line.

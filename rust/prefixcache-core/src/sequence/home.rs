@@ -23,7 +23,7 @@ pub(crate) struct Home {
     pub(crate) queries: AtomicU64,
     /// Tokens of them that were hits.
     pub(crate) hits: AtomicU64,
-    /// What sequences held when they were dropped, until the next call that changes the pool.
+    /// What sequences held when they were dropped, until the next call that takes blocks or counts free ones.
     pub(crate) abandoned: SegQueue<Abandoned>,
     /// Where requests go on, for snapshots of states.
     pub(crate) ends: EndsByScope,

@@ -3,9 +3,12 @@
 //! The plain pool counts hits block by block; the single writer's finds them by bisection, and its reader of events
 //! knows at every moment what can be found under no salt.
 
+use std::collections::HashSet;
+
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::hash::Scope;
+use prefixcache_core::hash::{HashConfig, Scope};
+use prefixcache_core::id::BlockId;
 use prefixcache_core::pool::{Shared, SingleWriter, Writer};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{Lookup, Moves, PoolConfig};
@@ -77,6 +80,164 @@ proptest! {
         calls in vec(call().prop_filter("in order", |&call| !ends_order(call)), 1..200),
     ) {
         check(&Groups::full(1).unwrap(), order, &calls);
+    }
+}
+
+/// Blocks of a pool for [`Life`], but for the null block.
+const LIFE_BLOCKS: usize = 30;
+
+/// A call of one who plans with counts while sequences are dropped elsewhere.
+#[derive(Clone, Copy, Debug)]
+enum Life {
+    /// Counts, maybe looks at the free blocks, and commits what was counted: a prompt of a run of tokens.
+    Serve {
+        first: u32,
+        tokens: usize,
+        looks: bool,
+    },
+    /// Another thread drops one of the sequences.
+    Drop(usize),
+    Release(usize),
+    Grow(usize),
+    Pin(usize),
+    GiveUp(usize),
+}
+
+fn life() -> impl Strategy<Value = Life> {
+    let serve = (0..4_u32, 1..40_usize, any::<bool>());
+    prop_oneof![
+        4 => serve.prop_map(|(first, tokens, looks)| Life::Serve { first, tokens, looks }),
+        2 => (0..8_usize).prop_map(Life::Drop),
+        1 => (0..8_usize).prop_map(Life::Release),
+        1 => (0..8_usize).prop_map(Life::Grow),
+        1 => (0..8_usize).prop_map(Life::Pin),
+        1 => (0..4_usize).prop_map(Life::GiveUp),
+    ]
+}
+
+struct Planner {
+    cache: PrefixCache<Writer>,
+    live: Vec<Sequence>,
+    bound: usize,
+}
+
+impl Planner {
+    fn held(&self) -> HashSet<BlockId> {
+        let groups = 0..usize::from(self.cache.num_groups());
+        let tables =
+            groups.flat_map(|group| self.live.iter().map(move |one| one.block_table(group)));
+        tables.flatten().copied().filter(|block| !block.is_null()).collect()
+    }
+
+    fn free(&self) -> usize {
+        LIFE_BLOCKS - self.held().len()
+    }
+
+    fn check_bound(&self) {
+        let held = self.held();
+        let cached = self.cache.store().cached_blocks();
+        let free = cached.iter().filter(|block| !held.contains(block)).count();
+        assert!(free <= self.bound, "{free} free blocks are cached, {} may be", self.bound);
+    }
+
+    fn serve(&mut self, first: u32, tokens: usize, looks: bool) {
+        let tokens: Vec<u32> = (0..tokens as u32).map(|place| place.max(8) * first).collect();
+        let mut sequence = self.cache.new_sequence(tokens, Scope::default(), vec![]);
+        let counted = self.cache.count_prefix_hits(&mut sequence).unwrap();
+        if looks {
+            assert_eq!(self.cache.num_free(), self.free(), "blocks that nobody holds");
+        }
+        let rest = sequence.num_tokens() - counted + 1;
+        let most = self.cache.most_blocks(counted + rest, rest);
+        match self.cache.commit_prefix_plan(&mut sequence, counted, rest).unwrap() {
+            Some(taken) => assert_eq!(taken, counted, "the hits that were counted"),
+            None => assert!(self.free() < most, "blocks are lacking"),
+        }
+        if sequence.is_committed() {
+            fill(&mut self.cache, &mut sequence);
+            self.live.push(sequence);
+        }
+        self.check_bound();
+    }
+
+    fn call(&mut self, life: Life) {
+        let at = |number: usize| number.checked_rem(self.live.len());
+        match life {
+            Life::Serve { first, tokens, looks } => self.serve(first, tokens, looks),
+            Life::Drop(number) => {
+                if let Some(at) = at(number) {
+                    let dropped = self.live.swap_remove(at);
+                    std::thread::spawn(|| drop(dropped)).join().unwrap();
+                }
+            }
+            Life::Release(number) => {
+                if let Some(at) = at(number) {
+                    let mut released = self.live.swap_remove(at);
+                    self.cache.release(&mut [&mut released]).unwrap();
+                }
+            }
+            Life::Grow(number) => {
+                if let Some(at) = at(number) {
+                    self.cache.append_slots(&mut [&mut self.live[at]], &[BLOCK_SIZE]).unwrap();
+                }
+            }
+            Life::Pin(number) => {
+                if let Some(at) = at(number) {
+                    let tokens = self.live[at].num_tokens();
+                    self.cache.pin(&mut self.live[at], tokens).unwrap();
+                }
+            }
+            Life::GiveUp(count) => {
+                let given_up = self.cache.release_cached(count);
+                assert!(given_up <= count);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(128))]
+
+    #[test]
+    fn what_was_counted_is_taken_while_others_drop_sequences(
+        groups in groups(),
+        order in orders(),
+        bound in 0..=LIFE_BLOCKS,
+        calls in vec(life(), 1..60),
+    ) {
+        let config = PoolConfig::new(LIFE_BLOCKS + 1)
+            .with_free_order(order.0)
+            .with_eviction_policy(order.1);
+        let pool = Writer::with_ring_capacity(config, 256).unwrap();
+        let mut cache = PrefixCache::new(HashConfig::new(BLOCK_SIZE, groups), pool).unwrap();
+        cache.set_max_cached(Some(bound));
+        let mut planner = Planner { cache, live: Vec::new(), bound };
+        calls.into_iter().for_each(|life| planner.call(life));
+        let live: Vec<&Sequence> = planner.live.iter().collect();
+        assert_eq!(planner.cache.num_free(), planner.free());
+        planner.cache.validate_holds(&live, &Moves::default()).unwrap();
+        planner.cache.validate().unwrap();
+    }
+}
+
+#[test]
+fn a_call_counts_the_blocks_of_sequences_that_were_dropped() {
+    /// What a call comes to where the only sequence, of three blocks in the end of the pool, was dropped.
+    type Look = fn(&mut SmallCache, &mut Sequence) -> usize;
+    let calls: [(&str, Look, usize); 6] = [
+        ("num_free", |cache, _| cache.num_free(), 6),
+        ("pin", |cache, whole| cache.pin(whole, PROMPT.len()).unwrap(), 3),
+        ("unpin", |cache, whole| cache.unpin(whole).unwrap(), 0),
+        ("release_cached", |cache, _| cache.release_cached(9), 3),
+        ("resize", |cache, _| cache.resize(2).unwrap(), 0),
+        ("append_slots", |cache, _| cache.append_slots(&mut [], &[]).unwrap(), 0),
+    ];
+    for (name, call, outcome) in calls {
+        let mut cache = small_cache();
+        drop(commit_and_fill(&mut cache));
+        let mut whole = cache.new_sequence(PROMPT.to_vec(), Scope::default(), vec![]);
+        assert_eq!(call(&mut cache, &mut whole), outcome, "{name}");
+        assert_eq!(cache.store().num_free(), cache.store().num_blocks() - 1, "{name}");
     }
 }
 

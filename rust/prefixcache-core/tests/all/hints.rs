@@ -104,6 +104,14 @@ impl Served {
         self.cache.compute_block_hashes(tokens, &Scope::default(), vec![])
     }
 
+    /// Ends the owner's hints from block `first` of the tokens on.
+    fn end_hints(&mut self, tokens: &[u32], owner: &str, first: usize) -> usize {
+        let hashes = self.hashes(tokens);
+        let ended = hashes.as_slice().iter().skip(first).rev();
+        let keys = ended.map(|&hash| BlockKey::new(hash, GroupId::new(0)));
+        self.table.end_of_owner(self.cache.store_mut(), Owner::named(owner), keys)
+    }
+
     /// How many leading blocks of the tokens are there, looked for one by one.
     fn linear_hits(&self, tokens: &[u32]) -> usize {
         let hashes = self.hashes(tokens);
@@ -369,6 +377,41 @@ fn what_comes_back_is_nobodys() {
     assert_eq!(served.table.stats().demoted, 0);
 }
 
+#[test]
+fn hints_that_end_before_those_of_what_follows_end_the_bisection() {
+    // Who ends the hints of how many blocks of a prompt, from which on; and whether counts go on to bisect.
+    let ends = [
+        (BLOCKS, "one", 0, true),
+        (BLOCKS, "one", 3, true),
+        (BLOCKS, "two", 0, true),
+        (BLOCKS, "nobody", 0, true),
+        (3, "one", 2, false),
+        (1, "two", 0, false),
+    ];
+    for (blocks, owner, first, bisects) in ends {
+        let mut served = Served::new(60, 1.0);
+        served.serve(1, "one", &[hint(None, 60, None)]);
+        served.serve(1, "two", &[hint(Some(5 * SIZE), 80, None)]);
+        served.end_hints(&prompt(1)[..blocks * SIZE], owner, first);
+        assert_eq!(served.cache.counts_by_bisection(), bisects, "{owner} {blocks} {first}");
+        served.cache.clear_cache_index();
+        assert!(served.cache.counts_by_bisection());
+    }
+}
+
+#[test]
+fn of_two_prompts_that_part_the_own_tail_of_each_ends_first() {
+    let mut served = Served::new(60, 1.0);
+    for number in [2, 3] {
+        let sequence = served.begin(&related(number, BLOCKS), "one", &[hint(None, 60, None)]);
+        served.end(sequence);
+    }
+    assert_eq!(served.end_hints(&related(2, BLOCKS), "one", BLOCKS / 2), BLOCKS / 2);
+    assert_eq!(served.end_hints(&related(3, BLOCKS), "one", 0), BLOCKS);
+    assert!(served.cache.counts_by_bisection());
+    assert_eq!(served.table.stats().hinted, 0);
+}
+
 /// Something that happens to a cache with hints.
 #[derive(Clone, Debug)]
 enum Event {
@@ -376,6 +419,7 @@ enum Event {
     Wait(u16),
     Expire(usize),
     Evict(usize),
+    End(u32, usize, u8, usize),
     Clear,
 }
 
@@ -386,6 +430,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (1u16..200).prop_map(Event::Wait),
         2 => (1usize..9).prop_map(Event::Expire),
         3 => (1usize..6).prop_map(Event::Evict),
+        2 => (0u32..6, 1..=BLOCKS, 0u8..3, 0..BLOCKS).prop_map(|(n, b, o, f)| Event::End(n, b, o, f)),
         1 => Just(Event::Clear),
     ]
 }
@@ -434,6 +479,9 @@ proptest! {
                 }
                 Event::Evict(count) => {
                     served.cache.store_mut().release_cached(count);
+                }
+                Event::End(number, blocks, owner, first) => {
+                    served.end_hints(&related(number, blocks), &owner.to_string(), first);
                 }
                 Event::Clear => served.cache.clear_cache_index(),
             }

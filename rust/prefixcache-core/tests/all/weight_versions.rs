@@ -2,6 +2,7 @@
 //! And hints that end before their time.
 
 use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::error::CacheError;
 use prefixcache_core::hash::Scope;
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::pool::Writer;
@@ -84,9 +85,39 @@ fn a_name_that_comes_back_forgets_everything() {
     assert_eq!(cache.next_weight_version(Some(named("tag:a"))), 2);
     assert_eq!(serve_new(&mut cache, 3), 0);
     assert!(on_old.at_version(0).is_none());
-    let mut left = on_old;
-    assert_eq!(serve(&mut cache, &mut left), 3);
-    assert_eq!(left.weight_version(), 2);
+}
+
+#[test]
+fn a_sequence_of_forgotten_weights_is_refused_by_name() {
+    /// A call that needs the sequence's hashes.
+    type Call = fn(&mut PrefixCache<Writer>, &mut Sequence) -> Option<CacheError>;
+    let calls: [Call; 6] = [
+        |cache, one| cache.count_prefix_hits(one).err(),
+        |cache, one| cache.count_whole_hits(one, SIZE).err(),
+        |cache, one| cache.commit_prefix_plan(one, 0, 3 * SIZE).err(),
+        |cache, one| cache.commit_missing(one, 0, 3 * SIZE, SIZE).err(),
+        |cache, one| cache.pin(one, SIZE).err(),
+        |cache, one| cache.unpin(one).err(),
+    ];
+    let mut cache = cache();
+    let [mut stays, mut held] =
+        [0, 0].map(|version| prompt(&cache, 3).at_version(version).unwrap());
+    cache.commit_prefix_plan(&mut held, 0, 3 * SIZE).unwrap();
+    let mut follows = prompt(&cache, 3);
+    cache.new_weight_version(None);
+    for call in calls {
+        let error = call(&mut cache, &mut stays).expect("it is refused");
+        assert_eq!(
+            error.to_string(),
+            "sequence stays with weights of a version that was forgotten: make another one"
+        );
+    }
+    assert_eq!((stays.weight_version(), stays.is_committed()), (0, false));
+    // Who holds blocks uses them to its end, and publishes nothing.
+    fill(&mut cache, &mut held);
+    cache.release(&mut [&mut held]).unwrap();
+    assert_eq!(serve(&mut cache, &mut follows), 0);
+    assert_eq!(serve_at(&mut cache, 3, 1), 3);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 Numpy arrays, numbers and plain data cross it, never a tensor: nothing above imports torch. New
 weights alone pass through as their owner has them, and only the runner looks at them. A device has
-a runner of its own: it fills this interface, and `engine/build.py` chooses it.
+a runner of its own: it fills this interface, and `engine/runners.py` chooses it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.diagnostics.reasons import Asked, Explanation
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.kv.tiers import disk_tier
 from prefixcache.kv.tiers.disk_store import DiskStore
 from prefixcache.kv.tiers.disk_tier import DiskTier
 from prefixcache.scheduler import loading
@@ -166,10 +167,10 @@ def test_a_hit_needs_the_window_and_the_state_at_its_end(
 ):
     served = Served(tiny_checkpoint(name), tmp_path / "disk", **POOLS[name])
     served.evict()
-    get, asked = DiskStore.get, list[bytes]()
+    get, asked = DiskStore.get, set[bytes]()
 
     def of_full_attention(store: DiskStore, keys: list[bytes]) -> list[bytes]:
-        asked.extend(keys)
+        asked.update(keys)
         return get(store, list(itertools.takewhile(lambda key: key[32:] == bytes(2), keys)))
 
     monkeypatch.setattr(DiskStore, "get", of_full_attention)
@@ -312,7 +313,15 @@ def test_a_load_that_is_late_ends_with_what_is_there(model, tmp_path, slow_disk,
     slow_disk.set()
     served.answer("other again", tokens(230, seed=1))
     served.answer("refused", PROMPT)
+    assert served.from_disk("refused") == 0
     assert served.engine._scheduler.loads.counts().refused > 0
+    # Each refusal lets the disk be taken for faster: in the end it is tried again.
+    monkeypatch.setattr(disk_tier, "_PATIENCE", 1e9)
+    monkeypatch.setattr(loading, "_LEAST_SECONDS", 600)
+    for name in ("refused again", "tried again"):
+        served.answer(f"before {name}", tokens(230, seed=1))
+        assert served.answer(name, PROMPT) == served.said("first")
+    assert served.from_disk("tried again") == served.hit
     served.engine.close()
 
 

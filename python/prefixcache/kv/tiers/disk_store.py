@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -25,14 +25,26 @@ _PAGE_BYTES = 1 << 14
 _EVICTED_AT_ONCE = 16
 _VERSION = 3
 _GENERATION_BYTES = 8
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE blocks (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, used INTEGER NOT NULL);
-CREATE INDEX by_use ON blocks (used);
-CREATE TABLE data (id INTEGER PRIMARY KEY, value BLOB NOT NULL);
-PRAGMA user_version = {_VERSION};
-COMMIT;
-"""
+_SCHEMA = (
+    "CREATE TABLE blocks (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, used INTEGER NOT NULL)",
+    "CREATE INDEX by_use ON blocks (used)",
+    "CREATE TABLE data (id INTEGER PRIMARY KEY, value BLOB NOT NULL)",
+    f"PRAGMA user_version = {_VERSION}",
+)
+
+# What passes by itself, by SQLite's primary result codes. All else says that the file is damaged.
+_READ_ONLY = 8
+_PASSING = {
+    5: "database is locked",
+    6: "database table is locked",
+    _READ_ONLY: "attempt to write a readonly database",
+    10: "disk I/O error",
+    13: "database or disk is full",
+    14: "unable to open database file",
+}
+_MOST_USED = (1 << 63) - 2
+_EMPTY_PAGES = 8
+"""At least the pages of a file without blocks."""
 
 Value: TypeAlias = "bytes | npt.NDArray[np.uint8]"
 
@@ -108,43 +120,46 @@ class DiskStore:
         self._max_bytes = max_bytes
         self._scope = scope
         self._touched: list[int] = []
-        self._db = self._open()
-        with self._errors():
-            self._read_state()
-
-    def _open(self) -> sqlite3.Connection:
         try:
+            self._open()
+        except _DamagedFileError:
+            self._open()
+
+    def _open(self) -> None:
+        with suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-        except FileExistsError:
-            check_owner(os.stat(self._path, follow_symlinks=False), FILE_NAME)
+        status = os.stat(self._path, follow_symlinks=False)
+        check_owner(status, FILE_NAME)
+        self._inode = status.st_ino
         try:
-            return self._connect()
-        except sqlite3.OperationalError as error:
-            raise OSError(str(error)) from error
-        except sqlite3.DatabaseError:  # It is none, or damaged.
-            self._path.unlink()
-            return self._open()
-
-    def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=1)
+            self._db = sqlite3.connect(
+                self._path, isolation_level=None, check_same_thread=False, timeout=1
+            )
+        except sqlite3.Error as error:
+            raise OSError(_PASSING[14]) from error
         try:
-            # What a killed process wrote the system has; a checksum refuses what a power loss tore.
-            db.execute("PRAGMA synchronous = OFF")
-            db.execute("PRAGMA journal_mode = TRUNCATE")
-            db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                db.executescript(_SCHEMA)
-            elif version != _VERSION:
-                raise sqlite3.DatabaseError(f"version {version}")
+            with self._errors():
+                self._connect()
+                self._read_state()
         except BaseException:
-            db.close()
+            self._db.close()
             raise
-        return db
+
+    def _connect(self) -> None:
+        # What a killed process wrote the system has; a checksum refuses what a power loss tore.
+        self._db.execute("PRAGMA synchronous = OFF")
+        self._db.execute("PRAGMA journal_mode = TRUNCATE")
+        self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        self._db.text_factory = bytes
+        with self._transaction():  # Of several processes one makes the tables.
+            for statement in _SCHEMA if self._count("user_version") == 0 else ():
+                self._db.execute(statement)
+        if self._count("user_version") != _VERSION:
+            raise sqlite3.DatabaseError("another version")
 
     def _read_state(self) -> None:
-        (self._page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
+        self._page_bytes = self._count("page_size")
         space, own = os.statvfs(self._folder), self._count("page_count") * self._page_bytes
         most = min(self._max_bytes, own + space.f_bavail * space.f_frsize)
         journal = max(most // 16, 64 * self._page_bytes)
@@ -152,13 +167,18 @@ class DiskStore:
         self._shrink()
         self._db.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._read_generation()
+        self._next_use()  # A table that cannot be read is noticed before its blocks are listed.
 
     def _shrink(self) -> None:
         """Gives back what an earlier process with a larger bound has written."""
         if self._count("page_count") > self._max_pages:
             self._make_room(0)
         while self._count("page_count") > self._max_pages:
-            self._db.execute(f"PRAGMA incremental_vacuum({_EVICTED_AT_ONCE})").fetchall()
+            with self._transaction():
+                before = self._count("page_count")
+                self._db.execute(f"PRAGMA incremental_vacuum({_EVICTED_AT_ONCE})").fetchall()
+                if self._count("page_count") >= before:
+                    raise sqlite3.DatabaseError("its pages cannot be given back")
 
     def _read_generation(self) -> None:
         path = _generation_file(self._folder, self._scope)
@@ -213,10 +233,16 @@ class DiskStore:
             oldest = "SELECT id, key FROM blocks ORDER BY used LIMIT ?"
             rows = self._db.execute(oldest, [_EVICTED_AT_ONCE]).fetchall()
             if not rows:
+                self._check_empty()
                 raise OSError("the bound leaves no room for a block")
             self._delete([block for block, _ in rows])
-            removed += [key for _, key in rows]
+            removed += [key for _, key in rows if isinstance(key, bytes)]
         return removed
+
+    def _check_empty(self) -> None:
+        """Pages in use that belong to no block will never be free."""
+        if self._count("page_count") - self._count("freelist_count") > _EMPTY_PAGES:
+            raise sqlite3.DatabaseError("pages of no block")
 
     def _num_free_pages(self) -> int:
         return self._max_pages - self._count("page_count") + self._count("freelist_count")
@@ -234,27 +260,33 @@ class DiskStore:
         found: list[bytes] = []
         with self._errors():
             for key in keys:
+                # Whatever type a damaged value has, its checksum is what refuses it.
                 row = self._db.execute(
-                    "SELECT id, value FROM blocks JOIN data USING (id) WHERE key = ?",
+                    "SELECT id, CAST(value AS BLOB) FROM blocks JOIN data USING (id) WHERE key = ?",
                     [self._prefix + key],
                 ).fetchone()
                 if row is None:
                     break
                 self._touched.append(row[0])
-                found.append(row[1])
+                found.append(row[1] or b"")
         return found
 
     def _touch(self) -> None:
         """Writes down what was used since: reads need not wait for that."""
         if self._touched:
-            rows = [(self._next_use(), block) for block in dict.fromkeys(self._touched)]
+            use = self._next_use()
+            rows = [(use, block) for block in dict.fromkeys(self._touched)]
             self._touched.clear()
             with self._transaction():
                 self._db.executemany("UPDATE blocks SET used = ? WHERE id = ?", rows)
 
     def _next_use(self) -> int:
         (last,) = self._db.execute("SELECT max(used) FROM blocks").fetchone()
-        return (last or 0) + 1
+        if last is None:
+            return 1
+        if not isinstance(last, int) or last > _MOST_USED:
+            raise sqlite3.DatabaseError("a use that nobody counted")
+        return last + 1
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `BlockStore`."""
@@ -294,10 +326,38 @@ class DiskStore:
         """SQLite's errors as `OSError`; a damaged file is removed, so that the next one is new."""
         try:
             yield
-        except sqlite3.OperationalError as error:
-            raise OSError(str(error)) from error
-        except sqlite3.Error as error:
-            if not isinstance(error, sqlite3.ProgrammingError):
-                self._db.close()
-                self._path.unlink(missing_ok=True)
-            raise OSError(str(error)) from error
+        except (sqlite3.Error, UnicodeError) as error:
+            # Its own words may quote what lies in the file, which is user data.
+            if (reason := self._passing(error)) is not None:
+                raise OSError(reason) from None
+            self._remove_file()
+            kind = getattr(error, "sqlite_errorname", type(error).__name__)
+            raise _DamagedFileError(f"{FILE_NAME} is damaged ({kind}) and was removed") from None
+
+    def _passing(self, error: Exception) -> str | None:
+        """What passes by itself; None where the file is damaged."""
+        code = _result_code(error)
+        if code == _READ_ONLY and os.access(self._path, os.W_OK):
+            return None  # Its header alone says so.
+        return _PASSING.get(code)
+
+    def _remove_file(self) -> None:
+        """Closes it for good. Another process may have replaced it already."""
+        self._touched.clear()
+        self._db.close()
+        with suppress(FileNotFoundError):
+            if os.stat(self._path, follow_symlinks=False).st_ino == self._inode:
+                self._path.unlink()
+
+
+class _DamagedFileError(OSError):
+    """The file was damaged, and is gone."""
+
+
+def _result_code(error: Exception) -> int:
+    """SQLite's primary result code of an error; 0 of what Python raised itself."""
+    named = getattr(error, "sqlite_errorcode", None)
+    if named is not None:
+        return named & 0xFF
+    text = str(error)  # Python 3.10 has nothing else.
+    return next((code for code, begin in _PASSING.items() if text.startswith(begin)), 0)

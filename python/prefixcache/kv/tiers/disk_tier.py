@@ -13,10 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prefixcache._core import BlockStaging
-from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.config.private_folder import NotUsableError
 from prefixcache.kv.tiers.disk_store import BlockStore
 from prefixcache.metrics import DiskCounts
@@ -24,6 +23,7 @@ from prefixcache.metrics import DiskCounts
 logger = logging.getLogger(__name__)
 
 _GROUP = b"\0\0"
+_KEY_BYTES = 34
 _RUN_BYTES = 4 << 20
 _MOST_IN_RUN = 128
 _RETRY_SECONDS = 60.0
@@ -43,13 +43,15 @@ def block_key(block_hash: bytes) -> bytes:
 class Load:
     """Blocks of one request that are being read. `num_loaded` leading ones are there.
 
-    Between its start and `is_done`, or the return of `cancel`, the tier writes to the blocks.
+    Behind one that is lost the others are read too, so that all that are lost are known at once:
+    `num_read` of them were looked at. Between its start and `is_done`, or the return of `cancel`,
+    the tier writes to the blocks.
     """
 
     def __init__(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         self.blocks = blocks
         self.keys = keys
-        self.num_loaded = 0
+        self.num_loaded = self.num_read = 0
         self.is_done = False
         self._lock = threading.Lock()
 
@@ -58,16 +60,34 @@ class Load:
         with self._lock:
             self.is_done = True
 
-    def fill(self, staging: BlockStaging, values: Sequence[bytes]) -> bool:
-        """Writes the next values to their blocks; false when it has ended or one is damaged."""
-        part = slice(self.num_loaded, self.num_loaded + len(values))
+    def fill(
+        self, staging: BlockStaging, values: Sequence[bytes], *, misses_next: bool
+    ) -> list[bytes]:
+        """Writes the next values to their blocks; `misses_next` if the block after them is missing.
+
+        Returns the keys of what is missing or damaged; none where the load has ended.
+        """
+        lost: list[bytes] = []
         with self._lock:
             if self.is_done:
-                return False
-            filled = staging.fill(self.blocks[part], self.keys[part], values)
-            self.num_loaded += filled
-            self.is_done = self.num_loaded == len(self.blocks)
-        return filled == len(values)
+                return lost
+            while values:
+                part = slice(self.num_read, self.num_read + len(values))
+                filled = staging.fill(self.blocks[part], self.keys[part], values)
+                if self.num_loaded == self.num_read:
+                    self.num_loaded += filled
+                self.num_read += filled
+                if filled < len(values):
+                    lost.append(self._skip())
+                values = values[filled + 1 :]
+            if misses_next:
+                lost.append(self._skip())
+            self.is_done = self.num_read == len(self.blocks)
+        return lost
+
+    def _skip(self) -> bytes:
+        self.num_read += 1
+        return self.keys[self.num_read - 1]
 
 
 class DiskTier:
@@ -146,7 +166,7 @@ class DiskTier:
 
     def seconds(self, num_blocks: int) -> float:
         """How long a load of that many blocks will take; 0 until one was measured."""
-        waiting = sum(len(load.blocks) - load.num_loaded for load in tuple(self._loads))
+        waiting = sum(len(load.blocks) - load.num_read for load in tuple(self._loads))
         return (waiting + num_blocks) * self._block_seconds
 
     def note_refused(self) -> None:
@@ -200,7 +220,7 @@ class DiskTier:
                 with self._clearing:
                     if self._era != era:
                         self._void_store()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - who clears waits for this thread
                 logger.warning("The disk tier in %s could not be cleared: %s.", self._name, error)
             self._void_era = era
             self._wake()
@@ -225,16 +245,19 @@ class DiskTier:
     # In the tier's thread.
 
     def _run(self) -> None:
-        while self._wait():
-            try:
-                self._work()
-            except (OSError, NotUsableError) as error:
-                self._fail(error)
-            except Exception as error:
-                logger.exception("The disk tier failed.", extra=SHOWS_ERROR)
-                self._fail(error)
-            self._wake()  # Somebody may wait for what is done.
-        self._close_store()
+        try:
+            while self._wait():
+                try:
+                    self._work()
+                except (OSError, NotUsableError) as error:
+                    self._fail(error)
+                except Exception as error:
+                    logger.exception("The disk tier failed.")
+                    self._fail(error)
+                self._wake()  # Somebody may wait for what is done.
+        finally:
+            self._close_store()
+            self._cancel_loads()
 
     def _wait(self) -> bool:
         """Waits for something to do; false at the end."""
@@ -259,7 +282,7 @@ class DiskTier:
                 store.clear()
                 self._era = era
         elif not self._is_listed:
-            self.staging.add_stored(list(store.keys()), self._era)
+            self.staging.add_stored(_sound(store.keys()), self._era)
             self._is_listed = True
             if self._is_failing:
                 logger.info("The disk tier in %s is in use again.", self._name)
@@ -271,15 +294,16 @@ class DiskTier:
 
     def _read(self, store: BlockStore, load: Load) -> None:
         """Reads the next run of blocks."""
-        begun, keys = self._clock(), load.keys[load.num_loaded :][: self._run_blocks]
+        begun, first = self._clock(), load.num_read
+        keys = load.keys[first : first + self._run_blocks]
         if not load.is_done:
             values = store.get(keys)
-            is_whole = load.fill(self.staging, values) and len(values) == len(keys)
-            if is_whole:
+            lost = load.fill(self.staging, values, misses_next=len(values) < len(keys))
+            if lost:
+                self.staging.remove_stored(lost)
+                store.remove(lost)
+            elif load.num_read > first:
                 self._measure((self._clock() - begun) / len(keys))
-            elif not load.is_done:
-                self._remove(store, load.keys[load.num_loaded])
-                load.cancel()
         if load.is_done:
             self._loads.popleft()
 
@@ -287,27 +311,27 @@ class DiskTier:
         weight = _NEW if self._block_seconds else 1.0
         self._block_seconds += weight * (seconds - self._block_seconds)
 
-    def _remove(self, store: BlockStore, key: bytes) -> None:
-        """Forgets a block that is damaged, or that another process removed."""
-        self.staging.remove_stored([key])
-        store.remove([key])
-
     def _write(self, store: BlockStore) -> None:
         taken = self.staging.take(self._run_blocks, self._era)
         if taken:
-            self.staging.remove_stored(store.put(taken))
+            self.staging.remove_stored(_sound(store.put(taken)))
             self.staging.add_stored([key for key, _ in taken], self._era)
             self._num_written += len(taken)
 
     def _fail(self, error: Exception) -> None:
         """Ends all loads with what is there; the store is opened again later."""
         level = logging.DEBUG if self._is_failing else logging.WARNING
-        logger.log(level, "The disk tier in %s is idle: %s.", self._name, error)
+        # What no code has foreseen may quote a block.
+        reason = error if isinstance(error, (OSError, NotUsableError)) else type(error).__name__
+        logger.log(level, "The disk tier in %s is idle: %s.", self._name, reason)
         self._is_failing, self._is_listed = True, False
         self._retry_at = self._clock() + _RETRY_SECONDS
         self._close_store()
         self.staging.clear_stored()
         self._num_failures += 1  # What is evicted from now on is copied again.
+        self._cancel_loads()
+
+    def _cancel_loads(self) -> None:
         with self._changed:
             while self._loads:
                 self._loads.popleft().cancel()
@@ -317,5 +341,10 @@ class DiskTier:
         try:
             if store is not None:
                 store.close()
-        except OSError as error:
-            logger.debug("Closing it failed: %s.", error)
+        except Exception as error:  # noqa: BLE001 - nobody needs the store any more
+            logger.debug("Closing it failed: %s.", type(error).__name__)
+
+
+def _sound(keys: Iterable[bytes]) -> list[bytes]:
+    """Those that are keys of blocks: the file may be damaged."""
+    return [key for key in keys if len(key) == _KEY_BYTES]

@@ -40,8 +40,12 @@ ENDINGS = {
 # Of what FA2's planner returns (PrefillPlanInfo of scheduler.cuh): tiles launched, where the owners
 # of tiles begin and the mask of those that are used, whether keys are split.
 LAUNCHED, OWNERS, MASK, SPLITS = 0, 4, 12, 14
-# Of FA3's (PrefillPlanSM90Info): where the number of tiles before each multiprocessor's begins.
+TILE_ROWS, REQUESTS, QUERY_TILES, KEY_TILES = 3, 4, 5, 6
+# Of FA3's (PrefillPlanSM90Info): where the number of tiles before each multiprocessor's begins, and
+# where tables of all tiles do.
 WORK = 6
+QUERY_TILE, QUERY_COUNT, KEY_COUNT, HEAD, SEQUENCE = 0, 3, 4, 5, 7
+MULTIPROCESSORS = 132
 
 
 class Planned:
@@ -70,7 +74,9 @@ def libraries(folder: Path) -> dict[str, Path]:
 class Check:
     """Plans of one layout of heads, with and without batch invariance."""
 
-    def __init__(self, heads: tuple[int, int], invariant: bool, kernels: Any) -> None:
+    def __init__(
+        self, heads: tuple[int, int], invariant: bool, kernels: Any, *, hopper: bool = True
+    ) -> None:
         self._heads, self._invariant = heads, invariant
         spec = AttentionSpec(
             num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, scale=128**-0.5
@@ -81,6 +87,7 @@ class Check:
             device=torch.device("cpu"),
             kernels=kernels,
             batch_invariant=invariant,
+            hopper=hopper,
         )
         self._attention.bind([torch.zeros(2, 2, PAGE, heads[1], 128, dtype=torch.bfloat16)])
 
@@ -117,6 +124,36 @@ class Check:
             self._attention.plan(batch_of(sequences(decodes, chunks), PAGE))
             yield None
 
+    def companions(self, kept: list[Any], rng: random.Random) -> Iterator[str | None]:
+        """How each sequence's tiles differ between a step of its own and one with others."""
+        for _ in range(3):
+            decodes = [(rng.randint(0, 3000), 1) for _ in range(rng.randint(1, 40))]
+            chunks = [
+                (rng.randint(0, 3000), rng.choice([2, 17, 130, 300, 2048]))
+                for _ in range(rng.randint(1, 12))
+            ]
+            together = self._tiles(kept, decodes, chunks)
+            alone = [self._tiles(kept, [decode], [])[0] for decode in decodes]
+            alone += [self._tiles(kept, [], [chunk])[0] for chunk in chunks]
+            pairs = zip(decodes + chunks, together, alone, strict=True)
+            for lengths, others, own in pairs:
+                differs = f"{self._heads} {lengths}: {own} alone, {others} with others"
+                yield None if others == own else differs
+
+    def _tiles(
+        self, kept: list[Any], decodes: list[tuple[int, int]], chunks: list[tuple[int, int]]
+    ) -> list[Any]:
+        """The tiles of each sequence in a step of all of them."""
+        kept.clear()
+        self._attention.plan(batch_of(sequences(decodes, chunks), PAGE))
+        counts = [len(decodes), len(chunks)] if len(kept) == 2 else [len(decodes) + len(chunks)]
+        counts = [count for count in counts if count]
+        made = []
+        for count, (kind, info, tables) in zip(counts, kept, strict=True):
+            tiles_of = fa3_tiles if kind == "fa3" else fa2_tiles
+            made += [(kind, tiles_of(info, tables, number)) for number in range(count)]
+        return made
+
     def _wrong_fa2(
         self, size: int, info: list[int], launched: list[int], tables: torch.Tensor
     ) -> str | None:
@@ -133,6 +170,29 @@ class Check:
         work = int(tables[info[WORK] :][: 133 * 4].view(torch.int32)[-1])
         wanted = size * kv_heads * -(-num_heads // kv_heads // 128)
         return None if work == wanted else f"{work} tiles instead of {wanted}"
+
+
+def fa3_tiles(info: list[int], tables: torch.Tensor, sequence: int) -> list[tuple[int, ...]]:
+    """Of a sequence: (tile of queries, queries, keys, head). A tile reads all of its keys."""
+    work = tables[info[WORK] :][: 4 * (MULTIPROCESSORS + 1)].view(torch.int32)
+    columns = [
+        tables[info[column] :][: 4 * int(work[-1])].view(torch.int32).tolist()
+        for column in (QUERY_TILE, QUERY_COUNT, KEY_COUNT, HEAD, SEQUENCE)
+    ]
+    return sorted(tile[:-1] for tile in zip(*columns, strict=True) if tile[-1] == sequence)
+
+
+def fa2_tiles(info: list[int], tables: torch.Tensor, sequence: int) -> list[tuple[int, ...]]:
+    """Of a sequence: (rows of a tile, whether keys are split, tile of queries, tile of keys)."""
+    columns = [
+        tables[info[column] :][: 4 * info[LAUNCHED]].view(torch.int32).tolist()
+        for column in (QUERY_TILES, KEY_TILES, REQUESTS)
+    ]
+    return sorted(
+        (info[TILE_ROWS], info[SPLITS], query_tile, key_tile)
+        for query_tile, key_tile, owner in zip(*columns, strict=True)
+        if owner == sequence
+    )
 
 
 def sequences(*lengths: Sequence[tuple[int, int]]) -> list[SlowSequence]:
@@ -160,6 +220,11 @@ def main() -> None:
         for heads, invariant in itertools.product(HEADS, (False, True)):
             check = Check(heads, invariant, kernels)
             reported += [*check.graphs(kept, rng), *check.steps(rng)]
+            reported += check.companions(kept, rng) if invariant else ()
+        # FA2 takes the rows of a tile from the mean of the step: the comparison must see it.
+        planted = Check((28, 4), True, kernels, hopper=False)
+        if not any(planted.companions(kept, rng)):
+            reported.append("FA2's tiles, which depend on others, were not noticed")
     wrong = [line for line in reported if line]
     print(f"{len(reported)} plans, {len(wrong)} wrong", *wrong[:20], sep="\n")
     sys.exit(bool(wrong))

@@ -157,7 +157,7 @@ class Admission:
     def _is_below_threshold(self, state: RequestState, usable: int) -> bool:
         own = state.request.cache.hit_threshold
         threshold, source = (self._global_threshold, "global") if own is None else (own, "request")
-        if not threshold:
+        if not threshold or state.request.params.max_tokens == 0:  # asked for to be computed
             return False
         total = self._tokens_to_match(state)
         if "disk" in (state.request.cache.hit_tiers or self._hit_tiers):

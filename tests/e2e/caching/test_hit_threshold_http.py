@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from support.serving import MODEL, events, served_folder
 
@@ -67,3 +68,26 @@ async def test_streams_and_chats_end_the_same_way(tiny_checkpoint: Callable[...,
     assert "".join(e["choices"][0]["text"] for e in events(stream.text)) == ""
     assert answered.json()["choices"][0]["finish_reason"] == "cache_threshold"
     assert [c["finish_reason"] for c in chosen.json()["choices"]] == ["cache_threshold"] * 2
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi there " * 20}], "max_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": SHARED, "max_tokens": 0}),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/messages", MESSAGES),
+        ("/v1/responses", {"input": "hi " * 40, "prompt_cache_options": {"prewarm": True}}),
+        ("/prefix_cache/warm", {"prompt": SHARED}),
+    ],
+)
+async def test_a_prompt_alone_is_cached_whatever_the_threshold(
+    tiny_checkpoint: Callable[..., Path], path: str, fields: dict[str, Any]
+) -> None:
+    async with served_folder(tiny_checkpoint(), global_cache_hit_threshold=0.8) as (client, _):
+        answer = await client.post(path, json=fields)
+        cached = (await client.post("/prefix_cache/probe", json=fields)).json()["cached_tokens"]
+    assert answer.status_code == 200, answer.text
+    assert cached > 0

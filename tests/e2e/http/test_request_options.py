@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from support.serving import MODEL, events, served_folder
+from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.request import Request, RequestOutput, TokenLogprobs
+from support.serving import MODEL, FakeEngine, client_of, events, fake_app, served_folder
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "The same question asked twice is answered from the blocks that are already there."
@@ -140,6 +143,25 @@ async def test_the_best_of_several_answers_is_the_likeliest(client):
     assert body["usage"]["completion_tokens"] == 6 * 8
     stream = await client.post(COMPLETIONS, json={**drawn, "best_of": 2, "stream": True})
     assert stream.status_code == 400
+
+
+async def test_a_choice_that_was_cut_off_is_not_the_best(tiny_checkpoint):
+    ends = [("cache_threshold", -0.1), ("length", -0.5), ("abort", None), ("stop", -0.2)]
+
+    async def script(request: Request) -> AsyncIterator[RequestOutput]:
+        reason, logprob = ends[int(request.request_id.rpartition("-")[2])]
+        known = () if logprob is None else (TokenLogprobs(3, logprob, 1),)
+        yield RequestOutput(
+            request_id=request.request_id,
+            token_ids=(3,) * len(known),
+            logprobs=known,
+            finish_reason=reason,
+        )
+
+    app = fake_app(FakeEngine(script), Tokenizer.from_folder(tiny_checkpoint()))
+    async with client_of(app) as client:
+        choices = (await _post(client, COMPLETIONS, prompt="a", n=3, best_of=4))["choices"]
+    assert [one["finish_reason"] for one in choices] == ["stop", "length", "abort"]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,15 @@ def test_the_requests_threshold_wins_also_when_it_is_zero() -> None:
     assert bench.scheduler.admission.num_below_threshold == {"global": 1, "request": 1}
 
 
+@pytest.mark.parametrize("own", [None, 1.0])
+def test_no_threshold_ends_a_prompt_alone(own: float | None) -> None:
+    bench = Bench(global_cache_hit_threshold=0.8)
+    bench.add("a", prompt_of(40), max_tokens=0, cache=CacheOptions(hit_threshold=own))
+    bench.step()
+    assert bench.scheduler.take_rejected() == []
+    assert bench.cache.stats()["cached_blocks"] == 10
+
+
 def test_without_reading_the_ratio_is_zero() -> None:
     bench = warmed(16)
     bench.add("a", prompt_of(16), cache=CacheOptions(read=False, hit_threshold=0.1))

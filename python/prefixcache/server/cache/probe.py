@@ -66,6 +66,4 @@ async def _counts(maker: JobMaker, job: Job) -> dict[str, int]:
 
 
 def _prompt_alone(request: EngineRequest) -> EngineRequest:
-    """The request without an answer, which no threshold ends."""
-    cache = dataclasses.replace(request.cache, hit_threshold=0.0)
-    return dataclasses.replace(request, params=_PROMPT_ALONE, cache=cache)
+    return dataclasses.replace(request, params=_PROMPT_ALONE)

@@ -123,17 +123,18 @@ def _with_best_of(params: SamplingParams, fields: CompletionRequest) -> Sampling
 
 
 def _best(job: Job, choices: Sequence[Choice], n: int) -> list[Choice]:
-    """The likeliest `n` choices of each prompt, by their mean log probability a token."""
+    """The likeliest `n` choices of each prompt; those that were cut off come last."""
     if n == job.params.n:
         return [*choices]
     size = job.params.n
     groups = [choices[begin : begin + size] for begin in range(0, len(choices), size)]
-    best = [heapq.nlargest(n, group, key=_mean_logprob) for group in groups]
+    best = [heapq.nlargest(n, group, key=_rank) for group in groups]
     return [choice for group in best for choice in group]
 
 
-def _mean_logprob(choice: Choice) -> float:
-    return sum(known.logprob for known in choice.logprobs) / max(len(choice.logprobs), 1)
+def _rank(choice: Choice) -> tuple[bool, float]:
+    mean = sum(known.logprob for known in choice.logprobs) / max(len(choice.logprobs), 1)
+    return choice.last.ended_well, mean
 
 
 class CompletionForm(ChunkForm):

@@ -225,7 +225,8 @@ class ResponseForm:
 
 def _status(job: Job, choice: Choice) -> str:
     """Where no answer was wanted, the response is complete without one."""
-    if job.params.max_tokens == 0 or choice.finish_reason in ("stop", "tool_calls"):
+    complete = ("stop", "tool_calls", *(["length"] if job.params.max_tokens == 0 else []))
+    if choice.finish_reason in complete:
         return "completed"
     return "cancelled" if choice.finish_reason == "abort" else "incomplete"
 

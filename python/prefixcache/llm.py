@@ -175,6 +175,7 @@ class LLM:
         A prompt is a text, token ids (a list or an array), or a dict with "prompt" or
         "prompt_token_ids", and with "cache_salt" where it has a salt of its own.
         Without `sampling_params` the model's own defaults hold (`get_default_sampling_params`).
+        An answer ends with the context ("length"), whatever `max_tokens` says.
         Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
         `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.
         """
@@ -237,8 +238,8 @@ class LLM:
         results = self.generate(
             prompts,
             [
-                plan.applied_to(params or self._fitting_defaults(prompt))
-                for plan, prompt, params in zip(plans, prompts, given, strict=True)
+                plan.applied_to(params or self.get_default_sampling_params())
+                for plan, params in zip(plans, given, strict=True)
             ],
             use_tqdm=use_tqdm,
             priority=priority,
@@ -310,7 +311,8 @@ class LLM:
     ) -> _Job:
         text, token_ids = self._encode(prompt)
         cache = _salted(cache, prompt)
-        params = self._fitting_defaults(token_ids) if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
+        params = params.shortened(params.most_tokens(self.max_model_len - len(token_ids)))
         params = with_bad_words(params, self._tokenizer)
         number = str(next(self._numbers))
         requests = [
@@ -333,12 +335,6 @@ class LLM:
             for choice in range(params.n)
         ]
         return _Job(requests, GenerationResult(number, text, token_ids.tolist(), outputs))
-
-    def _fitting_defaults(self, prompt: TokenIds) -> SamplingParams:
-        """The model's defaults, with an answer no longer than there is room for."""
-        defaults = self.get_default_sampling_params()
-        room = max(self.max_model_len - len(prompt), 1)
-        return dataclasses.replace(defaults, max_tokens=min(defaults.max_tokens or room, room))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, TokenIds]:
         if isinstance(prompt, Mapping):

@@ -389,7 +389,7 @@ _ODDITIES: Sequence[tuple[str, str, Any, int]] = (
     ("GET", "/nothing", None, 404),
     ("POST", "/tokenize", {"prompt": "a block of the cache"}, 200),
     ("POST", "/prefix_cache/probe", {"prompt": "a block", "cache_salt": "s"}, 200),
-    ("POST", "/v1/completions", {"prompt": "x", "max_tokens": -1}, 400),
+    ("POST", "/v1/completions", {"prompt": "x", "max_tokens": -2}, 400),
     ("POST", "/v1/completions", {"prompt": "x" * 20000, "max_tokens": 1}, 400),
     ("POST", "/v1/chat/completions", {"messages": "x"}, 400),
 )

@@ -34,7 +34,9 @@ class ChatOptions(Checked):
         None, "Name of the model.", "Server", shown="the first that the server lists"
     )
     system: str | None = flag(None, "System message of the conversation.", "Answer", shown="none")
-    max_tokens: PositiveInt = flag(1024, "Most tokens of an answer.", "Answer")
+    max_tokens: PositiveInt | None = flag(
+        None, "Most tokens of an answer.", "Answer", shown="the server's"
+    )
     temperature: float | None = flag(
         None, "0 always takes the likeliest token.", "Answer", shown="the server's"
     )
@@ -101,6 +103,8 @@ class _Conversation:
                         raise
                     self._messages.pop()
                     click.echo(f"error: {error}", err=True)
+                    if error.code == "context_length_exceeded":
+                        click.echo("The conversation is too long. " + _HELP, err=True)
 
     def _reset(self) -> None:
         system = self._options.system
@@ -143,12 +147,12 @@ class _Conversation:
         body: dict[str, Any] = {
             "model": self._model,
             "messages": self._messages,
-            "max_tokens": self._options.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self._options.temperature is not None:
-            body["temperature"] = self._options.temperature
+        for name in ("max_tokens", "temperature"):
+            if (value := getattr(self._options, name)) is not None:
+                body[name] = value
         with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.is_error:
                 reply.read()

@@ -202,7 +202,7 @@ def served_model(
         strict=options.strict,
         num_logged_characters=options.max_log_len if options.log_prompts else 0,
         records_roles=config.cache.record_trace is not None,
-        clamps_max_tokens=options.clamp_max_tokens,
+        clamps_max_tokens=options.clamp_max_tokens and not options.strict_max_tokens,
         header_lines=HeaderLines(options.strip_header_pattern),
         tokenizer=tokenizer,
         root=config.model,

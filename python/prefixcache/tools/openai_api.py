@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -22,7 +23,11 @@ class StreamError(PrefixCacheError):
 
 
 class RefusedStreamError(StreamError):
-    """The server answered with an error, at once or within the stream."""
+    """The server answered with an error, at once or within the stream; `code` is OpenAI's."""
+
+    def __init__(self, message: str, code: object = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def server_root(url: str) -> str:
@@ -75,11 +80,15 @@ def read_event(line: str) -> dict[str, Any] | None:
 
 def check_status(reply: httpx.Response) -> None:
     """Raises `RefusedStreamError` for an error's status; the body has been read."""
-    if reply.is_error:
-        request = reply.request
-        is_page = "html" in reply.headers.get("content-type", "")
-        text = "a web page: is this an OpenAI-compatible server?" if is_page else cut(reply.text)
-        raise RefusedStreamError(f"{request.method} {request.url}: {reply.status_code} {text}")
+    if not reply.is_error:
+        return
+    request, text, code = reply.request, reply.text, None
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        error = reply.json()["error"]
+        text, code = str(error["message"]), error.get("code")
+    is_page = "html" in reply.headers.get("content-type", "")
+    text = "a web page: is this an OpenAI-compatible server?" if is_page else cut(text)
+    raise RefusedStreamError(f"{request.method} {request.url}: {reply.status_code} {text}", code)
 
 
 def reason(error: httpx.HTTPError) -> str:

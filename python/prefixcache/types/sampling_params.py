@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -24,10 +24,11 @@ class SamplingParams:
     """Sampling options of one request, with OpenAI's names and vLLM's additions.
 
     Raises `InvalidRequestError`, naming the field, for a value out of range.
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` and
-    `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the prompt,
-    those of the first `logprob_start_len` tokens are left out, and may be hits. The answer's text
-    follows `structured_output`. `max_tokens` 0 computes the prompt, and answers nothing.
+    `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `logprobs`
+    and `prompt_logprobs` are counts of alternatives; 0 gives the chosen token's alone. Of the
+    prompt, those of the first `logprob_start_len` tokens are left out, and may be hits. The
+    answer's text follows `structured_output`. `max_tokens` 0 computes the prompt, and answers
+    nothing.
     `stop`, `stop_token_ids` and `bad_words` may be lists, None, or one text, as in vLLM.
 
     Where `allowed_token_ids` is given, no other token is chosen. The answer holds none of
@@ -65,7 +66,7 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
         _in_range("top_k", self.top_k, -1, None)
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -110,6 +111,18 @@ class SamplingParams:
         object.__setattr__(choice, "seed", seed)
         return choice
 
+    def most_tokens(self, room: int) -> int | None:
+        """`max_tokens`, or `room` where that is less: a token at least, if one is wanted."""
+        if self.max_tokens is None:
+            return None
+        return min(self.max_tokens, max(room, 1))
+
+    def shortened(self, max_tokens: int | None) -> SamplingParams:
+        """The options with that `max_tokens`, and no more `min_tokens` than these."""
+        if max_tokens is None or max_tokens == self.max_tokens:
+            return self
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
     @property
     def num_unscored(self) -> int | None:
         """Tokens of the prompt that its log probabilities leave to the cache; None without any."""
@@ -118,7 +131,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature < _TEMPERATURE_FLOOR
+        return self.temperature < _TEMPERATURE_FLOOR or not self.top_p
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -130,16 +143,12 @@ def _in_range(
     value: float,
     low: float,
     high: float | None,
-    *,
-    open_low: bool = False,
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise wrong(name, f"must be a number, got {shown(value)}")
     finite = abs(value) <= sys.float_info.max  # not so for NaN
-    too_low = value <= low if open_low else value < low
     too_high = high is not None and value > high
-    if not finite or too_low or too_high:
-        bracket = "(" if open_low else "["
-        bounds = f"of at least {low}" if high is None else f"in {bracket}{low}, {high}]"
+    if not finite or value < low or too_high:
+        bounds = f"of at least {low}" if high is None else f"in [{low}, {high}]"
         got = value if finite else "one that no float holds"
         raise wrong(name, f"must be a number {bounds}, got {got}")

@@ -71,7 +71,7 @@ async def test_a_refused_stream_shows_nothing_of_it(tiny_checkpoint: Callable[..
     async with two_servers(tiny_checkpoint()) as (client, engines, _):
         streamed = await client.post("/v1/chat/completions", json=chat | {"stream": True})
         assert answered_by(engines) == [0, 1]
-        wrong = await client.post("/v1/chat/completions", json=chat | {"max_tokens": -1})
+        wrong = await client.post("/v1/chat/completions", json=chat | {"max_tokens": -2})
         no_json = await client.post("/v1/completions", json=[1])
     reasons = [event["choices"][0]["finish_reason"] for event in events(streamed.text)]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]

@@ -192,12 +192,62 @@ async def test_embeddings_and_suffixes_are_refused_by_name(client):
         assert "embeddings" in error["message"] or error["param"] == "suffix"
 
 
+_RESPONSES, _ANTHROPIC = "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (_RESPONSES, "max_output_tokens"),
+        (_ANTHROPIC, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("most", [513, 10**30, -1])
+async def test_an_answer_may_go_on_to_the_end_of_the_context(client, path, limit, most):
+    """Claude Code asks for 32,000 tokens, llama.cpp's clients for -1, which is no limit."""
+    prompts = {COMPLETIONS: {"prompt": TEXT}, _RESPONSES: {"input": TEXT}}
+    fields = {**prompts.get(path, MESSAGES), limit: most, "min_tokens": 480}
+    response = await client.post(path, json={"temperature": 0, "ignore_eos": True, **fields})
+    assert response.status_code == 200, response.text
+    answer, kinds = response.json(), ("cache_read_input", "cache_creation_input", "input", "output")
+    usage = answer["usage"]
+    assert (usage.get("total_tokens") or sum(usage[f"{kind}_tokens"] for kind in kinds)) == 512
+    if path == _RESPONSES:
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    elif path == _ANTHROPIC:
+        assert answer["stop_reason"] == "max_tokens"
+    else:
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_truncated_prompts_leave_the_room_that_they_left(client):
+    """Of a number of tokens that the context has no room for, as of fewer."""
+    body = {"prompt": [5] * 600, "truncate_prompt_tokens": -1}
+    lengths = [
+        (await _post(client, COMPLETIONS, **body, max_tokens=most))["usage"]["prompt_tokens"]
+        for most in (8, 600, -1)
+    ]
+    assert lengths == [504, 1, 511]
+
+
+async def test_no_mass_is_the_likeliest_token(client):
+    body = {"prompt": TEXT, "max_tokens": 20}
+    greedy = await _post(client, COMPLETIONS, **body)
+    drawn = await _post(client, COMPLETIONS, **body, temperature=1.5, top_p=0, seed=1)
+    assert drawn["choices"] == greedy["choices"]
+
+
 async def test_options_of_the_operator(tiny_checkpoint):
-    served = {"any_name": True, "clamps_max_tokens": True, "strict": True}
+    served = {"any_name": True, "clamps_max_tokens": False, "strict": True}
     async with served_folder(tiny_checkpoint(), served=served) as (client, _):
-        body = await _post(client, CHAT, **MESSAGES, model="gpt-5", max_tokens=10_000)
+        body = await _post(client, CHAT, **MESSAGES, model="gpt-5")
         assert body["model"] == "gpt-5"
-        assert body["usage"]["total_tokens"] == 512
+        response = await client.post(CHAT, json={**MESSAGES, "max_tokens": 10_000})
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
         assert (await client.get("/v1/models/gpt-5")).json()["id"] == "gpt-5"
         assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == [MODEL]
         for path in (COMPLETIONS, CHAT, "/tokenize", "/prefix_cache/probe"):

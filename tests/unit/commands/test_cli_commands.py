@@ -28,12 +28,15 @@ USAGE = {
 }
 
 
+REFUSED = {"no": "invalid", "long": "context_length_exceeded"}
+
+
 def _run(*arguments: str, text: str | None = None, **env: str) -> Result:
     return CliRunner(env=env).invoke(app, arguments, input=text)
 
 
 class Server:
-    """Answers the n-th question with "answer n", and keeps what was asked; refuses "no"."""
+    """Answers the n-th question with "answer n", and keeps what was asked; refuses some."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -47,8 +50,9 @@ class Server:
         async def chat(request: Request) -> Response:
             body = await request.json()
             self.keys.add(request.headers.get("authorization"))
-            if body["messages"][-1]["content"] == "no":
-                return JSONResponse({"error": {"message": "not that"}}, status_code=400)
+            if (code := REFUSED.get(body["messages"][-1]["content"])) is not None:
+                error = {"message": "not that", "code": code}
+                return JSONResponse({"error": error}, status_code=400)
             self.bodies.append(body)
             return StreamingResponse(self._events(), media_type="text/event-stream")
 
@@ -71,6 +75,7 @@ def server() -> Generator[tuple[Server, str], None, None]:
 def test_a_chat_goes_on_and_begins_again(server: tuple[Server, str]) -> None:
     served, url = server
     flags = ["--url", f"{url}/v1", "--api-key", "k", "--system", "Be brief.", "--temperature", "0"]
+    flags += ["--max-tokens", "9"]
     result = _run("chat", *flags, text="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [f"so: answer {n}" for n in (1, 2, 3)]
@@ -89,7 +94,8 @@ def test_a_chat_goes_on_and_begins_again(server: tuple[Server, str]) -> None:
         [system, asked[2]],
     ]
     assert served.keys == {"Bearer k"}
-    assert {(body["model"], body["temperature"]) for body in served.bodies} == {("a-model", 0)}
+    fields = {(body["model"], body["temperature"], body["max_tokens"]) for body in served.bodies}
+    assert fields == {("a-model", 0, 9)}
 
 
 def test_a_refused_question_ends_what_is_not_typed(server: tuple[Server, str]) -> None:
@@ -107,12 +113,15 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("typed")
 def test_a_typed_conversation_outlives_a_refusal(server: tuple[Server, str]) -> None:
-    result = _run("chat", "--url", server[1], text="no\n/help\none\n")
+    result = _run("chat", "--url", server[1], text="no\n/help\nlong\none\n")
     assert result.exit_code == 0
-    assert "error: POST" in result.stderr
-    assert result.stderr.count("/reset begins a new conversation") == 2
+    first, no, _, long, hint, speed = result.stderr.splitlines()
+    assert no == long == f"error: POST {server[1]}/v1/chat/completions: 400 not that"
+    assert (first.endswith(chat_command._HELP), speed[0]) == (True, "[")
+    assert "/reset" in hint
     (body,) = server[0].bodies
     assert body["messages"] == [{"role": "user", "content": "one"}]
+    assert "max_tokens" not in body
 
 
 def test_ctrl_c_cuts_an_answer_and_keeps_what_came(

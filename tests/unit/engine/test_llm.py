@@ -79,6 +79,13 @@ def test_without_options_the_models_own_defaults_hold(llm: LLM) -> None:
         assert generate(llm, prompt)[0].outputs[0].token_ids == expected
 
 
+def test_an_answer_ends_with_the_context(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, ignore_eos=True, min_tokens=100, max_tokens=32_000)
+    (result,) = generate(llm, [5] * 500, params)
+    (choice,) = result.outputs
+    assert (len(choice.token_ids), choice.finish_reason) == (12, "length")
+
+
 def test_a_default_length_is_shortened_to_what_fits(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     path = folder / "generation_config.json"
@@ -226,7 +233,7 @@ def test_sampling_params_take_texts_and_lists(llm: LLM) -> None:
         ("", GREEDY, "at least one token"),
         ([[1, 2], [3, 400]], GREEDY, "token id 400"),
         ([1, 2], [GREEDY, GREEDY], "2 entries for 1 prompts"),
-        ([1, 2], SamplingParams(max_tokens=511), "context length is 512"),
+        ([1] * 512, GREEDY, "context length is 512"),
         ("a\ud800b", GREEDY, "surrogate"),
         ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "'multi_modal_data', which is not read"),
         ({"prompt": "a", "cache_salt": 1}, GREEDY, "salt"),

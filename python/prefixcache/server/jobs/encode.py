@@ -101,7 +101,7 @@ class PromptEncoder:
         if kept is None:
             return None
         if kept == -1:
-            answer = fields.given_max_tokens
+            answer = fields.most_tokens(None)
             return max(limit - (1 if answer is None else answer), 1)
         if not 1 <= kept <= limit:
             raise wrong(

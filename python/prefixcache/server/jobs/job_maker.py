@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from prefixcache.server.jobs.context import Call
 from prefixcache.server.jobs.diagnosis import Diagnosis, check_may_ask, diagnostics_off
 from prefixcache.server.jobs.encode import EncodedPrompts, PromptEncoder
 from prefixcache.server.jobs.field_names import fields_named, schemas_named
-from prefixcache.server.jobs.params import choice_params, fitting_max_tokens
+from prefixcache.server.jobs.params import choice_params
 from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
@@ -109,8 +110,8 @@ class JobMaker:
     ) -> Job:
         """All requests of one HTTP request, whose number `check_num_sequences` has allowed.
 
-        Where `params.max_tokens` is a default, it is shortened to what fits. Answers are read by
-        parsers of `new_parser` where it is given.
+        Answers go on to the end of the context at most; see `ServedModel.clamps_max_tokens`. They
+        are read by parsers of `new_parser` where it is given.
         """
         self._check_priority(fields.priority or 0)
         scope = call.caller.scope(fields.cache_salt, fields.prompt_cache_key)
@@ -192,12 +193,12 @@ class JobMaker:
         cache_options: CacheOptions,
     ) -> Iterator[Request]:
         fits = fields.given_max_tokens is None or self.served.clamps_max_tokens
-        limit = self.engine.max_model_len if fits else None
+        limit = self.engine.max_model_len if fits else sys.maxsize
         now = time.monotonic()
         job = f"{call.id}-{uuid.uuid4().hex[:8]}"  # clients may send one request id twice
         choices = cache(partial(choice_params, params))
         for prompt_index, prompt in enumerate(prompts.token_ids):
-            max_tokens = fitting_max_tokens(params, prompt, limit)
+            max_tokens = params.most_tokens(limit - len(prompt))
             for choice, of_choice in enumerate(choices(max_tokens)):
                 yield Request(
                     request_id=f"{job}-{prompt_index * params.n + choice}",

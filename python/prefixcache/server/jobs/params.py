@@ -11,7 +11,6 @@ from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.server.options.limits import MAX_SEQUENCES
 from prefixcache.text.tokenization.tokenizer import Tokenizer, with_bad_words
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.token_ids import TokenIds
 
 # Fields of a body that are sampling options as they are.
 _PASSED_ON = (
@@ -71,16 +70,9 @@ def check_ids(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> Non
         )
 
 
-def fitting_max_tokens(params: SamplingParams, prompt: TokenIds, limit: int | None) -> int | None:
-    """`params.max_tokens`, or what fits behind the prompt where that is less."""
-    if limit is None or params.max_tokens is None:
-        return params.max_tokens
-    return min(params.max_tokens, max(limit - len(prompt), min(params.max_tokens, 1)))
-
-
 def choice_params(params: SamplingParams, max_tokens: int | None) -> tuple[SamplingParams, ...]:
     """The options of each of `params.n` choices, which share all but their seeds."""
-    fitted = dataclasses.replace(params, max_tokens=max_tokens)
+    fitted = params.shortened(max_tokens)
     if params.seed is None:
         return (fitted.for_choice(0),) * params.n
     return tuple(fitted.for_choice(choice) for choice in range(params.n))

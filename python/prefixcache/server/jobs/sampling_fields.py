@@ -22,6 +22,8 @@ from prefixcache.server.options import limits
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import MAX_RANGES
 
+_NO_LIMIT = -1
+
 
 class StreamOptions(BaseModel, strict=True, extra="allow"):
     """What a stream tells besides text."""
@@ -139,8 +141,13 @@ class SamplingFields(RequestFields, GuidedFields):
 
     @property
     def given_max_tokens(self) -> int | None:
-        """Most tokens of the answer, where the client says so."""
+        """Most tokens of the answer, where the client says so; -1 sets no limit."""
         return self.max_tokens
+
+    def most_tokens(self, default: int | None) -> int | None:
+        """Most tokens of the answer, `default` where the client does not say; None is no limit."""
+        given = self.given_max_tokens
+        return default if given is None else given if given != _NO_LIMIT else None
 
     @cached_property
     def structured_output(self) -> Named | None:

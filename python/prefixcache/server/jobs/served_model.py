@@ -25,7 +25,7 @@ class ServedModel:
     requests give no others.
 
     With `any_name` clients may ask for any other name too. `clamps_max_tokens` shortens answers to
-    what the context has room for, where requests that ask for more are refused otherwise.
+    what the context has room for; without it requests that ask for more are refused.
     `header_lines` are left out of prompts. With
     `strict` an unknown field is an error instead of a warning. `metrics_prefix` is what
     names in `/metrics` begin with. The log shows `num_logged_characters` of a request's prompts.
@@ -42,7 +42,7 @@ class ServedModel:
     activations: str = "exact"
     priorities: bool = False
     any_name: bool = False
-    clamps_max_tokens: bool = False
+    clamps_max_tokens: bool = True
     strict: bool = False
     metrics_prefix: MetricsPrefix = "prefixcache"
     num_logged_characters: int = 0

@@ -165,9 +165,7 @@ def chat_controls(
 
 
 def _params(maker: JobMaker, fields: ChatRequest) -> SamplingParams:
-    max_tokens = fields.given_max_tokens
-    if max_tokens is None:
-        max_tokens = maker.served.generation.max_new_tokens
+    max_tokens = fields.most_tokens(maker.served.generation.max_new_tokens)
     logprobs = _num_logprobs(fields)
     return sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=logprobs)
 

@@ -97,9 +97,8 @@ async def _encoded(
 
 
 def _params(maker: JobMaker, fields: CompletionRequest) -> SamplingParams:
-    max_tokens = fields.max_tokens
-    if max_tokens is None:
-        max_tokens = maker.served.generation.max_new_tokens or _DEFAULT_MAX_TOKENS
+    default = maker.served.generation.max_new_tokens or _DEFAULT_MAX_TOKENS
+    max_tokens = fields.most_tokens(default)
     params = sampling_params(fields, maker.served, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and params.prompt_logprobs is None and params.logprobs is not None:
         params = dataclasses.replace(params, prompt_logprobs=params.logprobs)

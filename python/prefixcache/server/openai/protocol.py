@@ -146,7 +146,7 @@ class ChatRequest(SamplingFields, ChatFields):
 
     @property
     def given_max_tokens(self) -> int | None:
-        """`max_completion_tokens` before its older name."""
+        """`max_completion_tokens` before its older name; -1 sets no limit."""
         given = self.max_completion_tokens
         return self.max_tokens if given is None else given
 

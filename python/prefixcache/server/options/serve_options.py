@@ -144,9 +144,13 @@ class ServeOptions(Checked):
         common=True,
     )
     strict: bool = flag(False, "Reject requests with unknown fields, instead of warning.", "Server")
-    clamp_max_tokens: bool = flag(
-        False, "Shorten a max_tokens that the context has no room for.", "Server"
+    strict_max_tokens: bool = flag(
+        False,
+        "Reject a max_tokens that the context has no room for with a 400, as clients expect that "
+        "shorten their prompts then, instead of answering up to the context's end.",
+        "Server",
     )
+    clamp_max_tokens: bool = flag(True, "The opposite of --strict-max-tokens.", "Server")
     tool_call_parser: ToolCallParserName = flag(
         "auto",
         "Format of the model's tool calls; auto takes that of its chat template, and lists tools "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from prefixcache.config.checked import is_count, shown
 from prefixcache.exceptions import InvalidRequestError, wrong
@@ -67,6 +67,16 @@ def check_within(ranges: Sequence[RetentionRange], num_tokens: int) -> None:
                 f"leaves the prompt, which has {num_tokens} tokens",
                 getattr(one, name),
             )
+
+
+def clipped(ranges: Iterable[RetentionRange], num_tokens: int) -> tuple[RetentionRange, ...]:
+    """What of the ranges lies in a prompt of `num_tokens` tokens, or in its answer."""
+    ends = ((one, one.end and min(one.end, num_tokens)) for one in ranges)
+    return tuple(
+        replace(one, end=end)
+        for one, end in ends
+        if one.start < (num_tokens + 1 if end is None else end)
+    )
 
 
 def _check_range(one: object, field: str) -> None:

@@ -21,7 +21,8 @@ from prefixcache.server.openai import responses
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import Request, RequestOutput
-from support.serving import FakeEngine, client_of, fake_app, served_folder
+from prefixcache.types.retention_range import RetentionRange
+from support.serving import FakeEngine, client_of, fake_app, says, served_folder
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TEXT = "The same question asked twice is answered from the blocks that are already there."
@@ -260,9 +261,75 @@ async def test_responses_are_found_by_their_own_key_alone(tiny_checkpoint):
             assert other.status_code == 404
 
 
+EXPLICIT = {"prompt_cache_options": {"mode": "explicit"}}
+HINT = {"retention": [{"start": 0, "end": 20, "priority": 90}]}
+HINTS = (RetentionRange(0, 20, 90),)
+HALF_HOUR = (RetentionRange(0, None, None, 1800),)
+DAY = (RetentionRange(0, None, None, 86400),)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [
+        ({"cache_salt": "s"}, {}, {"salt": "s"}),
+        ({"cache_salt": "s"}, {"cache_salt": None}, {"salt": None}),
+        ({"cache_salt": "s"}, {"cache_salt": "t"}, {"salt": "t"}),
+        ({"cache_read": False}, {}, {"read": False}),
+        ({"cache_write": False}, {"cache_salt": "s"}, {"salt": "s", "write": False}),
+        ({"cache_write": False}, {"cache_write": True}, {"write": True}),
+        (HINT, {}, {"retention": HINTS}),
+        (HINT, {"retention": None}, {"retention": ()}),
+        (HINT, {"prompt_cache_options": {}}, {"retention": HALF_HOUR}),
+        ({"prompt_cache_retention": "24h"}, {}, {"retention": DAY}),
+        ({"prompt_cache_retention": "24h"}, HINT, {"retention": HINTS}),
+        (EXPLICIT, {}, {"write_upto": 0}),
+        (EXPLICIT, {"prompt_cache_options": {"ttl": "12h"}}, {"write_upto": 0}),
+        (EXPLICIT, {"prompt_cache_options": {"mode": "implicit"}}, {"retention": HALF_HOUR}),
+        ({"cache_hit_threshold": 0.1}, {}, {"hit_threshold": None}),
+    ],
+)
+async def test_a_conversation_keeps_its_choices_about_the_cache(
+    tiny_checkpoint, first, later, expected
+):
+    engine = FakeEngine(lambda request: says(request, "So"))
+    async with client_of(fake_app(engine, Tokenizer.from_folder(tiny_checkpoint()))) as client:
+        name = None
+        for fields in (first, later, {}):
+            body = {"input": TEXT, "previous_response_id": name, **fields}
+            answer = await client.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+            name = answer.json()["id"]
+        await client.post("/prefix_cache/warm", json={"input": "a", "previous_response_id": name})
+    assert len(engine.requests) == 4
+    cache = {"salt": None, "read": True, "write": True, "write_upto": None, "retention": ()}
+    for request in engine.requests[1:]:
+        for field, value in {**cache, **expected}.items():
+            assert getattr(request.cache, field) == value
+
+
+async def test_hints_of_a_longer_prompt_end_with_a_shorter_one(client):
+    """Instructions are left out of a conversation that goes on."""
+    hints = [{"start": 0, "end": 80, "priority": 90}, {"start": 80, "end": 90, "ttl_s": 60}]
+    first = await _respond(client, "a", instructions=TEXT * 2, retention=hints)
+    later = await _respond(client, "b", previous_response_id=first["id"])
+    assert later["usage"]["input_tokens"] < 80 < first["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("kept_out", [{"cache_salt": "s"}, {"cache_write": False}, EXPLICIT])
+async def test_what_a_conversation_keeps_out_of_the_cache_stays_out(tiny_checkpoint, kept_out):
+    rules = AccessRules(api_keys=("one", "two"))
+    async with served_folder(tiny_checkpoint(), access={"rules": rules}) as (client, _):
+        client.headers["Authorization"] = "Bearer one"
+        first = await _respond(client, TEXT, **kept_out)
+        await _respond(client, "More?", previous_response_id=first["id"])
+        client.headers["Authorization"] = "Bearer two"
+        usage = (await _respond(client, TEXT))["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == 0
+
+
 def test_a_store_forgets_what_is_longest_unused():
     def stored(size: int) -> StoredResponse:
-        return StoredResponse(b"b" * (size - 2), b"i", (b"m",))
+        return StoredResponse(b"b" * (size - 3), b"i", (b"m",), b"c")
 
     store = ResponseStore(max_responses=3, max_bytes=100)
     for name in "abc":

@@ -54,7 +54,7 @@ def _parse(
     if values.keys() & {"input", "previous_response_id"}:
         response = parse_fields(values, ResponsesRequest)
         return response, lambda maker, size, call: response_job(
-            maker, response, response_before(store, response, call), size, call
+            maker, *response_before(store, response, call), size, call
         )
     completion, prompts = parse_completion(values)
     return completion, lambda maker, _, call: completion_job(maker, completion, prompts, call)

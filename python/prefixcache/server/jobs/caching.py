@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, cast
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import InvalidRequestError, wrong
 from prefixcache.server.jobs.sampling_fields import PromptCacheOptions, ResponseCacheOptions
-from prefixcache.types.retention_range import RetentionRange
+from prefixcache.types.retention_range import RetentionRange, clipped
 
 _SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 12 * 3600, "24h": 24 * 3600}
 _MAX_BREAKPOINTS = 4
@@ -64,12 +64,14 @@ class CachingControls:
     """What a body asks of the cache, in the order of its content.
 
     `explicit` writes up to the last breakpoint alone. `ttl_s` seconds hold for all that is written,
-    the answer included; None promises nothing.
+    the answer included; None promises nothing. `earlier` are the hints of the prompt that this one
+    goes on from: they hold where none of the others does, as far as they lie in this one.
     """
 
     breakpoints: tuple[Breakpoint, ...] = ()
     explicit: bool = False
     ttl_s: int | None = None
+    earlier: tuple[RetentionRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +178,12 @@ def changed_behind(
     return messages, tools
 
 
-def prompt_caching(controls: CachingControls, positions: Sequence[int]) -> PromptCaching:
-    """The controls in tokens; `positions` are the tokens before the ends of its breakpoints.
+def prompt_caching(
+    controls: CachingControls, positions: Sequence[int], num_tokens: int = 0
+) -> PromptCaching:
+    """The controls in tokens of a prompt that has `num_tokens`.
 
+    `positions` are the tokens before the ends of its breakpoints.
     What lies before several breakpoints is kept for the longest of their TTLs: none of them is of
     use without it.
     """
@@ -188,8 +193,9 @@ def prompt_caching(controls: CachingControls, positions: Sequence[int]) -> Promp
         if position
     ]
     written = max((position for position, _ in ends), default=0)
+    ranges = tuple(_ranges(sorted(ends), controls.ttl_s))
     return PromptCaching(
-        retention=tuple(_ranges(sorted(ends), controls.ttl_s)),
+        retention=ranges or clipped(controls.earlier, num_tokens),
         write_upto=written if controls.explicit else None,
     )
 

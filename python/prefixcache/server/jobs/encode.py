@@ -129,7 +129,8 @@ class PromptEncoder:
             encoded = await self.encode(
                 text, param=param, add_special_tokens=add_special_tokens, last=last
             )
-            return EncodedPrompts([encoded], prompt_caching(controls, ()), sources=[source])
+            caching = prompt_caching(controls, (), len(encoded))
+            return EncodedPrompts([encoded], caching, sources=[source])
         if last is None:
             self._check_can_fit(text, param)
         tail = text if last is None else self._end_of(text, last)
@@ -149,7 +150,7 @@ class PromptEncoder:
             positions = [max(0, position - dropped) for position in positions]
             return EncodedPrompts(
                 [encoded[dropped:]],
-                prompt_caching(controls, positions[: len(places)]),
+                prompt_caching(controls, positions[: len(places)], len(encoded) - dropped),
                 _roles((role for role, *_ in spans), positions[len(places) :]),
                 [source],
             )

@@ -31,7 +31,6 @@ from prefixcache.server.jobs.sampling_fields import SamplingFields
 from prefixcache.server.jobs.served_model import ServedModel
 from prefixcache.text.chat.message import MessageParser
 from prefixcache.types.request import CacheOptions, CacheScope, Request
-from prefixcache.types.retention_range import RetentionRange
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds
 
@@ -221,10 +220,7 @@ def _cache_options(
 ) -> CacheOptions:
     if fields.retention and caching.retention:
         raise wrong("retention", "excludes TTLs of another caching control: give one, not both")
-    retention = tuple(
-        RetentionRange(one.start or 0, one.end, one.priority, one.ttl_s)
-        for one in fields.retention or ()
-    )
+    retention = tuple(one.range() for one in fields.retention or ())
     return CacheOptions(
         salt=scope.salt,
         read=fields.cache_read is not False,

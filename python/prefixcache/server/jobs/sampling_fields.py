@@ -20,7 +20,7 @@ from prefixcache.server.jobs.structured_fields import (
 )
 from prefixcache.server.options import limits
 from prefixcache.types.modes import InFlightMode
-from prefixcache.types.retention_range import MAX_RANGES
+from prefixcache.types.retention_range import MAX_RANGES, RetentionRange
 
 _NO_LIMIT = -1
 
@@ -39,6 +39,10 @@ class RetentionFields(BaseModel, strict=True, extra="forbid"):
     end: int | None = None
     priority: int | None = None
     ttl_s: float | None = None
+
+    def range(self) -> RetentionRange:
+        """The hint, unchecked."""
+        return RetentionRange(self.start or 0, self.end, self.priority, self.ttl_s)
 
 
 class PromptCacheOptions(BaseModel, strict=True):

@@ -14,18 +14,20 @@ MAX_BYTES = 64 * 2**20
 class StoredResponse:
     """An answer, the items that it was asked, and the conversation so far, without instructions.
 
-    All as JSON, which takes the memory that is counted: objects would take ten times as much.
-    `messages` has arrays of them in order; those of earlier turns are shared between responses.
+    `choices` are those about the cache that the next request starts from. All as JSON, which takes
+    the memory that is counted: objects would take ten times as much. `messages` has arrays of them
+    in order; those of earlier turns are shared between responses.
     """
 
     body: bytes
     items: bytes
     messages: tuple[bytes, ...]
+    choices: bytes
 
     @property
     def size(self) -> int:
         """In bytes, with what is shared."""
-        return len(self.body) + len(self.items) + sum(map(len, self.messages))
+        return sum(map(len, (self.body, self.items, self.choices, *self.messages)))
 
 
 class ResponseStore:

@@ -11,7 +11,8 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic_core import to_json
+from pydantic import PrivateAttr
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from prefixcache._core import parse_json
@@ -28,6 +29,7 @@ from prefixcache.server.jobs.field_names import fields_named
 from prefixcache.server.jobs.job_maker import Job, JobMaker
 from prefixcache.server.jobs.sampling_fields import (
     ResponseCacheOptions,
+    RetentionFields,
     SamplingFields,
     StreamOptions,
 )
@@ -44,6 +46,7 @@ from prefixcache.server.openai.response_items import (
 )
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
 from prefixcache.server.options.limits import MAX_MESSAGES, MAX_NUMBERS, MAX_OTHER_VALUES
+from prefixcache.types.retention_range import RetentionRange
 
 _SAME = SAME_AS_CHAT | SamplingFields.no_effect
 
@@ -60,6 +63,11 @@ _NAMES = {
     "tool_call_id": "call_id",
     "tools[].function": "tools[]",
 }
+
+
+# Choices about the cache that hold for a conversation.
+_CHOICES = ("cache_salt", "cache_read", "cache_write")
+_TOGETHER = frozenset({"retention", "prompt_cache_options", "prompt_cache_retention"})
 
 
 class ResponsesRequest(RequestFields):
@@ -91,6 +99,7 @@ class ResponsesRequest(RequestFields):
     tools: list[Any] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
+    _earlier_hints: list[dict[str, Any]] | None = PrivateAttr(default=None)
 
     @property
     def is_prewarm(self) -> bool:
@@ -102,6 +111,40 @@ class ResponsesRequest(RequestFields):
         """Likeliest tokens for each of the answer's; None means no log probabilities."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return (self.top_logprobs or 0) if asked or self.top_logprobs else None
+
+    def choices(self) -> dict[str, Any]:
+        """What a request that goes on from this one starts from where it does not choose."""
+        extra = self.model_extra or {}
+        given = {name: extra.get(name) for name in (*_CHOICES, "prompt_cache_retention")}
+        given["retention"] = extra.get("retention", self._earlier_hints)
+        if (options := self.prompt_cache_options) is not None:
+            given["prompt_cache_options"] = options.model_dump(include={"mode", "ttl"})
+        return {name: value for name, value in given.items() if value is not None}
+
+    def going_on_from(self, earlier: Mapping[str, Any]) -> ResponsesRequest:
+        """The same request with those of the `earlier` choices that it does not make itself.
+
+        Null is a choice. Those that say how long something is kept are made together.
+        """
+        given, options = self.model_fields_set, self.prompt_cache_options
+        kept = {name: value for name, value in earlier.items() if name not in given}
+        old = ResponseCacheOptions(**earlier.get("prompt_cache_options", {}))
+        if options is not None:
+            new = {"mode": options.mode or old.mode, "ttl": options.ttl or old.ttl}
+            kept["prompt_cache_options"] = options.model_copy(update=new)
+        elif "prompt_cache_options" in kept:
+            kept["prompt_cache_options"] = old
+        if given & _TOGETHER:
+            kept = {name: kept[name] for name in kept.keys() - (_TOGETHER - given)}
+        hints = kept.pop("retention", None)
+        request = self.model_copy(update=kept)
+        request._earlier_hints = hints  # noqa: SLF001 - its own
+        return request
+
+    @property
+    def earlier_hints(self) -> tuple[RetentionRange, ...]:
+        """The retention hints of the request that this one goes on from, unless it chose."""
+        return tuple(RetentionFields(**one).range() for one in self._earlier_hints or ())
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The same request as the body of a chat that goes on from the messages `before`.
@@ -172,7 +215,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     async def create_response(request: Request) -> Response:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
         call = dataclasses.replace(new_call(request, "resp"), id=f"resp_{uuid.uuid4().hex}")
-        before = response_before(store, fields, call)
+        fields, before = response_before(store, fields, call)
         # What was asked is remembered with the answer, so the body counts until that has come.
         call = dataclasses.replace(call, body=None)
         job = await response_job(maker, fields, before, size, call)
@@ -188,7 +231,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
-        before = response_before(store, fields, new_call(request, "count"))
+        fields, before = response_before(store, fields, new_call(request, "count"))
         size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
         with fields_named(_NAMES):
@@ -216,7 +259,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
 
 # OpenAI's own limit of a page.
 _MOST_ITEMS = 100
-_NOTHING = StoredResponse(b"", b"", ())
+_NOTHING = StoredResponse(b"", b"", (), b"")
 
 
 async def response_job(
@@ -228,7 +271,8 @@ async def response_job(
     def read() -> tuple[ChatRequest, CachingControls]:
         chat = _chat_fields(fields, before)
         with fields_named(_NAMES):
-            return chat, chat_controls(chat, fields.prompt_cache_options)
+            controls = chat_controls(chat, fields.prompt_cache_options)
+        return chat, dataclasses.replace(controls, earlier=fields.earlier_hints)
 
     chat, controls = await maker.workers.run(size, read)
     with fields_named(_NAMES):
@@ -256,18 +300,21 @@ def _conversation(before: StoredResponse) -> list[Mapping[str, Any]]:
     return [message for turn in turns for message in turn]
 
 
-def response_before(store: ResponseStore, fields: ResponsesRequest, call: Call) -> StoredResponse:
-    """The response that a request goes on from, which counts as a part of the body.
+def response_before(
+    store: ResponseStore, fields: ResponsesRequest, call: Call
+) -> tuple[ResponsesRequest, StoredResponse]:
+    """The response that a request goes on from, and the request with what it takes over from it.
 
+    The response counts as a part of the body.
     Raises `ApiError`: 404 where it is not kept, 503 where there is no room for it.
     """
     name = fields.previous_response_id
     if name is None:
-        return _NOTHING
+        return fields, _NOTHING
     found = _found(store, call.caller, name, "previous_response_id")
     if call.body is not None:
         call.body.add_read(sum(map(len, found.messages)))
-    return found
+    return fields.going_on_from(from_json(found.choices)), found
 
 
 def _written_settings(fields: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -284,7 +331,12 @@ def _asked(fields: ResponsesRequest) -> StoredResponse | None:
     if fields.store is False or fields.is_prewarm:
         return None
     items, messages = items_of(fields.input), messages_of(fields.input)
-    return StoredResponse(body=b"", items=object_json(items), messages=(object_json(messages),))
+    return StoredResponse(
+        body=b"",
+        items=object_json(items),
+        messages=(object_json(messages),),
+        choices=to_json(fields.choices()),
+    )
 
 
 def _keep(
@@ -298,11 +350,8 @@ def _keep(
     if asked is None:
         return
     answered = to_json(answer_messages(body["output"]))
-    kept = StoredResponse(
-        body=json_text(body),
-        items=asked.items,
-        messages=(*before.messages, *asked.messages, answered),
-    )
+    messages = (*before.messages, *asked.messages, answered)
+    kept = dataclasses.replace(asked, body=json_text(body), messages=messages)
     store.put(call.caller.namespace, call.id, kept)
 
 

@@ -117,8 +117,11 @@ _INPUT_TEXT = _text_or(_typed("input_text", text=_STRING), _typed("output_text",
 _INPUT: Schema = _text_or(
     _object(role=_word("user", "assistant", "system", "developer"), content=_INPUT_TEXT),
     _typed("reasoning", content=_list_of(_typed("reasoning_text", text=_STRING))),
-    _typed("function_call", call_id=_STRING, name=_STRING, arguments=_STRING),
+    _typed("function_call", call_id=_STRING, name=_STRING, namespace=_STRING, arguments=_STRING),
     _typed("function_call_output", call_id=_STRING, output=_INPUT_TEXT),
+    _typed("custom_tool_call", call_id=_STRING, name=_STRING, namespace=_STRING, input=_STRING),
+    _typed("custom_tool_call_output", call_id=_STRING, output=_INPUT_TEXT),
+    _typed("web_search_call"),
 )
 _TEXT_BLOCK = _typed("text", text=_STRING)
 _BLOCKS = _text_or(

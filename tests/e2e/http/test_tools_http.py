@@ -13,7 +13,9 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall
 
+from prefixcache.server.openai.response_tools import InputText
 from support.chat_models import CLOCK, QUESTION, TOOLS, assistant, with_special_tokens
 from support.repeatable import bounded
 from support.serving import MODEL, running, serve_folder, served_folder
@@ -259,3 +261,155 @@ def test_schemas_that_cannot_be_kept_are_named(smollm2, schema, reported):
         assert error["param"] == "tools[1].function.parameters"
         assert reported in error["message"]
         assert "get_time" not in error["message"]
+
+
+# With what Codex' own uses: an import, an alias, an optional end.
+PATCH_GRAMMAR = """start: head file+ tail
+head: "*** Begin Patch" LF
+tail: "*** End Patch" LF?
+file: "*** Add File: " /(.+)/ LF added+
+added: ("+" | " ") /(.*)/ LF -> line
+
+%import common.LF
+"""
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Use the `apply_patch` tool to edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
+}
+PAGES = {
+    "type": "namespace",
+    "name": "mcp__pages",
+    "description": "Pages of the team.",
+    "tools": [
+        {"type": "function", "name": "get_time", "parameters": {"properties": {}}},
+        {"type": "custom", "name": "note", "format": {"type": "text"}},
+    ],
+}
+SEARCH = {"type": "web_search", "external_web_access": True}
+COMMAND = {"cmd": {"type": "string", "maxLength": 5}}
+SHELL = {
+    "type": "function",
+    "name": "exec_command",
+    "parameters": {"type": "object", "properties": COMMAND, "required": ["cmd"]},
+}
+CODEX_TOOLS = [SHELL, SEARCH, PATCH, PAGES, {"type": "image_generation"}]
+ASKED = {"input": "Add a file.", "tools": CODEX_TOOLS, "temperature": 1, "max_output_tokens": 200}
+
+
+def _responses(address: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{address}/v1/responses", json={**ASKED, **fields}, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "called"),
+    [
+        ({"type": "custom", "name": "apply_patch"}, "custom_tool_call", ("apply_patch", None)),
+        (
+            {"type": "function", "name": "get_time", "namespace": "mcp__pages"},
+            "function_call",
+            ("get_time", "mcp__pages"),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "custom", "name": "note", "namespace": "mcp__pages"}],
+            },
+            "custom_tool_call",
+            ("note", "mcp__pages"),
+        ),
+        ({"type": "function", "name": "exec_command"}, "function_call", ("exec_command", None)),
+    ],
+)
+def test_codex_tools_are_called_as_it_names_them(smollm2, choice, kind, called):
+    """It finds a namespace's function by both names alone: butterbase-ai/butterbase#134."""
+    answer = _responses(smollm2, tool_choice=choice, seed=2)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-prefixcache-warning"] == "tools left out: web_search, image_generation"
+    body = answer.json()
+    assert body["left_out_tools"] == ["web_search", "image_generation"]
+    assert body["tools"] == CODEX_TOOLS
+    (item,) = body["output"]
+    assert (item["type"], item["name"], item.get("namespace")) == (kind, *called)
+    parsed = Response.model_validate(body).output[0]
+    assert isinstance(parsed, ResponseCustomToolCall | ResponseFunctionToolCall)
+    streamed = _responses(smollm2, tool_choice=choice, seed=2, stream=True).text
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in streamed.splitlines()
+        if line.startswith("data: ")
+    ]
+    name, text = ("custom_tool_call_input", "input")
+    if kind == "function_call":
+        name, text = ("function_call_arguments", "arguments")
+    deltas = [one["delta"] for one in events if one["type"] == f"response.{name}.delta"]
+    (done,) = [one[text] for one in events if one["type"] == f"response.{name}.done"]
+    assert "".join(deltas) == done == item[text]
+    output = {"type": f"{kind}_output", "call_id": item["call_id"], "output": "Done."}
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
+    search["action"] = {"type": "search", "query": "news"}
+    sent = [{"role": "user", "content": "Add a file."}, search, item, output]
+    for later in ({"input": sent}, {"input": [output], "previous_response_id": body["id"]}):
+        again = _responses(smollm2, **later)
+        assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "web_search"}],
+                }
+            },
+            "tool_choice.tools[0].type",
+        ),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [SEARCH, {"type": "nothing"}]}, "tools[1].type"),
+        (
+            {"tools": [SEARCH, {**PATCH, "format": {**PATCH["format"], "definition": "start: x"}}]},
+            "tools[1].format.definition",
+        ),
+        (
+            {"tools": [{**PATCH, "format": {**PATCH["format"], "syntax": "bnf"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {"tools": [SEARCH, {**PAGES, "tools": [{**SHELL, "parameters": {"type": "array"}}]}]},
+            "tools[1].tools[0].parameters.type",
+        ),
+        ({"tools": [SEARCH, {**SHELL, "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [PATCH] * 17}, "tools"),
+        ({"tools": [{**PAGES, "name": "", "tools": [PAGES]}]}, "tools[0].tools[0].type"),
+    ],
+)
+def test_what_is_wrong_with_such_tools_is_named_where_it_stands(smollm2, fields, param):
+    answer = _responses(smollm2, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\n\\"b\\u00e9\\ud83d\\ude00\\\\ud83d"}', 'a\n"b\u00e9\U0001f600\\ud83d'),
+        ('{ "input" :"a\nb"} ', "a\nb"),
+        ('{"input": "cut \\u00', "cut "),
+        ('{"input": "a\\ud83d b"}', "a"),
+        ('{"input": ""}', ""),
+        ('{"inp', ""),
+        ("{}", ""),
+        ('{"other": "a"}', ""),
+        ('{"input": 3}', '{"input": 3}'),
+        ("a patch", "a patch"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_the_text_of_a_custom_call_comes_in_any_pieces(arguments, text, size):
+    reader = InputText()
+    pieces = [reader.push(arguments[at : at + size]) for at in range(0, len(arguments), size)]
+    assert "".join(pieces) + reader.end() == text

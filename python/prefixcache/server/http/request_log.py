@@ -43,6 +43,10 @@ class Outcome:
     first_token_at: float | None = None
     ended_at: float | None = None
 
+    def warn(self, text: str) -> None:
+        """Adds to the warning; `text` is of characters that a header may hold."""
+        self.warning = "; ".join(filter(None, (self.warning, text)))
+
     @property
     def finish_reason(self) -> str:
         """Of all choices."""

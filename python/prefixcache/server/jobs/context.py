@@ -143,9 +143,8 @@ def tell_unknown(request: Request, fields: RequestFields) -> None:
     names = ", ".join(map(shortened, unknown[:_MOST_NAMED]))
     more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
     # A header holds no line breaks, and of characters those of ASCII for certain.
-    request.state.outcome.warning = f"unknown fields: {names}{more}".encode(
-        "unicode_escape"
-    ).decode()
+    warning = f"unknown fields: {names}{more}".encode("unicode_escape").decode()
+    request.state.outcome.warn(warning)
 
 
 class RequestContext:

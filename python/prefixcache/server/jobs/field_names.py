@@ -18,7 +18,8 @@ def fields_named(names: Mapping[str, str]) -> Generator[None, None, None]:
     """Renames fields in errors, where an endpoint calls a field by a name of its own.
 
     What is wrong with a part of a field, as `messages[0].tool_call_id`, is reported for that field:
-    endpoints number their parts otherwise. A name with `[]` is of a part that all number alike.
+    endpoints number their parts otherwise. A name with `[]` is of a part that all number alike, and
+    one with a number of that part alone.
     """
     try:
         yield
@@ -36,7 +37,7 @@ def _part_named(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
     index = _INDEX.search(param)
     for known, name in names.items():
         begin = known.replace("[]", index[0], 1) if index else known
-        if "[]" in known and param.startswith(begin):
+        if "[" in known and param.startswith(begin):
             renamed = name.replace("[]", index[0] if index else "", 1) + param.removeprefix(begin)
             return renamed, renamed
     return None

@@ -37,6 +37,7 @@ from prefixcache.types.token_ids import TokenIds
 if TYPE_CHECKING:
     from prefixcache.engine.client import EngineClient
     from prefixcache.text.grammar.answer_matcher import Grammar
+    from prefixcache.types.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,10 @@ class JobMaker:
         if output is None:
             return None
         field = "tools" if fields.structured_output is None else fields.structured_output[0]
+        return await self.grammar(output, field, call)
+
+    async def grammar(self, output: StructuredOutput, field: str, call: Call) -> Grammar:
+        """A grammar, compiled. Errors name the `field` that says it."""
         with fields_named({"structured_output": field}), schemas_named(output.text):
             if (grammar := self.engine.find_grammar(output)) is not None:
                 return grammar

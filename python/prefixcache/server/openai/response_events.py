@@ -13,6 +13,7 @@ from prefixcache.server.jobs.answers import Choice, comparison_fields, usage
 from prefixcache.server.jobs.diagnosis import openai_comparison
 from prefixcache.server.jobs.job_maker import Job
 from prefixcache.server.jobs.logprobs import chat_logprobs
+from prefixcache.server.openai.response_tools import ClientTool, InputText
 from prefixcache.text.chat.message import MessageDelta, ToolCallDelta
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.types.request import RequestOutput, TokenLogprobs
@@ -22,12 +23,16 @@ Item = dict[str, Any]
 
 
 class OutputItems:
-    """Items of an answer in the order in which it says them: one is open at a time."""
+    """Items of an answer in the order in which it says them: one is open at a time.
 
-    def __init__(self) -> None:
+    Calls are those of `tools`, by the functions that stand for them.
+    """
+
+    def __init__(self, tools: Mapping[str, ClientTool]) -> None:
         self.items: list[Item] = []
+        self._tools = tools
         self._is_open = False
-        self._call: int | None = None
+        self._input = InputText()
 
     def add(self, delta: MessageDelta, logprobs: Sequence[Any] | None = None) -> Iterator[Event]:
         """The events of what was added."""
@@ -59,10 +64,21 @@ class OutputItems:
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
         if call.name is not None:
-            yield from self._open(_call_item(call.id or "", call.name))
-        self.items[-1]["arguments"] += call.arguments
-        if call.arguments:
+            tool = self._tools.get(call.name) or ClientTool(call.name)
+            kind = "ctc" if tool.is_custom else "fc"
+            item = {"id": _new_id(kind), **tool.item(call.id or ""), "status": "in_progress"}
+            self._input = InputText()
+            yield from self._open(item)
+        if self.items[-1]["type"] == "custom_tool_call":
+            yield from self._add_input(self._input.push(call.arguments))
+        elif call.arguments:
+            self.items[-1]["arguments"] += call.arguments
             yield self._event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _add_input(self, text: str) -> Iterator[Event]:
+        self.items[-1]["input"] += text
+        if text:
+            yield self._event("response.custom_tool_call_input.delta", delta=text)
 
     def _open(self, item: Item) -> Iterator[Event]:
         yield from self.end("completed")
@@ -75,6 +91,9 @@ class OutputItems:
         if item["type"] == "function_call":
             fields = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **fields)
+        elif item["type"] == "custom_tool_call":
+            yield from self._add_input(self._input.end())
+            yield self._event("response.custom_tool_call_input.done", input=item["input"])
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -111,11 +130,6 @@ def _text_part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _call_item(call_id: str, name: str) -> Item:
-    item = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": name}
-    return item | {"arguments": "", "status": "in_progress"}
-
-
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
@@ -125,16 +139,20 @@ class ResponseForm:
     """OpenAI's `response` objects and their events, which are numbered.
 
     `settings` are the members that tell what was asked. `keep` gets the answer once it is
-    complete.
+    complete. `tools` are those that answers call, by the functions that stand for them.
     """
 
     tokenizer: Tokenizer
     settings: Mapping[str, Any]
     num_logprobs: int | None
     keep: Callable[[Mapping[str, Any]], None]
+    tools: Mapping[str, ClientTool] = field(default_factory=dict[str, ClientTool])
     is_named: ClassVar[bool] = True
-    _output: OutputItems = field(default_factory=OutputItems)
+    _output: OutputItems = field(init=False)
     _num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self._output = OutputItems(self.tools)
 
     def body(self, job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         """The whole answer."""

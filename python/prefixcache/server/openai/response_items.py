@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.server.openai.response_tools import chat_call
 from prefixcache.text.chat.parts import (
     Values,
     content_of,
@@ -54,7 +54,10 @@ class _Reader:
             "message": self._add_message,
             "reasoning": self._add_reasoning,
             "function_call": self._add_call,
+            "custom_tool_call": self._add_call,
             "function_call_output": self._add_result,
+            "custom_tool_call_output": self._add_result,
+            "web_search_call": self._pass_over,
         }
         # OpenAI's client writes null where a message has no type.
         named = item if item.get("type") is not None else {"type": "message"}
@@ -82,7 +85,7 @@ class _Reader:
         self._reasoning += [text_of(part, "text", field) for part in parts]
 
     def _add_call(self, item: Values, field: str) -> None:
-        function = {name: text_of(item, name, field) for name in ("name", "arguments")}
+        function = chat_call(item, field)
         call = {"id": text_of(item, "call_id", field), "type": "function", "function": function}
         last = self._messages[-1] if self._messages and not self._reasoning else None
         message = last if last and last["role"] == "assistant" else self._assistant()
@@ -92,6 +95,9 @@ class _Reader:
         call_id = text_of(item, "call_id", field)
         content = _content(item.get("output"), f"{field}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _pass_over(self, item: Values, field: str) -> None:
+        """What a search found stands in the message after it."""
 
     def _assistant(self) -> Message:
         """A new message of the assistant, with what was thought before it."""
@@ -123,40 +129,6 @@ def _message_item(role: str, text: str) -> Values:
         "role": role,
         "content": [{"type": "input_text", "text": text}],
     }
-
-
-def chat_tools(value: object) -> list[dict[str, Any]]:
-    """`tools` in the form of a chat. Raises `InvalidRequestError` for other than functions."""
-    return [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects(value, "tools"))]
-
-
-def _chat_tool(tool: Values, field: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = shown(tool.get("type"))
-        raise wrong(f"{field}.type", f"must be 'function', the kind that is called, got {kind}")
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def chat_tool_choice(value: object) -> object:
-    """`tool_choice` in the form of a chat."""
-    if not isinstance(value, Mapping):
-        return value
-    choice = one_object(value, "tool_choice")
-    if choice.get("type") == "function":
-        name = text_of(choice, "name", "tool_choice")
-        return {"type": "function", "function": {"name": name}}
-    if choice.get("type") == "allowed_tools":
-        tools = objects(choice.get("tools"), "tool_choice.tools")
-        names = [text_of(tool, "name", f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
-        named = [{"type": "function", "function": {"name": name}} for name in names]
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named},
-        }
-    kind = shown(choice.get("type"))
-    raise wrong("tool_choice.type", f"must be 'function' or 'allowed_tools', got {kind}")
 
 
 def chat_format(value: object) -> object:

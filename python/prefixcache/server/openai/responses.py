@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -39,12 +39,11 @@ from prefixcache.server.openai.response_events import ResponseForm
 from prefixcache.server.openai.response_items import (
     answer_messages,
     chat_format,
-    chat_tool_choice,
-    chat_tools,
     items_of,
     messages_of,
 )
 from prefixcache.server.openai.response_store import ResponseStore, StoredResponse
+from prefixcache.server.openai.response_tools import ResponseTools, chat_tool_choice, read_tools
 from prefixcache.server.options.limits import MAX_MESSAGES, MAX_NUMBERS, MAX_OTHER_VALUES
 from prefixcache.types.retention_range import RetentionRange
 
@@ -100,6 +99,11 @@ class ResponsesRequest(RequestFields):
     top_logprobs: int | None = None
     truncation: str | None = None
     _earlier_hints: list[dict[str, Any]] | None = PrivateAttr(default=None)
+
+    @cached_property
+    def read_tools(self) -> ResponseTools:
+        """The tools as functions of a chat. Raises `InvalidRequestError`."""
+        return read_tools(self.tools)
 
     @property
     def is_prewarm(self) -> bool:
@@ -158,7 +162,7 @@ class ResponsesRequest(RequestFields):
         body |= {
             "messages": [*system, *before, *said],
             "max_completion_tokens": 0 if self.is_prewarm else self.max_output_tokens,
-            "tools": chat_tools(self.tools),
+            "tools": self.read_tools.functions,
             "tool_choice": chat_tool_choice(self.tool_choice),
             "response_format": chat_format((self.text or {}).get("format")),
             "logprobs": self.num_logprobs is not None,
@@ -200,6 +204,7 @@ class ResponsesRequest(RequestFields):
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
+            **({"left_out_tools": [*self.read_tools.left_out]} if self.read_tools.left_out else {}),
             "top_logprobs": self.top_logprobs or 0,
             "truncation": self.truncation or "disabled",
             **params,
@@ -224,7 +229,8 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         if job.diagnosis is not None and fields.prompt_cache_options is not None:
             job.diagnosis.compared_with = fields.prompt_cache_options.comparison_response_id
         keep = partial(_keep, store, asked, before, call)
-        form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep)
+        tools = fields.read_tools.by_function
+        form = ResponseForm(maker.served.tokenizer, settings, fields.num_logprobs, keep, tools)
         with fields_named(_NAMES):
             return await answer(maker, job, form, stream=bool(fields.stream), size=size)
 
@@ -270,20 +276,30 @@ async def response_job(
 
     def read() -> tuple[ChatRequest, CachingControls]:
         chat = _chat_fields(fields, before)
-        with fields_named(_NAMES):
+        with fields_named(_names(fields)):
             controls = chat_controls(chat, fields.prompt_cache_options)
         return chat, dataclasses.replace(controls, earlier=fields.earlier_hints)
 
     chat, controls = await maker.workers.run(size, read)
-    with fields_named(_NAMES):
+    tools = fields.read_tools
+    if tools.left_out:
+        call.outcome.warn(f"tools left out: {', '.join(tools.left_out)}")
+    for place, grammar in tools.grammars.items():
+        await maker.grammar(grammar, place, call)
+    with fields_named(_names(fields)):
         return await chat_job(maker, chat, size, call, controls)
+
+
+def _names(fields: ResponsesRequest) -> dict[str, str]:
+    """Names in errors: those of tools before those of all requests."""
+    return {**fields.read_tools.fields, **_NAMES}
 
 
 def _chat_fields(fields: ResponsesRequest, before: StoredResponse) -> ChatRequest:
     if fields.truncation not in (None, "auto", "disabled"):
         raise wrong("truncation", "must be 'auto' or 'disabled'")
     body = fields.chat(_conversation(before))
-    with fields_named(_NAMES):
+    with fields_named(_names(fields)):
         chat = parse_fields(body, ChatRequest)
     if len(chat.messages) > MAX_MESSAGES:
         raise wrong("input", f"makes more than {MAX_MESSAGES} messages")

@@ -16,11 +16,12 @@ PREFIXCACHE = (sys.executable, "-m", "prefixcache")
 
 @dataclass
 class ServerProcess:
-    """`example` is the command that the server shows to try it with."""
+    """`example` is the command that the server shows to try it with, below `start_lines`."""
 
     process: subprocess.Popen[str]
     address: str
     example: str
+    start_lines: str
 
     def end(self) -> int:
         return self.process.wait(timeout=240)
@@ -49,8 +50,10 @@ def server_process(
 
 def _ready(process: subprocess.Popen[str], log: Path) -> ServerProcess:
     assert process.stdout is not None
+    start_lines = ""
     for line in process.stdout:
         found = re.search(r"curl (http://127\.0\.0\.1:\d+)", line)
         if found:
-            return ServerProcess(process, found[1], line.strip())
+            return ServerProcess(process, found[1], line.strip(), start_lines)
+        start_lines += line
     raise AssertionError(f"the server ended before it was ready:\n{log.read_text()}")

@@ -298,6 +298,7 @@ class FlagOption(click.Option):
         self.group: Group = declared["group"]
         self.greedy: bool = declared["greedy"]
         self.is_common: bool = declared["common"]
+        self._other_variable: str = declared["variable"]
         self._is_listed: bool = declared["listed"]
         self._kind = kind
         self._is_secret = not one.repr
@@ -313,7 +314,10 @@ class FlagOption(click.Option):
         if text is not None:
             several = self.multiple and not self._is_listed
             return _VARIABLES + self.name.upper(), text.split() if several else text
-        return file.get(self.name)
+        if self.name in file or not self._other_variable:
+            return file.get(self.name)
+        text = _environment(self._other_variable)
+        return None if text is None else (self._other_variable, text)
 
     def read(self, place: str, value: Any) -> Any:
         """The checked value: text counts as what it spells. Raises `FieldError` with the place."""
@@ -391,12 +395,16 @@ def _spread(args: Sequence[str], greedy: Collection[str]) -> list[str]:
 
 
 def _variable(name: str) -> str | None:
-    """A flag's value in the environment.
+    """A flag's value in the environment. Raises `FieldError`."""
+    return _environment(_VARIABLES + name.upper())
+
+
+def _environment(variable: str) -> str | None:
+    """What a variable says.
 
     Raises `FieldError` for an empty one: it would start an open server for somebody who wanted a
     key, and tells nothing of any other flag.
     """
-    variable = _VARIABLES + name.upper()
     text = os.environ.get(variable)
     if text is not None and not text.strip():
         raise FieldError(variable, "is set but empty. Give it a value, or unset it.")

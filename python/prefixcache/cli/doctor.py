@@ -17,6 +17,7 @@ import click
 from prefixcache.cli.command_line import Given
 from prefixcache.config.checked import Checked
 from prefixcache.config.flags import flag
+from prefixcache.config.vllm_flags import KEY_VARIABLE
 
 _NAME = re.compile(r"[\w.-]+")
 _EXTRA = re.compile(r"extra *== *['\"]([\w-]+)['\"]")
@@ -96,7 +97,11 @@ def _extra(extra: str, names: list[str]) -> str:
 def _settings() -> dict[str, str]:
     from prefixcache.config.home import cache_home
 
-    names = [name for name in sorted(os.environ) if name.startswith(("PREFIXCACHE_", "HF_"))]
+    names = [
+        name
+        for name in sorted(os.environ)
+        if name.startswith(("PREFIXCACHE_", "HF_", KEY_VARIABLE))
+    ]
     return {"models": str(cache_home() / "models"), "variables": " ".join(names) or "none"}
 
 

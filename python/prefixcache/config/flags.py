@@ -44,6 +44,7 @@ def flag(
     greedy: bool = False,
     listed: bool = False,
     common: bool = False,
+    variable: str = "",
 ) -> Any:
     """A dataclass field that users may set. The value of a `secret` one is never shown.
 
@@ -51,10 +52,12 @@ def flag(
     nothing is given, and `metavar` what a value is, where the field's own default and type do not.
     The option of a `greedy` one takes all values up to the next option, a value of a `listed` one
     may be several: a JSON list, or text with commas between them. A `common` one is shown by
-    `--help` alone, which leaves out most flags of a server and an engine.
+    `--help` alone, which leaves out most flags of a server and an engine. `variable` is one of
+    another program, which gives the value where nothing else does.
     """
     metadata: dict[str, Any] = {"help": help, "group": group, "shown": shown, "metavar": metavar}
     metadata |= {"aliases": aliases, "greedy": greedy, "listed": listed, "common": common}
+    metadata |= {"variable": variable}
     return field(default=default, repr=not secret, metadata=metadata)
 
 

@@ -1,16 +1,20 @@
-"""Flags of vLLM that are none of ours: so its command lines, and uses of its `LLM`, run here too.
+"""vLLM's flags that are none of ours, and its variables: so its command lines, units and uses of
+its `LLM` run here too.
 
 What means nothing here, or is done anyway, is accepted; what asks for more is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import FieldError
+
+KEY_VARIABLE = "VLLM_API_KEY"
 
 _ONE_DEVICE = "asks for more than one device"
 _OTHER_KV = "asks for the KV cache in another place"
@@ -149,6 +153,12 @@ def vllm_flags() -> Iterator[VllmFlag]:
     for names, (taken, why) in _SOME_VALUES.items():
         values = tuple(taken.split())
         yield VllmFlag(tuple(names.split("/")), takes_value=True, taken=values, why=why)
+
+
+def unused_variables(api_keys: Collection[str]) -> list[str]:
+    """The variables of vLLM that are set and change nothing on a server with these keys."""
+    names = (name for name in sorted(os.environ) if name.startswith("VLLM_"))
+    return [name for name in names if name != KEY_VARIABLE or os.environ[name] not in api_keys]
 
 
 def without_vllm_flags(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from prefixcache.ray_serve.application import build_application
 from prefixcache.ray_serve.ray_options import RayOptions
 from prefixcache.server.http.listener import listening
 from prefixcache.server.options.serve_options import ServeOptions
-from prefixcache.server.serve import access_rules
+from prefixcache.server.serve import access_rules, key_note, warn_of_unused_variables
 
 if TYPE_CHECKING:
     from prefixcache.config.engine_config import EngineConfig
@@ -37,6 +37,7 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
     none at `--address`, and where no replica starts.
     """
     begun = time.perf_counter()
+    warn_of_unused_variables(options)
     access_rules(options)
     config = with_block_size(config, _checked_model(config))
     with listening(options):  # Ray says less of a port that is in use, and later
@@ -46,10 +47,9 @@ def serve_ray(config: EngineConfig, options: ServeOptions, ray_options: RayOptio
         port = _start_proxies(options)
         _run(config, options, ray_options)
         seconds = time.perf_counter() - begun
-        print(  # noqa: T201
-            f"\n{config.model} is ready after {seconds:.1f} s at http://{options.host}:{port}",
-            flush=True,
-        )
+        address = f"http://{options.host}:{port}"
+        line = f"{config.model} is ready after {seconds:.1f} s at {address}{key_note(options)}"
+        print(f"\n{line}", flush=True)  # noqa: T201
         stopped.wait()
         serve.delete(APPLICATION)
 

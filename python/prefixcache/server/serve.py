@@ -6,12 +6,13 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import resource
 import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prefixcache.config.flags import shown_values
+from prefixcache.config.vllm_flags import KEY_VARIABLE, unused_variables
 from prefixcache.diagnostics.room import CacheDiagnostics
 from prefixcache.events.start import event_sockets, publishing
 from prefixcache.exceptions import FieldError
@@ -62,6 +64,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     """
     begun = time.perf_counter()
     bound_arenas()
+    warn_of_unused_variables(options)
     rules, model_dirs = access_rules(options), ModelDirs(options.allowed_model_dirs)
     _allow_open_files(options.limit_concurrency)
     certificates = None if options.tls.ssl_certfile is None else Certificates(options.tls)
@@ -173,6 +176,12 @@ def _collect_what_is_new_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def warn_of_unused_variables(options: ServeOptions) -> None:
+    """Who moves a unit or a container from vLLM should know what of it is lost."""
+    if names := unused_variables(options.api_key):
+        logger.warning("These variables of vLLM have no effect here: %s.", ", ".join(names))
 
 
 def _warn_if_open(options: ServeOptions, listener: socket.socket) -> None:
@@ -374,17 +383,31 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 def _announce(address: str, served: ServedModel, options: ServeOptions, begun: float) -> None:
     seconds = time.perf_counter() - begun
     place = address if options.uds is None else f"{options.uds} ({address})"
-    print(f"\n{served.names[0]} is ready after {seconds:.1f} s at {place}", flush=True)  # noqa: T201
+    line = f"{served.names[0]} is ready after {seconds:.1f} s at {place}{key_note(options)}"
+    print(f"\n{line}", flush=True)  # noqa: T201
     if options.uds is None:
         pages = f"API {address}/v1, its description {address}/docs, dashboard {address}/dashboard"
         print(pages, flush=True)  # noqa: T201
     if options.uds is not None:
         address = f"--unix-socket {shlex.quote(str(options.uds))} {address}"
-    example = _example(address, served, has_key=bool(options.api_key))
+    example = _example(address, served, _key_variable(options.api_key))
     print(f"Try it:\n\n  {example}\n", flush=True)  # noqa: T201
 
 
-def _example(address: str, served: ServedModel, *, has_key: bool) -> str:
+def key_note(options: ServeOptions) -> str:
+    """What the start line says where clients need the key that was meant for vLLM."""
+    is_of_vllm = _key_variable(options.api_key) == KEY_VARIABLE
+    return f" for clients with the key of {KEY_VARIABLE}" if is_of_vllm else ""
+
+
+def _key_variable(api_keys: Collection[str]) -> str | None:
+    """The variable that holds a key of clients; None where they need none."""
+    if not api_keys:
+        return None
+    return KEY_VARIABLE if os.environ.get(KEY_VARIABLE) in api_keys else "PREFIXCACHE_API_KEY"
+
+
+def _example(address: str, served: ServedModel, key_variable: str | None) -> str:
     """A command that gets a short answer. The key is named, not shown: output is kept in logs."""
     body: dict[str, object] = {"model": served.names[0], "max_tokens": 32, "temperature": 0}
     question = "What is the capital of Japan?"
@@ -393,5 +416,5 @@ def _example(address: str, served: ServedModel, *, has_key: bool) -> str:
     else:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": question}]
     data = shlex.quote(json.dumps(body))
-    key = ' -H "Authorization: Bearer $PREFIXCACHE_API_KEY"' if has_key else ""
+    key = f' -H "Authorization: Bearer ${key_variable}"' if key_variable else ""
     return f"curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d {data}"

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,9 +36,11 @@ _FLAGS = ["--dtype", "float32", "--num-blocks", "100", "--served-model-name", "t
 
 
 @contextmanager
-def _serving(folder: Path, tmp_path: Path, *flags: str) -> Generator[ServerProcess, None, None]:
+def _serving(
+    folder: Path, tmp_path: Path, *flags: str, **options: Any
+) -> Generator[ServerProcess, None, None]:
     command = [*PREFIXCACHE, "serve", str(folder), "--port", "0", *_FLAGS, *flags]
-    with server_process(command, tmp_path / "log") as server:
+    with server_process(command, tmp_path / "log", **options) as server:
         yield server
 
 
@@ -176,7 +179,8 @@ def test_signals_while_a_disk_hangs_and_a_disk_that_fails(tiny_checkpoint, tmp_p
 
 @pytest.mark.slow
 def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(folder, tmp_path):
-    with _serving(folder, tmp_path, "--api-key", "s3cret") as server:
+    variables = {"VLLM_API_KEY": "s3cret", "VLLM_HOST_IP": "h1dden", "VLLM_USE_V1": "1"}
+    with _serving(folder, tmp_path, env=os.environ | variables) as server:
         port = server.address.rpartition(":")[2]
         second = subprocess.run(
             [*PREFIXCACHE, "serve", str(folder), "--port", port],
@@ -188,8 +192,9 @@ def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(fold
         assert f"127.0.0.1:{port}" in second.stderr
         assert "in use" in second.stderr
         assert len(second.stderr.splitlines()) == 1
-        assert "s3cret" not in server.example
-        words = shlex.split(server.example.replace("$PREFIXCACHE_API_KEY", "s3cret"))
+        assert "for clients with the key of VLLM_API_KEY\n" in server.start_lines
+        assert "s3cret" not in server.start_lines + server.example
+        words = shlex.split(server.example.replace("$VLLM_API_KEY", "s3cret"))
         headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
         answer = httpx.post(words[1], content=words[-1], headers=headers, timeout=240).json()
         assert answer["model"] == json.loads(words[-1])["model"] == "tiny"
@@ -198,6 +203,9 @@ def test_a_busy_port_is_an_error_at_once_and_the_example_works_with_the_key(fold
         os.kill(server.process.pid, signal.SIGINT)
         assert server.end() == 0
     log = (tmp_path / "log").read_text()
+    assert "have no effect here: VLLM_HOST_IP, VLLM_USE_V1." in log
+    assert "s3cret" not in log
+    assert "h1dden" not in log
     for chosen in (
         "float32 on cpu with",
         "100 blocks of 16 tokens (0.00 GiB), prefix cache on, eviction lru",

@@ -298,7 +298,9 @@ def test_an_unknown_option_is_reported_with_the_one_that_was_meant():
     assert "--max-num-seqs" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["PREFIXCACHE_API_KEY", "PREFIXCACHE_ADMIN_API_KEY"])
+@pytest.mark.parametrize(
+    "name", ["PREFIXCACHE_API_KEY", "PREFIXCACHE_ADMIN_API_KEY", "VLLM_API_KEY"]
+)
 @pytest.mark.parametrize("value", ["", "  \n"])
 def test_an_empty_key_in_the_environment_starts_no_open_server(name, value):
     result = CliRunner(env={name: value}).invoke(app, ["serve", "./nowhere", "--port", "0"])
@@ -445,6 +447,36 @@ def test_keys_are_never_shown(served, tmp_path):
 def test_a_variable_holds_several_values(served):
     _, options = served(env={"PREFIXCACHE_API_KEY": "one two"})
     assert options.api_key == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "keys"),
+    [
+        ([], {"VLLM_API_KEY": "sk-a b"}, ("sk-a b",)),
+        (["--api-key", "x"], {"VLLM_API_KEY": "sk-a"}, ("x",)),
+        (["--api-key", "x"], {"VLLM_API_KEY": ""}, ("x",)),
+        ([], {"VLLM_API_KEY": "sk-a", "PREFIXCACHE_API_KEY": "y z"}, ("y", "z")),
+        (["--admin-api-key", "x"], {"VLLM_API_KEY": "sk-a"}, ("sk-a",)),
+    ],
+)
+def test_the_key_of_vllm_is_taken_where_no_other_is_given(served, arguments, variables, keys):
+    _, options = served(*arguments, env=variables)
+    assert options.api_key == keys
+    assert options.admin_api_key == (("x",) if "--admin-api-key" in arguments else ())
+
+
+def test_a_key_in_the_file_goes_before_that_of_vllm(served, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("api_key: x\n")
+    _, options = served("--config", str(file), env={"VLLM_API_KEY": "sk-a"})
+    assert options.api_key == ("x",)
+
+
+def test_a_wrong_key_of_vllm_is_named_and_not_shown():
+    env = {"VLLM_API_KEY": "sk-a", "PREFIXCACHE_ADMIN_API_KEY": "sk-a"}
+    result = CliRunner(env=env).invoke(app, ["serve", "./nowhere", "--port", "0"])
+    assert result.exit_code == 2
+    assert "sk-a" not in result.output
 
 
 def test_other_names_of_a_flag_are_known(served):

@@ -16,6 +16,7 @@ from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveIn
 from prefixcache.config.engine_config import ByteSize
 from prefixcache.config.flags import flag
 from prefixcache.config.logs import LogFormat, LogLevel
+from prefixcache.config.vllm_flags import KEY_VARIABLE
 from prefixcache.events.config import KVEventsConfig, parse_kv_events
 from prefixcache.exceptions import FieldError
 from prefixcache.server.options.limits import MAX_BODY_BYTES
@@ -230,6 +231,7 @@ class ServeOptions(Checked):
         "Access",
         secret=True,
         common=True,
+        variable=KEY_VARIABLE,
     )
     admin_api_key: tuple[str, ...] = flag(
         (),

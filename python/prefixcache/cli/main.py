@@ -336,7 +336,7 @@ app = App(
             rerun,
             EngineConfig,
             arguments=[_RECORD, _IDS],
-            without=("record_requests",),
+            without=("record_requests", "chat_template"),
             examples=["prefixcache rerun day.jsonl", "prefixcache rerun day.jsonl cmpl-5"],
         ),
         FlagCommand(

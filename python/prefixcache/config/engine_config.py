@@ -635,6 +635,14 @@ class EngineConfig(Checked):
         common=True,
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub id.", "Model")
+    chat_template: Annotated[str, MinLen(1)] | None = flag(
+        None,
+        "File with a Jinja chat template, or its text, instead of the model's.",
+        "Model",
+        aliases=("chat_template_file",),
+        shown="the model's",
+        metavar="<file or text>",
+    )
     dtype: DType = flag(
         "auto",
         "Type of the computation, of unquantized weights and of the cache. auto: bfloat16 for "

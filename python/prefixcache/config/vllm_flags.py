@@ -71,7 +71,6 @@ _REFUSED_OPTIONS = {
     "asks for another configuration than the model's": """
         --hf-config-path --hf-overrides --override-generation-config --rope-scaling --rope-theta
     """,
-    "asks for another chat template than the model's": "--chat-template",
     "asks for images or audio, which are not supported": """
         --mm-processor-kwargs --allowed-local-media-path --allowed-media-domains --media-io-kwargs
     """,

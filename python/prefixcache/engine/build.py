@@ -43,6 +43,7 @@ from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.step_time import RowTimes, StepTimeModel
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.vocabulary import tokens_that_end, vocabulary_of
+from prefixcache.text.tokenization.chat_template import read_template
 from prefixcache.text.tokenization.detokenizer import Detokenizers
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
@@ -87,6 +88,7 @@ def build(
         check_folder(config.cache.record_trace, "record_trace")
     if config.record_requests is not None:
         check_folder(config.record_requests, "record_requests")
+    template = read_template(config.chat_template)
     folder = folder or resolve_model(config.model, config.revision)
     check_weight_format(config, folder)
     model = read_config(config.model, folder)
@@ -95,7 +97,7 @@ def build(
     runner = make_runner(config)
     config = config.on(runner.device)
     with ThreadPoolExecutor(1) as loads:
-        reading = loads.submit(Tokenizer.from_folder, folder)
+        reading = loads.submit(Tokenizer.from_folder, folder, template)
         spec = runner.load(model, folder)
         tokenizer = reading.result()
     kv = runner.kv_specs()

@@ -17,6 +17,7 @@ from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.serve import access_rules, served_model, server_limits
 from prefixcache.text.grammar.grammars import Grammars
 from prefixcache.text.grammar.vocabulary import vocabulary_of
+from prefixcache.text.tokenization.chat_template import read_template
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Ingress:
     ) -> None:
         set_up_logging(options.log_level, options.log_format, shows_prompts=options.log_prompts)
         folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
-        model, tokenizer = read_config(config.model, folder), Tokenizer.from_folder(folder)
+        model = read_config(config.model, folder)
+        tokenizer = Tokenizer.from_folder(folder, read_template(config.chat_template))
         about = await replicas.about.remote()
         known = {name: about[name] for name in ("batch_invariant", "dtype", "activations")}
         grammars = Grammars(partial(vocabulary_of, tokenizer, model))

@@ -62,7 +62,9 @@ def with_block_size(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 def _checked_model(config: EngineConfig) -> ModelConfig:
     from prefixcache.engine.build import check_weight_format
     from prefixcache.models.hub import read_config, resolve_model
+    from prefixcache.text.tokenization.chat_template import read_template
 
+    read_template(config.chat_template)
     folder = resolve_model(config.model, config.revision)
     check_weight_format(config, folder)
     return read_config(config.model, folder)

@@ -403,6 +403,23 @@ async def test_a_system_entry_may_end_the_messages(client):
     assert "messages must hold a message" in alone.json()["error"]["message"]
 
 
+async def test_every_api_writes_the_template_that_is_given(tiny_checkpoint, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[-1].content }}" + "x" * 300)
+    async with served_folder(tiny_checkpoint(), chat_template=str(file)) as (client, _):
+        tokenized = await client.post("/tokenize", json={"prompt": "Hi" + "x" * 300})
+        expected = tokenized.json()["count"]
+        _, chat = await _chat(client, "Hi")
+        responses = (await _respond(client, "Hi"))["usage"]["input_tokens"]
+        usage = (await _message(client, "Hi"))["usage"]
+        messages = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        asked = {"messages": [{"role": "user", "content": "Hi"}]}
+        counted = await client.post(f"{MESSAGES}/count_tokens", json=asked)
+        rendered = await client.post("/tokenize", json=asked)
+    counts = [chat, responses, messages, counted.json()["input_tokens"], rendered.json()["count"]]
+    assert counts == [expected] * 5
+
+
 def test_turns_of_one_role_are_one_message():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "cache_control": _EPHEMERAL}
     result = {"type": "tool_result", "tool_use_id": "c", "content": _parts(None, "5m")}

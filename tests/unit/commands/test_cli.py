@@ -292,6 +292,15 @@ def test_weights_of_another_form_than_said_are_refused(tiny_checkpoint, name):
     assert f"error: {name} gguf: the model's weights are safetensors" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["--chat-template", "--chat-template-file"])
+def test_a_chat_template_that_is_not_there_ends_the_start(name):
+    result = _run("serve", "--port", "0", "--model", "./nowhere", name, "./none.jinja")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: --chat-template cannot read './none.jinja': No such file or directory.\n"
+    )
+
+
 def test_an_unknown_option_is_reported_with_the_one_that_was_meant():
     result = _run("serve", "--max-num-seq", "3")
     assert result.exit_code == 2

@@ -288,6 +288,16 @@ def test_flags_reach_their_rooms(tiny_checkpoint: Checkpoint) -> None:
     assert small.control.stats()["hits"] == 0
 
 
+def test_a_chat_template_of_ones_own(tiny_checkpoint: Checkpoint) -> None:
+    folder = str(tiny_checkpoint())
+    flags = {"dtype": "float32", "num_blocks": 65}
+    llm = LLM(folder, chat_template="{{ eos_token }}{{ messages[-1].content }}!", **flags)
+    messages = [{"role": "user", "content": "twice"}]
+    (result,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    text = llm._tokenizer.decode(result.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|im_end|>twice!"
+
+
 def test_wrong_flags_are_named(tiny_checkpoint: Checkpoint) -> None:
     folder = str(tiny_checkpoint())
     with pytest.raises(ConfigError, match="Unknown flag tensor_size"):

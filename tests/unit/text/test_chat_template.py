@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError
-from prefixcache.text.tokenization.chat_template import ChatTemplate
+from prefixcache.exceptions import FieldError, InvalidRequestError, ModelLoadError
+from prefixcache.text.tokenization.chat_template import ChatTemplate, read_template
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.tiny_models import CHAT_TEMPLATE, save_tokenizer
 
@@ -160,3 +160,36 @@ def test_a_folder_without_a_template_has_none(folder):
     config.pop("chat_template", None)
     file.write_text(json.dumps(config))
     assert Tokenizer.from_folder(folder).chat_template is None
+
+
+def test_a_template_is_given_as_a_file_or_as_its_text(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}\\n")
+    assert read_template(str(file)) == "{{ messages[0].content }}\\n"
+    assert read_template("{{ 'Zwölf 天 \\n' }}\\u00e4") == "{{ 'Zwölf 天 \n' }}ä"
+    assert read_template(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("none.jinja", "cannot read 'none.jinja': No such file"),
+        ("chatml", "cannot read 'chatml': No such file"),
+        (".", "cannot read '.': Is a directory"),
+        ("{% for %}", "is no Jinja template: "),
+        ("{{ '\\x' }}", "has a wrong escape: "),
+        ("\0", "cannot read"),
+    ],
+)
+def test_what_is_no_template_is_named(given, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FieldError) as raised:
+        read_template(given)
+    assert str(raised.value).startswith(f"chat_template {problem}")
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\xff\xfe")
+    with pytest.raises(FieldError, match="chat_template cannot read"):
+        read_template(str(file))

@@ -20,12 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prefixcache.config.checked import shown
 from prefixcache.config.model_config import read_json_object
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
+from prefixcache.exceptions import FieldError, InvalidRequestError, ModelLoadError, wrong
 
 # Ends in a space: a template that trims the content loses it, and so tells.
 _CUT = "<<the final message ends here>> "
 # What a part of a message has its text in.
 _TEXTS = {"text": "text", "input_text": "text", "refusal": "refusal"}
+_FLAG = "chat_template"
 
 
 class ChatTemplate:
@@ -173,6 +174,35 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+def read_template(given: str | None) -> str | None:
+    """The source of a template that is given as a file or, as in vLLM, as its text.
+
+    A text has braces or line breaks; its backslashes are escapes. Raises `FieldError` for a file
+    that cannot be read, and for what is no template.
+    """
+    if given is None:
+        return None
+    try:
+        source = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if not any(sign in given for sign in "{}\n"):
+            reason = getattr(error, "strerror", None) or error
+            raise FieldError(_FLAG, f"cannot read {shown(given)}: {reason}.") from None
+        source = _unescaped(given)
+    try:
+        ChatTemplate(source)
+    except ModelLoadError as error:
+        raise FieldError(_FLAG, f"is no Jinja template: {error.__cause__}.") from None
+    return source
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except ValueError as error:
+        raise FieldError(_FLAG, f"has a wrong escape: {error}.") from None
 
 
 def load_chat_template(

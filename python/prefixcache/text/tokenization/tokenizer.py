@@ -64,19 +64,24 @@ class Tokenizer:
         self._token_bytes = _TokenBytes(backend, frozenset(added))
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
         """Loads the tokenizer of a Hugging Face style folder.
 
-        Raises `ModelLoadError` when there is none, or when it is broken.
+        `chat_template` is the source of a template instead of the folder's. Raises
+        `ModelLoadError` when there is no tokenizer, or when it is broken.
         """
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder)
         special_tokens = _special_tokens(folder, config)
+        if chat_template is None:
+            template = load_chat_template(folder, config, special_tokens)
+        else:
+            template = ChatTemplate(chat_template, special_tokens)
         return cls(
             backend,
             special_tokens=special_tokens,
-            chat_template=load_chat_template(folder, config, special_tokens),
+            chat_template=template,
             response_template=config.get("response_template"),
         )
 

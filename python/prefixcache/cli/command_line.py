@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from prefixcache.cli.vllm_options import VllmOption
+from prefixcache.cli.vllm_options import VllmOption, plain_options
 from prefixcache.config.checked import adapters, check, shown
 from prefixcache.config.flags import Group, build, closest, leaves
 from prefixcache.exceptions import FieldError, InvalidRequestError, PrefixCacheError
@@ -146,9 +146,13 @@ class FlagCommand(click.Command):
             sys.exit(2 if isinstance(error, (FieldError, InvalidRequestError)) else 1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, once the values behind a greedy option have it before each of them."""
+        """As click does, once the values behind a greedy option have it before each of them.
+
+        Options may have the forms of vLLM, see `plain_options`.
+        """
         greedy = {name for option in self._flags.values() if option.greedy for name in option.opts}
-        return super().parse_args(ctx, _spread(args, greedy))
+        options = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, _spread(plain_options(args, options), greedy))
 
     def _run_placed(self, given: Given) -> None:
         """Flags that turn out wrong once the model is known are named as the user said them."""

@@ -1,8 +1,11 @@
-"""Flags of vLLM as options of `serve`."""
+"""Flags of vLLM as options of `serve`, and its forms of a command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
 import click
 from click.core import ParameterSource
@@ -34,3 +37,41 @@ class VllmOption(click.Option):
 def vllm_options() -> Iterator[VllmOption]:
     """All of them."""
     return map(VllmOption, vllm_flags())
+
+
+def plain_options(args: Sequence[str], options: Collection[str]) -> list[str]:
+    """A command line of vLLM as one of click, for a command with these `options`.
+
+    Underscores of a name become dashes, and the parts of a JSON object, as `--name.a 1
+    --name.b.c=x`, one value. Raises `click.UsageError` where that is given whole too.
+    """
+    plain, whole = list[str](), set[str]()
+    objects = dict[str, dict[str, Any]]()
+    rest = iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        start, _, path = name.partition(".")
+        option = start if start in options else start.replace("_", "-")
+        if arg == "--":
+            plain += [arg, *rest]
+        elif option not in options:
+            plain.append(arg)
+        elif path:
+            _put(objects.setdefault(option, {}), path, value if equals else next(rest, ""))
+        else:
+            whole.add(option)
+            plain.append(option + equals + value)
+    for option in objects.keys() & whole:
+        raise click.UsageError(f"{option} is given whole and in parts: give it in one form.")
+    return [part for name in objects for part in (name, json.dumps(objects[name]))] + plain
+
+
+def _put(parts: dict[str, Any], path: str, text: str) -> None:
+    *outer, last = path.split(".")
+    for key in outer:
+        inner = parts.get(key)
+        parts[key] = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+        parts = parts[key]
+    parts[last] = text
+    with suppress(ValueError, RecursionError):
+        parts[last] = json.loads(text.lower() if text in ("True", "False") else text)

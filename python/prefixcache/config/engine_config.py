@@ -661,6 +661,7 @@ class EngineConfig(Checked):
         "Require quantized weights (gguf) or unquantized ones (none); weights are served as "
         "they are.",
         "Model",
+        aliases=("q",),
     )
     requantize: bool = flag(
         False,

@@ -212,6 +212,25 @@ def test_help_imports_nothing_heavy():
         (["serve", "--port", "0", "--dtype", "int4"], "--dtype must be 'auto'"),
         (["serve", "-tp", "2"], "--tensor-parallel-size asks for more than one device; taken is 1"),
         (["serve", "--enable-lora"], "--enable-lora asks for LoRA"),
+        (["serve", "--max_model_len", "x"], "--max-model-len must be a number of tokens"),
+        (["serve", "--max_nothing", "1"], "No such option '--max_nothing'"),
+        (["serve", "--cpu-offload-gb", "4"], "--cpu-offload-gb asks for weights in another place"),
+        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill asks for whole"),
+        (
+            ["serve", "--structured-outputs-config.backend", "outlines"],
+            "asks for another engine of structured output; taken is auto, guidance, got 'outlines'",
+        ),
+        (
+            ["serve", "--structured-outputs-config", '{"backend": "xgrammar"}'],
+            "--structured-outputs-config.backend asks for another engine",
+        ),
+        (["serve", "--structured_outputs_config.end", "1"], "has no key 'end'; did you mean back"),
+        (["serve", "--structured-outputs-config", "[]"], "must be a JSON object, got []."),
+        (
+            ["serve", "--kv-events-config", "{}", "--kv-events-config.hwm=1"],
+            "--kv-events-config is given whole and in parts",
+        ),
+        (["serve", "--kv-events-config.hwm"], "its hwm must be a valid integer, got ''"),
         (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype asks for another type"),
         (["serve", "--quantization", "awq"], "--quantization must be 'auto', 'none' or 'gguf'"),
         (["serve", "--quantization", "fp8", "--model", "./x"], "--quantization must be 'auto'"),
@@ -265,6 +284,48 @@ def test_a_command_line_of_vllm_starts_here(served):
     assert config.cache.gpu_memory_utilization == 0.85
     assert options.served_model_name == ("small", "other", "*")
     assert (options.api_key, options.drain_seconds) == (("secret",), 3)
+
+
+@pytest.mark.parametrize(
+    ("in_parts", "whole"),
+    [
+        ("--max_model_len 2048 --max_num_seqs=4", "--max-model-len 2048 --max-num-seqs 4"),
+        ("--no_enforce_eager --served_model_name a b", "--served-model-name a b"),
+        (
+            "--kv_events_config.enable_kv_cache_events=true --kv-events-config.hwm 7",
+            '--kv-events-config {"enable_kv_cache_events":true,"hwm":7}',
+        ),
+        (
+            "--kv-events-config.enable_kv_cache_events=True",
+            '-O3 --kv-events-config {"enable_kv_cache_events":true}',
+        ),
+        (
+            "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
+            '-sc {"method":"ngram","num_speculative_tokens":3}',
+        ),
+        ("-sc.method suffix", '--speculative-config {"method":"suffix"}'),
+        (
+            "--default-chat-template-kwargs.a.b 1 --default-chat-template-kwargs.a.c x=y",
+            '--default-chat-template-kwargs {"a":{"b":1,"c":"x=y"}}',
+        ),
+        ("--limit-mm-per-prompt.image 2 -O.mode=3 -cc.mode 3 --no-enable-lora", "-O 3"),
+        (
+            "--structured-outputs-config.backend guidance --kv-offloading-backend native",
+            '--structured-outputs-config {"backend":"auto","disable_any_whitespace":false}',
+        ),
+        ("-- ./a_model", "./a_model"),
+    ],
+)
+def test_forms_of_vllms_command_lines(served, in_parts, whole):
+    assert served(*in_parts.split()) == served(*whole.split())
+
+
+def test_every_option_of_vllm_is_taken_or_refused_by_name():
+    text = (Path(__file__).parents[2] / "data/vllm_options.txt").read_text()
+    named = {name for line in text.splitlines() if line[0] != "#" for name in line.split()}
+    options = [{*one.opts, *one.secondary_opts} for one in app.commands["serve"].params]
+    assert named <= set().union(*options)
+    assert sum(map(len, options)) == len(set().union(*options)), "an option stands twice"
 
 
 @pytest.mark.parametrize(

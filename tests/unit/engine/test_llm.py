@@ -321,16 +321,18 @@ def test_flags_of_vllm_are_taken_or_refused_by_name(tiny_checkpoint: Checkpoint)
         "load_format": "safetensors",
         "swap_space": 4,
         "tokenizer": None,
+        "structured_outputs_config": {"backend": "guidance"},
     }
     assert LLM(folder, num_blocks=33, dtype="float32", **done_anyway).max_model_len == 512
     for name, value, message in (
         ("tensor_parallel_size", 2, "asks for more than one device; taken is 1, got 2"),
+        ("structured_outputs_config", {"backend": "x"}, "asks for another engine"),
         ("enable_lora", True, "asks for LoRA, which is not supported."),
         ("enable_chunked_prefill", False, "asks for whole prompts in one step"),
         ("quantization", "awq", "must be 'auto', 'none' or 'gguf', got 'awq'"),
         ("load_format", "gguf", "gguf: the model's weights are safetensors, and are served"),
     ):
-        with pytest.raises(ConfigError, match=f"^{name} {message}"):
+        with pytest.raises(ConfigError, match=rf"^{name}\S* {message}"):
             LLM(folder, **{name: value})
 
 

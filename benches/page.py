@@ -16,13 +16,17 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
 from typing import Any
 from xml.sax.saxutils import escape
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib  # noqa: TID251
+else:
+    import tomli as tomllib
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

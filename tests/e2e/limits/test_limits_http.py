@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -159,19 +158,20 @@ async def test_a_key_that_has_too_many_waiting_is_rejected_and_others_are_served
     small = {**BODY, "max_tokens": 2}
     async with served_folder(tiny_checkpoint(), **options) as (client, engine):
         await engine.run(lambda control: control.pause())
-        async with AsyncExitStack() as stack:
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            first = [
-                tasks.create_task(client.post("/v1/completions", json=small, headers=key("a")))
-                for _ in range(2)
-            ]
-            await until(lambda: engine.num_streams == 2)
-            refused = await client.post("/v1/completions", json=small, headers=key("a"))
-            other = tasks.create_task(client.post("/v1/completions", json=small, headers=key("b")))
-            await until(lambda: engine.metrics.gauges().num_waiting == 3)
-            load = (await client.get("/load", headers=key("b"))).json()
-            await engine.run(lambda control: control.resume())
-        assert [task.result().status_code for task in (*first, other)] == [200] * 3
+
+        def ask(name: str) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(
+                client.post("/v1/completions", json=small, headers=key(name))
+            )
+
+        waiting = [ask("a"), ask("a")]
+        await until(lambda: engine.num_streams == 2)
+        refused = await ask("a")
+        waiting.append(ask("b"))
+        await until(lambda: engine.metrics.gauges().num_waiting == 3)
+        load = (await client.get("/load", headers=key("b"))).json()
+        await engine.run(lambda control: control.resume())
+        assert [(await task).status_code for task in waiting] == [200] * 3
     assert refused.status_code == HTTPStatus.TOO_MANY_REQUESTS
     assert int(refused.headers["Retry-After"]) >= 1
     error = refused.json()["error"]

@@ -75,7 +75,12 @@ class FakeRunner(PlainRunner):
         self.plans: list[StepPlan] = []
         self.failures: list[Exception] = []
         self.on_row: Callable[[int, ScheduledSequence], None] = lambda row, sequence: None
+        self.before_writes: Callable[[npt.NDArray[np.int64]], None] = lambda blocks: None
         self.lost: Exception | None = None
+
+    def use(self, kv: npt.NDArray[np.int64]) -> None:
+        """Keeps the tokens in this memory instead, [blocks, slots of a block]."""
+        self._kv, self.arrays = kv, [kv]
 
     def run_empty_step(self) -> None:
         if self.lost is not None:
@@ -86,6 +91,8 @@ class FakeRunner(PlainRunner):
         self.run_empty_step()
         if self.failures:
             raise self.failures.pop(0)
+        for tables in self.tables:
+            self.before_writes(tables.slot_mapping[: plan.num_tokens] // self._kv.shape[1])
         self._write(self._kv, plan.token_ids)
         for row, (sequence, tokens) in enumerate(tokens_of_plan(plan)):
             self._check_tables(row, sequence, tokens)
@@ -95,7 +102,8 @@ class FakeRunner(PlainRunner):
     def _write(self, kv: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
         """Puts the values of the step's tokens into the slots that each group has for them."""
         for tables in self.tables:
-            kv.reshape(-1)[tables.slot_mapping[: values.size]] = values
+            slots = tables.slot_mapping[: values.size]
+            kv[slots // kv.shape[1], slots % kv.shape[1]] = values
 
     def _read(self, kv: npt.NDArray[np.int64], row: int, group: int) -> tuple[int, list[int]]:
         """The first position on the pages that the group lists, and the values from there on."""

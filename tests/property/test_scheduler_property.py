@@ -7,24 +7,33 @@ must still hold every block that it reads, and never more than `most_blocks` pro
 
 from __future__ import annotations
 
+import gc
 import itertools
+import mmap
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.fake_blocks import slow_clock
+from fakes.fake_blocks import KeptBlocks, slow_clock
 from fakes.fake_engine import RandomChunks, make_engine
 from fakes.fake_runner import FakeRunner, answer_alone
 from fakes.late_runner import LateRunner, LateStep
 from fakes.plain_drafts import MOST_DRAFTS, HostileDrafter
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.weights_names import content_name
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
+from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.retention import Retention
+from prefixcache.runner.cpu import kv_memory
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
 from prefixcache.types.request import CacheOptions, Request
@@ -106,7 +115,9 @@ resizes = st.just(()) | st.lists(
 
 
 @st.composite
-def setups(draw: st.DrawFn) -> Setup:
+def setups(
+    draw: st.DrawFn, resizes: st.SearchStrategy[tuple[tuple[int, int], ...]] = resizes
+) -> Setup:
     seqs = draw(st.integers(1, 6))
     groups = draw(layouts)
     return Setup(
@@ -186,11 +197,14 @@ def within(arrival: Arrival) -> tuple[RetentionRange, ...]:
 class Run:
     """One engine fed with arrivals; looks at every plan."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, folder: Path | None = None) -> None:
+        """In a `folder` the cache is what another life left there, and stays for the next one."""
         self.setup = setup
         self.num_steps = 0
         self.answers: dict[str, list[int]] = {}
+        blocks = {} if folder is None else {"make_blocks": partial(KeptBlocks, folder=folder)}
         self.engine, self.runner, self.cache = make_engine(
+            make_cache=partial(CacheManager, weights=content_name("a")),
             num_blocks=setup.num_blocks,
             block_size=BLOCK,
             max_num_seqs=setup.max_num_seqs,
@@ -206,11 +220,15 @@ class Run:
             retention_budget=setup.retention_budget,
             enable_prefix_caching=setup.enable_prefix_caching,
             max_blocks=setup.max_blocks if setup.resizes else None,
-            pool_options={"clock": slow_clock()},
+            pool_options={"clock": slow_clock()} | blocks,
             rules=self.order_of_starts(),
             clock=lambda: self.num_steps,
             drafter=self.drafter(),
         )
+        self.file: KeptFile | None = None
+        if folder is not None:
+            self.file = self.engine._pool.memory.file
+            self.cache.keep_in(self.file)
         self.least_blocks = setup.num_blocks
         self.reference = ReferenceCache(setup.num_blocks, BLOCK, setup.groups)
         self.runner.on_row = self.check_held
@@ -448,6 +466,36 @@ def test_random_requests_get_their_lone_answers(setup: Setup, work: list[Arrival
     run = Run(setup)
     run.drive(work)
     run.check_end()
+
+
+def live(setup: Setup, work: list[Arrival], folder: Path) -> int:
+    """A life of a cache in a folder, whose file has small parts; the blocks that it began with."""
+    with mock.patch.object(kv_memory, "_FILL_BYTES", 4 * mmap.PAGESIZE):
+        run = Run(setup, folder)
+        run.drive(work)
+        run.check_end()
+    file = run.file
+    assert file is not None
+    del run
+    gc.collect()  # The cache ends with the last reference, and all that it publishes is kept.
+    file.close()
+    return file.num_restored
+
+
+@settings(max_examples=bounded(usual=40, long=1_500), deadline=None)
+@given(setup=setups(resizes.filter(bool)), work=st.lists(arrivals, min_size=1, max_size=10))
+def test_kept_blocks_are_right_in_each_life(setup: Setup, work: list[Arrival]) -> None:
+    """Pools of several parts in a file change their size, and the next life takes what is there."""
+    with TemporaryDirectory() as folder:
+        for _ in range(2):
+            live(setup, work, Path(folder))
+
+
+def test_a_life_begins_with_what_was_kept(tmp_path: Path) -> None:
+    resizes = ((4, 9), (9, 20))
+    setup = Setup(33, 4, 24, 64, resizes=resizes)
+    work = [Arrival(i, STEMS[i % 2][: 36 - i], 9, 0, CacheOptions(), None, None) for i in range(6)]
+    assert [live(setup, work, tmp_path) > 8 for _ in range(2)] == [False, True]
 
 
 @settings(max_examples=bounded(usual=50, long=1_000), deadline=None)

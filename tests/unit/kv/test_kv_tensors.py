@@ -166,14 +166,16 @@ def test_a_model_of_full_attention_is_one_group() -> None:
 
 
 def test_given_up_memory_goes_back_to_the_system() -> None:
-    memory = kv_of(6000)
+    memory = kv_of(6000, max_blocks=6000)
     before = _resident_bytes()
-    for _ in range(2):
+    for num_blocks in (6000, 100):
+        memory.num_blocks = 6000
         memory.allocate()
         addresses = memory.addresses
         for kv in rows_of(memory):
             kv[:] = 1.0
         assert _resident_bytes() - before > 60 << 20
+        memory.num_blocks = num_blocks  # A shrink that has not given anything back.
         memory.give_up()
         assert _resident_bytes() - before < 10 << 20
     memory.allocate()
@@ -297,3 +299,8 @@ def test_holes_of_a_file_are_filled_before_a_step_writes_to_them(
     assert not any(is_data(2 * part))
     memory.before_writes(np.array([2 * part]))
     assert all(is_data(3 * part - 1))
+    end = 2 * part + 3
+    memory.num_blocks = end
+    memory.give_back(end, 256, held=[3 * part, 4 * part - 1])
+    memory.before_writes(np.array([2 * part, 3 * part, 4 * part - 1]))
+    assert not any(is_data(3 * part + 1)), "requests hold blocks there, and nobody needs the rest"

@@ -92,10 +92,14 @@ class KVMemory(PoolMemory):
             rows[:num_zeroed] = 0
 
     def before_writes(self, blocks: npt.NDArray[np.int64]) -> None:
-        """To be called before a step writes to these blocks: holes of a file are filled."""
+        """To be called before a step writes to these blocks: holes of a file are filled.
+
+        Of blocks above the pool's end, which requests may hold after a shrink, only the pages that
+        are written come back.
+        """
         if not self.may_have_holes:
             return
-        parts = np.unique(blocks // self._part_blocks)
+        parts = np.unique(blocks[blocks < self.num_blocks] // self._part_blocks)
         for part in parts[self._may_have_hole[parts]].tolist():
             self._may_have_hole[part] = False
             first = part * self._part_blocks
@@ -121,7 +125,7 @@ class KVMemory(PoolMemory):
 
     def give_up(self) -> None:
         """Gives the memory back to the system but for the null block's; its content is lost."""
-        self.give_back(1, self.num_blocks)
+        self.give_back(1, self.most_blocks)
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         """Copies the content of blocks; no target is a source. From one thread, between steps."""

@@ -65,7 +65,7 @@ class KVTensors(PoolMemory):
     def give_up(self) -> None:
         """Gives the memory back to the system but for the null block's; its content is lost."""
         if self.reserved is not None:
-            self.give_back(1, self.num_blocks)
+            self.give_back(1, max(self.max_blocks, self.num_blocks))
         else:
             self._bind(self._make(1))
             give_back(self.device)

@@ -70,9 +70,13 @@ class _Conversation:
     """Messages so far, each answer among them, and a server that continues them."""
 
     def __init__(self, client: httpx.Client, options: ChatOptions) -> None:
+        from prefixcache.tools.openai_api import has_hit_thresholds
+
         self._client = client
         self._options = options
-        self._model = options.model or self._first_model()
+        card = {} if options.model else self._first_card()
+        self._model = options.model or str(card["id"])
+        self._fields = {"cache_hit_threshold": 0} if has_hit_thresholds(card) else {}
         self._messages = list[dict[str, str]]()
         self._reset()
 
@@ -110,13 +114,14 @@ class _Conversation:
         system = self._options.system
         self._messages[:] = [] if system is None else [{"role": "system", "content": system}]
 
-    def _first_model(self) -> str:
+    def _first_card(self) -> dict[str, Any]:
         from prefixcache.tools.openai_api import check_status
 
         response = self._client.get("/v1/models")
         check_status(response)
         try:
-            return response.json()["data"][0]["id"]
+            card = response.json()["data"][0]
+            return card if card["id"] else {}
         except (ValueError, LookupError, TypeError):
             raise PrefixCacheError(
                 f"{self._options.url} lists no model; name one by --model."
@@ -149,6 +154,7 @@ class _Conversation:
             "messages": self._messages,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._fields,
         }
         for name in ("max_tokens", "temperature"):
             if (value := getattr(self._options, name)) is not None:
@@ -169,12 +175,18 @@ def _read(is_terminal: bool) -> str | None:
 
 
 def _text(event: dict[str, Any]) -> str:
-    """What an event adds to the answer; reasoning is shown too."""
+    """What an event adds to the answer. Raises `RefusedStreamError` where it ends it early."""
+    from prefixcache.tools.openai_api import check_ending, choice_text
+
     try:
-        delta = [choice["delta"] for choice in event.get("choices") or ()]
-        return "".join(one.get("reasoning_content") or one.get("content") or "" for one in delta)
+        choices = event.get("choices") or ()
+        text = "".join(map(choice_text, choices))
+        endings = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     except (AttributeError, LookupError, TypeError):
         raise PrefixCacheError(f"An event of unknown form: {json.dumps(event)[:300]}") from None
+    for ending in endings:
+        check_ending(ending)
+    return text
 
 
 def _speed(usage: dict[str, Any], begun: float, first: float) -> str:

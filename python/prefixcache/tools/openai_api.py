@@ -15,6 +15,7 @@ from prefixcache.exceptions import PrefixCacheError
 T = TypeVar("T")
 
 _SHOWN = 300
+_ENDINGS = ("stop", "length", "tool_calls", "function_call")
 _CONNECT_SECONDS = 10.0
 
 
@@ -76,6 +77,27 @@ def read_event(line: str) -> dict[str, Any] | None:
     """The event that a line of a stream holds; None for other lines. Raises `StreamError`."""
     data = line.removeprefix("data:").strip()
     return _event(data) if line.startswith("data:") and data != "[DONE]" else None
+
+
+def choice_text(choice: Mapping[str, Any]) -> str:
+    """What an event's choice adds to a completion or a chat, reasoning too.
+
+    Reasoning is `reasoning_content` or, at recent vLLM, `reasoning`; some servers send both.
+    """
+    delta: Mapping[str, Any] = choice.get("delta") or {}
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return reasoning + (delta.get("content") or choice.get("text") or "")
+
+
+def check_ending(finish_reason: str) -> None:
+    """Raises `RefusedStreamError` where the server left an answer before its end."""
+    if finish_reason not in _ENDINGS:
+        raise RefusedStreamError(f"The server ended an answer with {cut(finish_reason)}.")
+
+
+def has_hit_thresholds(card: Mapping[str, Any]) -> bool:
+    """Whether an entry of `/v1/models` is of a server that may refuse what is not cached."""
+    return card.get("owned_by") == "prefixcache"
 
 
 def check_status(reply: httpx.Response) -> None:

@@ -243,6 +243,10 @@ def answering(text: str) -> HttpTarget:
     [
         ('data: {"error": {"message": "the engine stopped"}}\n\n', "the engine stopped"),
         ('data: {"choices": [{"text": "a"}]}\n\n', "ended before its answer"),
+        (
+            'data: {"choices": [{"text": "", "finish_reason": "cache_threshold"}]}\n\n',
+            "ended an answer with cache_threshold",
+        ),
         ("data: [DONE]\n\n", "ended before its answer"),
         ("", "ended before its answer"),
         ("data: {never\n\n", "no JSON"),

@@ -177,7 +177,7 @@ def prompt_of(token_ids: Sequence[int], output_len: int) -> Prompt:
 
 
 async def test_an_engine_and_its_server_give_the_same_numbers(tiny_checkpoint):
-    async with served_folder(tiny_checkpoint()) as (client, engine):
+    async with served_folder(tiny_checkpoint(), global_cache_hit_threshold=0.9) as (client, engine):
         over_http = await connect(client)
         assert isinstance(over_http.form, TokenForm)
         in_process = EngineTarget(engine, over_http.form)

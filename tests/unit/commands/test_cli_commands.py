@@ -19,6 +19,7 @@ from prefixcache.cli import chat as chat_command
 from prefixcache.cli.main import app
 from prefixcache.models.gguf.index import WEIGHTS_FILE
 from prefixcache.models.hub import folder_of_alias
+from prefixcache.tools.openai_api import choice_text
 from support.serving import running
 
 USAGE = {
@@ -41,10 +42,11 @@ class Server:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.card = dict[str, str]()
 
     def app(self) -> FastAPI:
         app = FastAPI()
-        app.get("/v1/models")(lambda: {"data": [{"id": "a-model"}]})
+        app.get("/v1/models")(lambda: {"data": [{"id": "a-model"} | self.card]})
 
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
@@ -53,6 +55,9 @@ class Server:
             if (code := REFUSED.get(body["messages"][-1]["content"])) is not None:
                 error = {"message": "not that", "code": code}
                 return JSONResponse({"error": error}, status_code=400)
+            if body["messages"][-1]["content"] == "uncached":
+                ending = {"choices": [{"delta": {}, "finish_reason": "cache_threshold"}]}
+                return Response(f"data: {json.dumps(ending)}\n\n", media_type="text/event-stream")
             self.bodies.append(body)
             return StreamingResponse(self._events(), media_type="text/event-stream")
 
@@ -122,6 +127,36 @@ def test_a_typed_conversation_outlives_a_refusal(server: tuple[Server, str]) -> 
     (body,) = server[0].bodies
     assert body["messages"] == [{"role": "user", "content": "one"}]
     assert "max_tokens" not in body
+
+
+@pytest.mark.usefixtures("typed")
+def test_an_answer_that_the_server_does_not_give_is_an_error(server: tuple[Server, str]) -> None:
+    result = _run("chat", "--url", server[1], text="uncached\none\n")
+    assert result.stderr.count("error: The server ended an answer with cache_threshold.") == 1
+    (body,) = server[0].bodies
+    assert body["messages"] == [{"role": "user", "content": "one"}]
+    assert "cache_hit_threshold" not in body
+
+
+def test_a_chat_asks_our_server_for_what_is_not_cached(server: tuple[Server, str]) -> None:
+    server[0].card["owned_by"] = "prefixcache"
+    _run("chat", "--url", server[1], text="one\n")
+    assert server[0].bodies[0]["cache_hit_threshold"] == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"text": "Tokyo"}, "Tokyo"),
+        ({"delta": {"content": "Tokyo", "reasoning_content": "so. "}}, "so. Tokyo"),
+        ({"delta": {"reasoning": "so. "}}, "so. "),  # vLLM since its pull request 33402
+        ({"delta": {"reasoning": "so. ", "reasoning_content": "so. "}}, "so. "),
+        ({"delta": {"content": None}, "finish_reason": "stop"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_an_event_adds(choice: dict[str, Any], text: str) -> None:
+    assert choice_text(choice) == text
 
 
 def test_ctrl_c_cuts_an_answer_and_keeps_what_came(

@@ -130,6 +130,7 @@ async def test_a_report_is_json(monkeypatch):
     [
         (['{"error": {"message": "out of memory"}}'], "out of memory"),
         (['{"choices": [{"text": "a"}]}'], "without a finish_reason"),
+        (['{"choices": [{"finish_reason": "cache_threshold"}]}'], "ended an answer with cache_thr"),
         (["{"], "no JSON"),
         (['{"choices": [{"logprobs": {"content": [1]}}]}'], "unknown form"),
         (["[]"], "no JSON object"),

@@ -24,11 +24,14 @@ from prefixcache.tools.bench.sessions import Text
 from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
+    check_ending,
     check_status,
+    choice_text,
+    has_hit_thresholds,
     reason,
     stream_events,
 )
-from prefixcache.types.request import Request
+from prefixcache.types.request import CacheOptions, Request
 from prefixcache.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ FormName = Literal["tokens", "text", "chat"]
 
 # Beyond OpenAI's fields, makes each answer as long as asked; servers that refuse it do without.
 _EXTRAS = {"ignore_eos": True}
+# What is not cached is measured too, whatever share of a prompt the server demands to be.
+_NO_THRESHOLD = {"cache_hit_threshold": 0}
 # Without reading or writing the cache, on servers of this project.
 CACHE_OFF = {"cache_read": False, "cache_write": False}
 
@@ -115,6 +120,7 @@ class EngineTarget:
             request_id=f"bench-{next(self._numbers)}",
             prompt_token_ids=self.form.joined(prompt.messages),
             params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=prompt.output_len),
+            cache=CacheOptions(hit_threshold=0.0),
             arrival_time=time.monotonic(),
         )
 
@@ -202,6 +208,7 @@ class HttpTarget:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **(_NO_THRESHOLD if self.is_ours else {}),
             **self._fields,
         }
 
@@ -225,11 +232,12 @@ class _Answer:
         """Takes one event. Text, ids, or the end of an answer without either are its arrivals."""
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
-            self.is_whole |= choice.get("finish_reason") is not None
+            text = choice_text(choice)
+            if choice.get("finish_reason") is not None:
+                check_ending(choice["finish_reason"])
+                self.is_whole = True
             self._token_ids += choice.get("token_ids") or ()
-            self._texts.append(text or "")
+            self._texts.append(text)
             if text or choice.get("token_ids") or (self.is_whole and not self.arrivals):
                 self.arrivals.append(at)
 
@@ -263,7 +271,7 @@ async def _connect_as(
             await _form(client, name, str(card["id"])),
             max_model_len=card.get("max_model_len"),
             fields=fields,
-            is_ours=card.get("owned_by") == "prefixcache",
+            is_ours=has_hit_thresholds(card),
         )
         return await _tried(target)
     except RequestFailedError as error:

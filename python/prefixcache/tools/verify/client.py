@@ -15,8 +15,11 @@ import httpx
 from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
+    check_ending,
     check_status,
+    choice_text,
     cut,
+    has_hit_thresholds,
     reason,
     stream_events,
 )
@@ -43,11 +46,14 @@ class Asker:
         self.model = options.model or ""
         self.asks_logprobs = options.top_logprobs > 0
         self.asks_usage = True
+        self._asks_no_threshold = False
         self.notes: list[str] = []
 
     async def settle(self, question: Question) -> None:
         """Asks once, with less and less besides the answer. Raises `StreamError`."""
-        self.model = self.model or await self._first_model()
+        card = await self._card()
+        self.model = self.model or str(card["id"])
+        self._asks_no_threshold = has_hit_thresholds(card)
         wants_logprobs = (True, False) if self.asks_logprobs else (False,)
         refusals = list[RefusedStreamError]()
         for self.asks_logprobs, self.asks_usage in product(wants_logprobs, (True, False)):
@@ -75,16 +81,22 @@ class Asker:
         finally:
             self._on_done()
 
-    async def _first_model(self) -> str:
+    async def _card(self) -> dict[str, Any]:
+        """The server's first model; nothing where one is named and the server lists none."""
         try:
             response = await self._client.get("v1/models", timeout=self._options.timeout)
         except httpx.HTTPError as error:
             message = f"No server answers at {self._client.base_url}: {reason(error)}"
             raise StreamError(message) from error
-        check_status(response)
         try:
-            return response.json()["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
+            check_status(response)
+            card = response.json()["data"][0]
+            return card if card["id"] else {}
+        except (RefusedStreamError, ValueError, LookupError, TypeError) as error:
+            if self.model:
+                return {}
+            if isinstance(error, RefusedStreamError):
+                raise
             raise StreamError("The server lists no model; give --model.") from None
 
     def _take_notes(
@@ -113,6 +125,8 @@ class Asker:
             "max_tokens": options.max_tokens,
             "stream": True,
         }
+        if self._asks_no_threshold:
+            body["cache_hit_threshold"] = 0
         if self.asks_usage:
             body["stream_options"] = {"include_usage": True}
         if options.api == "chat":
@@ -149,6 +163,7 @@ class Stream:
         """All that came."""
         if self.finish_reason is None:
             raise StreamError("The server ended an answer without a finish_reason.")
+        check_ending(self.finish_reason)
         prompt = self.usage.get("prompt_tokens")
         return Answer(
             text="".join(self.texts),
@@ -161,19 +176,12 @@ class Stream:
 
     def _add_choice(self, choice: Mapping[str, Any]) -> None:
         scores = _scores(choice.get("logprobs") or {})
-        text = _text(choice)
+        text = choice_text(choice)
         if self.first is None and (text or scores):
             self.first = time.perf_counter()
         self.texts.append(text)
         self.scores += scores
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-
-
-def _text(choice: Mapping[str, Any]) -> str:
-    """What a chat's or a completion's choice adds, a chat's reasoning too."""
-    delta = choice.get("delta") or {}
-    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return reasoning + (delta.get("content") or choice.get("text") or "")
 
 
 def _scores(logprobs: Mapping[str, Any]) -> list[TokenScore]:

@@ -197,7 +197,7 @@ def _of_request(scope: Scope, status: int) -> dict[str, Any]:
     if route is not None:
         attributes["http.route"] = route
     if status >= _FIRST_FAILURE:
-        attributes["error.type"] = str(status)
+        attributes["error.type"] = f"{status:d}"  # Python 3.10 would name it
     return attributes
 
 

@@ -23,6 +23,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from prefixcache.server.http.errors import ApiError, error_response
+from prefixcache.server.http.framing import (
+    LastRequestError,
+    RequestParser,
+    check_framing,
+    is_last,
+    without_chunks,
+)
 
 # A body may take longer than the time to read when it comes at this pace, and so may an answer.
 _LEAST_BYTES_A_SECOND = 1024
@@ -61,6 +68,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.parser = RequestParser(self)
         self._limits = limits
         self.before_made: Callable[[], None] | None = None
         """Called when the connection is open, which under TLS is after the handshake."""
@@ -103,6 +111,8 @@ class Connection(HttpToolsProtocol):
         What comes before an answer is out is thrown away, but read: a transport that does not read
         does not tell that the client has left.
         """
+        if self.transport.is_closing():
+            return
         if self._is_answering():
             self.cycle.keep_alive = False
             return
@@ -132,15 +142,26 @@ class Connection(HttpToolsProtocol):
         """The first byte of a request has come."""
         if self._is_answering():
             self.cycle.keep_alive = False
-            raise _PipelinedRequestError
+            raise LastRequestError
         super().on_message_begin()
         self._in_head = True
         self._start_timer()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come. Trailers are dropped: no proxy has checked them."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head has come; the application is called."""
+        version = self.parser.get_http_version()
+        check_framing(self.parser.get_method(), version, self.headers)
         super().on_headers_complete()
         self._in_head = False
+        if is_last(self.headers):
+            self.cycle.keep_alive = False
+        if version == "1.0":
+            without_chunks(self.cycle)
         self._start_timer()
 
     def on_body(self, body: bytes) -> None:
@@ -150,6 +171,11 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """The request has come in full; of one with `Upgrade` its head."""
+        if not self.parser.should_upgrade():
+            self.on_request_complete()
+
+    def on_request_complete(self) -> None:
         """The request has come in full."""
         super().on_message_complete()
         self._num_framing_bytes = 0
@@ -236,10 +262,6 @@ class Connection(HttpToolsProtocol):
             head = b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n"])
             self.transport.write(head + bytes(response.body))
         self.transport.close()
-
-
-class _PipelinedRequestError(Exception):
-    """Stops the parser at a request that came before the answer to the one before it."""
 
 
 def _notice_lost_clients(connection: socket.socket | None, seconds: float) -> None:

@@ -5,7 +5,8 @@ supported is refused before weights are fetched: by config.json, or by the heade
 
 What is fetched or converted is kept under `cache_home()` and is complete or absent: it is made in
 a folder of its own and moved into place as the last step, by one process at a time. Later starts
-touch no network, and read of a GGUF file no more than its weights.
+of an alias touch no network, and those of a hub id need none: where the hub refuses or cannot be
+asked, a complete copy is used. Of a GGUF file they read no more than its weights.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _OWN, _LINKED = "blocks", "linked"
 _PARTIAL = ".partial-"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_REASON_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +165,23 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _from_hub(repo_id: str, wanted: str | None, revision: str | None) -> Path:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     try:
         return _fetched(repo_id, wanted, revision)
     except PrefixCacheError:
         raise
     except (ValueError, *_http_errors()) as error:
-        raise ModelLoadError(f"Cannot fetch {repo_id} from the hub: {error}") from error
+        reason = " ".join(str(error).split())[:_REASON_CHARS]
+        folder = _copy_of(repo_id, wanted, revision)
+        if folder is None:
+            raise ModelLoadError(
+                f"Cannot fetch {repo_id} from the hub: {reason}. No complete copy of it is on this "
+                "machine: give a folder or a GGUF file, or check the network."
+            ) from error
+        level = logging.INFO if isinstance(error, OfflineModeIsEnabled) else logging.WARNING
+        logger.log(level, "The copy of %s on this machine is used: %s", repo_id, reason)
+        return folder
 
 
 def _http_errors() -> tuple[type[Exception], ...]:
@@ -181,16 +195,10 @@ def _http_errors() -> tuple[type[Exception], ...]:
 
 def _fetched(repo_id: str, wanted: str | None, revision: str | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    from prefixcache.models.gguf.remote import check_remote, remote_json
+    from prefixcache.models.gguf.remote import HUB_SECONDS, check_remote, remote_json
 
-    try:
-        listed = HfApi().model_info(repo_id, revision=revision)
-    except _http_errors() as error:
-        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-            raise
-        return _of_earlier(repo_id, wanted, revision)
+    listed = HfApi().model_info(repo_id, revision=revision, timeout=HUB_SECONDS)
     names = [one.rfilename for one in listed.siblings or ()]
     if wanted is None and any(name.endswith(".safetensors") for name in names):
         ModelConfig.from_hf(remote_json(repo_id, "config.json", listed.sha))
@@ -208,22 +216,44 @@ def _is_cached(repo_id: str, name: str, revision: str | None) -> bool:
     return isinstance(try_to_load_from_cache(repo_id, name, revision=revision), str)
 
 
-def _of_earlier(repo_id: str, wanted: str | None, revision: str | None) -> Path:
-    """What was fetched before, where the hub cannot be reached."""
+def _copy_of(repo_id: str, wanted: str | None, revision: str | None) -> Path | None:
+    """What was fetched before; None where anything of it is missing."""
+    folder = _snapshot(repo_id, revision, [])
+    if folder is None:
+        return None
+    if wanted is None and (folder / "config.json").is_file():
+        is_complete = _has_weights_and_tokenizer(folder)
+        return _snapshot(repo_id, revision, _HUB_PATTERNS) if is_complete else None
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf") if file.is_file()]
+    try:
+        parts = _chosen(names, wanted, repo_id)
+    except ModelLoadError:
+        return None
+    return _from_gguf([folder / name for name in parts])
+
+
+def _snapshot(repo_id: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """The folder of fetched files; None where one of these patterns is known to be missing."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise ModelLoadError(
-            f"Cannot fetch {repo_id}: the hub cannot be reached, and no copy of it is on this "
-            "machine. Give a folder or a GGUF file, or check the network."
-        ) from error
-    if wanted is None and (folder / "config.json").is_file():
-        return folder
-    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-    return _from_gguf([folder / name for name in _chosen(names, wanted, repo_id)])
+        return Path(
+            snapshot_download(
+                repo_id, revision=revision, allow_patterns=patterns, local_files_only=True
+            )
+        )
+    except (OSError, ValueError):
+        return None
+
+
+def _has_weights_and_tokenizer(folder: Path) -> bool:
+    from prefixcache.models.weights import checkpoint_files
+
+    try:
+        checkpoint_files(folder)
+    except ModelLoadError:
+        return False
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def _from_gguf(parts: list[Path]) -> Path:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -18,10 +19,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load, save
 
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
+from prefixcache.models.gguf import remote
 from prefixcache.models.gguf.choice import choose
 from prefixcache.models.hub import resolve_model
 from prefixcache.models.loader import check_weights
@@ -43,6 +46,8 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, dict[str, bytes]] = {}
         self.sent = 0
         self.asked: list[tuple[str, str, str | None]] = []
+        self.refusal = 0
+        self.ignores_ranges = False
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -63,7 +68,9 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = self.path.split("?")[0].lstrip("/")
         self.server.asked.append((self.command, path, self.headers.get("Range")))
-        if match := re.fullmatch(r"api/models/([^/]+/[^/]+)(/revision/.+)?", path):
+        if self.server.refusal:
+            self._send(self.server.refusal, b'{"error": "for a reason"}', {})
+        elif match := re.fullmatch(r"api/models/([^/]+/[^/]+)(/revision/.+)?", path):
             self._list(match[1])
         elif match := re.fullmatch(rf"api/models/([^/]+/[^/]+)/tree/{COMMIT}", path):
             files = self.server.repos[match[1]].items()
@@ -107,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _file(self, content: bytes) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None:
+        if asked is None or self.server.ignores_ranges:
             self._send(200, content, self._about(content))
             return
         start = int(asked[1])
@@ -125,8 +132,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.server.sent += len(body)
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # Who has read enough hangs up.
+                for start in range(0, len(body), MEGABYTE):
+                    self.wfile.write(body[start : start + MEGABYTE])
+                    self.server.sent += len(body[start : start + MEGABYTE])
 
 
 @pytest.fixture
@@ -216,7 +225,7 @@ def test_a_later_start_reads_no_file_and_needs_no_hub(loopback, file, monkeypatc
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert resolve_model("owner/tiny-GGUF") == first
     assert resolve_model("owner/tiny-GGUF:Q4_K_M") == first
-    with pytest.raises(ModelLoadError, match=r"^Cannot fetch a/b: the hub .* GGUF file.*$"):
+    with pytest.raises(ModelLoadError, match=r"^Cannot fetch a/b from the hub: .* GGUF file.*$"):
         resolve_model("a/b")
 
 
@@ -245,6 +254,66 @@ def test_a_checkpoint_is_fetched_after_its_config_was_read(loopback, tmp_path):
     folder = resolve_model("owner/tiny", "main")
     assert ModelConfig.from_hf(folder) == ModelConfig.from_hf(source)
     assert {path.name for path in folder.iterdir()} == files.keys()
+
+
+def checkpoint(folder: Path) -> dict[str, bytes]:
+    """A checkpoint in two files with weights, an index and a file that nothing needs."""
+    source = make_checkpoint(folder)
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    tensors = load(files.pop("model.safetensors"))
+    shards = {"model-1.safetensors": dict[str, Any](), "model-2.safetensors": dict[str, Any]()}
+    weight_map = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for name, shard in weight_map.items():
+        shards[shard][name] = tensors[name]
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()}
+    weights = {name: save(part, {"format": "pt"}) for name, part in shards.items()}
+    return files | index | weights | {"README.md": b"x"}
+
+
+UNREACHABLE = -1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 500, UNREACHABLE])
+def test_a_complete_copy_starts_without_the_hub(
+    loopback, file, tmp_path, monkeypatch, caplog, status
+):
+    loopback.repos["owner/tiny-GGUF"] = {"tiny-Q4_K_M.gguf": file.read_bytes()}
+    loopback.repos["owner/tiny"] = checkpoint(tmp_path / "source")
+    names = ["owner/tiny", "owner/tiny-GGUF", "owner/tiny-GGUF:Q4_K_M"]
+    folders = [resolve_model(name) for name in names]
+    if status == UNREACHABLE:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    else:
+        loopback.refusal = status
+    assert [resolve_model(name) for name in names] == folders
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    reason = "refused" if status == UNREACHABLE else str(status)
+    said = [text for text in warnings if re.match(r"The copy of .* is used: .*" + reason, text)]
+    assert len(said) == len(names)
+    for absent in ("owner/tiny-GGUF:Q2_K", "owner/other"):
+        with pytest.raises(
+            ModelLoadError, match=f"Cannot fetch owner/.*{reason}.*No complete copy"
+        ):
+            resolve_model(absent)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["config.json", "tokenizer.json", "model.safetensors.index.json", "model-2.safetensors"],
+)
+@pytest.mark.parametrize("hub_lists_its_files", [False, True])
+def test_an_incomplete_copy_ends_with_what_the_hub_says(
+    loopback, tmp_path, missing, hub_lists_its_files
+):
+    loopback.repos["owner/tiny"] = checkpoint(tmp_path / "source")
+    folder = resolve_model("owner/tiny")
+    (folder / missing).unlink()
+    if not hub_lists_its_files:
+        for listing in folder.parents[1].glob("trees/*"):
+            listing.unlink()
+    loopback.refusal = 429
+    with pytest.raises(ModelLoadError, match=r"Cannot fetch owner/tiny.*429.*No complete copy"):
+        resolve_model("owner/tiny")
 
 
 QUANTIZERS = [
@@ -278,6 +347,43 @@ def test_a_configuration_that_is_no_object_is_refused_by_name(loopback, config: 
     loopback.repos["owner/tiny"] = {"config.json": config, "model.safetensors": b""}
     with pytest.raises(ModelLoadError, match=r"config\.json of owner/tiny .*JSON object"):
         resolve_model("owner/tiny")
+
+
+@pytest.mark.parametrize("size", [1 << 10, 80 * MEGABYTE])
+def test_a_server_that_sends_whole_files_is_not_read_whole(loopback, file, size):
+    loopback.ignores_ranges = True
+    loopback.repos["owner/tiny-GGUF"] = {"tiny-Q8_0.gguf": file.read_bytes()[:size] + bytes(size)}
+    with pytest.raises(ModelLoadError, match=r"more than 65536 bytes|read in parts"):
+        resolve_model("owner/tiny-GGUF")
+    loopback.repos["owner/tiny"] = {"config.json": b" " * size + b"[", "model.safetensors": b""}
+    with pytest.raises(ModelLoadError, match=r"more than 16777216 bytes|no JSON obj"):
+        resolve_model("owner/tiny")
+    assert loopback.sent < 60 * MEGABYTE
+
+
+def test_an_error_without_an_end_is_not_read(loopback, monkeypatch):
+    files = {"config.json": b"{}", "model.safetensors": b""}
+    loopback.repos["owner/tiny"] = files
+    monkeypatch.setattr(Handler, "_file", lambda self, _: self._send(500, bytes(80 << 20), {}))
+    with pytest.raises(ModelLoadError, match=r"Cannot fetch owner/tiny.*500"):
+        resolve_model("owner/tiny")
+    assert loopback.sent < 60 * MEGABYTE
+
+
+def test_a_header_without_an_end_is_read_to_a_bound(loopback, monkeypatch):
+    """It says that its first name has 2^40 bytes, and the server that the file has more."""
+    monkeypatch.setattr(remote, "_MOST_HEADER_BYTES", MEGABYTE)
+    begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 40)
+    monkeypatch.setattr(
+        Handler,
+        "_file",
+        lambda self, _: self._send(
+            206, begin, {"Content-Range": f"bytes 0-{len(begin) - 1}/{1 << 50}"}
+        ),
+    )
+    loopback.repos["owner/tiny-GGUF"] = {"tiny-Q8_0.gguf": b""}
+    with pytest.raises(ModelLoadError, match="its header has more than 1 MiB"):
+        resolve_model("owner/tiny-GGUF")
 
 
 def bad_architecture(content: bytes) -> bytes:

@@ -15,6 +15,10 @@ from prefixcache.models.gguf.header import GgufHeader, parse_header
 
 # Of a range; each is twice the one before. The first has what the file is, and not its vocabulary.
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 4 << 20
+_MOST_HEADER_BYTES = 256 << 20
+_MOST_JSON_BYTES = 16 << 20
+HUB_SECONDS = 60
+"""How long the hub may send nothing."""
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
@@ -36,30 +40,48 @@ def check_remote(repo_id: str, names: list[str], revision: str | None) -> None:
 def remote_json(repo_id: str, name: str, revision: str | None) -> dict[str, Any]:
     """What a JSON file of a repository says; it is not kept.
 
-    Raises as the hub's client does, and `ModelLoadError` for what is no object.
+    Raises as the hub's client does, `OSError` for more than 16 MiB, and `ModelLoadError` for what
+    is no object.
     """
-    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub import hf_hub_url
+
+    _, body = _answer(hf_hub_url(repo_id, name, revision=revision), _MOST_JSON_BYTES)
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{name} of {repo_id} holds no JSON object.")
+    return cast("dict[str, Any]", value)
+
+
+def _answer(url: str, most: int, **headers: str) -> tuple[Any, bytes]:
+    """The hub's response and its body. Raises `OSError` where that has more than `most` bytes."""
+    from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-    url = hf_hub_url(repo_id, name, revision=revision)
-    response = get_session().get(url, headers=build_hf_headers())
-    hf_raise_for_status(response)
-    found = json.loads(response.content)
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{name} of {repo_id} holds no JSON object.")
-    return cast("dict[str, Any]", found)
+    session: Any = get_session()
+    # A body that is sent as it is has no more bytes than were read.
+    sent = build_hf_headers() | {"Accept-Encoding": "identity"} | headers
+    body = bytearray()
+    with session.stream("GET", url, headers=sent, timeout=HUB_SECONDS) as response:
+        if response.is_error:
+            response.close()  # The hub's client would read all of its body.
+        hf_raise_for_status(response)
+        for part in response.iter_raw():
+            body += part
+            if len(body) > most:
+                raise OSError(f"{url} sends more than {most} bytes")
+    return response, bytes(body)
 
 
 class _Ranges:
     """A file's bytes from its start, asked for when they are read; slices only."""
 
     def __init__(self, repo_id: str, name: str, revision: str | None) -> None:
-        from huggingface_hub import get_session, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub import hf_hub_url
 
         self._url = hf_hub_url(repo_id, name, revision=revision)
-        self._session: Any = get_session()
-        self._headers = build_hf_headers()
         self._data = bytearray()
         self._next_bytes = _FIRST_BYTES
         self._size = 0
@@ -69,24 +91,21 @@ class _Ranges:
         return self._size
 
     def __getitem__(self, part: slice) -> bytes:
+        if part.stop > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MOST_HEADER_BYTES >> 20} MiB")
         while len(self._data) < part.stop:
             self._fetch()
         return bytes(self._data[part])
 
     def _fetch(self) -> None:
-        from huggingface_hub.utils import hf_raise_for_status
-
         start = len(self._data)
         wanted = f"bytes={start}-{start + self._next_bytes - 1}"
-        headers = self._headers | {"Range": wanted, "Accept-Encoding": "identity"}
-        with self._session.stream("GET", self._url, headers=headers) as response:
-            hf_raise_for_status(response)
-            match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if response.status_code != 206 or match is None:
-                raise OSError(f"{self._url} cannot be read in parts")
-            self._size = int(match[1])
-            found = response.read()
-        if not found:
+        response, body = _answer(self._url, self._next_bytes, Range=wanted)
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if response.status_code != 206 or match is None:
+            raise OSError(f"{self._url} cannot be read in parts")
+        if not body:
             raise OSError(f"{self._url} ends before its size")
-        self._data += found
+        self._size = int(match[1])
+        self._data += body
         self._next_bytes = min(2 * self._next_bytes, _MOST_BYTES)

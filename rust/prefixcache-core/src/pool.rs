@@ -44,8 +44,9 @@
 //!
 //! # Memory
 //!
-//! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots;
-//! 32 more for each further class that is in use, 24 more once somebody listens to evictions. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
+//! 112 bytes a block: 64 for the record, 16 for the index at a load of 4/7, 32 for a ring of four slots. Index and ring are
+//! powers of two, so that is of as many blocks as a power of two has, and one block more takes 160 each; a ring has 2 MiB
+//! at least. 32 more for each further class that is in use, 24 more once somebody listens to evictions. With queues ([`EvictionPolicy::ReuseQueue`]) that is six more
 //! classes, and up to 70 bytes a block for what the policy remembers. All of it starts as untouched zero pages (huge ones,
 //! where the system gives them), so a pool is built in microseconds and grows into its memory as it is
 //! used. Of a pool that may grow, the records above its size are not touched; index and rings are used all over

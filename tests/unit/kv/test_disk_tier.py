@@ -406,3 +406,32 @@ def test_no_call_that_fails_or_is_the_last_one_leaves_anything_wrong(folder, how
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > 200
+
+
+def test_an_error_that_nobody_foresaw_ends_the_loads_and_not_the_tier(make, monkeypatch, caplog):
+    tiered = make()
+    hashes = evicted(tiered)
+    with monkeypatch.context() as failing:
+        failing.setattr(DiskStore, "get", mock.Mock(side_effect=TypeError("secret")))
+        failing.setattr(DiskStore, "close", mock.Mock(side_effect=TypeError("secret")))
+        assert tiered.load(hashes) == []
+        tiered.until(lambda: tiered.tier.counts().failures)
+    assert [r.getMessage() for r in caplog.records if "secret" in r.getMessage()] == []
+    tiered.now += 100
+    tiered.tier._wake()
+    tiered.until(lambda: tiered.count(hashes) == 7)
+    assert tiered.load(hashes) == [100 + i for i in range(7)]
+
+
+def test_a_damaged_file_that_was_replaced_meanwhile_is_not_removed_again(folder):
+    first = DiskStore(folder, 8 * MIB, SCOPE)
+    first._db.execute("DROP TABLE data")
+    (folder / FILE_NAME).rename(folder / "before")  # As removed, and its inode is not used again.
+    second = DiskStore(folder, 8 * MIB, SCOPE)
+    second.put([(b"key", b"value")])
+    with pytest.raises(OSError, match="is damaged"):
+        first.get([b"key"])
+    first.close()
+    assert second.get([b"key"]) == [b"value"]
+    second.close()
+    assert list(DiskStore(folder, 8 * MIB, SCOPE).keys()) == [b"key"]

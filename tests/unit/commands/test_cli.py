@@ -108,8 +108,10 @@ def test_help_shows_what_people_use_and_names_the_groups():
     assert shown[0] == "--model"
     assert {"--port", "--api-key", "--kv-cache-memory", "--max-num-seqs"} < set(shown)
     assert 10 <= len(shown) <= 18
-    assert "All 106 options: --help all" in text
-    assert all(name.lower() in text.split("All 106")[1] for name in GROUPS)
+    everything = sum(map(len, _sections(_run("serve", "--help", "all").output).values()))
+    end = re.search(r"All (\d+) options: --help all.*", text, re.DOTALL)
+    assert len(shown) < int(end[1]) <= everything
+    assert all(name.lower() in end[0] for name in GROUPS)
 
 
 def test_help_of_a_group_shows_all_of_it():

@@ -102,6 +102,15 @@ def test_calls_results_and_what_is_said_behind_them_are_shown(family, call_id):
         assert text.count("get_time") >= 2
 
 
+def test_a_system_message_is_shown_when_the_result_of_a_tool_ends_the_chat():
+    call = assistant(("c", "get_time", {}))
+    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    first = prompt("mistral-v3", S, U)
+    later = chat_format("mistral-v3").plan([*turns(S, U), call, result]).prompt
+    assert shown(first) == shown(later) == [0, 1]
+    assert later.startswith(first)
+
+
 def test_ids_of_nine_characters_stand_for_others_alike():
     def ids(family: str, call_id: str) -> list[str]:
         result = {"role": "tool", "tool_call_id": call_id, "content": "noon"}

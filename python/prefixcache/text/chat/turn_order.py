@@ -27,10 +27,14 @@ _MARK = re.compile(r"text (\d+);")
 _ANSWER: _Message = {"role": "assistant", "content": "OK."}
 
 _QUESTION: _Message = {"role": "user", "content": "b"}
-_DIALOGUES: tuple[list[_Message], ...] = (
-    [{"role": "system", "content": "a"}, _QUESTION],
-    [{"role": "system", "content": "a"}, _QUESTION, {**_ANSWER}, _QUESTION],
-)
+_SYSTEM: _Message = {"role": "system", "content": "a"}
+_DIALOGUES = ([_SYSTEM, _QUESTION], [_SYSTEM, _QUESTION, _ANSWER, _QUESTION])
+_FUNCTION = {"name": "f", "arguments": "{}"}
+_CALL = {"id": "aBcDeF123", "type": "function", "function": _FUNCTION}
+_WITH_RESULT: list[_Message] = [
+    *(_SYSTEM, _QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
+    {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "c"},
+]
 
 
 class TurnOrder:
@@ -42,7 +46,9 @@ class TurnOrder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        # Mistral's older ones drop the system message once a result is there. Others raise on it.
         self._shows_usual = all(self._shows(turns, {}) for turns in _DIALOGUES)
+        self._shows_usual &= self._shows(_WITH_RESULT, {}, otherwise=True)
         self._has_warned = False
 
     def fitted(self, messages: Sequence[_Message], options: Mapping[str, Any]) -> list[_Message]:
@@ -57,12 +63,17 @@ class TurnOrder:
                 return changed
         return turns
 
-    def _shows(self, turns: Sequence[_Message], options: Mapping[str, Any]) -> bool:
-        """Whether the template shows instructions and questions, by short texts in their place."""
+    def _shows(
+        self, turns: Sequence[_Message], options: Mapping[str, Any], *, otherwise: bool = False
+    ) -> bool:
+        """Whether the template shows instructions and questions, by short texts in their place.
+
+        `otherwise` where it raises.
+        """
         try:
             text = self._template.render(_shortened(turns), **options)
         except InvalidRequestError:
-            return False
+            return otherwise
         shown = {*map(int, _MARK.findall(text))}
         return all(
             index in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -413,3 +414,10 @@ def test_the_text_of_a_custom_call_comes_in_any_pieces(arguments, text, size):
     reader = InputText()
     pieces = [reader.push(arguments[at : at + size]) for at in range(0, len(arguments), size)]
     assert "".join(pieces) + reader.end() == text
+
+
+def test_the_expression_of_a_custom_tool_is_kept_to(smollm2):
+    form = {"type": "grammar", "syntax": "regex", "definition": r"[a-c]{3}-\d{1,9};"}
+    tools = [{"type": "custom", "name": "code", "format": form}]
+    body = _responses(smollm2, tools=tools, tool_choice="required").json()
+    assert re.fullmatch(form["definition"], body["output"][0]["input"])

@@ -148,7 +148,7 @@ def damaged(content: bytes, choose: random.Random) -> bytes:
         return content
     if choose.random() < 0.2:
         return content[: choose.randrange(len(content) + 1)]
-    data = bytearray(content or choose.randbytes(choose.randrange(3000)))
+    data = bytearray(content or choose.randbytes(choose.randrange(1, 3000)))
     for _ in range(choose.choice([1, 1, 5, 50])):
         size = min(len(data), choose.choice([1, 1, 8, 512, 1 << 14]))
         # Anywhere, in the header, in the text of the schema, or where a page says what it holds.

@@ -4,7 +4,7 @@
 //! prompt that is asked again begins with itself. So each end may be worth a snapshot of the states, and mostly one of
 //! the two is never hit.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{BuildHasher, RandomState};
 
 use crate::hash::Scope;
 use crate::store::Marks;
@@ -19,13 +19,23 @@ const MEMORY: u64 = 256;
 /// Scopes that are counted apart; salts whose hashes agree share a place, so that the table is bounded.
 const PLACES: usize = 64;
 
+thread_local! {
+    /// Decides which salts share a place. It is random, so that no client can pick a salt that shares another's, and the
+    /// same for all caches that a thread makes, so that these do the same where they get the same calls.
+    static KEY: RandomState = RandomState::new();
+}
+
 /// What each scope's requests do, so that one client's do not decide about those of another.
 #[derive(Debug)]
-pub(crate) struct EndsByScope([Ends; PLACES]);
+pub(crate) struct EndsByScope {
+    places: [Ends; PLACES],
+    key: RandomState,
+}
 
 impl Default for EndsByScope {
     fn default() -> Self {
-        Self(std::array::from_fn(|_| Ends::default()))
+        let places = std::array::from_fn(|_| Ends::default());
+        Self { places, key: KEY.with(Clone::clone) }
     }
 }
 
@@ -35,14 +45,12 @@ impl EndsByScope {
         let Some(salt) = &scope.cache_salt else {
             return 0;
         };
-        let mut hasher = DefaultHasher::new();
-        salt.hash(&mut hasher);
-        1 + (hasher.finish() as usize) % (self.0.len() - 1)
+        1 + (self.key.hash_one(salt) as usize) % (PLACES - 1)
     }
 
     /// The counts of a place.
     pub(crate) fn at(&self, place: usize) -> &Ends {
-        &self.0[place]
+        &self.places[place]
     }
 }
 
@@ -78,5 +86,27 @@ impl Ends {
     /// The same of prompts.
     pub(crate) fn are_prompts(&self) -> bool {
         self.prompts.load(Relaxed) > FACTOR * (self.answers.load(Relaxed) + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hash::{BuildHasherDefault, DefaultHasher};
+
+    use super::*;
+
+    #[test]
+    fn the_places_of_salts_are_known_to_nobody() {
+        let ends = EndsByScope::default();
+        let salts: Vec<String> = (0..1000).map(|number| format!("salt {number}")).collect();
+        let place = |salt: &String| {
+            ends.place(&Scope { cache_salt: Some(salt.clone()), ..Scope::default() })
+        };
+        let places: Vec<usize> = salts.iter().map(place).collect();
+        assert_eq!(places, salts.iter().map(place).collect::<Vec<_>>());
+        assert!(places.iter().all(|&place| (1..PLACES).contains(&place)));
+        let of_anybody = BuildHasherDefault::<DefaultHasher>::default();
+        let guess = |salt| 1 + (of_anybody.hash_one(salt) as usize) % (PLACES - 1);
+        assert_ne!(places, salts.iter().map(guess).collect::<Vec<_>>());
     }
 }

@@ -14,7 +14,9 @@
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::io;
+use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
@@ -38,6 +40,8 @@ pub struct Team {
     members: Vec<JoinHandle<()>>,
     sleepers: Vec<Thread>,
     turn: Mutex<()>,
+    /// The id of the process that has the members: one that was forked off has none.
+    process: u32,
 }
 
 struct Shared {
@@ -100,8 +104,13 @@ impl Team {
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let mut team =
-            Self { shared, members: Vec::new(), sleepers: Vec::new(), turn: Mutex::new(()) };
+        let mut team = Self {
+            shared,
+            members: Vec::new(),
+            sleepers: Vec::new(),
+            turn: Mutex::new(()),
+            process: process::id(),
+        };
         // One by one: where a thread cannot be had, the team's drop ends those before it.
         for number in 1..threads {
             team.members.push(spawn(number, team.shared.clone())?);
@@ -172,7 +181,7 @@ impl Team {
     fn start(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
         // SAFETY: only the lifetime changes; `run` waits until nobody holds the job.
         let task = unsafe {
-            std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(task)
+            mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(task)
         };
         // SAFETY: the caller holds `turn`, and the last `run` left the gate closed, nobody inside.
         unsafe { *self.shared.job.get() = Job { task, tasks } };
@@ -202,6 +211,10 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
+        if process::id() != self.process {
+            mem::forget(mem::take(&mut self.members));
+            return;
+        }
         // Relaxed: the new round publishes it.
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.open_round();

@@ -2,6 +2,8 @@
 //! blocks that nobody has hit yet. It runs at a low priority where the system has one for threads.
 
 use std::io;
+use std::mem;
+use std::process;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::fence;
@@ -15,6 +17,8 @@ use crate::table::Table;
 pub(crate) struct Checker {
     table: Arc<Table>,
     thread: Option<JoinHandle<()>>,
+    /// The id of the process that has the thread: one that was forked off has none.
+    process: u32,
 }
 
 impl Checker {
@@ -23,7 +27,7 @@ impl Checker {
         let thread =
             thread::Builder::new().name("kv-checksums".into()).spawn(move || work(&shared))?;
         let _ = table.thread.set(thread.thread().clone());
-        Ok(Self { table, thread: Some(thread) })
+        Ok(Self { table, thread: Some(thread), process: process::id() })
     }
 }
 
@@ -50,6 +54,10 @@ fn work(table: &Table) {
 
 impl Drop for Checker {
     fn drop(&mut self) {
+        if process::id() != self.process {
+            mem::forget(self.thread.take());
+            return;
+        }
         self.table.stopped.store(true, SeqCst);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();

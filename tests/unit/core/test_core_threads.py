@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -283,3 +284,54 @@ def test_long_calls_of_a_pool_let_other_threads_run(name: str) -> None:
     call = getattr(calls, name)
     assert not another_runs_during(lambda: call(calls.FEW), 20)
     assert another_runs_during(lambda: call(calls.MANY), 1_000)
+
+
+def run_alone(script: str) -> tuple[str, str]:
+    """What a process prints and what it complains of that runs the script."""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, done.stderr
+
+
+FORKS = """
+import os, sys, tempfile
+from prefixcache import _core
+file = tempfile.TemporaryFile()
+cpu, kept = _core.Cpu(2), _core.KVFile(file.fileno(), bytes(32), 1, 4096, 64)
+child = os.fork()
+if child == 0:
+    {in_child}
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("in_child", ["del cpu", "del kept", "pass"])
+def test_a_forked_child_drops_what_has_threads_in_its_parent_quietly(in_child: str) -> None:
+    assert run_alone(FORKS.format(in_child=in_child)) == ("7\n", "")
+
+
+PANICS = """
+import sys
+from prefixcache import _core
+cache = _core.PrefixCache(64, threads="{threads}")
+# An array is made while the cache is being changed, and without numpy that is a panic.
+for name in ("numpy", "numpy._core.multiarray", "numpy.core.multiarray"):
+    sys.modules[name] = None
+try:
+    cache.begin_moves(32, 4)
+except BaseException as error:
+    print(type(error).__name__)
+for call in (cache.stats, cache.adopt_writer, cache.free_order, lambda: cache.resize(9)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("threads", ["single_writer", "shared"])
+def test_a_call_that_panics_closes_the_cache(threads: str) -> None:
+    printed, _ = run_alone(PANICS.format(threads=threads))
+    reason = "the cache is closed: a call that was changing it panicked"
+    assert printed.splitlines() == ["PanicException", *[reason] * 4]

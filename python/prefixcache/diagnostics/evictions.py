@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -15,6 +16,8 @@ import numpy.typing as npt
 
 from prefixcache.diagnostics.history import Pressure
 from prefixcache.kv.cache_manager import CacheManager
+
+logger = logging.getLogger(__name__)
 
 DISCARDED = 2
 """The cause of a block that its last holder gave up, as one behind a window."""
@@ -117,7 +120,10 @@ class EvictionReader:
 def _read_on(reference: weakref.ref[EvictionReader]) -> None:
     """Reads until the object is gone: an engine has no end that could stop a thread."""
     while (reader := reference()) is not None:
-        reader.read()
+        try:
+            reader.read()
+        except Exception:
+            logger.exception("Evicted blocks were not read; this goes on.")
         del reader
         time.sleep(_PERIOD)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from prefixcache.routing import PrefixRouting
 logger = logging.getLogger(__name__)
 
 Snapshot = Callable[[], Iterable[bytes]]
+
+# From a failure to a new start.
+_AGAIN_SECONDS = 10.0
 
 
 class KnownCaches:
@@ -55,29 +59,34 @@ class _CacheReader:
         self.is_complete = False
         self._routing = routing
         self._replica = replica
-        self._events = EventReader(
-            endpoints["endpoint"], endpoints["replay_endpoint"], snapshot=snapshot
+        self._new_reader = partial(
+            EventReader, endpoints["endpoint"], endpoints["replay_endpoint"], snapshot=snapshot
         )
-        self._closed = False
+        self._events = self._new_reader()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-event-reader", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends the reading, in a moment."""
-        self._closed = True
+        self._closed.set()
         self._events.close()
 
     def _run(self) -> None:
-        try:
-            for update in self._events:
-                if self._closed:
-                    return
-                self._take(update)
-        except Exception:  # the replica is then asked what it has
-            if not self._closed:
+        while not self._closed.is_set():
+            try:
+                self._read()
+            except Exception:  # until the next start the replica is asked what it has
                 logger.warning("The events of %s cannot be read.", self._replica, exc_info=True)
-        finally:
             self.is_complete = False
+            self._closed.wait(_AGAIN_SECONDS)
+            self._events = self._new_reader()
+
+    def _read(self) -> None:
+        for update in self._events:
+            if self._closed.is_set():
+                return
+            self._take(update)
 
     def _take(self, update: Update) -> None:
         if update.restarted:

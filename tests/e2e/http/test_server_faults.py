@@ -79,10 +79,20 @@ async def test_one_failing_choice_ends_the_others(tokenizer):
     assert (len(engine.requests), engine.num_open) == (3, 0)
 
 
+class DeadEngine(FakeEngine):
+    """Has no control any more, as a real one."""
+
+    def __getattribute__(self, name):
+        if name == "control" and self.dead is not None:
+            raise self.dead
+        return super().__getattribute__(name)
+
+
 async def test_a_dead_engine_is_unavailable(tokenizer):
-    engine = FakeEngine(says)
+    engine = DeadEngine(says)
+    app = fake_app(engine, tokenizer)
     engine.dead = EngineDeadError("The engine stopped.")
-    async with client_of(fake_app(engine, tokenizer)) as client:
+    async with client_of(app) as client:
         for path in PATHS:
             for stream in (False, True):
                 response = await client.post(path, json={**BODY, "stream": stream})
@@ -91,6 +101,8 @@ async def test_a_dead_engine_is_unavailable(tokenizer):
         assert (await client.get("/health")).status_code == 503
         assert (await client.post("/reset_prefix_cache")).status_code == 503
         assert (await client.get("/v1/models")).status_code == 200
+        version = (await client.get("/version")).json()
+        assert (version["weights"], version["prefix_hash"]) == (None, None)
 
 
 async def test_what_nobody_expected_is_logged_and_not_shown(tokenizer, caplog):

@@ -175,6 +175,15 @@ def test_a_body_that_ends_early_harms_nobody(address, client):
     assert client.models.list().data
 
 
+@pytest.mark.parametrize("length", [str(2**25 + 1), str(2**63), "0" * 5000 + str(2**25 + 1)])
+def test_a_length_over_the_limit_is_refused_before_the_body_comes(address: str, length: str):
+    host, port = address.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
 @pytest.mark.slow
 def test_a_hundred_megabytes_are_refused(address, client):
     body = b'{"prompt": "' + b"x" * 100_000_000 + b'"}'

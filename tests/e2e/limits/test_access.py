@@ -261,6 +261,14 @@ FOREIGN = [
     {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
     {"Host": "127.0.0.1.evil.example"},
     {"Host": "localhost@evil.example"},
+    {"Host": "foo@127.0.0.1"},
+    {"Host": "127.0.0.1/evil"},
+    {"Host": "127.0.0.1#x"},
+    {"Host": "127.0.0.1?x"},
+    {"Host": "127.0.0.1:80:80"},
+    {"Host": "127.0.0.1:x"},
+    {"Host": "localhost", "Origin": "https://localhost"},
+    {"Host": "localhost", "Origin": "x://localhost", "Sec-Fetch-Site": "same-origin"},
     {"Host": "[::1"},
     {"Host": ""},
 ]
@@ -276,6 +284,15 @@ async def test_pages_of_other_sites_reach_nothing(make_app, rules, headers):
             assert (status, code in ("foreign_origin", "unknown_host")) == (403, True), path
 
 
+async def test_of_two_hosts_none_is_known(make_app: MakeApp) -> None:
+    headers = [("Host", "127.0.0.1"), ("Host", "localhost")]
+    assert code_of(await answer(make_app(), headers=headers)) == (403, "unknown_host")
+
+
+async def test_who_asks_for_the_root_alone_hears_that_somebody_is_there(make_app: MakeApp) -> None:
+    assert (await answer(make_app(CLIENTS), "/", method="HEAD")).status_code == 200
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -288,7 +305,11 @@ async def test_pages_of_other_sites_reach_nothing(make_app, rules, headers):
         {"Host": "llm.example.com:8000"},
         {"Host": "a.llm.example.org"},
         {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
-        {"Host": "llm.example.com", "Origin": "https://LLM.example.com"},
+        {
+            "Host": "llm.example.com",
+            "Origin": "https://LLM.example.com",
+            "Sec-Fetch-Site": "same-origin",  # behind a proxy that ends TLS
+        },
         {"Sec-Fetch-Site": "same-origin"},
         {"Sec-Fetch-Site": "none"},
     ],

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from uvicorn.server import ServerState
 
 from prefixcache.cli.main import app as command
+from prefixcache.server.http import tls
 from prefixcache.server.http.tls import Certificates
 from prefixcache.server.jobs.context import Lifecycle
 from prefixcache.server.options.serve_options import TlsOptions
@@ -180,6 +181,28 @@ def test_a_certificate_is_renewed_while_serving_and_a_broken_one_is_not_taken(
         certificates.renew()
         assert _new_serial(url, files) == second
     assert "was renewed" in caplog.text
+
+
+def test_a_file_that_changes_between_two_reads_is_read_again(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A writer such as `cp` truncates the file first."""
+    certificates, load = Certificates(files.options), tls._load_pair
+    before = certificates.context
+
+    def load_and_truncate(*arguments: Any) -> None:
+        load(*arguments)
+        files.cert.write_bytes(b"")
+
+    files.issue()
+    with monkeypatch.context() as patched:
+        patched.setattr(tls, "_load_pair", load_and_truncate)
+        certificates.renew()
+    assert certificates.context is before
+    assert caplog.text.count("was not renewed") == 1
+    files.issue()
+    certificates.renew()
+    assert certificates.context is not before
 
 
 def _serial(url: str, client: httpx.Client) -> str:

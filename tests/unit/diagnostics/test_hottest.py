@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixcache.diagnostics import evictions
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.hottest import HotPrefix, HotPrefixes
 
@@ -113,3 +115,22 @@ def test_the_heaviest_stay_with_those_above_them(
 
 def _all(nodes: list[HotPrefix]) -> list[HotPrefix]:
     return [one for node in nodes for one in (node, *_all(node.children))]
+
+
+def test_a_listener_that_fails_does_not_end_the_reading(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evictions, "_PERIOD", 0.0)
+    reads: list[int] = []
+
+    class Failing:
+        def read(self) -> None:
+            reads.append(1)
+            if len(reads) == 1:
+                raise RuntimeError("once")
+
+    reader = Failing()
+    reference: Any = iter([reader, reader, None]).__next__
+    evictions._read_on(reference)
+    assert len(reads) == 2
+    assert "were not read" in caplog.text

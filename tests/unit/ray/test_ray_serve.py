@@ -414,6 +414,7 @@ def test_wrong_numbers_of_replicas_are_rejected(flags: dict[str, Any], name: str
 
 
 def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of the reader is no end: another one begins where it has a snapshot."""
     hashes = BlockHashes.compute(range(35), ROOT, 4).short()
     header = SnapshotHeader(1, 5, "", "tiny", 4, [])
     updates: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
@@ -428,6 +429,7 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
             updates.put(None)
 
     monkeypatch.setattr(known_caches, "EventReader", Reader)
+    monkeypatch.setattr(known_caches, "_AGAIN_SECONDS", 0.0)
     routing = PrefixRouting(block_size=4)
     for name in ("a", "b"):
         routing.add(name)
@@ -453,6 +455,9 @@ def test_events_tell_what_a_replica_has(monkeypatch: pytest.MonkeyPatch) -> None
     follows(Update(6, [BlockRemoved(hashes[2:3].tolist(), None), *on_disk]), 8)
     follows(Update(7, [AllBlocksCleared()]), 0)
     follows(Update(-1, [stored(2)], restarted=True), 8, known=False)
+    broken: Any = "no update"
+    updates.put(broken)
+    follows(Update(5, [stored(3)], restarted=True, snapshot=header), 12)
     caches.forget("a")
     assert not caches.knows("a")
 

@@ -63,14 +63,15 @@ def health_router(
 
     @router.get("/version")
     async def show_version() -> dict[str, Any]:
-        weights = engine.control.weights_info()
+        control = None if engine.dead else engine.control
+        weights = control and control.weights_info()
         return {
             "version": VERSION,
             "batch_invariant": served.batch_invariant,
             "dtype": served.dtype,
             "cpu_activations": served.activations,
             "weights": None if weights is None else asdict(weights),
-            "prefix_hash": None if engine.dead else asdict(engine.control.prefix_hash_info()),
+            "prefix_hash": control and asdict(control.prefix_hash_info()),
         }
 
     @router.get("/metrics")

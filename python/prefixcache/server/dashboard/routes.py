@@ -64,9 +64,11 @@ def dashboard_router(engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle)
         if file.suffix in _MEDIA_TYPES:
             _serve(router, _PAGES.get(file.name, f"{DASHBOARD_PATH}/assets/{file.name}"), file)
 
-    @router.get("/", include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root(request: Request) -> Response:
-        """Leads browsers to the dashboard; there is nothing here for others."""
+        """Leads browsers to the dashboard; others learn by HEAD that somebody is here."""
+        if request.method == "HEAD":
+            return Response()
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(HTTPStatus.NOT_FOUND)
         return RedirectResponse(DASHBOARD_PATH.removeprefix("/"))

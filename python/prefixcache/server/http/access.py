@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.routing import Match
@@ -54,6 +53,7 @@ _CLIENT_PREFIXES = ("/v1/models/", "/v1/responses/")
 _WARM_PATH = "/prefix_cache/warm"
 
 _HOST_PATTERN = re.compile(r"[\w*.-]+")
+_HOST = re.compile(r"(\[(?P<address>[\w:.%]+)\]|(?P<name>[\w.-]+))(:\d*)?")
 _LOCAL_HOSTS = ("localhost", "*.localhost")
 _FORWARDING = frozenset(
     {
@@ -159,7 +159,7 @@ class AccessCheck:
         if path in self._public or path.startswith(_PUBLIC_PREFIX):
             return Caller()
         headers = Headers(scope=scope)
-        is_foreign_page = self._is_foreign_page(headers)
+        is_foreign_page = self._is_foreign_page(headers, scope["scheme"])
         digest = _digest(_key_of(headers))
         caller = self._caller(digest, is_local=not is_foreign_page and _is_local(scope, headers))
         if self._api_keys and not (caller.is_admin or _holds(self._api_keys, digest)):
@@ -169,25 +169,26 @@ class AccessCheck:
             raise self._admin_needed(scope)
         return caller
 
-    def _is_foreign_page(self, headers: Headers) -> bool:
+    def _is_foreign_page(self, headers: Headers, scheme: str) -> bool:
         """Whether a browser asks on behalf of a page of another origin, which is allowed.
 
         Raises `ApiError` for any other page that is not ours.
         """
-        host = headers.get("host", "")
+        host = ",".join(headers.getlist("host"))
         if not _is_known_host(host, self._hosts):
             raise _forbidden(
                 f"The host {host!r} is not known here; --allowed-hosts adds it.", "unknown_host"
             )
         origin = headers.get("origin")
-        if origin is not None and origin.lower().partition("://")[2] != host.lower():
+        site = headers.get("sec-fetch-site")
+        if origin is not None and not _is_own_origin(origin.lower(), host.lower(), scheme, site):
             if self._cross_origin.allows(origin):
                 return True
             raise _forbidden(
                 f"Pages of {origin!r} may not use this server; --allowed-origins lets them in.",
                 "foreign_origin",
             )
-        if headers.get("sec-fetch-site") == "cross-site":
+        if site == "cross-site":
             raise _forbidden("Pages of other sites may not use this server.", "foreign_origin")
         return False
 
@@ -233,11 +234,18 @@ def _exists(scope: Scope) -> bool:
 
 def _is_known_host(host: str, patterns: tuple[str, ...]) -> bool:
     """An address is reached without resolving a name, so that nobody can rebind it."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
+    match = _HOST.fullmatch(host)
+    if match is None:
         return False
+    name = (match["address"] or match["name"]).lower()
     return bool(_address(name)) or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_own_origin(origin: str, host: str, scheme: str, site: str | None) -> bool:
+    """Whether a page came from this server. Of one behind a proxy with TLS the browser knows it."""
+    own_scheme, _, name = origin.partition("://")
+    is_same_scheme = own_scheme == scheme or (own_scheme == "https" and site == "same-origin")
+    return name == host and is_same_scheme
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:

@@ -18,7 +18,8 @@ logger = logging.getLogger("prefixcache.server.jobs.context")
 
 CLIENT_LEFT = 499
 _MOST_PATH_CHARACTERS = 256
-_QUIET_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
+QUIET_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
+"""What is polled, so that it would fill a log or a collector of traces."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Outcome:
 
 def log_request(scope: Scope, status: int, seconds: float, outcome: Outcome) -> None:
     """Writes the line; that of a probe or scrape at `debug`."""
-    level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+    level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if not logger.isEnabledFor(level):
         return
     phrase = "Client Closed Request" if status == CLIENT_LEFT else HTTPStatus(status).phrase

@@ -50,7 +50,7 @@ class Certificates:
                 return
             self._state = state
             self.context = _context(self._options)
-        except FieldError as error:
+        except (FieldError, OSError) as error:  # the latter where a file changes while it is read
             if str(error) != self._problem:
                 logger.error("The TLS certificate was not renewed, the old one stays: %s", error)
             self._problem = str(error)

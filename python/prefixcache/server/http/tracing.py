@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from prefixcache.exceptions import FieldError
-from prefixcache.server.http.request_log import Outcome, logged_path
+from prefixcache.server.http.request_log import QUIET_PATHS, Outcome, logged_path
 from prefixcache.server.options.version import VERSION
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-# Whoever polls these would fill the collector.
-_QUIET_PATHS = frozenset({"/health", "/metrics"})
 
 
 class Tracing:
@@ -63,7 +61,7 @@ class Tracing:
 
     def record(self, scope: Scope, status: int, seconds: float, outcome: Outcome) -> None:
         """Adds the spans of a request that ends now. Whatever goes wrong is the log's alone."""
-        if scope["path"] in _QUIET_PATHS:
+        if scope["path"] in QUIET_PATHS:
             return
         try:
             self._record(scope, status, seconds, outcome)

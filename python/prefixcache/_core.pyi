@@ -612,6 +612,12 @@ class PrefixCache:
         many of the file's were not. While the weights are not named by their content nothing is
         kept.
         """
+    def reads_first(self, sequence: Sequence, hit_tokens: int, most: int) -> bool:
+        """Whether a hit needs more than `most` blocks of a file that were not compared yet.
+
+        They are compared with their checksums on another thread then, `KVFile.num_asked` of them
+        still; otherwise the commit reads them. False without a file.
+        """
     def stage_evicted(self, staging: BlockStaging) -> None:
         """Copy what is evicted from now on into `staging`, if it is worth it.
 
@@ -810,10 +816,16 @@ class KVFile:
 
         Of a file that no cache uses.
         """
+    @property
+    def num_asked(self) -> int:
+        """Blocks that `PrefixCache.reads_first` asked for and that were not read yet.
+
+        Any thread.
+        """
     def counts(self) -> dict[str, int]:
         """What this process did: kept, and of the restored blocks checked and failed. Any thread.
 
-        Those that are checked were read at their first hit.
+        `failed_syncs` are clears that the disk did not take.
         """
 
 @final

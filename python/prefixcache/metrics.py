@@ -121,6 +121,7 @@ class FileCounts:
     kept: int = _counter("kv_file_kept_blocks", "Blocks that the next process can find.")
     checked: int = _counter("kv_file_checked_blocks", "Restored blocks that are sound.")
     failed: int = _counter("kv_file_failed_checks", "Restored blocks that were damaged.")
+    failed_syncs: int = _counter("kv_file_failed_syncs", "Resets that the disk did not take.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,8 @@ class CacheManager:
     def _set_size(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_usable_blocks = num_blocks - 1
-        self._max_pinned = int(self._retention.pin_max_share * self.num_usable_blocks)
+        share = self._retention.pin_max_share if self._pins else 0.0
+        self._max_pinned = int(share * self.num_usable_blocks)
 
     @property
     def has_windows(self) -> bool:
@@ -287,9 +288,11 @@ class CacheManager:
     def keep_in(self, file: KeptFile) -> None:
         """Restores what the file has kept, and keeps there what is published from now on.
 
-        Before the first request. The pool's KV lies in the file.
+        Before the first request. The pool's KV lies in the file. Pins end that are more than the
+        rules of today allow.
         """
         file.num_restored, file.num_dropped = self._cache.keep_in(file.core)
+        self._demote_beyond_share()
         self._file = file
 
     def stage_evicted(self, disk: DiskTier) -> None:
@@ -479,6 +482,21 @@ class CacheManager:
             return 0, 0
         sequence = self._sequences[request_id]
         return self._cache.count_tiered_hits(sequence, self.disk.staging, max_tokens)
+
+    def reads_first(self, request_id: str, hit_tokens: int) -> bool:
+        """Whether the hit needs more of a file's blocks read than one commit may.
+
+        They are read on another thread then: `num_reads` of them still.
+        """
+        if self._file is None:
+            return False
+        sequence = self._sequences[request_id]
+        return self._cache.reads_first(sequence, hit_tokens, self._file.commit_blocks)
+
+    @property
+    def num_reads(self) -> int:
+        """Blocks of a file that requests wait for."""
+        return 0 if self._file is None else self._file.core.num_asked
 
     def commit_missing(
         self, request_id: str, hit_tokens: int, num_tokens: int, chunk: int

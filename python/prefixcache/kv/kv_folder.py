@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".kv"
 _MOST_SERVERS = 16
 _DISK_PAGE = 4096
+_COMMIT_BYTES = 4 << 20
+"""What a request's start may read of blocks that nobody has read yet: a millisecond or two."""
 _EXTENT_BYTES = 1 << 16
 """What a file system may count for its own records of where a file lies."""
 
@@ -88,13 +90,16 @@ class KeptFile:
 
     Tensors are numbered from 0. Once it is prepared, `maps` has the bytes of each that the pool may
     have, mapped shared. `num_restored` and `num_dropped` are the blocks of the file that this
-    process found at its start, and those that it could not use.
+    process found at its start, and those that it could not use. A request's start compares at most
+    `commit_blocks` of them with their checksums itself.
     """
 
     def __init__(self, descriptor: int, path: Path, layout: FileLayout) -> None:
         self.path = path
         self.descriptor = descriptor
         self._num_tensors = layout.num_tensors
+        self.commit_blocks = _COMMIT_BYTES // (layout.num_tensors * layout.block_bytes)
+        self._num_failed_syncs = 0
         is_new = os.fstat(descriptor).st_size == 0
         self.core = KVFile(
             descriptor,
@@ -151,16 +156,28 @@ class KeptFile:
     def counts(self) -> FileCounts:
         """What became of its blocks. From any thread."""
         counts = self.core.counts()
+        self._log_failed_syncs(counts["failed_syncs"])
         return FileCounts(
             restored=self.num_restored,
             dropped=self.num_dropped,
             kept=counts["kept"],
             checked=counts["checked"],
             failed=counts["failed"],
+            failed_syncs=counts["failed_syncs"],
         )
+
+    def _log_failed_syncs(self, count: int) -> None:
+        if count > self._num_failed_syncs:
+            self._num_failed_syncs = count
+            logger.warning(
+                "%s: the disk did not take that its blocks were forgotten. After a power loss they "
+                "could be found again.",
+                self.path,
+            )
 
     def close(self) -> None:
         """Lets another process have the file. Nothing may use its memory any more."""
+        self._log_failed_syncs(self.core.counts()["failed_syncs"])
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # `core` has a descriptor of its own
         os.close(self.descriptor)
 

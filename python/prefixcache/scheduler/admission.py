@@ -11,7 +11,7 @@ from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.scheduler.budget import StepBudget
 from prefixcache.scheduler.hit_counter import HitCounter
 from prefixcache.scheduler.in_flight import InFlight
-from prefixcache.scheduler.loading import LoadPlan, Loads
+from prefixcache.scheduler.loading import LoadPlan, Loads, Reads
 from prefixcache.scheduler.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Admission:
         config: SchedulerConfig,
         in_flight: InFlight | None,
         loads: Loads | None,
+        reads: Reads,
         *,
         enable_prefix_caching: bool,
     ) -> None:
@@ -52,6 +53,7 @@ class Admission:
         self._max_chunk = config.limits().max_num_batched_tokens
         self._in_flight = in_flight
         self._loads = loads
+        self._reads = reads
         self._global_threshold = config.global_cache_hit_threshold
         self._hit_tiers = config.cache_hit_threshold_tiers
         self.enabled = enable_prefix_caching
@@ -77,6 +79,8 @@ class Admission:
                 state.num_cached_tokens = usable
             return Verdict.BELOW_THRESHOLD
         hits = min(matched, most)
+        if self._reads.must_wait(state, hits):
+            return Verdict.WAITS_FOR_BLOCKS
         plan = None
         if self._loads is not None and self._may_read(state):
             plan = self._loads.plan(state, hits, most)

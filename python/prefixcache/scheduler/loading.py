@@ -1,9 +1,12 @@
 """Requests whose next blocks are on a disk: they wait for these while others run.
 
-Such a request holds its blocks, all of its prompt, and is in no step. A thread of the disk tier
-fills the blocks; between two steps the scheduler publishes them, and the request goes on behind
-them. A load is begun only where it is predicted to be over sooner than computing would be, and
-ended with what is there when it takes longer than that.
+A kept file's blocks that nobody has read since the start are compared with their checksums first,
+on a thread of the core. A request that needs many of them holds nothing meanwhile (`Reads`).
+
+One whose blocks come from a disk tier holds them, all of its prompt, and is in no step. A thread of
+the disk tier fills the blocks; between two steps the scheduler publishes them, and the request goes
+on behind them. A load is begun only where it is predicted to be over sooner than computing would
+be, and ended with what is there when it takes longer than that.
 """
 
 from __future__ import annotations
@@ -20,8 +23,50 @@ from prefixcache.scheduler.step_time import StepTimeModel
 
 _LEAST_SECONDS = 0.05
 """What any load may take: shorter times are the clock's and the threads'."""
+_READ_SECONDS = 0.001
+"""Between two looks at what was read, where no step is to be computed."""
 _MOST_SECONDS = 30.0
 """What a load may take before it is known how long computing would."""
+
+
+class Reads:
+    """Requests that wait until the blocks of a kept file that they hit were read."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._waiting: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def must_wait(self, state: RequestState, hits: int) -> bool:
+        """Lets the request wait if its hits need more blocks read than a commit may; whether."""
+        must = self._cache.reads_first(state.request_id, hits)
+        if must:
+            self._waiting[state.request_id] = state
+        return must
+
+    def take_done(self) -> list[RequestState]:
+        """Those that may ask again: all that was to be read was."""
+        if not self._waiting or self._cache.num_reads:
+            return []
+        done = list(self._waiting.values())
+        self._waiting.clear()
+        return done
+
+    def forget(self, request_id: str) -> bool:
+        """Takes a waiting request out; tells whether it waited."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def clear(self) -> None:
+        """Forgets who waits."""
+        self._waiting.clear()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits a moment, at most so long; false where no request waits."""
+        if self._waiting:
+            time.sleep(min(seconds, _READ_SECONDS))
+        return bool(self._waiting)
 
 
 @dataclass(frozen=True, slots=True)

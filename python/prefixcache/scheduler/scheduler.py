@@ -37,7 +37,7 @@ from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
-from prefixcache.scheduler.loading import Loaded, Loads
+from prefixcache.scheduler.loading import Loaded, Loads, Reads
 from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestProgress, RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
@@ -121,6 +121,7 @@ class Scheduler:
         self._publishes = enable_prefix_caching
         shares = config.share_in_flight and enable_prefix_caching
         self._in_flight = InFlight(cache, max_wait_steps=config.max_wait_steps) if shares else None
+        self._reads = Reads(cache)
         self.loads = None
         if cache.disk is not None:
             self.loads = Loads(cache, cache.disk, chunk=limits.max_num_batched_tokens)
@@ -129,6 +130,7 @@ class Scheduler:
             config,
             self._in_flight,
             self.loads,
+            self._reads,
             enable_prefix_caching=enable_prefix_caching,
         )
         self._states: dict[str, RequestState] = {}
@@ -166,7 +168,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their start or, preempted, for their return."""
-        return len(self._waiting) + (0 if self._in_flight is None else len(self._in_flight))
+        in_flight = 0 if self._in_flight is None else len(self._in_flight)
+        return len(self._waiting) + len(self._reads) + in_flight
 
     @property
     def num_in_flight_waits(self) -> int:
@@ -225,6 +228,7 @@ class Scheduler:
         self._cache.demote_expired()
         if self._in_flight is not None:
             self._wake(self._in_flight.next_step())
+        self._wake(self._reads.take_done())
         if self.loads is not None:
             for loaded in self.loads.take_done():
                 self._take_loaded(loaded)
@@ -298,6 +302,7 @@ class Scheduler:
         self.steps_in_flight.clear()
         if self.loads is not None:
             self.loads.clear()
+        self._reads.clear()
         self._cache.free_all()
         if self._in_flight is not None:
             self._in_flight.clear()
@@ -360,7 +365,9 @@ class Scheduler:
         return [state.request_id for state in begun]
 
     def wait_for_masks(self, seconds: float) -> None:
-        """Waits for what keeps requests out of steps, at most so long: loads, then grammars."""
+        """Waits for what keeps requests out of steps, at most so long: blocks, then grammars."""
+        if self._reads.wait(seconds):
+            return
         if self.loads is not None and self.loads.wait(seconds):
             return
         held = (state.matcher for state in self._running if state.matcher and state.is_held)
@@ -581,7 +588,7 @@ class Scheduler:
             self._cache.keep_snapshots(starts)
 
     def _reject(self, state: RequestState, verdict: Verdict) -> None:
-        """Ends a request that may not start; one that waits for blocks is woken by their owner."""
+        """Ends a request that may not start; one that waits for blocks is woken once they are."""
         if verdict is Verdict.WAITS_FOR_BLOCKS:
             return
         self._rejected.append((state.request_id, self._ending(state, verdict)))
@@ -600,7 +607,7 @@ class Scheduler:
 
     def _stops_waiting(self, request_id: str) -> bool:
         """Takes a request out of where it waits; tells whether it waited."""
-        if self._waiting.remove(request_id):
+        if self._waiting.remove(request_id) or self._reads.forget(request_id):
             return True
         return self._in_flight is not None and self._in_flight.forget(request_id)
 

@@ -47,6 +47,12 @@ pub trait BackingStore: Debug + Send + Sync {
     /// sound loses its content.
     fn is_sound(&self, block: BlockId) -> bool;
 
+    /// Whether [`is_sound`](Self::is_sound) would have to read more than `most` of these blocks. Another thread
+    /// then reads them first.
+    fn reads_first(&self, _blocks: &mut dyn Iterator<Item = BlockId>, _most: usize) -> bool {
+        false
+    }
+
     /// Nothing that was published before can be found any more, by another process either.
     fn cleared(&self);
 

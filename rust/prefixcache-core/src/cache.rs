@@ -22,7 +22,7 @@ use crate::error::{
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
-use crate::hints::Owner;
+use crate::hints::{Band, Owner};
 use crate::id::{BlockHash, GroupId};
 use crate::policy::NameBlocks;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
@@ -87,6 +87,9 @@ impl PrefixCache<AnyWriter> {
     /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
     /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
     ///
+    /// Of those with a raised priority, of which nobody knows any more who asked for it and for how long, what would
+    /// be evicted last keeps it, up to what one owner may raise; the others have the default one.
+    ///
     /// Once, before the cache's first use, and for one writer. All or nothing.
     pub fn keep_in(
         &mut self,
@@ -102,9 +105,28 @@ impl PrefixCache<AnyWriter> {
         if !is_durable {
             store.cleared();
         }
-        let restored = writer.keep_in(store, if is_durable { kept } else { &[] })?;
+        let budget = self.hints.as_ref().map_or(0, |hints| hints.budget(writer.num_blocks()));
+        let mut kept = if is_durable { kept.to_vec() } else { Vec::new() };
+        let raised = kept.iter_mut().rev().filter(|one| one.band > Band::DEFAULT);
+        raised.skip(budget).for_each(|one| one.band = Band::DEFAULT);
+        let restored = writer.keep_in(store, &kept)?;
         writer.set_durable(is_durable);
         Ok(restored)
+    }
+
+    /// Whether a hit of the first `hit_tokens` needs more than `most` blocks of another process that were not
+    /// compared with their checksums yet. They are read on another thread then: who commits later need not do it.
+    pub fn reads_first(
+        &self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        most: usize,
+    ) -> Result<bool, CacheError> {
+        let AnyWriter::One(writer) = &self.store else {
+            return Ok(false);
+        };
+        let keys = self.needed_keys(self.asked_hashes(sequence, hit_tokens)?);
+        Ok(writer.reads_first(keys.into_iter(), most))
     }
 }
 

@@ -135,6 +135,11 @@ impl RetentionTable {
         }
     }
 
+    /// Blocks that an owner may raise in a pool of this size.
+    pub(crate) fn budget(&self, num_blocks: usize) -> usize {
+        (self.share * num_blocks.saturating_sub(1) as f64) as usize
+    }
+
     /// Lifetime counts, and what there is now.
     #[must_use]
     pub fn stats(&self) -> HintStats {
@@ -293,7 +298,7 @@ impl RetentionTable {
             holding,
             hints,
             now: millis(store.clock().now()),
-            most: (self.share * store.num_blocks().saturating_sub(1) as f64) as usize,
+            most: self.budget(store.num_blocks()),
         };
         let mut ranges = Raising::of_groups(hints, sequence.config(), holding.num_published);
         let mut raised = std::mem::take(&mut self.raised);

@@ -1,5 +1,5 @@
-//! The thread that computes checksums, so that no step waits for them: of what is published, and else of restored
-//! blocks that nobody has hit yet. It runs at a low priority where the system has one for threads.
+//! The thread that reads and waits for the disk, so that no step does. It computes the checksums of restored blocks
+//! that a request waits for, of what is published, and else of restored blocks that nobody has hit yet. It runs at a low priority where the system has one for threads.
 
 use std::io;
 use std::mem;
@@ -34,7 +34,10 @@ impl Checker {
 fn work(table: &Table) {
     space::yield_to_others();
     loop {
-        while table.complete_next() {}
+        table.sync();
+        if table.check_asked() || table.complete_next() {
+            continue;
+        }
         // Read before the queue is looked at for the last time.
         if table.stopped.load(SeqCst) && !table.has_pending() {
             return;
@@ -45,7 +48,7 @@ fn work(table: &Table) {
         table.sleeps.store(true, Relaxed);
         // Of this thread and one that publishes at least one sees what the other stored before its fence.
         fence(SeqCst);
-        if !table.has_pending() && !table.stopped.load(SeqCst) {
+        if !table.has_work() && !table.stopped.load(SeqCst) {
             thread::park();
         }
         table.sleeps.store(false, Relaxed);

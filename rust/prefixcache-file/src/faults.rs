@@ -19,6 +19,8 @@ pub(crate) enum Fault {
     KeepTags,
     /// A record stays while its block is written to.
     KeepEvicted,
+    /// The disk takes no header: no fault of ours, it must be counted.
+    FailedSync,
 }
 
 #[derive(Debug)]

@@ -523,3 +523,92 @@ fn the_thread_completes_what_is_published() {
     assert_eq!(next.take_kept(NUM_BLOCKS, 1).blocks.len(), NUM_BLOCKS - 1);
     assert_eq!(next.survey(true), (NUM_BLOCKS as u64 - 1, 0));
 }
+
+/// A file whose blocks 1 and 2 were published by an earlier process and not read by this one. Block 2 is damaged.
+fn restored_pair() -> (File, KvFile) {
+    let file = file_in_memory();
+    let kv = KvFile::open_without_thread(file.try_clone().unwrap(), &layout()).unwrap();
+    kv.store().set_durable(true);
+    for block in [1, 2] {
+        write_bytes(&file, &kv, block, block.into());
+        kv.store().published(BlockId::new(block), &key(block.into()));
+    }
+    while kv.table().complete_next() {}
+    drop(kv);
+    let next = KvFile::open_without_thread(file.try_clone().unwrap(), &layout()).unwrap();
+    write_bytes(&file, &next, 2, 99);
+    assert_eq!(next.take_kept(NUM_BLOCKS, 1).blocks.len(), 2);
+    (file, next)
+}
+
+fn write_bytes(file: &File, kv: &KvFile, block: u32, number: u64) {
+    for tensor in 0..NUM_TENSORS {
+        let at = kv.tensor_at(tensor) + u64::from(block) * BLOCK_BYTES;
+        file.write_all_at(&bytes_of(number, tensor), at).unwrap();
+    }
+}
+
+#[test]
+fn what_was_found_of_a_block_is_not_taken_for_other_content() {
+    for is_sound in [true, false] {
+        let (file, kv) = restored_pair();
+        let (table, store, block) = (kv.table(), kv.store(), BlockId::new(1));
+        let word = table.unread(block);
+        // The checksum thread has read block 1 and loses its core. Meanwhile block 2 moves there.
+        write_bytes(&file, &kv, 1, 99);
+        store.moved(BlockId::new(2), block);
+        table.end_check(block, word, is_sound);
+        assert_eq!(kv.counts().checked, 0);
+        assert!(!store.is_sound(block), "nobody has read what is there now");
+        assert_eq!(kv.counts().failed, 1);
+    }
+}
+
+#[test]
+fn a_late_checksum_leaves_a_block_that_moved_there_as_it_is() {
+    let (file, kv) = restored_pair();
+    let (table, store, block) = (kv.table(), kv.store(), BlockId::new(3));
+    write_bytes(&file, &kv, 3, 1);
+    store.set_durable(true);
+    store.published(block, &key(3));
+    let state = table.record(block).state();
+    let moves_in = || {
+        if table.record(block).state() == state {
+            store.moved(BlockId::new(1), block);
+        }
+        true
+    };
+    assert!(!table.record(block).complete(block, state, 77, table.seed(), moves_in));
+    assert_eq!(kv.survey(true), (2, 1));
+}
+
+#[test]
+fn blocks_that_a_hit_waits_for_are_read_before_it() {
+    let (_file, kv) = restored_pair();
+    let (table, store) = (kv.table(), kv.store());
+    let blocks = || [1, 2, 3].map(BlockId::new).into_iter();
+    assert!(!store.reads_first(&mut blocks(), 2), "a commit may read as many");
+    assert!(store.reads_first(&mut blocks(), 1));
+    assert_eq!(kv.num_asked(), 2);
+    while table.check_asked() {}
+    assert_eq!((kv.num_asked(), kv.counts().checked), (0, 1));
+    assert!(!store.reads_first(&mut blocks(), 0), "nobody waits for a damaged one twice");
+    assert_eq!(
+        blocks().map(|block| store.is_sound(block)).collect::<Vec<_>>(),
+        [true, false, true]
+    );
+    assert_eq!((kv.counts().checked, kv.counts().failed), (1, 1));
+}
+
+#[test]
+fn the_writer_leaves_a_clear_to_the_thread_and_its_failure_is_counted() {
+    for fault in [None, Some(Fault::FailedSync)] {
+        let (_file, mut kv) = restored_pair();
+        kv.table_mut().unwrap().injected.fault = fault;
+        kv.store().cleared();
+        assert!(kv.table().has_pending());
+        kv.table().sync();
+        assert!(!kv.table().has_pending());
+        assert_eq!(kv.counts().failed_syncs, u64::from(fault.is_some()));
+    }
+}

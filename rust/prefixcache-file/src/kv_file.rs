@@ -22,6 +22,8 @@ pub struct Counts {
     pub checked: u64,
     /// Those that are not, and were dropped.
     pub failed: u64,
+    /// Clears that the disk did not take: after a power loss what was cleared can come back.
+    pub failed_syncs: u64,
 }
 
 /// An open file of KV blocks. The owner has locked it: nobody else writes to it.
@@ -100,6 +102,12 @@ impl KvFile {
         self.table.survey(reads)
     }
 
+    /// Restored blocks that are being read because a hit needs them. From any thread.
+    #[must_use]
+    pub fn num_asked(&self) -> usize {
+        self.table.num_asked()
+    }
+
     /// Lifetime counts. From any thread.
     #[must_use]
     pub fn counts(&self) -> Counts {
@@ -108,6 +116,7 @@ impl KvFile {
             kept: counters.kept.load(Relaxed),
             checked: counters.checked.load(Relaxed),
             failed: counters.failed.load(Relaxed),
+            failed_syncs: counters.failed_syncs.load(Relaxed),
         }
     }
 

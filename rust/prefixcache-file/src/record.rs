@@ -127,8 +127,14 @@ impl Record {
         seed: u64,
         survives: impl Fn() -> bool,
     ) -> bool {
-        // This thread alone writes sums, but for blocks that move, which have another state.
-        put(&self.sum, sum, &survives);
+        // Relaxed: the exchange of the sum and that of the state both fail for what came meanwhile.
+        let before = self.sum.load(Relaxed);
+        if self.state() != state || !survives() {
+            return false;
+        }
+        // The writer may have moved a valid block here since the state was looked at: its sum stays. Release: as in
+        // [`put`].
+        let _ = self.sum.compare_exchange(before, sum, Release, Relaxed);
         let valid = Words { sum, ..self.words() }.valid(block, seed);
         // AcqRel: the words are as they were when the writer stored `state`, and what follows sees the record.
         let exchange = || self.state.compare_exchange(state, valid, AcqRel, Acquire);

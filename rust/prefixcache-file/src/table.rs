@@ -10,7 +10,7 @@ use std::hash::Hasher;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::thread::Thread;
 
 use crossbeam_queue::SegQueue;
@@ -26,7 +26,7 @@ use crate::faults::{Fault, Injected};
 use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED, RECORD_BYTES, TOKENS_HEAD};
 use crate::record::{self, EPOCH_MASK, NONE, Record, Usage, Words};
 
-use Ordering::{Acquire, Relaxed, SeqCst};
+use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 
 /// Bytes of a block that are read at once.
 const READ_BYTES: u64 = 256 << 10;
@@ -49,6 +49,8 @@ pub(crate) struct Counters {
     pub(crate) checked: AtomicU64,
     /// Restored blocks that do not.
     pub(crate) failed: AtomicU64,
+    /// Clears that the disk did not take.
+    pub(crate) failed_syncs: AtomicU64,
 }
 
 /// The mapped header and records of an open file.
@@ -69,16 +71,32 @@ pub(crate) struct Table {
     pending: SegQueue<(BlockId, u64)>,
     /// Restored blocks, what is evicted last first, to be read when nothing else is to be done.
     restored: SegQueue<BlockId>,
-    /// Restored blocks that were not read yet.
-    unread: Box<[AtomicBool]>,
+    /// Restored blocks that the next hit waits for: they are read first.
+    asked: SegQueue<BlockId>,
+    num_asked: AtomicUsize,
+    /// Of restored blocks whose bytes were not compared yet the state of the record, which is odd; of those that
+    /// were found damaged and not dropped yet [`damaged`] of it, which is even; of others 0.
+    unread: Box<[AtomicU64]>,
+    num_unread: AtomicUsize,
+    /// Whether the header is to be written to the disk, for a clear.
+    unsynced: AtomicBool,
     pub(crate) injected: Injected,
+}
+
+/// What stands for an unread block of this state that was found damaged.
+fn damaged(state: u64) -> u64 {
+    (state ^ 1).max(2)
+}
+
+fn is_unread(word: u64) -> bool {
+    word & 1 == 1
 }
 
 impl Table {
     /// Maps the table of a file of this checked layout, whose length was checked too.
     pub(crate) fn new(file: File, layout: Layout) -> io::Result<Self> {
         let map = MmapOptions::new().len(layout.table_bytes()).map_raw(&file)?;
-        let unread = (0..layout.capacity).map(|_| AtomicBool::new(false));
+        let unread = (0..layout.capacity).map(|_| AtomicU64::new(0));
         Ok(Self {
             unread: unread.collect(),
             file,
@@ -93,6 +111,10 @@ impl Table {
             num_published: AtomicU64::new(0),
             pending: SegQueue::new(),
             restored: SegQueue::new(),
+            asked: SegQueue::new(),
+            num_asked: AtomicUsize::new(0),
+            num_unread: AtomicUsize::new(0),
+            unsynced: AtomicBool::new(false),
             injected: Injected::default(),
         })
     }
@@ -136,11 +158,11 @@ impl Table {
         hasher.finish()
     }
 
-    fn record(&self, block: BlockId) -> &Record {
+    pub(crate) fn record(&self, block: BlockId) -> &Record {
         &self.records()[block.index()]
     }
 
-    fn seed(&self) -> u64 {
+    pub(crate) fn seed(&self) -> u64 {
         u64::from_le_bytes(self.layout.digest.as_chunks().0[0])
     }
 
@@ -185,7 +207,7 @@ impl Table {
         }
         kept.sort_by_key(|&(usage, id, _)| (usage.rank(), id));
         for &(_, id, _) in kept.iter().rev() {
-            self.set_unread(id, true);
+            self.set_unread(id, self.record(id).state());
             self.restored.push(id);
         }
         let block = |&(usage, block, key): &(Usage, BlockId, BlockKey)| KeptBlock {
@@ -197,9 +219,23 @@ impl Table {
         Kept { blocks: kept.iter().map(block).collect(), dropped }
     }
 
-    fn set_unread(&self, block: BlockId, unread: bool) {
-        // Relaxed: what is read of a block comes from the file.
-        self.unread[block.index()].store(unread, Relaxed);
+    /// Of the writer; what the word was.
+    fn set_unread(&self, block: BlockId, word: u64) -> u64 {
+        // Release: whoever reads the block because of the word sees the bytes that were there before. Acquire: what
+        // the checksum thread found of the block comes before what happens to it now.
+        let before = self.unread[block.index()].swap(word, AcqRel);
+        // Relaxed: a count that orders nothing.
+        match (is_unread(before), is_unread(word)) {
+            (false, true) => _ = self.num_unread.fetch_add(1, Relaxed),
+            (true, false) => _ = self.num_unread.fetch_sub(1, Relaxed),
+            _ => {}
+        }
+        before
+    }
+
+    pub(crate) fn unread(&self, block: BlockId) -> u64 {
+        // Acquire: as in `set_unread`.
+        self.unread[block.index()].load(Acquire)
     }
 
     /// How many valid records there are, and how many of them do not fit their blocks, which `reads` looks at.
@@ -249,26 +285,51 @@ impl Table {
         true
     }
 
-    /// Reads a restored block that nobody has hit yet; false when there is none. One that is damaged is left to
-    /// its first hit, which drops it.
-    pub(crate) fn check_next(&self) -> bool {
-        let Some(block) = self.restored.pop() else {
-            return false;
-        };
-        let record = self.record(block);
-        let (state, expected) = (record.state(), record.sum.load(Relaxed));
-        let is_unread = self.unread[block.index()].load(Relaxed);
-        if is_unread && self.sum_of_bytes(block).ok() == Some(expected) && record.state() == state {
-            // Withdrawn in between, it is not unread any more, and nothing changes.
-            self.end_unread(block, &self.counters.checked);
+    /// Reads a block that a hit waits for; false when there is none.
+    pub(crate) fn check_asked(&self) -> bool {
+        let asked = self.asked.pop();
+        if let Some(block) = asked {
+            self.check(block);
+            // Release: whoever sees that nothing is asked for any more sees what was found.
+            self.num_asked.fetch_sub(1, Release);
         }
-        true
+        asked.is_some()
     }
 
-    /// Of the writer and the checksum thread, which may read a block at the same time, one counts it.
-    fn end_unread(&self, block: BlockId, counter: &AtomicU64) {
-        if self.unread[block.index()].swap(false, Relaxed) {
-            counter.fetch_add(1, Relaxed);
+    /// Blocks that [`BackingStore::reads_first`] asked for and that were not read yet.
+    pub(crate) fn num_asked(&self) -> usize {
+        // Acquire: as in `check_asked`.
+        self.num_asked.load(Acquire)
+    }
+
+    /// Reads a restored block that nobody has hit yet; false when there is none.
+    pub(crate) fn check_next(&self) -> bool {
+        let restored = self.restored.pop();
+        if let Some(block) = restored {
+            self.check(block);
+        }
+        restored.is_some()
+    }
+
+    /// Of the checksum thread. A block that is damaged is left to its first hit, which drops it without reading it.
+    fn check(&self, block: BlockId) {
+        let word = self.unread(block);
+        if is_unread(word) {
+            // Relaxed: where it is of other content, the word is another one too.
+            let expected = self.record(block).sum.load(Relaxed);
+            let is_sound = self.sum_of_bytes(block).ok() == Some(expected);
+            self.end_check(block, word, is_sound);
+        }
+    }
+
+    /// Notes what was found of the content that the block had when its word was read.
+    pub(crate) fn end_check(&self, block: BlockId, word: u64, is_sound: bool) {
+        let after = if is_sound { 0 } else { damaged(word) };
+        // AcqRel: as in `set_unread`. Content that came meanwhile has another word, and is still to be read.
+        if self.unread[block.index()].compare_exchange(word, after, AcqRel, Relaxed).is_ok() {
+            // Relaxed: counts that order nothing.
+            self.num_unread.fetch_sub(1, Relaxed);
+            self.counters.checked.fetch_add(is_sound.into(), Relaxed);
         }
     }
 
@@ -279,8 +340,27 @@ impl Table {
         }
     }
 
+    /// Whether something is to be done before the process ends.
     pub(crate) fn has_pending(&self) -> bool {
-        !self.pending.is_empty()
+        // Relaxed: who sets it wakes the thread after that, or ends it.
+        !self.pending.is_empty() || self.unsynced.load(Relaxed)
+    }
+
+    /// Whether the checksum thread has something to do but for blocks that nobody waits for.
+    pub(crate) fn has_work(&self) -> bool {
+        self.has_pending() || !self.asked.is_empty()
+    }
+
+    /// Writes a clear to the disk.
+    pub(crate) fn sync(&self) {
+        // Acquire: the header has what was cleared before.
+        if !self.unsynced.swap(false, Acquire) {
+            return;
+        }
+        let outcome = self.map.flush_range(0, HEADER_BYTES);
+        if outcome.is_err() || self.injected.plants(Fault::FailedSync) {
+            self.counters.failed_syncs.fetch_add(1, Relaxed);
+        }
     }
 
     fn enqueue(&self, block: BlockId, state: u64) {
@@ -289,6 +369,11 @@ impl Table {
             return;
         }
         self.pending.push((block, state));
+        self.wake();
+    }
+
+    /// Lets the checksum thread see what there is to do.
+    fn wake(&self) {
         // Of this thread and the one that goes to sleep at least one sees what the other stored before its fence.
         fence(SeqCst);
         if self.sleeps.load(Relaxed)
@@ -368,7 +453,7 @@ impl BackingStore for Table {
         if self.injected.plants(Fault::KeepEvicted) {
             return;
         }
-        self.set_unread(block, false);
+        self.set_unread(block, 0);
         self.record(block).withdraw(self.survives());
     }
 
@@ -388,8 +473,15 @@ impl BackingStore for Table {
             for (word, value) in self.token_words(to).iter().zip(self.token_words(from)) {
                 self.put(word, value.load(Relaxed));
             }
-            // Relaxed: at worst it is read once more.
-            self.set_unread(to, self.unread[from.index()].load(Relaxed));
+            let state = self.record(to).state();
+            self.set_unread(
+                to,
+                match self.unread(from) {
+                    0 => 0,
+                    word if is_unread(word) => state,
+                    _ => damaged(state),
+                },
+            );
         }
         self.withdrawn(from);
     }
@@ -421,18 +513,37 @@ impl BackingStore for Table {
     }
 
     fn is_sound(&self, block: BlockId) -> bool {
-        // Relaxed: whoever ends it has read the bytes, which do not change while the writer looks.
-        if !self.unread[block.index()].load(Relaxed) || self.injected.plants(Fault::NoChecksum) {
+        let word = self.unread(block);
+        if word == 0 || self.injected.plants(Fault::NoChecksum) {
             return true;
         }
         let expected = self.record(block).sum.load(Relaxed);
-        let is_sound = self.sum_of_bytes(block).is_ok_and(|sum| sum == expected);
+        let is_sound = is_unread(word) && self.sum_of_bytes(block).is_ok_and(|sum| sum == expected);
         let counter = match is_sound {
             true => &self.counters.checked,
             false => &self.counters.failed,
         };
-        self.end_unread(block, counter);
+        // Of the writer and the checksum thread, which may read a block at the same time, one counts it.
+        if self.set_unread(block, 0) != 0 {
+            counter.fetch_add(1, Relaxed);
+        }
         is_sound
+    }
+
+    fn reads_first(&self, blocks: &mut dyn Iterator<Item = BlockId>, most: usize) -> bool {
+        // Relaxed: the writer's own count but for what was read meanwhile.
+        if self.num_unread.load(Relaxed) <= most {
+            return false;
+        }
+        let unread: Vec<BlockId> = blocks.filter(|&block| is_unread(self.unread(block))).collect();
+        if unread.len() <= most || self.stopped.load(Relaxed) {
+            return false;
+        }
+        // Relaxed: the writer itself waits for it to fall.
+        self.num_asked.fetch_add(unread.len(), Relaxed);
+        unread.into_iter().for_each(|block| self.asked.push(block));
+        self.wake();
+        true
     }
 
     fn cleared(&self) {
@@ -440,8 +551,10 @@ impl BackingStore for Table {
             return;
         }
         self.put(self.header(EPOCH), (self.epoch() + 1) & EPOCH_MASK);
-        // After a power loss too. Where the disk fails, what was cleared can come back after that alone.
-        let _ = self.map.flush_range(0, HEADER_BYTES);
+        // After a power loss too, from moments later on: the writer does not wait for the disk. Where that fails,
+        // what was cleared can come back after a power loss alone. Release: as in `sync`.
+        self.unsynced.store(true, Release);
+        self.wake();
     }
 
     fn set_durable(&self, durable: bool) {

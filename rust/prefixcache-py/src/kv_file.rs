@@ -92,10 +92,23 @@ impl KVFile {
         py.detach(|| self.0.survey(reads))
     }
 
-    /// What this process did: blocks kept, restored ones that were checked, and those that failed. Any thread.
+    /// Restored blocks that are being read because `reads_first` asked for them. Any thread.
+    #[getter]
+    fn num_asked(&self) -> usize {
+        self.0.num_asked()
+    }
+
+    /// What this process did: blocks kept, restored ones that were checked, those that failed, and clears that the
+    /// disk did not take. Any thread.
     fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let Counts { kept, checked, failed } = self.0.counts();
-        Ok([("kept", kept), ("checked", checked), ("failed", failed)].into_py_dict(py)?)
+        let Counts { kept, checked, failed, failed_syncs } = self.0.counts();
+        let counts = [
+            ("kept", kept),
+            ("checked", checked),
+            ("failed", failed),
+            ("failed_syncs", failed_syncs),
+        ];
+        Ok(counts.into_py_dict(py)?)
     }
 }
 

@@ -810,6 +810,18 @@ retention_budget=0.2, max_cached_blocks=None)"
         })
     }
 
+    /// Whether a hit of `hit_tokens` needs more than `most` blocks of a file that are still to be compared with their
+    /// checksums. They are read on another thread then. The writer's thread.
+    fn reads_first(
+        &self,
+        sequence: &Sequence,
+        hit_tokens: Number<names::HitTokens>,
+        most: Number<names::Most>,
+    ) -> Result<bool> {
+        let sequence = &mut *sequence.use_as("sequence")?;
+        Ok(self.0.write()?.reads_first(sequence, hit_tokens.0, most.0)?)
+    }
+
     /// Copy what is evicted from now on into `staging`. The writer's thread, once, before the cache's first use.
     fn stage_evicted(&self, staging: &BlockStaging) -> Result<()> {
         let core = &mut *self.0.write()?;

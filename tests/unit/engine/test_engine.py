@@ -348,3 +348,37 @@ def test_metrics_show_running_and_waiting_requests() -> None:
     assert value("prefixcache:num_requests_running") == 1
     assert value("prefixcache:num_requests_waiting") == 1
     assert value("prefixcache:kv_cache_usage_perc") == pytest.approx(0.2)
+
+
+class _SlowFile(CacheManager):
+    """A cache whose file is being read for all but short requests."""
+
+    num_reads = 3
+
+    def reads_first(self, request_id: str, hit_tokens: int) -> bool:
+        return self.num_reads > 0 and not request_id.startswith("short")
+
+
+def test_a_request_whose_blocks_are_read_waits_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, cache = make_engine(make_cache=_SlowFile)
+    engine.add_request(make_request("long"))
+    engine.add_request(make_request("given up"))
+    assert tokens_of(run_until(engine, make_request("short"))) == answer_alone(PROMPT, 4)
+    value = engine.metrics.registry.get_sample_value
+    assert value("prefixcache:num_requests_waiting") == 2
+    assert cache.num_free_blocks == cache.num_blocks - 1
+    engine.abort(["given up"])
+    assert value("prefixcache:num_requests_waiting") == 1
+    monkeypatch.setattr(_SlowFile, "num_reads", 0)
+    assert tokens_of(run(engine)["long"]) == answer_alone(PROMPT, 4)
+
+
+def run_until(engine: Engine, request: Request) -> list[RequestOutput]:
+    """Until this request has ended, whatever others do."""
+    engine.add_request(request)
+    outputs: list[RequestOutput] = []
+    while not (outputs and outputs[-1].finished):
+        outputs += [one for one in engine.step() if one.request_id == request.request_id]
+    return outputs

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from click.testing import CliRunner
 from prefixcache._core import KVFile, PrefixCache
 from prefixcache.cli.main import app
 from prefixcache.exceptions import OutOfMemoryError
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.kv_folder import FileLayout, KeptFile, KVFolder, open_kept_file
+from prefixcache.kv.retention import Retention
 from prefixcache.runner.cpu.file_memory import FileMemory
 
 _BLOCK_BYTES = 4096
@@ -41,7 +44,7 @@ def opened(folder: Path, wanted: FileLayout | None = None, most: int | None = No
 
 
 def cache_in(file: KeptFile, weights: str = "blake3:a") -> tuple[PrefixCache, tuple[int, int]]:
-    cache = PrefixCache(_NUM_BLOCKS, 16, weights=weights)
+    cache = PrefixCache(_NUM_BLOCKS, 16, weights=weights, retention_budget=0.3)
     return cache, cache.keep_in(file.core)
 
 
@@ -50,10 +53,16 @@ def memories(file: KeptFile) -> list[FileMemory]:
 
 
 def compute(
-    cache: PrefixCache, file: KeptFile, tokens: np.ndarray, salt: str | None = None
+    cache: PrefixCache,
+    file: KeptFile,
+    tokens: np.ndarray,
+    salt: str | None = None,
+    priority: int | None = None,
 ) -> list[int]:
     """Fills the blocks of a prompt with numbers of its tokens, and publishes them."""
     sequence = cache.new_sequence(tokens, cache_salt=salt)
+    if priority is not None:
+        sequence.set_hints("client", [(0, None, priority, 1.0)])
     assert cache.commit_prefix_plan(sequence, 0, len(tokens)) == 0
     for memory in memories(file):
         rows = memory.rows(_NUM_BLOCKS)
@@ -100,9 +109,38 @@ def test_blocks_are_found_by_the_next_cache(folder, prompt):
     cache, found = cache_in(file)
     assert found == (4, 0)
     assert hits(cache, prompt) == 64
-    assert file.core.counts() == {"kept": 0, "checked": 4, "failed": 0}
+    assert file.core.counts() == {"kept": 0, "checked": 4, "failed": 0, "failed_syncs": 0}
     assert [memories(file)[0].rows(_NUM_BLOCKS)[block, 7] for block in blocks] == [0, 16, 32, 48]
     cache.validate()
+
+
+def test_a_long_hit_is_read_before_its_commit(folder, prompt):
+    """Blocks that are damaged end the wait too."""
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    blocks = compute(cache, file, prompt)
+    wait_until_kept(file, 4)
+    del cache
+    memories(file)[1].rows(_NUM_BLOCKS)[blocks[3], 5] ^= 1
+    file.close()
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    sequence = cache.new_sequence(prompt)
+    assert not cache.reads_first(sequence, 64, 4)
+    while cache.reads_first(sequence, 64, 0):
+        pass
+    assert (file.core.num_asked, file.core.counts()["checked"]) == (0, 3)
+    assert hits(cache, prompt) == 48
+    assert file.core.counts()["failed"] == 1
+
+
+def test_a_reset_that_the_disk_does_not_take_is_logged(folder, caplog):
+    file = opened(folder)
+    counts = file.core.counts() | {"failed_syncs": 1}
+    file.core = mock.Mock(counts=lambda: counts)
+    for _ in range(2):
+        assert file.counts().failed_syncs == 1
+    assert caplog.text.count("the disk did not take") == 1
 
 
 def test_a_damaged_block_ends_the_hits_and_is_dropped(folder, prompt):
@@ -193,6 +231,46 @@ def test_what_was_computed_without_events_is_not_reported(folder, prompt):
     cache.keep_events()
     assert cache.take_events(100) == []
     assert hits(cache, prompt) == 64
+
+
+@pytest.mark.parametrize(
+    ("retention", "pinned"),
+    [
+        (Retention(pin=True, pin_max_share=0.9), 4),
+        (Retention(pin=True, pin_max_share=0.3), 2),
+        (Retention(), 0),
+    ],
+)
+def test_pins_of_an_earlier_life_follow_the_rules_of_this_one(folder, prompt, retention, pinned):
+    file = opened(folder)
+    cache, _ = cache_in(file)
+    compute(cache, file, prompt)
+    assert cache.pin(cache.new_sequence(prompt), 64) == 4
+    wait_until_kept(file, 4)
+    del cache
+    file.close()
+    windows = [("sliding_window", 64)]
+    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a", groups=windows, retention=retention)
+    manager.keep_in(opened(folder))
+    assert manager.stats()["pinned_blocks"] == pinned
+
+
+def test_priorities_of_earlier_lives_are_one_budget_at_most(folder):
+    """Two of seven blocks; each life raises as many."""
+    prompts = [np.arange(32, dtype=np.uint32) + 100 * life for life in range(3)]
+    for prompt in prompts:
+        file = opened(folder)
+        cache, _ = cache_in(file)
+        compute(cache, file, prompt, priority=95)
+        wait_until_kept(file, 2)
+        del cache
+        file.close()
+    file = opened(folder)
+    cache, found = cache_in(file)
+    assert found == (6, 0)
+    for number in range(5):
+        compute(cache, file, np.arange(16, dtype=np.uint32) + 1000 * (number + 1))
+    assert [hits(cache, prompt) for prompt in prompts] == [0, 0, 32]
 
 
 def test_keeping_is_once_and_before_the_first_use(folder, prompt):

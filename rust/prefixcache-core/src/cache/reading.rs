@@ -71,7 +71,7 @@ impl<S: Lookup> PrefixCache<S> {
     }
 
     /// The current hashes of a sequence's blocks that are full within `max_tokens`.
-    fn asked_hashes<'a>(
+    pub(super) fn asked_hashes<'a>(
         &self,
         sequence: &'a mut Sequence,
         max_tokens: usize,

@@ -35,6 +35,13 @@ impl Writer<SingleWriter> {
         Ok(restored.len())
     }
 
+    /// Whether more than `most` of the blocks that hold these `keys` are still to be read before they can be hit:
+    /// see [`BackingStore::reads_first`].
+    pub fn reads_first(&self, keys: impl Iterator<Item = BlockKey>, most: usize) -> bool {
+        let mut blocks = keys.filter_map(|key| self.lookup(&key));
+        self.0.backing().is_some_and(|backing| backing.reads_first(&mut blocks, most))
+    }
+
     fn hold_all(&mut self) -> Vec<BlockId> {
         let mut held = Vec::new();
         let all = self.allocate(self.num_blocks() - 1, &mut held);

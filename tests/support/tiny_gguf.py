@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,11 @@ _SPELLINGS = {
 }
 _PAIRED = ("llama", "ministral3", "smollm3", "granite", "granitemoe", "granitemoeshared")
 _PAIRED += ("granitemoehybrid", "nemotron_h", "arcee")
-_FLAG_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+_FLAG_TYPES = {
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.UINT32,
+    str: gguf.GGUFValueType.STRING,
+}
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 # What llama.cpp's converter calls parameters before it looks their names up.
 _RENAMED = {
@@ -91,13 +95,16 @@ def write_gguf(
     *,
     pre: str = "smollm",
     formats: Sequence[str] = ("Q8_0",),
-    tokenizer: dict[str, object] | None = None,
+    tokenizer: Mapping[str, object] | None = None,
+    whole_tokens: Mapping[str, int] | None = None,
     is_fused: bool = False,
 ) -> Path:
     """Matrices in these formats in turn, the rest as float32; the model becomes what the file says.
 
     `pre` is that of a byte-level vocabulary; "sentencepiece" writes the other kind, as Gemma 3 has
-    it. `tokenizer` are more flags of `tokenizer.ggml`. Formats that the gguf package cannot write
+    it. `tokenizer` are values of `tokenizer.ggml`, in place of those that are written; None leaves
+    a key out. `whole_tokens` are texts with types: the last tokens of the vocabulary, which then
+    has no special ones but these. Formats that the gguf package cannot write
     get random blocks. For `is_fused` see `layout`.
     """
     config = model.config
@@ -109,8 +116,10 @@ def write_gguf(
         _add_sentencepiece(writer)
     else:
         _add_tokenizer(writer, pre)
+    if whole_tokens is not None:
+        _replace_special(writer, whole_tokens)
     for key, value in (tokenizer or {}).items():
-        writer.add_key_value(f"tokenizer.ggml.{key}", value, _FLAG_TYPES[type(value)])
+        _set(writer, key, value)
     for number, (name, parameter) in enumerate(parameters_of(model)):
         matrix_format = formats[number % len(formats)]
         _add_parameter(writer, name, parameter, config, matrix_format, number, is_fused=is_fused)
@@ -119,6 +128,30 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _set(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    name = f"tokenizer.ggml.{key}"
+    writer.kv_data[0].pop(name, None)
+    if isinstance(value, list):
+        writer.add_array(name, value)
+    elif value is not None:
+        writer.add_key_value(name, value, _FLAG_TYPES[type(value)])
+
+
+def _replace_special(writer: gguf.GGUFWriter, whole_tokens: Mapping[str, int]) -> None:
+    written = {name: value.value for name, value in writer.kv_data[0].items()}
+    tokens, kinds = (written[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    count = len(tokens) - len(whole_tokens)
+    usual = {*SPECIAL_TOKENS, *GEMMA_SPECIAL_TOKENS}
+    kept = [f"<{i}>" if token in usual else token for i, token in enumerate(tokens[:count])]
+    kinds = [1 if token in usual else kind for token, kind in zip(tokens, kinds, strict=True)]
+    _set(writer, "tokens", [*kept, *whole_tokens])
+    _set(writer, "token_type", [*kinds[:count], *whole_tokens.values()])
+    for name in ("bos", "eos", "unknown", "padding"):
+        _set(writer, f"{name}_token_id", None)
+    if merges := written.get("tokenizer.ggml.merges"):
+        _set(writer, "merges", [merge for merge in merges if merge.replace(" ", "") in kept])
 
 
 def add_metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:

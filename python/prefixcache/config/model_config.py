@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
+from prefixcache.config.generation_fields import check_generation
 from prefixcache.config.hf_config import (
     FAMILIES,
     FULL,
@@ -207,7 +208,11 @@ class MambaConfig(StateConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults(Checked):
-    """Sampling values a model's authors recommend; None where they say nothing."""
+    """Sampling values a model's authors recommend; None where they say nothing.
+
+    Tokens of `suppress_tokens` are never sampled, those of `begin_suppress_tokens` not as the first
+    of an answer, whatever a request asks for.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -215,6 +220,8 @@ class GenerationDefaults(Checked):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: TokenId | None = None
+    suppress_tokens: tuple[TokenId, ...] = ()
+    begin_suppress_tokens: tuple[TokenId, ...] = ()
 
     def sampling_options(self) -> dict[str, Any]:
         """Those values that are given, by their names in `SamplingParams`; not the length."""
@@ -493,12 +500,21 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         bos_token_id=hf.given.get("bos_token_id"),
         # Either file may hold the one that ends a chat turn.
         eos_token_ids=tuple(dict.fromkeys(token_ids(generation) + hf.eos_token_ids)),
-        generation=GenerationDefaults(**read_fields(adapters(GenerationDefaults), generation)),
+        generation=_generation(generation),
         **flags,
     )
     # Phi-4's files name one that is longer than their context.
     said = None if hf.architecture.startswith("Phi") else hf.given.get("sliding_window")
     return _with_active_windows(config, said)
+
+
+def _generation(source: Mapping[str, Any]) -> GenerationDefaults:
+    check_generation(source)
+    given = {
+        name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+        for name, value in source.items()
+    }
+    return GenerationDefaults(**read_fields(adapters(GenerationDefaults), given))
 
 
 def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:

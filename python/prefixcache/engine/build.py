@@ -46,6 +46,7 @@ from prefixcache.text.grammar.vocabulary import tokens_that_end, vocabulary_of
 from prefixcache.text.tokenization.chat_template import read_template
 from prefixcache.text.tokenization.detokenizer import Detokenizers
 from prefixcache.text.tokenization.tokenizer import Tokenizer
+from prefixcache.types.step_plan import SuppressedTokens
 
 if TYPE_CHECKING:
     from prefixcache.kv.request_records import RequestRecords
@@ -128,6 +129,11 @@ def build(
         make_detokenizer=Detokenizers(tokenizer),
         vocab_size=model.vocab_size,
         eos_token_ids=tokens_that_end(tokenizer, model),
+        suppressed=SuppressedTokens.of(
+            model.generation.suppress_tokens,
+            model.generation.begin_suppress_tokens,
+            model.vocab_size,
+        ),
         seed=config.seed,
         memory=runner.memory,
         pool=pool,

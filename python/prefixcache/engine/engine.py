@@ -34,7 +34,13 @@ from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.modes import InFlightMode
 from prefixcache.types.request import Ending, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
-from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
+from prefixcache.types.step_plan import (
+    NOTHING_SUPPRESSED,
+    ScheduledSequence,
+    SequenceOutput,
+    StepPlan,
+    SuppressedTokens,
+)
 from prefixcache.types.structured_output import StructuredOutput
 from prefixcache.types.token_ids import TokenIds
 
@@ -78,6 +84,7 @@ class Engine:
         make_detokenizer: Callable[[SamplingParams], IncrementalDetokenizer],
         vocab_size: int,
         eos_token_ids: Collection[int],
+        suppressed: SuppressedTokens = NOTHING_SUPPRESSED,
         seed: int = 0,
         memory: ModelMemory | None = None,
         pool: ElasticPool | None = None,
@@ -95,6 +102,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._suppressed = suppressed
         self._seeds = random.Random(seed)
         self._answers: dict[str, Answer] = {}
         self._steps = scheduler.steps_in_flight
@@ -229,6 +237,7 @@ class Engine:
             request,
             seed=seed,
             end_token_ids=self._end_token_ids(request.params),
+            suppressed=self._suppressed,
             matcher=self._answer_matcher(request.params),
         )
         self._answers[request.request_id] = answer
@@ -527,6 +536,11 @@ class Engine:
             raise InvalidRequestError("bad_words need their token ids.", param="bad_words")
         if params.allowed_token_ids is not None:
             self._check_in_vocabulary("allowed_token_ids", params.allowed_token_ids)
+            if {*params.allowed_token_ids} <= {*self._suppressed.first}:
+                raise InvalidRequestError(
+                    "allowed_token_ids must hold a token that the model's suppress_tokens lack.",
+                    param="allowed_token_ids",
+                )
             if params.min_tokens and {*params.allowed_token_ids} <= {*self._end_token_ids(params)}:
                 raise InvalidRequestError(
                     "allowed_token_ids must hold a token that does not end the answer, since "

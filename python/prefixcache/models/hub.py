@@ -40,7 +40,8 @@ from prefixcache.models.gguf.index import WEIGHTS_FILE, weights_file
 logger = logging.getLogger(__name__)
 
 # Forms of converted folders, part of their names: weights of its own, and a link to a user's file.
-_OWN, _LINKED = "blocks", "linked"
+# The number grows where a folder that is there lacks what newer versions write.
+_OWN, _LINKED = "blocks", "linked-2"
 _PARTIAL = ".partial-"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+))?")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]

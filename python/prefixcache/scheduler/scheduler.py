@@ -44,11 +44,13 @@ from prefixcache.scheduler.step_time import StepTimeModel
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import CacheOptions, Ending, Request
 from prefixcache.types.step_plan import (
+    NOTHING_SUPPRESSED,
     InFlightStep,
     SamplingInput,
     ScheduledSequence,
     SequenceOutput,
     StepPlan,
+    SuppressedTokens,
 )
 
 
@@ -190,6 +192,7 @@ class Scheduler:
         *,
         seed: int,
         end_token_ids: tuple[int, ...] = (),
+        suppressed: SuppressedTokens = NOTHING_SUPPRESSED,
         matcher: AnswerMatcher | None = None,
     ) -> None:
         """Lets the request wait for its start. `matcher` keeps its answer to a grammar.
@@ -205,6 +208,7 @@ class Scheduler:
             serial=next(self._serials),
             max_num_tokens=self._limits.max_num_tokens(request),
             end_token_ids=end_token_ids,
+            suppressed=suppressed,
             matcher=matcher,
             write_limit=self._write_limit(request.cache),
             computes_once=self._computes_once,

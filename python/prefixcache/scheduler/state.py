@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from prefixcache.text.grammar.answer_matcher import AnswerMatcher
 from prefixcache.types.request import Request
 from prefixcache.types.step_plan import (
+    NOTHING_SUPPRESSED,
     PromptLogprobsInput,
     SamplingInput,
     ScheduledSequence,
     SequenceOutput,
+    SuppressedTokens,
     TokenMask,
 )
 from prefixcache.types.token_ids import TokenBuffer, TokenIds
@@ -41,6 +43,7 @@ class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
 
     `end_token_ids` are the ids that end the answer; they may not be sampled before `min_tokens`.
+    Those of `suppressed` never may, or not as the first of the answer.
     `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
     step computes and samples counts from its planning on: a token is pending until the step's
     outputs are known. `turn` is the round in which its job lets the request start, `round` that of
@@ -80,6 +83,7 @@ class RequestState:
         "request_id",
         "round",
         "skips_disk",
+        "suppressed",
         "tokens",
         "turn",
         "waits_since",
@@ -94,6 +98,7 @@ class RequestState:
         serial: int,
         max_num_tokens: int,
         end_token_ids: tuple[int, ...] = (),
+        suppressed: SuppressedTokens = NOTHING_SUPPRESSED,
         matcher: AnswerMatcher | None = None,
         write_limit: int = sys.maxsize,
         computes_once: bool = False,
@@ -106,6 +111,7 @@ class RequestState:
         self.round = sys.maxsize
         self.waits_since: float | None = None
         self.end_token_ids = end_token_ids
+        self.suppressed = suppressed
         self.matcher = matcher
         self.num_cached_tokens: int | None = None
         self.first_wait_step: int | None = None
@@ -290,9 +296,10 @@ class RequestState:
         return PromptLogprobsInput(followers, count, first) if len(followers) else None
 
     def _banned_after(self, num_tokens: int) -> tuple[int, ...]:
-        """What may not follow that many tokens: what ends the answer, while it is too short."""
-        may_end = num_tokens - self.tokens.num_prompt_tokens >= self.request.params.min_tokens
-        return () if may_end else self.end_token_ids
+        """What may not follow that many tokens: what ends the answer too, while it is too short."""
+        length = num_tokens - self.tokens.num_prompt_tokens
+        banned = self.suppressed.always if length else self.suppressed.first
+        return banned if length >= self.request.params.min_tokens else banned + self.end_token_ids
 
     def _next_input(self) -> SamplingInput:
         banned = self._banned_after(self.num_tokens)

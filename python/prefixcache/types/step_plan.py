@@ -5,7 +5,7 @@ Letters of shapes here and in the runner: T tokens in the step, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,26 @@ class TokenMask(Protocol):
         the answer cannot follow its grammar any further.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SuppressedTokens:
+    """Ids that a model's authors want never sampled: `first` as an answer's first token."""
+
+    always: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, always: Iterable[int], at_begin: Iterable[int], vocab_size: int
+    ) -> SuppressedTokens:
+        """Without those that the vocabulary lacks. `at_begin` come on top of `always`."""
+        kept = tuple(sorted({i for i in always if 0 <= i < vocab_size}))
+        begin = {i for i in at_begin if 0 <= i < vocab_size}
+        return cls(kept, tuple(sorted(begin.union(kept))))
+
+
+NOTHING_SUPPRESSED = SuppressedTokens()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

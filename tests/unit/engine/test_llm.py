@@ -15,6 +15,7 @@ import pytest
 from prefixcache import LLM, SamplingParams
 from prefixcache.exceptions import ConfigError, InvalidRequestError
 from prefixcache.types.request import CacheOptions
+from prefixcache.types.structured_output import StructuredOutput
 
 Checkpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -96,6 +97,40 @@ def test_a_default_length_is_shortened_to_what_fits(tiny_checkpoint, tmp_path):
     assert [len(result.outputs[0].token_ids) for result in results] == [10, 2]
     with pytest.raises(InvalidRequestError, match="context length is 40"):
         generate(llm, [5] * 40)
+
+
+@pytest.mark.parametrize("attention", ["cpu", "torch"])
+def test_tokens_that_a_model_suppresses_are_never_sampled(
+    attention: str, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def load(**generation: Any) -> LLM:
+        folder = shutil.copytree(tiny_checkpoint(), tmp_path / f"{len(generation)}-model")
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **generation}))
+        options = {"dtype": "float32", "num_blocks": 65, "speculate": "prompt"}
+        return LLM(str(folder), attention=attention, **options)
+
+    prompt = [5, 6, 7, 5, 6, 7]
+    free = generate(load(), prompt, SamplingParams(temperature=0, max_tokens=8))[0]
+    first, *others = free.outputs[0].token_ids
+    begin = next((i for i in others if i != first), others[0])
+    llm = load(suppress_tokens=[first, 10**6], begin_suppress_tokens=[begin])
+    asked = {first: 100.0}
+    for params in (
+        SamplingParams(temperature=0, max_tokens=30, logit_bias=asked, logprobs=1),
+        SamplingParams(temperature=2.0, max_tokens=30, seed=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, min_tokens=5),
+        SamplingParams(
+            temperature=0, max_tokens=8, structured_output=StructuredOutput("regex", "[ab]{1,30}")
+        ),
+    ):
+        output = generate(llm, prompt, params)[0].outputs[0]
+        assert first not in output.token_ids
+        assert output.token_ids[0] != begin
+        if params.logprobs:
+            assert first in output.logprobs[0], "it stays the likeliest"
+    with pytest.raises(InvalidRequestError, match="suppress_tokens"):
+        generate(llm, prompt, SamplingParams(allowed_token_ids=[first]))
 
 
 def test_priorities_count_where_the_policy_says_so(tiny_checkpoint: Checkpoint, llm: LLM) -> None:

@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
+from prefixcache.config.generation_fields import (
+    OBEYED,
+    REFUSED,
+    WITHOUT_EFFECT,
+    check_generation,
+)
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
 from prefixcache.runner.cuda.attention.registry import attention_names
@@ -352,6 +358,24 @@ def test_eos_ids_of_both_files_and_generation_defaults() -> None:
     assert config.eos_token_ids == (5, 2)
     assert config.bos_token_id == 1
     assert config.generation == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20)
+
+
+def test_each_field_of_a_generation_config_is_obeyed_refused_or_without_effect() -> None:
+    config = GenerationConfig()
+    assert OBEYED | REFUSED.keys() | WITHOUT_EFFECT >= vars(config).keys()
+    assert not OBEYED & REFUSED.keys() | OBEYED & WITHOUT_EFFECT | REFUSED.keys() & WITHOUT_EFFECT
+    check_generation(config.to_dict())
+    lists = {"suppress_tokens": [3, 4], "begin_suppress_tokens": [5]}
+    generation = ModelConfig.from_hf(llama(), lists).generation
+    assert (generation.suppress_tokens, generation.begin_suppress_tokens) == ((3, 4), (5,))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_generation_config_that_forbids_or_forces_tokens_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} in generation_config.json"):
+        ModelConfig.from_hf(llama(), {name: [[7]]})
+    for neutral in (None, *REFUSED[name]):
+        ModelConfig.from_hf(llama(), {name: neutral})
 
 
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.config.generation_fields import OBEYED, REFUSED
 from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.cache_manager import fitting_tokens
@@ -183,10 +184,18 @@ def page() -> str:
         "",
         f"Unquantized tensors are {named(DENSE_FORMATS)}. A file may mix all formats.",
         "Others (`IQ1`, `IQ2`, `IQ3`, ternary) are refused from the header.",
+        "Answers end at the tokens that the file names, and at those that llama.cpp finds by their",
+        "text. A file without `tokenizer.ggml.pre` runs with a warning.",
         "",
         *table_of_formats(),
         "",
         f"Of a repository with several files the first of these is taken: {named(PREFERRED)}.",
+        "",
+        "## Fields of generation_config.json",
+        "",
+        f"Obeyed: {named(sorted(OBEYED))}. Suppressed tokens are never sampled, whatever a request",
+        f"asks for. Refused where they mean something: {named(sorted(REFUSED))}.",
+        "Others have no effect.",
         "",
         "## What a machine holds",
         "",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import read_header
@@ -134,6 +134,46 @@ def test_flags_of_a_file_and_llama_cpps_defaults(tmp_path: Path) -> None:
     ).encode("ab").ids == [4]  # fmt: skip
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["model_max_length"]) == ("<x>", 64)
+
+
+# As the tokenizer.json of a model with such files has them.
+PUBLISHED_WORDS = {
+    **dict.fromkeys(
+        ("smaug-bpe", "dbrx", "pixtral", "falcon-h1"),
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("pre", PUBLISHED_WORDS)
+def test_text_is_cut_by_the_published_pattern(pre: str, tmp_path: Path, seed: int) -> None:
+    ours = written(tmp_path, pre=pre, add_bos_token=False).pre_tokenizer
+    split = pre_tokenizers.Split(Regex(PUBLISHED_WORDS[pre]), "isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs = pre_tokenizers.Sequence([split, in_bytes])
+    for text in [*HARD, "1234567 a!\n\nb", *random_texts(seed, bounded(usual=500, long=5_000))]:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), ascii(text)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "begins", "warning"),
+    [
+        ("llama", {}, False, "names no tokenizer.ggml.pre"),
+        ("llama", {"pre": "qwen2", "add_bos_token": False}, False, ""),
+        ("gemma4", {"pre": "qwen2", "add_bos_token": False}, True, "as Gemma 4 needs BOS"),
+    ],
+)
+def test_what_a_file_lacks_or_says_wrongly_is_warned_of(
+    architecture, values, begins, warning, tmp_path, caplog
+):
+    write_tokenizer(tmp_path, metadata(**values) | {"general.architecture": architecture}, 64)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.encode("ab").ids[0] == 3) == begins
+    assert warning in caplog.text
+    assert bool(caplog.records) == bool(warning)
 
 
 def test_a_user_defined_token_is_whole_and_not_special(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from prefixcache.models.gguf.header import (
     read_header,
 )
 from prefixcache.models.gguf.index import IndexedTensor, write_index, write_json
+from prefixcache.models.gguf.special_tokens import log_ends, suppressed_token_ids, token_ids
 from prefixcache.models.gguf.tokenizer import write_tokenizer
 from prefixcache.models.safetensors_file import TensorRange
 
@@ -261,7 +262,9 @@ def convert_gguf(files: Sequence[Path], folder: Path, digests: Sequence[str]) ->
         write_index(folder, tensors, list(zip(sizes, digests, strict=True)))
         write_json(folder / "config.json", config)
         metadata = headers[0].metadata
-        write_json(folder / "generation_config.json", _token_ids(_Metadata(metadata)))
+        generation = token_ids(metadata) | {"suppress_tokens": suppressed_token_ids(metadata)}
+        write_json(folder / "generation_config.json", generation)
+        log_ends(files[0].name, metadata)
         write_tokenizer(folder, metadata, config["max_position_embeddings"])
 
 
@@ -349,6 +352,10 @@ class _Metadata:
                 f"architecture {self.architecture!r} is not supported. "
                 f"Supported: {', '.join(ARCHITECTURES)}."
             )
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        return token_ids(self._values)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._values.get(key, default)
@@ -644,7 +651,7 @@ def _common_config(metadata: _Metadata) -> dict[str, Any]:
         "rope_parameters": _rope(metadata),
         "sliding_window": None,
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
-        **_token_ids(metadata),
+        **metadata.token_ids,
     }
 
 
@@ -664,17 +671,6 @@ def _rope(metadata: _Metadata) -> dict[str, Any]:
     rope |= scaling | ({"original_max_position_embeddings": original} if original else {})
     given = {ours: metadata.decimal(theirs, 0.0) for ours, theirs in _ROPE_KEYS.items()}
     return rope | {name: value for name, value in given.items() if value}
-
-
-def _token_ids(metadata: _Metadata) -> dict[str, Any]:
-    """An answer ends at the token that ends a text, or at another that ends a turn."""
-    names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-    ids = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, key in names.items()}
-    found: dict[str, Any] = {key: int(value) for key, value in ids.items() if value is not None}
-    turn = metadata.get("tokenizer.ggml.eot_token_id")
-    if turn is not None and "eos_token_id" in found and turn != found["eos_token_id"]:
-        found["eos_token_id"] = [found["eos_token_id"], int(turn)]
-    return found
 
 
 def _indexed(parts: Sequence[GgufHeader], config: dict[str, Any]) -> Iterator[IndexedTensor]:

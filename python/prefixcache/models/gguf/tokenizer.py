@@ -9,6 +9,7 @@ before merging.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +27,11 @@ from tokenizers import (
 )
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
+from prefixcache.models.gguf.special_tokens import CONTROL, end_token_ids
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+logger = logging.getLogger(__name__)
+
+_USER_DEFINED = 4  # of tokenizer.ggml.token_type
 _MAX_TOKEN_LENGTH = 4096  # finding the merges of a token takes the square of its length
 _SPACE = "\u2581"  # how SentencePiece spells a space
 _NAMED_TOKENS = {
@@ -68,6 +72,7 @@ class _PreTokenizer:
 _GPT2 = _PreTokenizer((_GPT2_WORDS,))
 _SMOLLM = _PreTokenizer((_DIGITS_APART, _GPT2_WORDS))
 _LLAMA3 = _PreTokenizer((_LLAMA3_WORDS,), whole_words_first=True, adds_bos=True)
+_SMAUG = _PreTokenizer((_LLAMA3_WORDS,))
 _QWEN2 = _PreTokenizer((_LLAMA3_WORDS.replace("{1,3}", ""),))
 _QWEN35 = _PreTokenizer(
     (
@@ -80,16 +85,31 @@ _TEKKEN = _PreTokenizer(
     (_GPT4O_WORDS.replace(_ENDING, "").replace("{1,3}", ""),), whole_words_first=True, adds_bos=True
 )
 _GPT4O = _PreTokenizer((_GPT4O_WORDS,))
+_SEED = _PreTokenizer(
+    (
+        _LLAMA3_WORDS.replace("{1,3}", "").replace(
+            r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"
+        ),
+    )
+)
+_MINICPM = _PreTokenizer(
+    (r"\p{N}{1,3}", _LLAMA3_WORDS.replace("{1,3}", "+")), whole_words_first=True
+)
 # By the name that tokenizer.ggml.pre gives.
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "exaone4"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SMOLLM),
+    **dict.fromkeys(("mellum", "a.x-4.0", "trillion", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "minerva-7b"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "glm4": replace(_LLAMA3, adds_bos=False),
+    **dict.fromkeys(("falcon-h1", "pixtral", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _SMAUG),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), replace(_LLAMA3, adds_bos=False)),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
+    "seed-coder": _SEED,
+    "minicpm5": _MINICPM,
 }
 
 
@@ -162,7 +182,13 @@ class _Vocabulary:
         return tokenizer
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
-        name = self._get("pre", "default")
+        name = self._get("pre")
+        if name is None:
+            logger.warning(
+                "The file names no tokenizer.ggml.pre, so text is cut as GPT-2 cuts it. If that is "
+                "wrong, its answers are worse than the model's: get a newer file of the model."
+            )
+            name = "default"
         pre = _PRE_TOKENIZERS.get(name)
         if pre is None:
             raise UnsupportedModelError(
@@ -170,8 +196,10 @@ class _Vocabulary:
                 f"Supported: {', '.join(_PRE_TOKENIZERS)}."
             )
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        # Whole tokens may have other characters, as DeepSeek's have.
+        whole = {*self._special(), *self._of_kind(_USER_DEFINED)}
         spelled = {
-            token if alphabet.issuperset(token) else _in_bytes(token): i
+            token if token in whole or alphabet.issuperset(token) else _in_bytes(token): i
             for i, token in enumerate(self._tokens)
         }
         model = models.BPE(spelled, self._merges(), ignore_merges=pre.whole_words_first)
@@ -208,23 +236,26 @@ class _Vocabulary:
     def _merges(self) -> list[tuple[str, str]]:
         return [_pair(merge) for merge in self._get("merges", ())]
 
+    def _of_kind(self, kind: int) -> list[str]:
+        kinds: Sequence[int] = self._get("token_type", ())
+        return [t for t, of_t in zip(self._tokens, kinds, strict=False) if t and of_t == kind]
+
+    def _special(self) -> list[str]:
+        control = self._of_kind(CONTROL)
+        ends = [self._tokens[i] for i in end_token_ids(self._metadata)]
+        return [t for t in dict.fromkeys([*control, *self.named.values(), *ends]) if t]
+
     def _add_whole_tokens(self, tokenizer: Tokenizer) -> None:
         """Control tokens are special; those that a user defined are kept whole alone."""
-        kinds: Sequence[int] = self._get("token_type", ())
-        marked = [(t, kind) for t, kind in zip(self._tokens, kinds, strict=False) if t]
-        # A name in other characters than those of bytes is not the vocabulary's: adding it would
-        # give it a new id.
-        known = tokenizer.get_vocab()
-        control = [t for t, kind in marked if kind == _CONTROL and t in known]
-        special = dict.fromkeys([*control, *(t for t in self.named.values() if t in known)])
+        special = self._special()
         tokenizer.add_special_tokens(_added(special, special=True))
-        user_defined = [t for t, kind in marked if kind == _USER_DEFINED and t in known]
-        tokenizer.add_tokens(_added((t for t in user_defined if t not in special), special=False))
+        others = [t for t in self._of_kind(_USER_DEFINED) if t not in special]
+        tokenizer.add_tokens(_added(others, special=False))
 
     def _post_processor(self, adds_bos: bool) -> processors.TemplateProcessing:
         """Adds BOS and EOS as the file says; `adds_bos` is what its kind does by default."""
         bos, eos = self.named.get("bos_token"), self.named.get("eos_token")
-        first = [bos] if bos is not None and self._get("add_bos_token", adds_bos) else []
+        first = [bos] if bos is not None and self._adds_bos(adds_bos) else []
         last = [eos] if eos is not None and self._get("add_eos_token", False) else []
         return processors.TemplateProcessing(
             single=[*first, "$A", *last],
@@ -238,6 +269,13 @@ class _Vocabulary:
             ],
             special_tokens=[(t, self._tokens.index(t)) for t in dict.fromkeys([*first, *last])],
         )
+
+    def _adds_bos(self, by_default: bool) -> bool:
+        adds = self._get("add_bos_token", by_default)
+        if adds or self._metadata.get("general.architecture") != "gemma4":
+            return adds
+        logger.warning("tokenizer.ggml.add_bos_token is false: ignored, as Gemma 4 needs BOS")
+        return True
 
 
 def _pair(merge: str) -> tuple[str, str]:

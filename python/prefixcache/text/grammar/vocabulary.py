@@ -83,8 +83,11 @@ class _Source:
 
 
 def tokens_that_end(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end an answer."""
-    return tuple(model.eos_token_ids or tokenizer.eos_token_ids)
+    """The tokens that end an answer: those of the model's files, and its tokenizer's.
+
+    Many chat models name the end of a text in the former, and that of a turn in the latter alone.
+    """
+    return tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids)))
 
 
 def vocabulary_of(tokenizer: Tokenizer, model: ModelConfig) -> Vocabulary:

@@ -11,7 +11,6 @@ pytest_plugins = [
     "support.repeatable",
     "support.workers",
     "support.checkpoints",
-    "support.step_costs",
 ]
 
 

@@ -3,6 +3,7 @@
 Hypothesis prints a `@reproduce_failure` line and keeps failing examples in `.hypothesis`. A random
 schedule takes the `seed` fixture; a failing test that used it shows the command with that seed.
 With PREFIXCACHE_FIXED_CASES=1 every run draws the same cases, so that it fails by a change alone.
+What a step costs is given: no schedule depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import time
 from collections.abc import Generator
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from prefixcache.engine.engine import Engine
+from prefixcache.types.step_plan import StepPlan
 
 T = TypeVar("T")
 
@@ -79,3 +84,25 @@ def pytest_runtest_makereport(
         command = f"PREFIXCACHE_TEST_SEED={RUN_SEED} pytest '{item.nodeid}'"
         report.sections.append(("repeat it with", command))
     return report
+
+
+_STEP_SECONDS, _TOKEN_SECONDS = 1e-3, 1e-6
+"""As a tiny model takes on an idle machine."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _step_costs_are_given() -> Generator[None, None, None]:
+    """For chunks, drafts and loads. Tests that bring a clock of their own measure with it."""
+    measure = Engine._observe_time
+
+    def observe(self: Engine, plan: StepPlan, since: float) -> None:
+        if self._clock is time.perf_counter:
+            seconds = _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens
+            self._last_read = self._clock()
+            self._scheduler.observe_time(plan, seconds)
+        else:
+            measure(self, plan, since)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_observe_time", observe)
+        yield

@@ -21,7 +21,8 @@ _LONGEST_TURN = 1e-3
 class Admitted:
     """What became of a prompt when its request was started, `started_at` in `time.monotonic`.
 
-    `disk_tokens` of the hits came from a disk. The others are as in `Asked`.
+    `disk_tokens` of the hits came from a disk. Of one that `is_refused` too little was cached:
+    nothing was computed. The others are as in `Asked`.
     """
 
     hit_tokens: int
@@ -30,6 +31,7 @@ class Admitted:
     window_missed_tokens: int = 0
     reads: bool = True
     num_unscored: int | None = None
+    is_refused: bool = False
 
 
 class CacheDiagnostics:
@@ -90,6 +92,8 @@ class CacheDiagnostics:
     def _remember(self, prompt: RememberedPrompt, admitted: Admitted) -> None:
         miss = self.explain(asked_of(prompt, admitted), sees_all=True).miss
         self.miss_counts[miss.reason] += 1
+        if admitted.is_refused:
+            return
         kept = dataclasses.replace(
             prompt,
             cached_tokens=admitted.hit_tokens,

@@ -130,6 +130,7 @@ class Answer:
             num_cached_tokens=self._num_cached_tokens,
             num_written_tokens=self._num_written_tokens,
             num_accepted_drafts=self._num_accepted_drafts,
+            num_window_missed_tokens=ending.num_window_missed_tokens,
             num_refused_drafts=self._num_refused_drafts,
             finish_reason=ending.finish_reason,
             error=ending.error,

@@ -72,13 +72,12 @@ class Admission:
         # Blocks beyond the most it may take are computed in any case.
         if matched < most and self._must_wait(state, matched):
             return Verdict.WAITS_FOR_BLOCKS
-        # A prompt is computed from where its log probabilities are asked for, whatever matches.
-        usable = min(matched, most) if state.prompt_logprobs_due else matched
-        if self._is_below_threshold(state, usable):
-            if state.num_cached_tokens is None:
-                state.num_cached_tokens = usable
-            return Verdict.BELOW_THRESHOLD
         hits = min(matched, most)
+        if self._is_below_threshold(state, hits):
+            if state.num_cached_tokens is None:
+                state.num_cached_tokens = hits
+                self._note_window_misses(state, self._lost_to_windows(state, matched, most))
+            return Verdict.BELOW_THRESHOLD
         if self._reads.must_wait(state, hits):
             return Verdict.WAITS_FOR_BLOCKS
         plan = None
@@ -120,13 +119,17 @@ class Admission:
         state.num_computed_tokens = state.num_published_tokens = taken
         state.num_resets = self._cache.num_resets
         if state.num_cached_tokens is None:
-            state.num_cached_tokens, state.num_window_missed_tokens = taken, lost
+            state.num_cached_tokens = taken
+            self._note_window_misses(state, lost)
             state.hit_staleness = self._cache.staleness(state.request_id) if taken else 0
             if self.enabled:
                 self.counter.add(state.num_tokens, taken)
                 if state.hit_staleness:
                     self.num_stale_tokens[state.hit_staleness] += taken
-                self.num_window_missed_tokens += lost
+
+    def _note_window_misses(self, state: RequestState, lost: int) -> None:
+        state.num_window_missed_tokens = lost
+        self.num_window_missed_tokens += lost
 
     def count_hits(self, state: RequestState) -> int:
         """Tokens that the request would take from the cache if it started now."""
@@ -163,11 +166,10 @@ class Admission:
         threshold, source = (self._global_threshold, "global") if own is None else (own, "request")
         if not threshold or state.request.params.max_tokens == 0:  # asked for to be computed
             return False
-        total = self._tokens_to_match(state)
         if "disk" in (state.request.cache.hit_tiers or self._hit_tiers):
             most = self._most_hits(state) if self._may_read(state) else 0
             usable = max(usable, self._cache.count_with_disk(state.request_id, most)[0])
-        ratio = usable / total if total else 0.0
+        ratio = self._share_of_hits(state, usable)
         if ratio >= threshold:
             return False
         self.num_below_threshold[source] += 1
@@ -180,12 +182,11 @@ class Admission:
         )
         return True
 
-    def _tokens_to_match(self, state: RequestState) -> int:
-        """What the threshold is a share of: all tokens of a request that starts.
+    def _share_of_hits(self, state: RequestState, usable: int) -> float:
+        """Of the tokens in full blocks that could be hits; 0 where there are none.
 
-        Of one that returns, the full blocks that it may have left behind: with all of them there
-        it goes on, whatever the threshold. The KV of its last token was never computed.
+        The last token never is one. A request without such tokens is refused at its first start, so
+        none returns.
         """
-        if state.num_cached_tokens is None:
-            return state.num_tokens
-        return (state.num_tokens - 1) // self._block_size * self._block_size
+        most = (state.num_tokens - 1) // self._block_size * self._block_size
+        return usable / most if most else 0.0

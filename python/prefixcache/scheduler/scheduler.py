@@ -605,7 +605,8 @@ class Scheduler:
     def _ending(self, state: RequestState, verdict: Verdict) -> Ending:
         cached = state.num_cached_tokens or 0
         if verdict is Verdict.BELOW_THRESHOLD:
-            return Ending("cache_threshold", cached)
+            missed = state.num_window_missed_tokens
+            return Ending("cache_threshold", cached, num_window_missed_tokens=missed)
         error = self._limits.describe_lack(state.num_tokens)
         return Ending("error", cached, error, "insufficient_kv_cache")
 

@@ -211,13 +211,14 @@ class Ending:
     """How a request ends that no token ends; `error` says why it failed.
 
     `num_cached_tokens` of its prompt were cached when it first started or was rejected; None where
-    the answer counts them itself.
+    the answer counts them itself. `num_window_missed_tokens` as in `RequestOutput`.
     """
 
     finish_reason: FinishReason
     num_cached_tokens: int | None = None
     error: str | None = None
     error_code: ErrorCode | None = None
+    num_window_missed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

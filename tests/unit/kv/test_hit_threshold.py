@@ -48,22 +48,32 @@ def warmed(cached: int, **rules: float) -> Bench:
     ("length", "threshold", "expected"),
     [
         (16, 1.0, False),
-        (17, 1.0, True),
-        (17, 16 / 17, False),
-        (20, 0.8, False),
-        (20, 0.81, True),
-        (40, 0.4, False),
-        (40, 0.41, True),
+        (17, 1.0, False),
+        (20, 1.0, False),
+        (21, 0.8, False),
+        (21, 0.81, True),
+        (40, 16 / 36, False),
+        (40, 0.45, True),
         (40, 0.0, False),
     ],
 )
-def test_the_ratio_counts_matched_full_blocks_of_all_tokens(length, threshold, expected):
+def test_the_ratio_is_of_the_full_blocks_that_could_be_hits(length, threshold, expected):
     assert refused(warmed(16), "a", prompt_of(length), threshold) is expected
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 16, 17, 20])
+@pytest.mark.parametrize("groups", [("full",), ("full", ("sliding_window", 8))])
+def test_all_that_could_be_a_hit_is_enough_for_each_kind_of_model(groups, length):
+    """Of 1 to 4 tokens nothing can be, so a caller that wants all of it cached gets nothing."""
+    bench = Bench(groups=groups)
+    bench.add("warm", prompt_of(length), max_tokens=1)
+    bench.run()
+    assert refused(bench, "a", prompt_of(length), 1.0) == (length < 5)
 
 
 def test_a_refusal_says_how_many_tokens_were_cached() -> None:
     bench = warmed(16)
-    bench.add("a", prompt_of(40), cache=CacheOptions(hit_threshold=0.41))
+    bench.add("a", prompt_of(40), cache=CacheOptions(hit_threshold=0.45))
     bench.run()
     assert [end.num_cached_tokens for _, end in bench.scheduler.take_rejected()] == [16]
 
@@ -246,7 +256,7 @@ def test_the_log_says_ratio_threshold_and_source(caplog: pytest.LogCaptureFixtur
     bench = warmed(16)
     with caplog.at_level(logging.INFO):
         assert refused(bench, "a", prompt_of(40), 0.5)
-    assert "Request a ends: cache hit ratio 0.4000 is below the request threshold of 0.5000." in (
+    assert "Request a ends: cache hit ratio 0.4444 is below the request threshold of 0.5000." in (
         caplog.text
     )
 

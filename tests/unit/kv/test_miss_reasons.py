@@ -63,12 +63,16 @@ class Room:
         (last,) = outputs
         admitted = Admitted(
             hit_tokens=last.num_cached_tokens,
-            started_at=last.started_at,
+            started_at=last.started_at or remembered.arrival,
             window_missed_tokens=last.num_window_missed_tokens,
             reads=options.read,
+            is_refused=last.finish_reason == "cache_threshold",
         )
         self.diagnostics.end(name, admitted)
         self.diagnostics.settle()
+        if admitted.is_refused:
+            assert self.diagnostics.history.find(name, owner=owner) is None
+            return Miss(last.num_cached_tokens, "refused")
         found = self.diagnostics.history.find(name, owner=owner)
         assert found is not None
         assert found.miss is not None
@@ -220,6 +224,21 @@ def test_a_window_whose_blocks_are_gone() -> None:
     room.check([*shared, *range(80, 95)], 0, "window_lost")
     # The second one repaired it.
     room.check([*shared, *range(70, 85)], 40, "never_seen")
+
+
+def test_refused_requests_count_what_windows_lost_and_are_no_earlier_prompts() -> None:
+    room = Room(groups=("full", ("sliding_window", 8)), num_blocks=65)
+    shared = list(range(10, 50))
+    room.send([*shared, *range(60, 80)])
+    room.leave_cached(Retention().num_blocks_kept(60, 4, [None, 8]))
+    before = room.diagnostics.miss_counts["window_lost"]
+    for _ in range(2):
+        room.send([*shared, *range(80, 95)], hit_threshold=0.5)
+    assert room.diagnostics.miss_counts["window_lost"] == before + 2
+    assert room.engine.metrics.gauges().num_window_missed_tokens == 80
+    # Something has to compute it.
+    room.send([*shared, *range(80, 95)], hit_threshold=0.0)
+    assert room.send([*shared, *range(70, 85)], hit_threshold=0.5).hit_tokens == 40
 
 
 def test_windows_alone() -> None:

@@ -114,8 +114,8 @@ def test_a_threshold_asks_for_what_the_windows_let_a_request_take() -> None:
     bench = windowed()
     bench.add("warm", prompt_of(16), max_tokens=1)
     bench.run()
-    for name, threshold in (("above", 0.76), ("below", 0.75)):
-        bench.add(name, prompt_of(16), cache=CacheOptions(hit_threshold=threshold))
+    for name, threshold in (("above", 0.81), ("below", 0.8)):
+        bench.add(name, prompt_of(24), cache=CacheOptions(hit_threshold=threshold))
     bench.run()
     assert [request_id for request_id, _ in bench.scheduler.take_rejected()] == ["above"]
 

@@ -405,8 +405,9 @@ def _admitted(job: Job, choices: Sequence[Choice]) -> list[Admitted | None]:
 
 
 def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
-    """None where the prompt was not computed, as far as is known."""
-    if not (choice.num_tokens or choice.finish_reason == "length"):
+    """None where the prompt was neither computed nor refused by its threshold, as far as known."""
+    is_refused = choice.finish_reason == "cache_threshold" and not choice.num_tokens
+    if not (choice.num_tokens or is_refused or choice.finish_reason == "length"):
         return None
     first = choice.first
     return Admitted(
@@ -416,6 +417,7 @@ def _admission(request: EngineRequest, choice: Choice) -> Admitted | None:
         window_missed_tokens=first.num_window_missed_tokens,
         reads=request.cache.read,
         num_unscored=request.params.num_unscored,
+        is_refused=is_refused,
     )
 
 

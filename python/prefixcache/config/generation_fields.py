@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefixcache.exceptions import UnsupportedModelError
-
 OBEYED = frozenset(
     (
         *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
@@ -15,7 +13,7 @@ OBEYED = frozenset(
 )
 """Fields that act; those of sampling where a request sets none."""
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+NOT_OBEYED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints"), ((),)),
     **dict.fromkeys(("sequence_bias", "stop_strings"), ((), {}, "")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
@@ -24,7 +22,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
     "dola_layers": (),
 }
-"""Fields that forbid or force tokens, each with the values, next to null, that mean nothing."""
+"""Fields that would change answers, each with the values, next to null, that change none."""
 
 WITHOUT_EFFECT = frozenset(
     (
@@ -36,13 +34,8 @@ WITHOUT_EFFECT = frozenset(
         *("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "token_healing"),
         *("renormalize_logits", "remove_invalid_values", "low_memory"),
         # How quickly transformers computes, and what it returns.
-        *(
-            "use_cache",
-            "cache_config",
-            "cache_implementation",
-            "max_cache_len",
-            "prefill_chunk_size",
-        ),
+        *("use_cache", "cache_config", "cache_implementation", "max_cache_len"),
+        "prefill_chunk_size",
         *("compile_config", "disable_compile", "continuous_batching_config"),
         *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
         *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
@@ -55,13 +48,8 @@ WITHOUT_EFFECT = frozenset(
 """Fields that change nothing here."""
 
 
-def check_generation(source: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedModelError` for a field of `REFUSED` that means something."""
-    for name, neutral in REFUSED.items():
-        value = source.get(name)
-        value = () if value == [] else value
-        if value is not None and value not in neutral:
-            raise UnsupportedModelError(
-                f"{name} in generation_config.json is not supported. "
-                "Without the field the model runs."
-            )
+def not_obeyed(source: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of `NOT_OBEYED` that a generation_config.json sets to change answers."""
+    values = {name: source.get(name) for name in NOT_OBEYED}
+    values = {name: () if value == [] else value for name, value in values.items()}
+    return tuple(name for name, value in values.items() if value not in (None, *NOT_OBEYED[name]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
-from prefixcache.config.generation_fields import check_generation
+from prefixcache.config.generation_fields import not_obeyed
 from prefixcache.config.hf_config import (
     FAMILIES,
     FULL,
@@ -211,7 +211,8 @@ class GenerationDefaults(Checked):
     """Sampling values a model's authors recommend; None where they say nothing.
 
     Tokens of `suppress_tokens` are never sampled, those of `begin_suppress_tokens` not as the first
-    of an answer, whatever a request asks for.
+    of an answer, whatever a request asks for. `not_obeyed` names the fields that the authors set
+    and that act in no request.
     """
 
     temperature: float | None = None
@@ -222,6 +223,7 @@ class GenerationDefaults(Checked):
     max_new_tokens: TokenId | None = None
     suppress_tokens: tuple[TokenId, ...] = ()
     begin_suppress_tokens: tuple[TokenId, ...] = ()
+    not_obeyed: tuple[str, ...] = ()
 
     def sampling_options(self) -> dict[str, Any]:
         """Those values that are given, by their names in `SamplingParams`; not the length."""
@@ -509,10 +511,9 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
 
 
 def _generation(source: Mapping[str, Any]) -> GenerationDefaults:
-    check_generation(source)
     given = {
         name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
-        for name, value in source.items()
+        for name, value in {**source, "not_obeyed": not_obeyed(source)}.items()
     }
     return GenerationDefaults(**read_fields(adapters(GenerationDefaults), given))
 

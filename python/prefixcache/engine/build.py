@@ -145,6 +145,9 @@ def build(
     )
     if writer is not None:
         engine.metrics.more.append(writer.families)
+    if model.generation.not_obeyed:
+        names = ", ".join(model.generation.not_obeyed)
+        logger.warning("generation_config.json has fields that are not obeyed: %s.", names)
     _log_choices(config, scheduler, spec, kv)
     _log_retention(config.cache, retention, cache, kv.layout, scheduler.max_num_tokens)
     return BuiltEngine(

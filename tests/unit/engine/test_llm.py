@@ -87,11 +87,16 @@ def test_an_answer_ends_with_the_context(llm: LLM) -> None:
     assert (len(choice.token_ids), choice.finish_reason) == (12, "length")
 
 
+def with_generation(source: Path, folder: Path, **fields: Any) -> str:
+    """A copy of a checkpoint with these fields in its generation_config.json."""
+    path = shutil.copytree(source, folder) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return str(folder)
+
+
 def test_a_default_length_is_shortened_to_what_fits(tiny_checkpoint, tmp_path):
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_new_tokens": 500}))
-    llm = LLM(str(folder), dtype="float32", num_blocks=65, max_model_len=40)
+    folder = with_generation(tiny_checkpoint(), tmp_path / "model", max_new_tokens=500)
+    llm = LLM(folder, dtype="float32", num_blocks=65, max_model_len=40)
     assert llm.get_default_sampling_params().max_tokens == 500
     results = generate(llm, [[5] * 30, [6] * 38])
     assert [len(result.outputs[0].token_ids) for result in results] == [10, 2]
@@ -104,11 +109,11 @@ def test_tokens_that_a_model_suppresses_are_never_sampled(
     attention: str, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     def load(**generation: Any) -> LLM:
-        folder = shutil.copytree(tiny_checkpoint(), tmp_path / f"{len(generation)}-model")
-        path = folder / "generation_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **generation}))
+        folder = with_generation(
+            tiny_checkpoint(), tmp_path / f"{len(generation)}-model", **generation
+        )
         options = {"dtype": "float32", "num_blocks": 65, "speculate": "prompt"}
-        return LLM(str(folder), attention=attention, **options)
+        return LLM(folder, attention=attention, **options)
 
     prompt = [5, 6, 7, 5, 6, 7]
     free = generate(load(), prompt, SamplingParams(temperature=0, max_tokens=8))[0]
@@ -131,6 +136,18 @@ def test_tokens_that_a_model_suppresses_are_never_sampled(
             assert first in output.logprobs[0], "it stays the likeliest"
     with pytest.raises(InvalidRequestError, match="suppress_tokens"):
         generate(llm, prompt, SamplingParams(allowed_token_ids=[first]))
+
+
+def test_fields_of_a_generation_config_that_are_not_obeyed_are_named_once(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"stop_strings": ["a"], "no_repeat_ngram_size": 3, "bad_words_ids": []}
+    folder = with_generation(tiny_checkpoint(), tmp_path / "model", **fields)
+    LLM(folder, dtype="float32", num_blocks=65)
+    warnings = [record.getMessage() for record in caplog.records if "not obeyed" in record.message]
+    assert warnings == [
+        "generation_config.json has fields that are not obeyed: stop_strings, no_repeat_ngram_size."
+    ]
 
 
 def test_priorities_count_where_the_policy_says_so(tiny_checkpoint: Checkpoint, llm: LLM) -> None:

@@ -8,20 +8,17 @@ import socket
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 from transformers import AutoConfig, GenerationConfig
 
 from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
-from prefixcache.config.generation_fields import (
-    OBEYED,
-    REFUSED,
-    WITHOUT_EFFECT,
-    check_generation,
-)
+from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED, WITHOUT_EFFECT
 from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
 from prefixcache.runner.cuda.attention.registry import attention_names
+from prefixcache.text.grammar.vocabulary import tokens_that_end
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -360,22 +357,47 @@ def test_eos_ids_of_both_files_and_generation_defaults() -> None:
     assert config.generation == GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20)
 
 
-def test_each_field_of_a_generation_config_is_obeyed_refused_or_without_effect() -> None:
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "ends"),
+    [
+        # Llama 3.2: vLLM's tests/tokenization/test_get_eos.py.
+        ([128001, 128008, 128009], [128001, 128008, 128009], 128009, {128001, 128008, 128009}),
+        # Qwen3 base, trained for chats: github.com/hiyouga/LlamaFactory/issues/9338.
+        (151643, 151643, 151645, {151643, 151645}),
+        # chandra-ocr-2: github.com/Blaizzy/mlx-vlm/pull/2112.
+        (248044, [248044], 248046, {248044, 248046}),
+        # Gemma 3, whose tokenizer names the end of a text: huggingface/transformers/issues/38182.
+        ([1, 106], [1, 106], 1, {1, 106}),
+        # gpt-oss: `<|end|>`, 200007, ends a message of several.
+        (200002, [200002, 199999, 200012], 200002, {199999, 200002, 200012}),
+        (2, None, None, {2}),
+    ],
+)
+def test_answers_end_at_what_the_models_files_or_its_tokenizer_name(config, generation, eos, ends):
+    tokenizer = mock.Mock(eos_token_ids=() if eos is None else (eos,))
+    model = ModelConfig.from_hf(llama(eos_token_id=config), {"eos_token_id": generation})
+    assert {*tokens_that_end(tokenizer, model)} == ends
+
+
+def test_each_field_of_a_generation_config_is_obeyed_warned_of_or_without_effect() -> None:
     config = GenerationConfig()
-    assert OBEYED | REFUSED.keys() | WITHOUT_EFFECT >= vars(config).keys()
-    assert not OBEYED & REFUSED.keys() | OBEYED & WITHOUT_EFFECT | REFUSED.keys() & WITHOUT_EFFECT
-    check_generation(config.to_dict())
+    assert OBEYED | NOT_OBEYED.keys() | WITHOUT_EFFECT >= vars(config).keys()
+    assert len({*OBEYED, *NOT_OBEYED, *WITHOUT_EFFECT}) == sum(
+        map(len, (OBEYED, NOT_OBEYED, WITHOUT_EFFECT))
+    )
     lists = {"suppress_tokens": [3, 4], "begin_suppress_tokens": [5]}
-    generation = ModelConfig.from_hf(llama(), lists).generation
+    generation = ModelConfig.from_hf(llama(), config.to_dict() | lists).generation
     assert (generation.suppress_tokens, generation.begin_suppress_tokens) == ((3, 4), (5,))
+    assert generation.not_obeyed == ()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_generation_config_that_forbids_or_forces_tokens_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{name} in generation_config.json"):
-        ModelConfig.from_hf(llama(), {name: [[7]]})
-    for neutral in (None, *REFUSED[name]):
-        ModelConfig.from_hf(llama(), {name: neutral})
+@pytest.mark.parametrize("name", NOT_OBEYED)
+def test_a_field_of_a_generation_config_that_would_change_answers_is_noted(name: str) -> None:
+    def noted(value: Any) -> tuple[str, ...]:
+        return ModelConfig.from_hf(llama(), {name: value}).generation.not_obeyed
+
+    assert noted([[7]]) == (name,)
+    assert not any(map(noted, (None, *NOT_OBEYED[name])))
 
 
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.config.generation_fields import OBEYED, REFUSED
+from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED
 from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.cache_manager import fitting_tokens
@@ -194,8 +194,8 @@ def page() -> str:
         "## Fields of generation_config.json",
         "",
         f"Obeyed: {named(sorted(OBEYED))}. Suppressed tokens are never sampled, whatever a request",
-        f"asks for. Refused where they mean something: {named(sorted(REFUSED))}.",
-        "Others have no effect.",
+        "asks for. Not obeyed, and named by a warning at the start where set to change answers:",
+        f"{named(sorted(NOT_OBEYED))}. Others have no effect.",
         "",
         "## What a machine holds",
         "",

@@ -48,7 +48,7 @@ def live(folder: Path, max_bytes: int) -> tuple[int, bool]:
     tiered.tier.close()
     tiered.cache.validate()
     assert not tiered.tier._thread.is_alive()
-    return num_earlier, counts().failures == 0 and [len(one) for one in own] == [7] * len(PROMPTS)
+    return num_earlier, counts().failures == 0 and [*map(len, own)] == [7] * len(PROMPTS)
 
 
 def hits(tiered: Tiered) -> list[list[int]]:

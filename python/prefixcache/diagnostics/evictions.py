@@ -119,11 +119,15 @@ class EvictionReader:
 
 def _read_on(reference: weakref.ref[EvictionReader]) -> None:
     """Reads until the object is gone: an engine has no end that could stop a thread."""
+    has_failed = False
     while (reader := reference()) is not None:
         try:
             reader.read()
+            has_failed = False
         except Exception:
-            logger.exception("Evicted blocks were not read; this goes on.")
+            if not has_failed:
+                logger.exception("Evicted blocks could not be read. The next try comes soon.")
+            has_failed = True
         del reader
         time.sleep(_PERIOD)
 

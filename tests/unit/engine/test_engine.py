@@ -380,5 +380,5 @@ def run_until(engine: Engine, request: Request) -> list[RequestOutput]:
     engine.add_request(request)
     outputs: list[RequestOutput] = []
     while not (outputs and outputs[-1].finished):
-        outputs += [one for one in engine.step() if one.request_id == request.request_id]
+        outputs += [output for output in engine.step() if output.request_id == request.request_id]
     return outputs

@@ -120,9 +120,9 @@ def test_tokens_that_a_model_suppresses_are_never_sampled(
     first, *others = free.outputs[0].token_ids
     begin = next((i for i in others if i != first), others[0])
     llm = load(suppress_tokens=[first, 10**6], begin_suppress_tokens=[begin])
-    asked = {first: 100.0}
+    bias = {first: 100.0}
     for params in (
-        SamplingParams(temperature=0, max_tokens=30, logit_bias=asked, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=30, logit_bias=bias, logprobs=1),
         SamplingParams(temperature=2.0, max_tokens=30, seed=1, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=30, min_tokens=5),
         SamplingParams(

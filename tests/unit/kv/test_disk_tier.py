@@ -215,7 +215,7 @@ def test_a_load_ends_at_a_damaged_block_and_all_damaged_ones_of_it_are_removed(m
         db.execute(f"DELETE FROM blocks WHERE {of_key}", keys[1:2])
     db.close()
     assert tiered.load(hashes) == [100, 101, 102]
-    assert [tiered.count([one]) for one in hashes] == [1, 1, 1, 0, 0, 0, 1]
+    assert [tiered.count([block_hash]) for block_hash in hashes] == [1, 1, 1, 0, 0, 0, 1]
     assert tiered.tier.counts().damaged == 2
     assert evicted(tiered) == hashes
     assert tiered.load(hashes) == [100 + i for i in range(7)]

@@ -196,6 +196,7 @@ def page() -> str:
         f"Obeyed: {named(sorted(OBEYED))}. Suppressed tokens are never sampled, whatever a request",
         "asks for. Not obeyed, and named by a warning at the start where set to change answers:",
         f"{named(sorted(NOT_OBEYED))}. Others have no effect.",
+        "As in vLLM answers also end at the tokenizer's `eos_token`.",
         "",
         "## What a machine holds",
         "",

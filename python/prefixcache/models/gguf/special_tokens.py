@@ -39,9 +39,9 @@ def token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The ids that a config.json has: of BOS, padding, and all that end an answer."""
     named = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}") for ours, theirs in named.items()}
-    found = {key: int(value) for key, value in ids.items() if value is not None}
+    named_ids = {key: int(value) for key, value in ids.items() if value is not None}
     ends = end_token_ids(metadata)
-    return found | ({"eos_token_id": ends if ends[1:] else ends[0]} if ends else {})
+    return named_ids | ({"eos_token_id": ends if ends[1:] else ends[0]} if ends else {})
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:

@@ -196,10 +196,10 @@ class _Vocabulary:
                 f"Supported: {', '.join(_PRE_TOKENIZERS)}."
             )
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-        # Whole tokens may have other characters, as DeepSeek's have.
-        whole = {*self._special(), *self._of_kind(_USER_DEFINED)}
+        # Tokens that are not cut may have other characters, as DeepSeek's have.
+        uncut = {*self._special(), *self._of_kind(_USER_DEFINED)}
         spelled = {
-            token if token in whole or alphabet.issuperset(token) else _in_bytes(token): i
+            token if token in uncut or alphabet.issuperset(token) else _in_bytes(token): i
             for i, token in enumerate(self._tokens)
         }
         model = models.BPE(spelled, self._merges(), ignore_merges=pre.whole_words_first)

@@ -14,6 +14,7 @@ from typing import Any
 from prefixcache._core import derive_digest, hash_file_ranges
 from prefixcache.config.model_config import (
     ExpertsConfig,
+    GenerationDefaults,
     ModelConfig,
     RopeConfig,
     without_defaults,
@@ -108,6 +109,9 @@ _MODEL_FIELDS = frozenset(
         *("tie_word_embeddings", "checkpoint_dtype", "bos_token_id", "eos_token_ids", "generation"),
     )
 )
+_GENERATION_FIELDS = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+)
 _ROPE_FIELDS = frozenset(
     (
         *("theta", "kind", "factor", "low_freq_factor", "high_freq_factor"),
@@ -130,12 +134,15 @@ def model_digest(config: ModelConfig) -> str:
     for name in ("rope", "local_rope"):
         rope = getattr(config, name)
         fields[name] = rope and _counted(rope, _ROPE_FIELDS)
+    fields["generation"] = _counted(config.generation, _GENERATION_FIELDS)
     if config.experts is not None:
         fields["experts"] = _counted(config.experts, _EXPERTS_FIELDS)
     return _derived("model", json.dumps(fields, sort_keys=True).encode())
 
 
-def _counted(config: ModelConfig | RopeConfig | ExpertsConfig, first: Set[str]) -> dict[str, Any]:
+def _counted(
+    config: ModelConfig | RopeConfig | ExpertsConfig | GenerationDefaults, first: Set[str]
+) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return {

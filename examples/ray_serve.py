@@ -1,6 +1,6 @@
 r"""A deployment of one's own around the replicas of `prefixcache serve-ray`.
 
-    pip install 'prefixcache[ray]'
+    pip install '.[ray]'
     serve run examples.ray_serve:application
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \

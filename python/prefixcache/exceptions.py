@@ -42,6 +42,11 @@ def wrong(field: str, problem: str, code: str | None = None) -> InvalidRequestEr
     return InvalidRequestError(f"{field} {problem}.", param=field, code=code)
 
 
+def how_to_install(extra: str) -> str:
+    """The end of a sentence on an extra of this package that is not installed."""
+    return f"run pip install '.[{extra}]' in a checkout of prefixcache"
+
+
 class RequestTooLargeError(InvalidRequestError):
     """The request needs more tokens or blocks than the engine will ever have."""
 

@@ -18,6 +18,7 @@ from prefixcache.cli.command_line import Given
 from prefixcache.config.checked import Checked
 from prefixcache.config.flags import flag
 from prefixcache.config.vllm_flags import KEY_VARIABLE
+from prefixcache.exceptions import how_to_install
 
 _NAME = re.compile(r"[\w.-]+")
 _EXTRA = re.compile(r"extra *== *['\"]([\w-]+)['\"]")
@@ -90,7 +91,7 @@ def _extras(requirements: list[str]) -> dict[str, str]:
 def _extra(extra: str, names: list[str]) -> str:
     versions = {name: _version(name) for name in names}
     if absent := [name for name, found in versions.items() if found is None]:
-        return f"missing {', '.join(absent)}: pip install 'prefixcache[{extra}]'"
+        return f"missing {', '.join(absent)}: {how_to_install(extra)}"
     return ", ".join(f"{name} {found}" for name, found in versions.items())
 
 

@@ -30,7 +30,13 @@ from prefixcache.config.checked import Checked, shown
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.flags import flag, leaves
 from prefixcache.config.logs import LogLevel, set_up_logging
-from prefixcache.exceptions import ConfigError, FieldError, InvalidRequestError, PrefixCacheError
+from prefixcache.exceptions import (
+    ConfigError,
+    FieldError,
+    InvalidRequestError,
+    PrefixCacheError,
+    how_to_install,
+)
 from prefixcache.ray_serve.environment import prepare_environment
 from prefixcache.ray_serve.ray_options import NOT_SERVED, RayOptions
 from prefixcache.server.options.serve_options import LOG_LEVEL_HELP, ServeOptions
@@ -139,7 +145,7 @@ def serve_ray(given: Given) -> None:
     try:
         import_module("ray.serve")
     except ImportError as error:
-        message = f"serve-ray needs Ray Serve ({error}): pip install prefixcache[ray]."
+        message = f"serve-ray needs Ray Serve ({error}): {how_to_install('ray')}."
         raise ConfigError(message) from None
     from prefixcache.ray_serve.ray_run import serve_ray as run_cluster
 

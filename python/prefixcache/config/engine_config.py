@@ -466,10 +466,10 @@ class SchedulerConfig(Checked):
     and "cache-aware" starts long hits first, but none before a request ahead of it that has waited
     for `max_queue_delay` seconds.
 
-    A request whose share of cached tokens is below `global_cache_hit_threshold` ends at once unless
-    it brings a threshold of its own; tokens in `cache_hit_threshold_tiers` count as cached. With
-    `share_in_flight` a request waits, at most `max_wait_steps` steps, for blocks that another one
-    is computing.
+    A request whose share of cached tokens is below `global_cache_hit_threshold` ends where it
+    would start, unless it brings a threshold of its own; tokens in `cache_hit_threshold_tiers`
+    count as cached. With `share_in_flight` a request waits, at most `max_wait_steps` steps, for
+    blocks that another one is computing.
 
     While answers are in flight, chunks of prompts are so short that a step takes `max_step_ms` at
     most, as far as earlier steps tell. The limits of a step that are None go by the device.
@@ -521,7 +521,9 @@ class SchedulerConfig(Checked):
         common=True,
     )
     global_cache_hit_threshold: Fraction = flag(
-        0.0, "Requests with a smaller share of cached tokens end at once; 0 ends none.", "Cache"
+        0.0,
+        "Requests with a smaller share of cached tokens end where they would start; 0 ends none.",
+        "Cache",
     )
     cache_hit_threshold_tiers: HitTiers = flag(
         "memory", "Tiers whose tokens count as cached for a hit threshold.", "Cache"

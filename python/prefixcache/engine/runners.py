@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache.config.engine_config import EngineConfig
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, how_to_install
 from prefixcache.runner.base import Runner
 from prefixcache.runner.cpu.cpu_runner import CpuRunner
 
@@ -30,7 +30,7 @@ def choose_runner(config: EngineConfig) -> Runner[Any]:
         raise FieldError(
             "device",
             f"{config.device} with attention {config.attention} needs torch: "
-            f"pip install 'prefixcache[{extra}]'.",
+            f"{how_to_install(extra)}.",
         )
     from prefixcache.runner.cuda.torch_runner import TorchRunner
 
@@ -54,8 +54,8 @@ def _has_cuda() -> bool:
         return False
     if find_spec("torch") is None:
         logger.warning(
-            "There is a CUDA driver, but no torch: computing on the CPU. "
-            "pip install 'prefixcache[cuda]' lets the GPU compute."
+            "There is a CUDA driver, but no torch: computing on the CPU. For the GPU, %s.",
+            how_to_install("cuda"),
         )
         return False
     import torch

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from prefixcache.events.config import KVEventsConfig
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, how_to_install
 
 if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
@@ -27,7 +27,7 @@ def event_sockets(config: KVEventsConfig | None) -> Generator[EventSockets | Non
     try:
         from prefixcache.events.sockets import EventSockets
     except ModuleNotFoundError as error:
-        problem = f"needs {error.name}: pip install 'prefixcache[events]'."
+        problem = f"needs {error.name}: {how_to_install('events')}."
         raise FieldError("kv_events_config", problem) from None
     with closing(EventSockets(config)) as sockets:
         yield sockets

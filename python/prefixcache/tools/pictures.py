@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, QUIET, RULE = "#1f2933", "#7b8794", "#e4e7eb"
-NEEDS_MATPLOTLIB = "needs matplotlib: pip install 'prefixcache[plot]'."
+NEEDS_MATPLOTLIB = f"needs matplotlib: {how_to_install('plot')}."
 
 _ENDINGS = (".png", ".svg", ".pdf")
 _LIGHT, _DARK = "-light.svg", "-dark.svg"

@@ -1,4 +1,4 @@
-"""Training on rollouts without mismatch. It needs the extra `prefixcache[torch]`."""
+"""Training on rollouts without mismatch. It needs the extra `torch`."""
 
 from prefixcache.training.policy import Policy, Rollout
 

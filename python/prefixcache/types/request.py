@@ -75,10 +75,10 @@ class CacheOptions:
     """How one request uses the prefix cache.
 
     Requests share blocks only under the same `salt`. `read` False skips hits, `write` False
-    publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends at once
-    with `finish_reason` "cache_threshold"; None takes the engine's own threshold, and no
-    threshold ends a request with `max_tokens` 0. `hit_tiers` says where cached tokens have to lie
-    for that; None takes the engine's own choice.
+    publishes nothing. A request whose share of cached tokens is below `hit_threshold` ends where it
+    would start, with `finish_reason` "cache_threshold"; None takes the engine's own threshold, and
+    no threshold ends a request with `max_tokens` 0. `hit_tiers` says where cached tokens have to
+    lie for that; None takes the engine's own choice.
 
     `retention` says which tokens are worth keeping (`retention_range.py`), within the budget of
     `owner`: without one that of the salt, or of all who have none. Only full blocks of the first

@@ -172,7 +172,5 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch, lacking):
     for name in [name for name in sys.modules if name.startswith(lacking)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, lacking, None)
-    with pytest.raises(
-        FieldError, match=r"otlp_traces_endpoint.*pip install 'prefixcache\[otel\]'"
-    ):
+    with pytest.raises(FieldError, match=r"otlp_traces_endpoint.*pip install '\.\[otel\]'"):
         tracing_to("http://localhost:4317")

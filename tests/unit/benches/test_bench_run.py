@@ -321,7 +321,7 @@ def test_a_picture_needs_the_extra(option: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr("prefixcache.tools.pictures.find_spec", lambda _name: None)
     result = CliRunner().invoke(app, ["bench", *option, "--model", "./nowhere"])
     assert result.exit_code == 2
-    assert f"{option[0]} needs matplotlib: pip install 'prefixcache[plot]'" in result.stderr
+    assert f"{option[0]} needs matplotlib: run pip install '.[plot]'" in result.stderr
 
 
 def test_the_command_says_what_is_wrong() -> None:

@@ -231,7 +231,7 @@ def test_doctor_says_what_is_chosen_and_what_is_missing(monkeypatch: pytest.Monk
     result = _run("doctor", **env)
     assert result.exit_code == 0, result.stderr
     assert f"chosen                {Cpu.available_instructions()[-1]}" in result.stdout
-    needs = "missing matplotlib: pip install 'prefixcache[plot]'"
+    needs = "missing matplotlib: run pip install '.[plot]' in a checkout of prefixcache"
     assert needs in result.stdout
     assert "PREFIXCACHE_API_KEY" in result.stdout
     assert "s3cret" not in result.stdout

@@ -50,7 +50,7 @@ def test_what_lacks_torch_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], extra: str
 ) -> None:
     monkeypatch.setattr(runners, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'prefixcache\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install '\.\[{extra}\]'"):
         choose_runner(EngineConfig.from_flags(**flags))
 
 
@@ -60,7 +60,7 @@ def test_a_driver_without_torch_is_mentioned_and_the_cpu_computes(
     monkeypatch.setattr(runners.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(runners, "find_spec", lambda name: None)
     assert type(choose_runner(EngineConfig())) is CpuRunner
-    assert "prefixcache[cuda]" in caplog.text
+    assert "'.[cuda]'" in caplog.text
 
 
 def test_what_is_asked_for_and_not_kept_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -698,7 +698,7 @@ def test_asking_for_it_without_a_device_or_the_package_says_what_to_install(monk
         make_flashinfer([SPEC], dtype=torch.bfloat16, device=CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match=r"pip install 'prefixcache\[cuda\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[cuda\]'"):
         load_kernels(torch.device("cuda"))
 
 

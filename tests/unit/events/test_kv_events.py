@@ -376,7 +376,7 @@ def test_an_endpoint_of_another_machine_is_connected_to() -> None:
 def test_what_is_not_installed_is_named() -> None:
     with (
         mock.patch.dict(sys.modules, {"zmq": None, "prefixcache.events.sockets": None}),
-        pytest.raises(FieldError, match=r"pip install 'prefixcache\[events\]'"),
+        pytest.raises(FieldError, match=r"pip install '\.\[events\]'"),
         event_sockets(config()),
     ):
         pass

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from prefixcache.exceptions import FieldError
+from prefixcache.exceptions import FieldError, how_to_install
 from prefixcache.server.http.request_log import QUIET_PATHS, Outcome, logged_path
 from prefixcache.server.options.version import VERSION
 
@@ -149,7 +149,7 @@ def tracing_to(endpoint: str) -> Tracing:
     try:
         return Tracing(_exporter(endpoint, protocol))
     except ImportError:
-        problem = "needs OpenTelemetry, which `pip install 'prefixcache[otel]'` installs."
+        problem = f"needs OpenTelemetry: {how_to_install('otel')}."
         raise FieldError(_FIELD, problem) from None
 
 

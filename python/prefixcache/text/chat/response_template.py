@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
-from prefixcache.exceptions import ModelLoadError
+from prefixcache.exceptions import ModelLoadError, how_to_install
 from prefixcache.text.chat.calls.formats import call_id
 from prefixcache.text.chat.message import CallDeltas, MessageDelta
 from prefixcache.text.chat.tools import ToolUse
@@ -31,8 +31,8 @@ class ResponseTemplate:
         except ImportError as error:
             raise ModelLoadError(
                 "The model's tokenizer_config.json has a response_template, which needs "
-                "transformers: pip install 'prefixcache[transformers]', or name a form of tool "
-                "calls by --tool-call-parser."
+                f"transformers: {how_to_install('transformers')}, or name a form of tool calls by "
+                "--tool-call-parser."
             ) from error
         try:
             self._spec = load_response_template(dict(spec))

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as _Backend
 
 from prefixcache.config.model_config import read_json_object
-from prefixcache.exceptions import ModelLoadError, wrong
+from prefixcache.exceptions import ModelLoadError, how_to_install, wrong
 from prefixcache.text.tokenization.chat_template import ChatTemplate, load_chat_template
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
@@ -263,7 +263,7 @@ def _converted_backend(folder: Path) -> _Backend:
     except ImportError as error:
         raise ModelLoadError(
             f"{folder} holds no tokenizer.json, and to convert other files needs transformers: "
-            "pip install 'prefixcache[transformers]'."
+            f"{how_to_install('transformers')}."
         ) from error
 
     loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

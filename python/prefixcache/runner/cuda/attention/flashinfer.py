@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, how_to_install
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec, kv_shape_nhd
 from prefixcache.runner.cuda.attention.flashinfer_kernels import (
     LAYOUT,
@@ -293,5 +293,5 @@ def load_kernels(device: torch.device) -> Any:
         return importlib.import_module("flashinfer")
     except ImportError as error:
         raise ConfigError(
-            f"FlashInfer is not installed ({error}). Run: pip install 'prefixcache[cuda]'"
+            f"FlashInfer is not installed ({error}): {how_to_install('cuda')}."
         ) from error

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixcache.exceptions import ConfigError
+from prefixcache.exceptions import ConfigError, how_to_install
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionSpec
 
 HEAD_DIMS = (64, 128, 256)
@@ -186,7 +186,7 @@ def planned_tiles_alone(plan_info: Sequence[int], num_rows: int, group_size: int
     if len(plan_info) != _FA2_PLAN_ENTRIES:
         raise ConfigError(
             f"This release of FlashInfer plans FA2 by {len(plan_info)} numbers, and by "
-            f"{_FA2_PLAN_ENTRIES} in 0.6.14. Run: pip install 'prefixcache[cuda]'"
+            f"{_FA2_PLAN_ENTRIES} in 0.6.14: {how_to_install('cuda')}."
         )
     tiles = num_rows * -(-group_size // plan_info[_ROWS_OF_TILE])
     return [tiles, *plan_info[_LAUNCHED_TILES + 1 :]]

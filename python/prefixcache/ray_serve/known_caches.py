@@ -77,10 +77,13 @@ class _CacheReader:
             try:
                 self._read()
             except Exception:  # until the next start the replica is asked what it has
-                logger.warning("The events of %s cannot be read.", self._replica, exc_info=True)
+                if not self._closed.is_set():
+                    logger.warning("The events of %s cannot be read.", self._replica, exc_info=True)
             self.is_complete = False
-            self._closed.wait(_AGAIN_SECONDS)
-            self._events = self._new_reader()
+            if not self._closed.wait(_AGAIN_SECONDS):
+                self._events = self._new_reader()
+                if self._closed.is_set():  # `close` may have met the one before
+                    self._events.close()
 
     def _read(self) -> None:
         for update in self._events:

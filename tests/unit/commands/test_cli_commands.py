@@ -199,7 +199,7 @@ def test_models_lists_what_is_here_and_what_has_a_name(
     file = tmp_path / "mine.gguf"
     file.write_bytes(bytes(5 << 20))
     for name, target in (("mine", file), ("gone", tmp_path / "gone.gguf")):
-        folder = alias.parent / f"{name}-0123456789abcdef-linked"
+        folder = alias.parent / f"{name}-0123456789abcdef-linked-2"
         folder.mkdir()
         (folder / WEIGHTS_FILE).symlink_to(target)
     for repo, holds in (("models--a--b", "config.json"), ("models--a--c", "adapter.json")):

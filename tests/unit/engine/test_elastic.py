@@ -28,6 +28,7 @@ from prefixcache.exceptions import (
     RequestTooLargeError,
 )
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
+from prefixcache.kv.retention import Retention
 from prefixcache.llm import LLM
 from prefixcache.runner.sizing import MemorySize, pool_sizes
 from prefixcache.types.sampling_params import SamplingParams
@@ -281,7 +282,7 @@ def test_without_a_prefix_cache_only_live_blocks_hold_memory() -> None:
 
 
 def test_what_the_shares_are_of_follows_the_size() -> None:
-    elastic = Elastic()
+    elastic = Elastic(groups=(("sliding_window", 1000),), retention=Retention(pin=True))
     before = elastic.cache._max_pinned
     elastic.control.resize(num_blocks=21)
     assert (before, elastic.cache._max_pinned) == (7, 4)

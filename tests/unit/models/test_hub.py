@@ -133,7 +133,8 @@ def test_a_gguf_file_means_the_model_it_was_made_from(tmp_path: Path, architectu
     folder = resolve_model(str(write_gguf(file, original, pre=pre, tokenizer=ends_turns)))
     config = ModelConfig.from_hf(folder)
     assert config.checkpoint_dtype == "float16"
-    assert config.eos_token_ids == (2, *ends_turns.values())
+    # "<|endoftext|>" ends answers by its text.
+    assert config.eos_token_ids == (2, *ends_turns.values(), 0)
     assert_same(PagedDriver(torch_model(folder)), original)
 
 
@@ -189,7 +190,7 @@ def test_a_gguf_file_of_gemma_3_means_the_model_it_was_made_from(tmp_path: Path)
     assert config.layer_windows == (*(24,) * 5, None, 24)
     assert config.rope == RopeConfig(theta=1e6, kind="linear", factor=4.0)
     assert config.local_rope == RopeConfig(theta=1e4)
-    assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (1, 5))  # "<end_of_turn>" is 5.
     assert_same(PagedDriver(torch_model(folder, config=config)), original)
 
 

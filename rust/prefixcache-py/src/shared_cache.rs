@@ -101,8 +101,9 @@ impl Cache {
     /// The cache, to count in: what collected sequences held is given back, unless another thread is the writer, or a
     /// call is writing.
     pub fn counted(&self) -> Result<&Reader> {
+        let reader = self.reader()?;
         self.reclaim();
-        self.reader()
+        Ok(reader)
     }
 
     /// The cache, to change.

@@ -107,6 +107,7 @@ impl<T> Writer<T> {
 
     /// Fails once a call has panicked that was changing it.
     pub fn check_open(&self) -> Result<()> {
+        // Relaxed: as where it is set.
         if !self.has_panicked.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -132,8 +133,9 @@ impl<T> Writer<T> {
         self.try_use().ok_or_else(second_writer)
     }
 
-    /// The writer, where the calling thread has it and no call is using it.
+    /// The writer, where the calling thread has it, no call is using it and none has panicked.
     pub fn own(&self) -> Option<Writing<'_, T>> {
+        self.check_open().ok()?;
         self.try_use().filter(|writing| match &writing.right {
             RightInUse::One(lent) => lent.thread == Some(thread::current().id()),
             RightInUse::Many(_) => true,

@@ -125,7 +125,7 @@ impl Planner {
     fn held(&self) -> HashSet<BlockId> {
         let groups = 0..usize::from(self.cache.num_groups());
         let tables =
-            groups.flat_map(|group| self.live.iter().map(move |one| one.block_table(group)));
+            groups.flat_map(|group| self.live.iter().map(move |held| held.block_table(group)));
         tables.flatten().copied().filter(|block| !block.is_null()).collect()
     }
 
@@ -226,8 +226,8 @@ fn a_call_counts_the_blocks_of_sequences_that_were_dropped() {
     type Look = fn(&mut SmallCache, &mut Sequence) -> usize;
     let calls: [(&str, Look, usize); 6] = [
         ("num_free", |cache, _| cache.num_free(), 6),
-        ("pin", |cache, whole| cache.pin(whole, PROMPT.len()).unwrap(), 3),
-        ("unpin", |cache, whole| cache.unpin(whole).unwrap(), 0),
+        ("pin", |cache, prompt| cache.pin(prompt, PROMPT.len()).unwrap(), 3),
+        ("unpin", |cache, prompt| cache.unpin(prompt).unwrap(), 0),
         ("release_cached", |cache, _| cache.release_cached(9), 3),
         ("resize", |cache, _| cache.resize(2).unwrap(), 0),
         ("append_slots", |cache, _| cache.append_slots(&mut [], &[]).unwrap(), 0),
@@ -235,8 +235,8 @@ fn a_call_counts_the_blocks_of_sequences_that_were_dropped() {
     for (name, call, outcome) in calls {
         let mut cache = small_cache();
         drop(commit_and_fill(&mut cache));
-        let mut whole = cache.new_sequence(PROMPT.to_vec(), Scope::default(), vec![]);
-        assert_eq!(call(&mut cache, &mut whole), outcome, "{name}");
+        let mut prompt = cache.new_sequence(PROMPT.to_vec(), Scope::default(), vec![]);
+        assert_eq!(call(&mut cache, &mut prompt), outcome, "{name}");
         assert_eq!(cache.store().num_free(), cache.store().num_blocks() - 1, "{name}");
     }
 }

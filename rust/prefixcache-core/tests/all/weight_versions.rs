@@ -92,12 +92,12 @@ fn a_sequence_of_forgotten_weights_is_refused_by_name() {
     /// A call that needs the sequence's hashes.
     type Call = fn(&mut PrefixCache<Writer>, &mut Sequence) -> Option<CacheError>;
     let calls: [Call; 6] = [
-        |cache, one| cache.count_prefix_hits(one).err(),
-        |cache, one| cache.count_whole_hits(one, SIZE).err(),
-        |cache, one| cache.commit_prefix_plan(one, 0, 3 * SIZE).err(),
-        |cache, one| cache.commit_missing(one, 0, 3 * SIZE, SIZE).err(),
-        |cache, one| cache.pin(one, SIZE).err(),
-        |cache, one| cache.unpin(one).err(),
+        |cache, sequence| cache.count_prefix_hits(sequence).err(),
+        |cache, sequence| cache.count_whole_hits(sequence, SIZE).err(),
+        |cache, sequence| cache.commit_prefix_plan(sequence, 0, 3 * SIZE).err(),
+        |cache, sequence| cache.commit_missing(sequence, 0, 3 * SIZE, SIZE).err(),
+        |cache, sequence| cache.pin(sequence, SIZE).err(),
+        |cache, sequence| cache.unpin(sequence).err(),
     ];
     let mut cache = cache();
     let [mut stays, mut held] =

@@ -322,7 +322,7 @@ def _log_retention(
     layout: KVLayout,
     max_model_len: int,
 ) -> None:
-    """What is pinned, or which flags change nothing."""
+    """What is pinned, now and after each resize, or which flags change nothing."""
     flags = {
         "--pin-swa-tokens": config.pin_swa_tokens,
         "--prefix-cache-retention-interval": config.prefix_cache_retention_interval is not None,
@@ -332,10 +332,19 @@ def _log_retention(
         logger.warning("Without effect: %s. No layer of this model has a sliding window.", given)
     elif retention.pin:
         windows = [group.sliding_window for group in layout.groups]
-        line = retention.describe_pins(
-            cache.num_usable_blocks, cache.block_size, windows, max_model_len
-        )
-        logger.info(line)
+
+        def log_pins() -> None:
+            line = retention.describe_pins(
+                cache.num_usable_blocks,
+                cache.block_size,
+                windows,
+                max_model_len,
+                config.prefix_cache_max_blocks,
+            )
+            logger.info(line)
+
+        log_pins()
+        cache.log_pins = log_pins
 
 
 def _describe_groups(layout: KVLayout) -> str:

@@ -157,6 +157,7 @@ class CacheManager:
         self.max_blocks = num_blocks if max_blocks is None else max_blocks
         self.attainable_blocks = num_blocks
         self.make_room: Callable[[int], bool] = lambda _: False
+        self.log_pins: Callable[[], None] = lambda: None
         self.groups = tuple(groups)
         self._num_groups = len(groups)
         self._windows = [2 if kind == "state" else kind[1] for kind in groups if kind != "full"]

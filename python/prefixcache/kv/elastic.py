@@ -402,3 +402,4 @@ class ElasticPool:
             done.seconds * 1000,
             done.blocks_held_above,
         )
+        self._cache.log_pins()

@@ -94,6 +94,7 @@ class Retention:
         block_size: int,
         windows: Sequence[int | None],
         max_model_len: int,
+        max_cached_blocks: int | None = None,
     ) -> str:
         """What is pinned, and how many prefixes stay pinned, in one line."""
         every = f", and every {self.interval} tokens" if self.interval else ""
@@ -101,11 +102,17 @@ class Retention:
         before = ", with the blocks of full attention before them" if prefix else ""
         length = min(_PREFIX_TOKENS, max_model_len)
         pinned = [window for window in windows if prefix or window is not None]
+        apart = self.pin_min_drop_size * block_size
         each = max(1, self.num_blocks_kept(length, block_size, pinned))
-        most = int(self.pin_max_share * num_usable_blocks)
+        most, limit = int(self.pin_max_share * num_usable_blocks), f"{self.pin_max_share:.0%}"
+        if max_cached_blocks is not None and max_cached_blocks < most:
+            most, limit = max_cached_blocks, "--prefix-cache-max-blocks"
+        tokens = most * length // each if min(length, self.interval or length) >= apart else 0
+        count = tokens // length
         return (
             f"Pinned: windows where prompts and answers end, where prompts part{every}{before}; at "
-            f"most {most} of {num_usable_blocks} blocks ({self.pin_max_share:.0%}), which are "
-            f"{most // each} prefixes of {length} tokens. With more in turns, the oldest are "
-            "demoted, and evicted as others are."
+            f"most {most} of {num_usable_blocks} blocks ({limit}), which are "
+            f"{count} prefix{'es' * (count != 1)} of {length} tokens, {tokens} tokens in all; none "
+            f"less than {apart} tokens after the one before. With "
+            "more in turns, the oldest are demoted, and evicted as others are."
         )

@@ -124,7 +124,8 @@ def test_the_line_of_the_start_has_the_numbers() -> None:
     line = retention.describe_pins(24_000, 16, [None, *[128] * 6], 32_768)
     # 1562 blocks of full attention, and 25 windows of 9 blocks in six groups.
     assert int(0.2 * 24_000 / (1562 + 6 * 25 * 9)) == 1
-    assert "at most 4800 of 24000 blocks (20%), which are 1 prefixes of 25000 tokens" in line
+    assert "at most 4800 of 24000 blocks (20%), which are 1 prefix of 25000 tokens, 41208 " in line
+    assert "none less than 256 tokens after the one before" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
     assert "\n" not in line
 

@@ -69,7 +69,7 @@ class FileLayout:
     @property
     def num_bytes(self) -> int:
         """The most bytes that the pool takes on the disk."""
-        table = 4096 + self.capacity * (64 + 24 + 4 * self.block_tokens)
+        table = 4096 + self.capacity * (64 + 40 + 24 + 4 * self.block_tokens)
         tensor = _whole_pages(self.max_blocks * self.block_bytes)
         return _whole_pages(table) + tensor * self.num_tensors + _EXTENT_BYTES
 

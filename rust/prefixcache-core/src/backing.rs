@@ -8,6 +8,7 @@ use std::fmt::Debug;
 
 use crate::band::Band;
 pub use crate::events::BlockTokens;
+use crate::hints::Owner;
 use crate::id::{BlockId, BlockKey};
 
 /// What a backing store must know of a pool's blocks.
@@ -24,6 +25,10 @@ pub trait BackingStore: Debug + Send + Sync {
 
     /// What [`keep_tokens`](Self::keep_tokens) was given for the block's content, by whichever process.
     fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>>;
+
+    /// Who asked for the priority that the block's content has or gets next, `band`, and for how long. Called before the
+    /// block has it.
+    fn keep_hint(&self, _block: BlockId, _band: Band, _hint: KeptHint) {}
 
     /// The block's content can be found no more. Its bytes do not change before this returns.
     fn withdrawn(&self, block: BlockId);
@@ -63,6 +68,17 @@ pub trait BackingStore: Debug + Send + Sync {
     fn set_durable(&self, durable: bool);
 }
 
+/// What was asked for a block: of several owners' hints the highest one, and of these the one that lasts longest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptHint {
+    /// None: content that was lowered, which is nobody's.
+    pub owner: Option<Owner>,
+    /// How long it lasts after each use, in milliseconds; [`u64::MAX`]: for ever.
+    pub ttl: u64,
+    /// How long it still lasts, in milliseconds; [`u64::MAX`]: for ever.
+    pub left: u64,
+}
+
 /// Content that a backing store has kept from another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptBlock {
@@ -72,6 +88,8 @@ pub struct KeptBlock {
     pub key: BlockKey,
     /// Its priority level.
     pub band: Band,
+    /// Who asked for that level; a priority of nobody ends.
+    pub hint: Option<KeptHint>,
     /// Whether it is pinned.
     pub pinned: bool,
 }

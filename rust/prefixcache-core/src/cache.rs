@@ -22,11 +22,11 @@ use crate::error::{
 };
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
-use crate::hints::{Band, Owner};
+use crate::hints::Owner;
 use crate::id::{BlockHash, GroupId};
 use crate::policy::NameBlocks;
 use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
-use crate::retention::{HintStats, RetentionTable};
+use crate::retention::{self, HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
 use crate::store::{BlockKey, BlockStore, Lookup, Moves};
 use crate::sync::{Arc, Ordering};
@@ -87,8 +87,8 @@ impl PrefixCache<AnyWriter> {
     /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
     /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
     ///
-    /// Of those with a raised priority, of which nobody knows any more who asked for it and for how long, what would
-    /// be evicted last keeps it, up to what one owner may raise; the others have the default one.
+    /// A priority ends where its hint was not kept or its TTL has ended meanwhile, where its owner has raised more than
+    /// today's share, what was used longest ago first, and all of them in a cache that does not look at hints.
     ///
     /// Once, before the cache's first use, and for one writer. All or nothing.
     pub fn keep_in(
@@ -105,11 +105,13 @@ impl PrefixCache<AnyWriter> {
         if !is_durable {
             store.cleared();
         }
-        let budget = self.hints.as_ref().map_or(0, |hints| hints.budget(writer.num_blocks()));
         let mut kept = if is_durable { kept.to_vec() } else { Vec::new() };
-        let raised = kept.iter_mut().rev().filter(|one| one.band > Band::DEFAULT);
-        raised.skip(budget).for_each(|one| one.band = Band::DEFAULT);
+        let most = self.hints.as_ref().map(|hints| hints.budget(writer.num_blocks()));
+        retention::end_kept(&mut kept, most);
         let restored = writer.keep_in(store, &kept)?;
+        if let Some(hints) = &mut self.hints {
+            hints.adopt(writer, &kept);
+        }
         writer.set_durable(is_durable);
         Ok(restored)
     }

@@ -38,6 +38,18 @@ pub struct Hint {
 pub struct Owner([u8; 16]);
 
 impl Owner {
+    /// The owner that has these bytes.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// What stands for the name: a digest of it.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+
     /// The owner of this name.
     #[must_use]
     pub fn named(name: &str) -> Self {

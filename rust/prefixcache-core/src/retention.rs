@@ -28,6 +28,7 @@ mod spans;
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
 
+use crate::backing::{KeptBlock, KeptHint};
 use crate::error::{InvalidArgument, require};
 use crate::hints::{Band, Hints, Owner, Raising};
 use crate::id::{BlockId, Epoch, GroupId};
@@ -66,6 +67,35 @@ pub struct RetentionTable {
     stats: HintStats,
     /// What the last call raised: its memory is used again.
     raised: Vec<Raise>,
+    /// Whether the pool has a backing store, which keeps who asked for what.
+    is_kept: bool,
+}
+
+/// Ends priorities of an earlier process that nobody asks for any more, given what an owner may raise now: None where
+/// hints are not looked at.
+pub(crate) fn end_kept(kept: &mut [KeptBlock], most: Option<usize>) {
+    if kept.iter().all(|block| block.band == Band::DEFAULT) {
+        return;
+    }
+    let mut raised = HashMap::<Owner, usize>::new();
+    let mut hits = HashMap::<BlockKey, usize>::new();
+    for at in (0..kept.len()).rev() {
+        let band = std::mem::take(&mut kept[at].band);
+        let hint = kept[at].hint.take().filter(|hint| hint.left > 0);
+        // Of copies the one that was used last hits, and has the priority.
+        let hit = *hits.entry(kept[at].key).or_insert(at);
+        if let Some(most) = most
+            && let Some(hint) = hint
+            && kept[hit].hint.is_none()
+            && hint.owner.is_none_or(|owner| {
+                let count = raised.entry(owner).or_default();
+                *count += 1;
+                *count <= most
+            })
+        {
+            (kept[hit].band, kept[hit].hint) = (band, Some(hint));
+        }
+    }
 }
 
 /// What a sequence gives back.
@@ -132,6 +162,49 @@ impl RetentionTable {
             num_scheduled: 0,
             stats: HintStats::default(),
             raised: Vec::new(),
+            is_kept: false,
+        }
+    }
+
+    /// Takes over what [`end_kept`] has left of an earlier process's hints, once the pool has restored the blocks.
+    pub(crate) fn adopt(&mut self, store: &mut impl BlockStore, kept: &[KeptBlock]) {
+        self.is_kept = true;
+        self.forget_evicted(store);
+        self.grow_to(store.num_blocks());
+        let now = millis(store.clock().now());
+        let mut uses = Uses::default();
+        for (index, kept) in kept.iter().enumerate() {
+            let Some(KeptHint { owner, ttl, left }) = kept.hint else {
+                continue;
+            };
+            if store.lookup(&kept.key) == Some(kept.block) {
+                let owner = owner.map_or(NOBODY, |name| self.owner_of(name));
+                let entry = self.entry(kept.block, owner);
+                let restore = |levels: &mut Levels| levels.restore(kept.band, ttl, left, now);
+                self.note_use(&mut uses, entry, owner, index, restore);
+                self.keep_hint(store, kept.block);
+            }
+        }
+        self.link_all(uses);
+    }
+
+    /// Lets the backing store keep what the block's band comes from.
+    fn keep_hint(&self, store: &mut impl BlockStore, block: BlockId) {
+        if !self.is_kept {
+            return;
+        }
+        let levels = self.entries_of(block).filter_map(|entry| {
+            let span = self.spans.of(entry);
+            let (band, ttl) = span.levels.highest()?;
+            Some((band, span.due, ttl, span.owner))
+        });
+        if let Some((band, due, ttl, owner)) = levels.max_by_key(|&(band, due, ..)| (band, due)) {
+            let left = match due {
+                NEVER => NEVER,
+                _ => due.saturating_sub(millis(store.clock().now())),
+            };
+            let owner = self.owners[owner].name;
+            store.keep_hint(block, band, KeptHint { owner, ttl, left });
         }
     }
 
@@ -172,6 +245,7 @@ impl RetentionTable {
             *self = Self {
                 epoch: store.epoch(),
                 stats: HintStats { hinted: 0, ..self.stats },
+                is_kept: self.is_kept,
                 ..Self::empty(self.share)
             };
         }
@@ -237,6 +311,7 @@ impl RetentionTable {
                 owner => self.note_use(uses, entry, owner, 0, |levels| levels.refresh(now)),
             }
         }
+        self.keep_hint(store, block);
     }
 
     /// Puts an entry behind what was used before, with other levels: `change` makes them of its own, and the same
@@ -378,6 +453,7 @@ impl RetentionTable {
             self.note_use(&mut uses, entry, owner, reason, |levels| {
                 wishes.iter().for_each(|&wish| levels.ask(wish, released.now));
             });
+            self.keep_hint(store, raise.hit);
             let band = self.band(raise.hit);
             if band != raise.band {
                 let (key, held) = released.block(group, index);
@@ -407,6 +483,7 @@ impl RetentionTable {
                     let entry = self.entry(held, NOBODY);
                     let ask = |levels: &mut Levels| levels.ask(wish, now);
                     self.note_use(&mut uses, entry, NOBODY, first, ask);
+                    self.keep_hint(store, held);
                     if store.held_band(held) != wish.band {
                         store.set_band(&key, held, wish.band);
                     }
@@ -585,6 +662,7 @@ impl RetentionTable {
 
     /// Gives a block's content the band that it should have now, if it is still of the band `before`.
     fn move_from(&self, store: &mut impl BlockStore, block: BlockId, before: Band) -> bool {
+        self.keep_hint(store, block);
         let after = self.band(block);
         after != before
             && store.held_band(block) == before

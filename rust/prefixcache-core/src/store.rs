@@ -36,6 +36,7 @@ use std::collections::HashMap;
 use std::iter;
 use std::time::Duration;
 
+use crate::backing::KeptHint;
 use crate::band::Band;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, Misuse, ResizeError, require};
@@ -393,6 +394,9 @@ pub trait BlockStore: Lookup {
 
     /// What KV events report of a block that was registered, for a [backing store](crate::backing).
     fn keep_tokens(&mut self, _block: BlockId, _tokens: BlockTokens<'_>) {}
+
+    /// Who asked for a priority that a block has or gets next, for a [backing store](crate::backing).
+    fn keep_hint(&mut self, _block: BlockId, _band: Band, _hint: KeptHint) {}
 
     /// Gives up one hold of each block; a block whose last hold goes joins the free line, in the
     /// order given here (so callers pass the tail of a request first).

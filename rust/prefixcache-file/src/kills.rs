@@ -12,9 +12,10 @@ use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering::Relaxed;
 
-use prefixcache_core::backing::BlockTokens;
+use prefixcache_core::backing::{BlockTokens, KeptBlock, KeptHint};
 use prefixcache_core::band::Band;
 use prefixcache_core::events::{Change, ShortHash};
+use prefixcache_core::hints::Owner;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_core::{Writer, store};
@@ -24,12 +25,12 @@ use crate::faults::Fault;
 use crate::layout::{Layout, OpenError};
 use crate::{FORMAT_VERSION, KvFile, describe};
 
-const NUM_BLOCKS: usize = 12;
+pub(crate) const NUM_BLOCKS: usize = 12;
 const BLOCK_BYTES: u64 = 24;
 const NUM_TENSORS: u32 = 2;
 const BLOCK_TOKENS: usize = 3;
 
-fn layout() -> Layout {
+pub(crate) fn layout() -> Layout {
     Layout {
         digest: [7; 32],
         num_tensors: NUM_TENSORS,
@@ -40,7 +41,7 @@ fn layout() -> Layout {
     }
 }
 
-fn file_in_memory() -> File {
+pub(crate) fn file_in_memory() -> File {
     // SAFETY: the name is a C string; the call has no other condition.
     let fd = unsafe { libc::memfd_create(c"kv".as_ptr(), libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "no file in memory");
@@ -71,6 +72,20 @@ fn tokens_of(number: u64) -> Option<BlockTokens<'static>> {
     (!number.is_multiple_of(3)).then(|| BlockTokens {
         parent: number.is_multiple_of(2).then(|| ShortHash(random.word())),
         tokens: (0..BLOCK_TOKENS).map(|_| random.word() as u32).collect(),
+    })
+}
+
+/// Who raises a block: not always the same, so that what was kept of other content would be noticed.
+fn hint_of(number: u64) -> KeptHint {
+    let owner = Some(Owner::named(&number.to_string()));
+    KeptHint { owner, ttl: 1 + number % 1_000_000_000, left: u64::MAX }
+}
+
+/// Whether nothing was kept, or what is right.
+fn hint_fits(kept: &KeptBlock) -> bool {
+    let expected = hint_of(number(&kept.key));
+    kept.hint.is_none_or(|hint| {
+        (hint.owner, hint.ttl, kept.band) == (expected.owner, expected.ttl, Band::of(80))
     })
 }
 
@@ -117,6 +132,7 @@ impl Process {
         let events = pool.keep_events(BLOCK_TOKENS).unwrap().take(usize::MAX);
         kv.table().injected.writes_left.store(writes, Relaxed);
         let numbers: Vec<u64> = kept.blocks.iter().map(|one| number(&one.key)).collect();
+        let wrong = kept.blocks.iter().filter(|kept| !hint_fits(kept));
         Self {
             file: kv,
             data: file.try_clone().unwrap(),
@@ -128,7 +144,7 @@ impl Process {
             is_durable: true,
             undo: Vec::new(),
             reported: events.into_iter().flat_map(blocks_of).collect(),
-            failures: Vec::new(),
+            failures: wrong.map(|kept| format!("{kept:?} has another's hint")).collect(),
         }
     }
 
@@ -263,9 +279,14 @@ impl Process {
     fn classify(&mut self, random: &mut Random) {
         if let Some(blocks) = self.held.last() {
             let key = self.pool.key_of(blocks[0]);
-            match random.below(3) {
+            match random.below(4) {
                 0 => drop(self.pool.pin(blocks).unwrap()),
+                // Another copy may have the priority.
                 1 => drop(self.pool.set_band(&key, blocks[0], Band::of(80))),
+                2 => {
+                    self.pool.keep_hint(blocks[0], Band::of(80), hint_of(number(&key)));
+                    self.pool.set_band(&key, blocks[0], Band::of(80));
+                }
                 _ => drop(self.pool.demote(1)),
             }
         }
@@ -477,7 +498,7 @@ fn a_file_of_anything_else_is_refused_with_the_reason() {
     assert!(refused(&layout()).contains(&format!("{} bytes", len - 1)));
     file.set_len(len).unwrap();
     file.write_all_at(&(FORMAT_VERSION + 1).to_le_bytes(), 8).unwrap();
-    assert!(refused(&layout()).contains("version 3, not 2"));
+    assert!(refused(&layout()).contains("version 4, not 3"));
     file.write_all_at(&FORMAT_VERSION.to_le_bytes(), 8).unwrap();
     file.write_all_at(&[1], 33).unwrap(); // of the capacity
     assert!(matches!(open(&layout()), Err(OpenError::NotOurs)));

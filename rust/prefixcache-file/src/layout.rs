@@ -10,7 +10,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_64;
 
 /// Names the arrangement of the bytes of header and records.
-pub const FORMAT_VERSION: u64 = 2;
+pub const FORMAT_VERSION: u64 = 3;
 
 pub(crate) const HEADER_BYTES: usize = 4096;
 pub(crate) const RECORD_BYTES: usize = 64;
@@ -22,6 +22,8 @@ pub(crate) const EPOCH: usize = 12;
 pub(crate) const NUM_USED: usize = 13;
 /// Words before a block's tokens.
 pub(crate) const TOKENS_HEAD: usize = 3;
+/// Words of a block's hint: their check, the owner's two, the TTL, and when it ends.
+pub(crate) const HINT_WORDS: usize = 5;
 const ABOUT: usize = 1024;
 const MOST_ABOUT: usize = 2048;
 
@@ -101,9 +103,19 @@ impl Layout {
         }
     }
 
-    /// Bytes of header, records and tokens.
+    /// Where the hints begin, behind the records.
+    pub(crate) fn hints_at(&self) -> usize {
+        HEADER_BYTES + RECORD_BYTES * self.capacity as usize
+    }
+
+    /// Where the tokens begin, behind the hints.
+    pub(crate) fn tokens_at(&self) -> usize {
+        self.hints_at() + 8 * HINT_WORDS * self.capacity as usize
+    }
+
+    /// Bytes of header, records, hints and tokens.
     pub(crate) fn table_bytes(&self) -> usize {
-        HEADER_BYTES + (RECORD_BYTES + 8 * self.token_words()) * self.capacity as usize
+        self.tokens_at() + 8 * self.token_words() * self.capacity as usize
     }
 
     /// From one tensor to the next, and the start of the first.

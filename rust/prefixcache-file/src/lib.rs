@@ -10,6 +10,7 @@
 //! |---|---|
 //! | header | 4096: [`Layout`], its checksum, the epoch, how many records were ever used |
 //! | records | 64 for each block |
+//! | hints | 40 for each block: who asked for its priority, for how long, and when that ends |
 //! | tokens | what KV events report of a block, where they are on: the block before it and its tokens |
 //! | tensors | one after the other, each of `capacity` blocks; holes where nothing was allocated |
 //!
@@ -23,6 +24,8 @@ mod checker;
 #[cfg(not(loom))]
 mod faults;
 #[cfg(not(loom))]
+mod hint;
+#[cfg(not(loom))]
 mod kv_file;
 mod layout;
 mod record;
@@ -35,6 +38,8 @@ mod table;
 
 #[cfg(all(test, not(loom)))]
 mod kills;
+#[cfg(all(test, not(loom)))]
+mod lives;
 
 #[cfg(not(loom))]
 pub use kv_file::{Counts, KvFile};

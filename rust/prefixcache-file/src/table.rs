@@ -15,7 +15,7 @@ use std::thread::Thread;
 
 use crossbeam_queue::SegQueue;
 use memmap2::{MmapOptions, MmapRaw};
-use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock};
+use prefixcache_core::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
 use prefixcache_core::band::Band;
 use prefixcache_core::events::ShortHash;
 use prefixcache_core::id::BlockId;
@@ -23,7 +23,8 @@ use prefixcache_core::store::BlockKey;
 use twox_hash::XxHash3_64;
 
 use crate::faults::{Fault, Injected};
-use crate::layout::{EPOCH, HEADER_BYTES, Layout, NUM_USED, RECORD_BYTES, TOKENS_HEAD};
+use crate::hint::{self, HintWords};
+use crate::layout::{EPOCH, HEADER_BYTES, HINT_WORDS, Layout, NUM_USED, TOKENS_HEAD};
 use crate::record::{self, EPOCH_MASK, NONE, Record, Usage, Words};
 
 use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
@@ -138,10 +139,22 @@ impl Table {
 
     /// The words of a block's tokens: their check, whether there is a block before, its hash, two tokens each.
     fn token_words(&self, block: BlockId) -> &[AtomicU64] {
-        let count = self.layout.token_words();
-        let first = HEADER_BYTES + RECORD_BYTES * self.layout.capacity as usize;
-        assert!((block.get() as u64) < self.layout.capacity);
-        // SAFETY: as above; behind the records the mapping has `count` words for each of `capacity` blocks.
+        self.part_words(block, self.layout.tokens_at(), self.layout.token_words())
+    }
+
+    /// See [`HINT_WORDS`].
+    pub(crate) fn hint_words(&self, block: BlockId) -> &[AtomicU64; HINT_WORDS] {
+        let words = self.part_words(block, self.layout.hints_at(), HINT_WORDS);
+        words.first_chunk().expect("as many as were asked for")
+    }
+
+    /// The words of a block in a part of the table that begins at `first` and has `count` for each block.
+    fn part_words(&self, block: BlockId, first: usize, count: usize) -> &[AtomicU64] {
+        let capacity = self.layout.capacity;
+        assert!(first.is_multiple_of(8) && u64::from(block.get()) < capacity);
+        assert!(first + 8 * count * capacity as usize <= self.layout.table_bytes());
+        // SAFETY: as above; the mapping is as long as the table, and has `count` words for each of `capacity` blocks from
+        // `first` on.
         unsafe {
             let words = self.map.as_mut_ptr().add(first).cast::<AtomicU64>();
             std::slice::from_raw_parts(words.add(block.index() * count), count)
@@ -156,6 +169,20 @@ impl Table {
             hasher.write(&word.load(Relaxed).to_le_bytes());
         }
         hasher.finish()
+    }
+
+    /// The check of a hint's words, which ties them to the priority and to what the block's record says.
+    fn hint_check(&self, block: BlockId, band: Band, words: HintWords) -> u64 {
+        // Relaxed: as in `token_check`.
+        hint::check(words, band, self.record(block).hash[3].load(Relaxed))
+    }
+
+    /// What was kept of the content's hint with this priority. None for the default one.
+    fn kept_hint(&self, block: BlockId, band: Band) -> Option<KeptHint> {
+        // Relaxed: as in `token_check`.
+        let [check, words @ ..] = self.hint_words(block).each_ref().map(|word| word.load(Relaxed));
+        let is_kept = band != Band::DEFAULT && check == self.hint_check(block, band, words);
+        is_kept.then(|| hint::of_words(words, hint::now()))
     }
 
     pub(crate) fn record(&self, block: BlockId) -> &Record {
@@ -214,6 +241,7 @@ impl Table {
             block,
             key,
             band: usage.band(),
+            hint: self.kept_hint(block, usage.band()),
             pinned: usage.pinned(),
         };
         Kept { blocks: kept.iter().map(block).collect(), dropped }
@@ -432,6 +460,18 @@ impl BackingStore for Table {
         self.put(&words[0], self.token_check(block, words));
     }
 
+    fn keep_hint(&self, block: BlockId, band: Band, hint: KeptHint) {
+        if self.record(block).state() == NONE {
+            return;
+        }
+        let words = hint::to_words(hint, hint::now());
+        let [check, rest @ ..] = self.hint_words(block);
+        for (word, value) in rest.iter().zip(words) {
+            self.put(word, value);
+        }
+        self.put(check, self.hint_check(block, band, words));
+    }
+
     fn kept_tokens(&self, block: BlockId) -> Option<BlockTokens<'static>> {
         let words = self.token_words(block);
         // Relaxed: as in `token_check`.
@@ -470,7 +510,9 @@ impl BackingStore for Table {
                 self.write(to, &words, state);
                 self.enqueue(to, state);
             }
-            for (word, value) in self.token_words(to).iter().zip(self.token_words(from)) {
+            let parts_of =
+                |block| [self.hint_words(block), self.token_words(block)].into_iter().flatten();
+            for (word, value) in parts_of(to).zip(parts_of(from)) {
                 self.put(word, value.load(Relaxed));
             }
             let state = self.record(to).state();

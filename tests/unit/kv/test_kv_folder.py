@@ -58,11 +58,12 @@ def compute(
     tokens: np.ndarray,
     salt: str | None = None,
     priority: int | None = None,
+    owner: str = "",
 ) -> list[int]:
     """Fills the blocks of a prompt with numbers of its tokens, and publishes them."""
     sequence = cache.new_sequence(tokens, cache_salt=salt)
     if priority is not None:
-        sequence.set_hints("client", [(0, None, priority, 1.0)])
+        sequence.set_hints(owner, [(0, None, priority, 3600.0)])
     assert cache.commit_prefix_plan(sequence, 0, len(tokens)) == 0
     for memory in memories(file):
         rows = memory.rows(_NUM_BLOCKS)
@@ -257,22 +258,31 @@ def test_pins_of_an_earlier_life_follow_the_rules_of_this_one(folder, prompt, re
     assert manager.stats()["pinned_blocks"] == pinned
 
 
-def test_priorities_of_earlier_lives_are_one_budget_at_most(folder):
-    """Two of seven blocks; each life raises as many."""
+def test_priorities_of_earlier_lives_keep_their_owners_and_their_ends(folder):
+    """Two of seven blocks for each owner; each life raises as many."""
     prompts = [np.arange(32, dtype=np.uint32) + 100 * life for life in range(3)]
-    for prompt in prompts:
+    for prompt, owner in zip(prompts, ["one", "other", "one"], strict=True):
         file = opened(folder)
         cache, _ = cache_in(file)
-        compute(cache, file, prompt, priority=95)
+        compute(cache, file, prompt, priority=95, owner=owner)
         wait_until_kept(file, 2)
         del cache
         file.close()
     file = opened(folder)
     cache, found = cache_in(file)
     assert found == (6, 0)
-    for number in range(5):
-        compute(cache, file, np.arange(16, dtype=np.uint32) + 1000 * (number + 1))
-    assert [hits(cache, prompt) for prompt in prompts] == [0, 0, 32]
+    cache.set_time(0.0)
+    assert cache.stats()["hinted_blocks"] == 4
+
+    def fill(first: int) -> list[int]:
+        for number in range(first, first + 7):
+            compute(cache, file, np.arange(16, dtype=np.uint32) + 1000 * number)
+        return [hits(cache, prompt) for prompt in prompts]
+
+    assert fill(1) == [0, 32, 32]
+    cache.set_time(3601.0)
+    assert cache.demote_expired() == 4
+    assert fill(8) == [0, 0, 0]
 
 
 def test_keeping_is_once_and_before_the_first_use(folder, prompt):

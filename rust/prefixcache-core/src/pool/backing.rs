@@ -1,7 +1,7 @@
 //! A pool over memory that outlives the process: see [`backing`](crate::backing).
 
 use super::{BlockPool, Writer};
-use crate::backing::{BackingStore, BlockTokens, KeptBlock};
+use crate::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
 use crate::band::Band;
 use crate::block::{Class, State};
 use crate::error::{ListenError, require};
@@ -132,6 +132,13 @@ impl<M: Mode> BlockPool<M> {
     pub(super) fn keep_tokens(&self, id: BlockId, tokens: BlockTokens<'_>) {
         if let Some(backing) = self.backing() {
             backing.keep_tokens(id, tokens);
+        }
+    }
+
+    /// Who asked for a priority of a block, and for how long.
+    pub(super) fn keep_hint(&self, id: BlockId, band: Band, hint: KeptHint) {
+        if let Some(backing) = self.backing() {
+            backing.keep_hint(id, band, hint);
         }
     }
 

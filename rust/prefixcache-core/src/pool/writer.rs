@@ -167,6 +167,7 @@ macro_rules! changes_through {
             fn prefetch(key: &BlockKey);
             fn register(block: BlockId, key: BlockKey, epoch: Epoch) -> Result<Registration, Misuse>;
             fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
+            fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
             fn release(blocks: &[BlockId]) -> Result<(), Misuse>;
             fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
             fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;

@@ -97,6 +97,16 @@ impl Levels {
         self.band().map_or(NEVER, |band| self.0[band.index()].end)
     }
 
+    /// The highest band asked for, and its TTL.
+    pub(super) fn highest(&self) -> Option<(Band, Time)> {
+        self.band().map(|band| (band, self.0[band.index()].ttl))
+    }
+
+    /// What was asked for in an earlier process, of which `left` is still to come.
+    pub(super) fn restore(&mut self, band: Band, ttl: Time, left: Time, now: Time) {
+        self.0[band.index()] = Level { ttl, end: end_of(left, now) };
+    }
+
     /// Asks for a band, for this long from `now` on, or for longer if that was asked for before.
     pub(super) fn ask(&mut self, wish: Wish, now: Time) {
         let ttl = wish.ttl.map_or(NEVER, |ttl| millis(ttl).max(1));

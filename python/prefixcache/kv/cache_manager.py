@@ -289,7 +289,7 @@ class CacheManager:
     def keep_in(self, file: KeptFile) -> None:
         """Restores what the file has kept, and keeps there what is published from now on.
 
-        Before the first request. The pool's KV lies in the file. Pins end that are more than the
+        Before the first request. The pool's KV lies in the file. Ends pins that are more than the
         rules of today allow.
         """
         file.num_restored, file.num_dropped = self._cache.keep_in(file.core)

@@ -32,6 +32,9 @@ impl From<Refusal> for Failure {
     fn from(refusal: Refusal) -> Self {
         let (kind, message, field) = match refusal {
             Refusal::Invalid(message) => ("invalid", message, None),
+            Refusal::OutOfRange { number, field } => {
+                ("invalid", format!("{number} is out of range"), field)
+            }
             Refusal::Twice(key) => ("twice", format!("{key:?} appears twice"), Some(key)),
             Refusal::TooManyNumbers { field } => ("numbers", "too many numbers".into(), field),
             Refusal::TooManyOthers { field } => ("others", "too many other values".into(), field),

@@ -46,6 +46,13 @@ pub enum Value<'a> {
 pub enum Refusal {
     /// It is not JSON, or not as strict as is asked here.
     Invalid(String),
+    /// A number is too large for a float.
+    OutOfRange {
+        /// The number, shortened.
+        number: String,
+        /// As for `TooManyNumbers`.
+        field: Option<String>,
+    },
     /// An object has this key twice.
     Twice(String),
     /// There are more numbers than the limit. `field` is the key of the outermost object under
@@ -129,7 +136,7 @@ impl<'a> Reader<'a> {
         // Digits are ASCII, so this cannot fail.
         let digits = std::str::from_utf8(&all[start..start + length]).unwrap_or_default();
         if digits.bytes().any(|byte| matches!(byte, b'.' | b'e' | b'E')) {
-            return finite(digits).map(Value::Float);
+            return self.finite(digits).map(Value::Float);
         }
         Ok(digits.parse().map_or(Value::BigInt(digits), Value::Int))
     }
@@ -183,6 +190,16 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
+    fn finite(&self, digits: &str) -> Result<f64, Stop> {
+        match digits.parse::<f64>() {
+            Ok(value) if value.is_finite() => Ok(value),
+            _ => {
+                let number = digits.get(..40).unwrap_or(digits).to_string();
+                Err(Refusal::OutOfRange { number, field: self.field.clone() }.into())
+            }
+        }
+    }
+
     fn refusal(&self, stop: Stop) -> Refusal {
         match stop {
             Stop::Refused(refusal) => refusal,
@@ -191,16 +208,6 @@ impl<'a> Reader<'a> {
                 let (what, line, column) = (error.error_type, place.line, place.column);
                 Refusal::Invalid(format!("{what} at line {line} column {column}"))
             }
-        }
-    }
-}
-
-fn finite(digits: &str) -> Result<f64, Stop> {
-    match digits.parse::<f64>() {
-        Ok(value) if value.is_finite() => Ok(value),
-        _ => {
-            let shown = digits.get(..40).unwrap_or(digits);
-            Err(Refusal::Invalid(format!("{shown} is out of range")).into())
         }
     }
 }
@@ -250,6 +257,16 @@ mod tests {
     }
 
     #[test]
+    fn an_infinite_number_is_refused_by_its_field() {
+        for (text, field) in [(&b"[1e999]"[..], None), (br#"{"a": {"b": -1e999}}"#, Some("a"))] {
+            let outcome = parse(text, LIMITS);
+            assert!(
+                matches!(&outcome, Err(Refusal::OutOfRange { field: name, .. }) if name.as_deref() == field)
+            );
+        }
+    }
+
+    #[test]
     fn what_is_too_much_is_refused_where_the_limit_is_passed() {
         assert_eq!(
             parse(b"[1, 2, 3, 4, 5, and this is no JSON", LIMITS),
@@ -268,7 +285,6 @@ mod tests {
     fn ambiguous_values_are_refused() {
         for text in [
             &b"NaN"[..],
-            b"[1e999]",
             br#""\ud800""#,
             br#""\udc00""#,
             b"\"\xff\"",

@@ -100,6 +100,7 @@ def test_bytes_that_are_no_text_are_refused(body):
         (b'{"a": {}, "b": {}, "c": {}, "d": {}}', "others", "d"),
         (b'{"a": 1, "a": 2}', "twice", "a"),
         (b"[1", "invalid", None),
+        (b'{"a": {"b": -1e999}}', "invalid", "a"),
     ],
 )
 def test_a_refusal_tells_why_and_where(text, kind, field):

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from prefixcache.exceptions import InvalidRequestError
+from prefixcache.server.admin.admin import ResizeRequest, UpdateWeightsRequest
 from prefixcache.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from prefixcache.server.http import body
-from prefixcache.server.http.body import RequestFields, parse_fields
+from prefixcache.server.http.body import RequestFields, parse_fields, parse_object
 from prefixcache.server.jobs.structured_fields import StructuredOutputsFields
 from prefixcache.server.openai.protocol import (
     ChatRequest,
@@ -74,3 +75,14 @@ def test_a_schema_is_written_no_further_than_its_limit() -> None:
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_GRAMMAR_CHARACTERS}") as refused:
         fields.found()
     assert (refused.value.param, refused.value.code) == ("structured_outputs.json", "too_long")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "[1, -1e999]", '{"x": 1e400}'])
+@pytest.mark.parametrize(
+    "model", [*MODELS, ResizeRequest, UpdateWeightsRequest], ids=lambda model: model.__name__
+)
+def test_a_number_out_of_range_is_refused_by_its_field(model, number):
+    for name in model.model_fields:
+        with pytest.raises(InvalidRequestError, match="out of range") as caught:
+            parse_fields(parse_object(f'{{"{name}": {number}}}'.encode()), model)
+        assert caught.value.param == name

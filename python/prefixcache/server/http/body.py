@@ -153,7 +153,8 @@ def _refused(kind: str, message: str, field: str | None = None) -> InvalidReques
     if kind == "twice":
         return InvalidRequestError(f"{message}.", param=field, code="invalid_json")
     if kind == "invalid":
-        return InvalidRequestError(f"The body is not valid JSON: {message}.", code="invalid_json")
+        text = f"The body is not valid JSON: {message}."
+        return InvalidRequestError(text, param=field, code="invalid_json")
     limit = (
         f"{MAX_NUMBERS} numbers"
         if kind == "numbers"

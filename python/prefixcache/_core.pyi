@@ -212,8 +212,8 @@ class Sequence:
         `interval` None, the default: all. Otherwise those that a request needs which stands at an
         anchor, and one block below them; every multiple of `interval` tokens is an anchor too, if
         it is not 0. With `pin` anchors are pinned, but for those fewer than `min_pin_blocks` past
-        the one before; with `pin_prefix` so is, by `pin_anchors`, all before them in groups that
-        need it.
+        the last pinned one; with `pin_prefix` so is, by `pin_anchors`, all before them in groups
+        that need it.
         """
     @property
     def weight_version(self) -> int:
@@ -1577,7 +1577,8 @@ def parse_json(text: bytes, *, max_numbers: int, max_others: int) -> Any:
     object, 128 levels.
 
     Raises ValueError with three arguments: the kind ("invalid", "twice", "numbers" or "others"), a
-    message, and the key that came twice or the field under which a limit was passed, or None.
+    message, and the key that came twice, or the field of a number out of range or under which a
+    limit was passed, or None.
     """
 
 @final

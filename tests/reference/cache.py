@@ -74,8 +74,12 @@ class Sequence:
         return sorted(length for length in found if 0 < length <= upto)
 
     def is_pinned(self, length: int, block_size: int) -> bool:
-        before = self.anchor_blocks(block_size, length - 1)
-        return self.pin and length - max(before, default=0) >= self.min_pin_blocks
+        last, end = 0, (self.prompt_end or 0) // block_size
+        for anchor in [*self.anchor_blocks(block_size, length - 1), length]:
+            from_start = anchor == end >= self.min_pin_blocks
+            is_apart = from_start or anchor - last >= self.min_pin_blocks
+            last = anchor if is_apart else last
+        return self.pin and last == length
 
     @property
     def num_tokens(self) -> int:

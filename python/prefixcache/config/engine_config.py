@@ -332,7 +332,10 @@ class CacheConfig(Checked):
         0.2, "Largest share of the cache that is pinned; beyond it the oldest pins end.", "Cache"
     )
     pin_min_drop_size: Count = flag(
-        16, "Least distance in blocks between a pinned window and the kept one before it.", "Cache"
+        16,
+        "Least distance in blocks between a pinned window and the pinned one before it; for that "
+        "of a prompt's end, from the prompt's start.",
+        "Cache",
     )
     pin_prefix_blocks: bool = flag(
         True,

@@ -688,7 +688,7 @@ class CacheManager:
         """Forgets all cached prefixes; running requests keep their blocks."""
         self.num_resets += 1
         self._cache.clear_cache_index()
-        self._forget_disk()
+        self._forget_stale()
         logger.debug("All cached prefixes are forgotten.")
 
     @property
@@ -719,10 +719,13 @@ class CacheManager:
         """
         self.num_resets += 1
         version = self._cache.new_weight_version(weights)
-        self._forget_disk()
+        self._forget_stale()
         return version
 
-    def _forget_disk(self) -> None:
+    def _forget_stale(self) -> None:
+        """Ends pins of content that cannot be hit any more, and forgets it on a disk."""
+        if self._pins:
+            self._demote(self._cache.stats()["pinned_blocks"])
         if self.disk is not None:
             self.disk.forget()
 

@@ -19,7 +19,7 @@ other free one takes the oldest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.core import Sequence as CoreSequence
@@ -103,16 +103,18 @@ class Retention:
         length = min(_PREFIX_TOKENS, max_model_len)
         pinned = [window for window in windows if prefix or window is not None]
         apart = self.pin_min_drop_size * block_size
-        each = max(1, self.num_blocks_kept(length, block_size, pinned))
+        interval = self.interval and self.interval * max(1, -(-apart // self.interval))
+        spaced = replace(self, interval=interval)
+        each = max(1, spaced.num_blocks_kept(length, block_size, pinned))
         most, limit = int(self.pin_max_share * num_usable_blocks), f"{self.pin_max_share:.0%}"
         if max_cached_blocks is not None and max_cached_blocks < most:
             most, limit = max_cached_blocks, "--prefix-cache-max-blocks"
-        tokens = most * length // each if min(length, self.interval or length) >= apart else 0
+        tokens = most * length // each if length >= apart else 0
         count = tokens // length
         return (
             f"Pinned: windows where prompts and answers end, where prompts part{every}{before}; at "
             f"most {most} of {num_usable_blocks} blocks ({limit}), which are "
-            f"{count} prefix{'es' * (count != 1)} of {length} tokens, {tokens} tokens in all; none "
-            f"less than {apart} tokens after the one before. With "
+            f"{count} prefix{'es' * (count != 1)} of {length} tokens, {tokens} tokens in all. Pins "
+            f"are {apart} tokens apart or more, that of a prompt's end as far from the start. With "
             "more in turns, the oldest are demoted, and evicted as others are."
         )

@@ -98,7 +98,7 @@ impl Sequence {
     ///
     /// `interval` None: all. Otherwise those of anchors alone, among which are all multiples of
     /// `interval` tokens if it is not 0; with `pin` they are pinned, but for anchors fewer than
-    /// `min_pin_blocks` past the one before, and with `pin_prefix` so is all before them in groups that
+    /// `min_pin_blocks` past the last pinned one, and with `pin_prefix` so is all before them in groups that
     /// need it.
     #[pyo3(
         signature = (interval, *, pin=false, min_pin_blocks=None, pin_prefix=true),

@@ -125,7 +125,7 @@ def test_the_line_of_the_start_has_the_numbers() -> None:
     # 1562 blocks of full attention, and 25 windows of 9 blocks in six groups.
     assert int(0.2 * 24_000 / (1562 + 6 * 25 * 9)) == 1
     assert "at most 4800 of 24000 blocks (20%), which are 1 prefix of 25000 tokens, 41208 " in line
-    assert "none less than 256 tokens after the one before" in line
+    assert "Pins are 256 tokens apart or more" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
     assert "\n" not in line
 
@@ -256,9 +256,17 @@ def test_prefix_blocks_are_pinned_unless_they_are_not_wanted() -> None:
     assert serving.stat("pinned_blocks") == PINNED - 25
 
 
-@pytest.mark.parametrize(("least", "pinned"), [(1, PINNED), (2, 24 + 3), (24, 24 + 3), (25, 0)])
-def test_an_anchor_too_near_the_one_before_is_not_pinned(least: int, pinned: int) -> None:
-    serving = Serving(Retention(pin=True, pin_min_drop_size=least))
+@pytest.mark.parametrize(
+    ("interval", "least", "pinned"),
+    [
+        *((0, 1, PINNED), (0, 2, 24 + 3), (0, 24, 24 + 3), (0, 25, 25 + 3), (0, 26, 0)),
+        (8, 6, 24 + 3 * 4),  # 6, 12, 18 and 24 of the anchors after every second block
+        (8, 7, 24 + 3 * 3),  # 8, 16 and 24
+        (8, 10, 24 + 3 * 3),  # 10, 20, and the prompt's end though it is near
+    ],
+)
+def test_an_anchor_too_near_the_last_pinned_one_is_not_pinned(interval, least, pinned):
+    serving = Serving(Retention(interval=interval, pin=True, pin_min_drop_size=least))
     serving.serve(own(1))
     assert serving.stat("pinned_blocks") == pinned
 
@@ -285,14 +293,13 @@ def test_the_oldest_pins_end_first() -> None:
 
 
 @pytest.mark.parametrize("forget", ["reset", "new_weight_version"])
-def test_stale_pins_go_first(forget: str) -> None:
+def test_pins_end_with_what_they_were_for(forget: str) -> None:
     serving = Serving(PINS)
     serving.serve(own(1))
-    pinned = set(serving.cache._cache.free_order()[-PINNED:])
+    assert serving.stat("pinned_blocks") == PINNED
     getattr(serving.cache, forget)()
-    name, hits, _ = serving.start(list(range(4 * (PINNED - 8))))
-    sequence = serving.cache._sequences[name]
-    assert {*sequence.block_table(0), *sequence.block_table(1)} <= pinned
+    assert serving.stat("pinned_blocks") == serving.stat("pinned_free_blocks") == 0
+    _, hits, _ = serving.start(list(range(4 * (PINNED - 8))))
     assert hits == serving.stat("pinned_evictions") == 0
 
 
@@ -319,3 +326,14 @@ def test_a_start_says_what_is_pinned(tiny_checkpoint, caplog, architecture, flag
     assert len(found) == (message is not None)
     assert message is None or re.match(message, found[0])
     assert "Pinned" not in "".join(found) or "of 100 blocks (20%)" in found[0]
+
+
+def test_a_resize_says_again_what_is_pinned(tiny_checkpoint, caplog):
+    flags = {"num_blocks": 101, "pin_swa_tokens": True, "prefix_cache_max_blocks": 5}
+    engine = build(EngineConfig.from_flags(model=str(tiny_checkpoint("gemma3")), **flags)).engine
+    caplog.set_level(logging.INFO, "prefixcache")
+    engine.control.resize(num_blocks=21)
+    (line,) = [text for text in caplog.messages if text.startswith("Pinned")]
+    assert "at most 4 of 20 blocks (20%)" in line
+    engine.control.resize(num_blocks=101)
+    assert "at most 5 of 100 blocks (--prefix-cache-max-blocks)" in caplog.messages[-1]

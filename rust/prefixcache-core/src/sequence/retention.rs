@@ -27,14 +27,15 @@ pub enum Retention {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Pins {
-    /// An anchor fewer than this many blocks past the one before is not pinned.
+    /// An anchor fewer than this many blocks past the last pinned one, or the start, is not pinned; for the
+    /// prompt's end the start alone counts.
     pub min_distance: usize,
     /// Whether groups that need the whole prefix pin it, up to the last pinned anchor.
     pub prefix: bool,
 }
 
 impl Pins {
-    /// Pins of all anchors that are at least `min_distance` blocks past the one before, and of the `prefix` or not.
+    /// Pins of anchors at least `min_distance` blocks apart, and of the `prefix` or not.
     #[must_use]
     pub const fn new(min_distance: usize, prefix: bool) -> Self {
         Self { min_distance, prefix }
@@ -146,12 +147,27 @@ impl Anchors {
         own.into_iter().chain(self.multiple_from(from)).min().map(|position| position / size)
     }
 
-    /// Whether the anchor after `length` blocks lies as far past the one before as a pin asks.
+    /// Whether the anchor after `length` blocks is pinned.
     fn is_apart(&self, length: usize, pins: Pins, size: usize) -> bool {
-        let place = self.positions.partition_point(|&position| position < length * size);
-        let own = place.checked_sub(1).map_or(0, |place| self.positions[place]);
-        let before = own.max(self.multiple_before(length * size)) / size;
-        length - before >= pins.min_distance
+        let least = pins.min_distance.max(1);
+        if least == 1 || self.pinned_prompt_end(least, size) == Some(length) {
+            return length >= pins.min_distance;
+        }
+        let next = |&pinned: &usize| self.next_pinned(pinned, least, size);
+        let before = iter::successors(Some(0), next).take_while(|&pinned| pinned < length).last();
+        length - before.unwrap_or(0) >= least
+    }
+
+    /// The next pinned anchor after the one of `pinned` blocks, in blocks.
+    fn next_pinned(&self, pinned: usize, least: usize, size: usize) -> Option<usize> {
+        let apart = self.next(pinned.saturating_add(least - 1), size);
+        let prompt = self.pinned_prompt_end(least, size).filter(|&end| end > pinned);
+        apart.into_iter().chain(prompt).min()
+    }
+
+    /// The prompt's anchor, in blocks, where it is far enough from the start to be pinned.
+    fn pinned_prompt_end(&self, least: usize, size: usize) -> Option<usize> {
+        self.prompt_end.map(|end| end / size).filter(|&end| end >= least)
     }
 
     /// Whether groups that need the whole prefix pin it.
@@ -168,10 +184,5 @@ impl Anchors {
 
     fn multiple_from(&self, position: usize) -> Option<usize> {
         position.checked_next_multiple_of(self.interval())
-    }
-
-    fn multiple_before(&self, position: usize) -> usize {
-        let last = position.saturating_sub(1);
-        last - last.checked_rem(self.interval()).unwrap_or(last)
     }
 }

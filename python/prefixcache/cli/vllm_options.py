@@ -54,7 +54,7 @@ def plain_options(args: Sequence[str], options: Collection[str]) -> list[str]:
         option = start if start in options else start.replace("_", "-")
         if arg == "--":
             plain += [arg, *rest]
-        elif option not in options:
+        elif not arg.startswith("-") or option not in options:
             plain.append(arg)
         elif path:
             _put(objects.setdefault(option, {}), path, value if equals else next(rest, ""))

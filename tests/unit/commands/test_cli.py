@@ -243,6 +243,7 @@ def test_help_imports_nothing_heavy():
         (["bench", "compare", "./nowhere", "b"], "A cannot read nowhere: there is no such file."),
         (["replay", "./nowhere"], "TRACE cannot read nowhere: there is no such file."),
         (["explain", "./nowhere"], "BODY cannot be read"),
+        (["explain", "body.nowhere"], "BODY cannot be read"),
         (["cache", "ls", "./nowhere"], "FOLDER nowhere cannot be used: No such file"),
         (
             ["serve", "--kv-events-config", '{"enable_kv_cache_events": true, "hwm": 0}'],

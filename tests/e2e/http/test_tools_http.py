@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall
 
 from prefixcache.server.openai.response_tools import InputText
+from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from support.chat_models import CLOCK, QUESTION, TOOLS, assistant, with_special_tokens
 from support.repeatable import bounded
 from support.serving import MODEL, running, serve_folder, served_folder
@@ -392,6 +393,19 @@ def test_codex_tools_are_called_as_it_names_them(smollm2, choice, kind, called):
 def test_what_is_wrong_with_such_tools_is_named_where_it_stands(smollm2, fields, param):
     answer = _responses(smollm2, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_count_of_tokens_names_a_wrong_tool_where_it_stands(smollm2):
+    body = {"input": "a", "tools": [SEARCH, {**SHELL, "name": "a b"}]}
+    answer = httpx.post(f"{smollm2}/v1/responses/input_tokens", json=body, timeout=300)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[1].name")
+
+
+@pytest.mark.parametrize("syntax", ["lark", "regex"])
+def test_a_grammar_of_a_tool_has_the_limit_of_all_grammars(smollm2, syntax):
+    form = {"type": "grammar", "syntax": syntax, "definition": "x" * (MAX_GRAMMAR_CHARACTERS + 1)}
+    error = _responses(smollm2, tools=[SEARCH, {**PATCH, "format": form}]).json()["error"]
+    assert (error["param"], error["code"]) == ("tools[1].format.definition", "too_long")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class ResponseFormat(BaseModel, strict=True, extra="allow"):
             raise wrong(field, "is missing")
         if self.json_schema.content is None:
             raise wrong(f"{field}.schema", "is missing")
-        return [_made(f"{field}.schema", "json", self.json_schema.content)]
+        return [stated_output(f"{field}.schema", "json", self.json_schema.content)]
 
 
 class StructuredOutputsFields(BaseModel, strict=True, extra="allow"):
@@ -86,13 +86,16 @@ def _found(prefix: str, schema: object, asked: StructuredOutputsFields) -> list[
         ("choice", asked.choice),
         ("grammar", asked.grammar),
     ]
-    found = [_made(prefix + kind, kind, value) for kind, value in stated if value is not None]
+    found = [
+        stated_output(prefix + kind, kind, value) for kind, value in stated if value is not None
+    ]
     if asked.json_object:
         found.append((f"{prefix}json_object", StructuredOutput("json_object")))
     return found
 
 
-def _made(field: str, kind: Kind, value: object) -> Named:
+def stated_output(field: str, kind: Kind, value: object) -> Named:
+    """What a field states. Raises `InvalidRequestError` for a text that is too long."""
     text = value if isinstance(value, str) else _json(value)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         problem = f"may have at most {MAX_GRAMMAR_CHARACTERS} characters"

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from prefixcache.config.checked import shown
 from prefixcache.exceptions import wrong
+from prefixcache.server.jobs.structured_fields import stated_output
 from prefixcache.text.chat.parts import Values, objects, one_object, text_of, word_of
 from prefixcache.types.structured_output import StructuredOutput
 
@@ -40,12 +41,12 @@ _LEFT_OUT = (
 )
 _KINDS = ("function", "custom", "namespace")
 _INPUT = "input"
-# Each is compiled for every request.
+# Of one request: each is compiled by itself.
 _MAX_GRAMMARS = 16
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
 # A character may be written as two escapes, which must not be parted.
-_WHOLE = re.compile(
+_CERTAIN = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
 )
@@ -90,8 +91,8 @@ class ResponseTools:
         kind = word_of(tool, "type", _KINDS if namespace is None else _KINDS[:2], place)
         if kind == "namespace":
             name = text_of(tool, "name", place)
-            for index, one in enumerate(objects(tool.get("tools"), f"{place}.tools")):
-                self.add(one, f"{place}.tools[{index}]", name)
+            for index, inner in enumerate(objects(tool.get("tools"), f"{place}.tools")):
+                self.add(inner, f"{place}.tools[{index}]", name)
             return
         chat_field = f"tools[{len(self.functions)}].function"
         if kind == "custom":
@@ -118,7 +119,8 @@ class ResponseTools:
                 problem = f"may have grammars in at most {_MAX_GRAMMARS} tools"
                 raise wrong("tools", problem, code="too_long")
             kind = "regex" if syntax == "regex" else "grammar"
-            self.grammars[f"{place}.format.definition"] = StructuredOutput(kind, grammar)
+            definition, output = stated_output(f"{place}.format.definition", kind, grammar)
+            self.grammars[definition] = output
             text["description"] = f"Follows this grammar ({syntax}):\n{grammar}"
             if syntax == "regex":
                 text["pattern"] = f"^(?:{grammar})$"
@@ -189,12 +191,12 @@ class InputText:
             self._held += arguments
         elif begin := _BEGIN.match(text := "".join(self._arguments)):
             self._held = text[begin.end() :]
-        whole = _WHOLE.match(self._held or "")
-        if self._held is None or whole is None:
+        certain = _CERTAIN.match(self._held or "")
+        if self._held is None or certain is None:
             return ""
-        self._held = self._held[whole.end() :]
+        self._held = self._held[certain.end() :]
         try:
-            text = json.loads(f'"{whole[0]}"', strict=False)
+            text = json.loads(f'"{certain[0]}"', strict=False)
         except ValueError:
             self._held = '"'
             return ""

@@ -148,7 +148,7 @@ class ResponsesRequest(RequestFields):
     @property
     def earlier_hints(self) -> tuple[RetentionRange, ...]:
         """The retention hints of the request that this one goes on from, unless it chose."""
-        return tuple(RetentionFields(**one).range() for one in self._earlier_hints or ())
+        return tuple(RetentionFields(**hint).range() for hint in self._earlier_hints or ())
 
     def chat(self, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The same request as the body of a chat that goes on from the messages `before`.
@@ -240,7 +240,7 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
         fields, before = response_before(store, fields, new_call(request, "count"))
         size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
-        with fields_named(_NAMES):
+        with fields_named(_names(fields)):
             count = await count_chat(maker, chat, size)
         return {"object": "response.input_tokens", "input_tokens": count}
 

@@ -70,11 +70,11 @@ class _Conversation:
     """Messages so far, each answer among them, and a server that continues them."""
 
     def __init__(self, client: httpx.Client, options: ChatOptions) -> None:
-        from prefixcache.tools.openai_api import has_hit_thresholds
+        from prefixcache.tools.openai_api import first_card, has_hit_thresholds
 
         self._client = client
         self._options = options
-        card = {} if options.model else self._first_card()
+        card = first_card(client.get("/v1/models"), options.model)
         self._model = options.model or str(card["id"])
         self._fields = {"cache_hit_threshold": 0} if has_hit_thresholds(card) else {}
         self._messages = list[dict[str, str]]()
@@ -113,19 +113,6 @@ class _Conversation:
     def _reset(self) -> None:
         system = self._options.system
         self._messages[:] = [] if system is None else [{"role": "system", "content": system}]
-
-    def _first_card(self) -> dict[str, Any]:
-        from prefixcache.tools.openai_api import check_status
-
-        response = self._client.get("/v1/models")
-        check_status(response)
-        try:
-            card = response.json()["data"][0]
-            return card if card["id"] else {}
-        except (ValueError, LookupError, TypeError):
-            raise PrefixCacheError(
-                f"{self._options.url} lists no model; name one by --model."
-            ) from None
 
     def _answer(self, question: str) -> None:
         """Shows the answer as it comes; one that Ctrl-C cuts stays as far as it came."""

@@ -95,6 +95,24 @@ def check_ending(finish_reason: str) -> None:
         raise RefusedStreamError(f"The server ended an answer with {cut(finish_reason)}.")
 
 
+def first_card(models: httpx.Response, named: str | None) -> dict[str, Any]:
+    """The first entry of `/v1/models`; nothing where a model is named and the server lists none.
+
+    Raises `StreamError` where none is named either.
+    """
+    try:
+        check_status(models)
+        card = models.json()["data"][0]
+        if card["id"]:
+            return card
+    except (RefusedStreamError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, RefusedStreamError) and not named:
+            raise
+    if named:
+        return {}
+    raise StreamError(f"{models.request.url} lists no model; name one by --model.")
+
+
 def has_hit_thresholds(card: Mapping[str, Any]) -> bool:
     """Whether an entry of `/v1/models` is of a server that may refuse what is not cached."""
     return card.get("owned_by") == "prefixcache"

@@ -138,10 +138,21 @@ def test_an_answer_that_the_server_does_not_give_is_an_error(server: tuple[Serve
     assert "cache_hit_threshold" not in body
 
 
-def test_a_chat_asks_our_server_for_what_is_not_cached(server: tuple[Server, str]) -> None:
+@pytest.mark.parametrize("model", [[], ["--model", "a-model"]])
+def test_a_chat_asks_our_server_for_what_is_not_cached(
+    server: tuple[Server, str], model: list[str]
+) -> None:
     server[0].card["owned_by"] = "prefixcache"
-    _run("chat", "--url", server[1], text="one\n")
+    _run("chat", "--url", server[1], *model, text="one\n")
     assert server[0].bodies[0]["cache_hit_threshold"] == 0
+
+
+def test_a_chat_with_a_named_model_needs_no_list(server: tuple[Server, str]) -> None:
+    server[0].card["id"] = ""
+    _run("chat", "--url", server[1], "--model", "another", text="one\n")
+    assert server[0].bodies[0]["model"] == "another"
+    unnamed = _run("chat", "--url", server[1], text="one\n")
+    assert "lists no model; name one by --model" in unnamed.stderr
 
 
 @pytest.mark.parametrize(

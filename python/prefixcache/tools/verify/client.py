@@ -16,9 +16,9 @@ from prefixcache.tools.openai_api import (
     RefusedStreamError,
     StreamError,
     check_ending,
-    check_status,
     choice_text,
     cut,
+    first_card,
     has_hit_thresholds,
     reason,
     stream_events,
@@ -82,22 +82,12 @@ class Asker:
             self._on_done()
 
     async def _card(self) -> dict[str, Any]:
-        """The server's first model; nothing where one is named and the server lists none."""
         try:
-            response = await self._client.get("v1/models", timeout=self._options.timeout)
+            models = await self._client.get("v1/models", timeout=self._options.timeout)
         except httpx.HTTPError as error:
             message = f"No server answers at {self._client.base_url}: {reason(error)}"
             raise StreamError(message) from error
-        try:
-            check_status(response)
-            card = response.json()["data"][0]
-            return card if card["id"] else {}
-        except (RefusedStreamError, ValueError, LookupError, TypeError) as error:
-            if self.model:
-                return {}
-            if isinstance(error, RefusedStreamError):
-                raise
-            raise StreamError("The server lists no model; give --model.") from None
+        return first_card(models, self.model)
 
     def _take_notes(
         self, refusals: Sequence[RefusedStreamError], answer: Answer, *, wants_logprobs: bool

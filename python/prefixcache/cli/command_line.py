@@ -151,7 +151,12 @@ class FlagCommand(click.Command):
         Options may have the forms of vLLM, see `plain_options`.
         """
         greedy = {name for option in self._flags.values() if option.greedy for name in option.opts}
-        options = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        options = {
+            name: names[0]
+            for param in self.params
+            for names in (param.opts, param.secondary_opts)
+            for name in names
+        }
         return super().parse_args(ctx, _spread(plain_options(args, options), greedy))
 
     def _run_placed(self, given: Given) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -39,13 +39,14 @@ def vllm_options() -> Iterator[VllmOption]:
     return map(VllmOption, vllm_flags())
 
 
-def plain_options(args: Sequence[str], options: Collection[str]) -> list[str]:
+def plain_options(args: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """A command line of vLLM as one of click, for a command with these `options`.
 
-    Underscores of a name become dashes, and the parts of a JSON object, as `--name.a 1
-    --name.b.c=x`, one value. Raises `click.UsageError` where that is given whole too.
+    They are the first names of options by all their names. Underscores of a name become dashes, and
+    the parts of a JSON object, as `--name.a 1 --name.b.c=x`, one value. Raises `click.UsageError`
+    where that is given whole too.
     """
-    plain, whole = list[str](), set[str]()
+    plain, given = list[str](), set[str]()
     objects = dict[str, dict[str, Any]]()
     rest = iter(args)
     for arg in rest:
@@ -57,11 +58,12 @@ def plain_options(args: Sequence[str], options: Collection[str]) -> list[str]:
         elif not arg.startswith("-") or option not in options:
             plain.append(arg)
         elif path:
-            _put(objects.setdefault(option, {}), path, value if equals else next(rest, ""))
+            parts = objects.setdefault(options[option], {})
+            _put(parts, path, value if equals else next(rest, ""))
         else:
-            whole.add(option)
+            given.add(options[option])
             plain.append(option + equals + value)
-    for option in objects.keys() & whole:
+    for option in objects.keys() & given:
         raise click.UsageError(f"{option} is given whole and in parts: give it in one form.")
     return [part for name in objects for part in (name, json.dumps(objects[name]))] + plain
 

@@ -232,6 +232,10 @@ def test_help_imports_nothing_heavy():
             ["serve", "--kv-events-config", "{}", "--kv-events-config.hwm=1"],
             "--kv-events-config is given whole and in parts",
         ),
+        (
+            ["serve", "--speculative-config", '{"method":"suffix"}', "-sc.method=ngram"],
+            "--speculative-config is given whole and in parts",
+        ),
         (["serve", "--kv-events-config.hwm"], "its hwm must be a valid integer, got ''"),
         (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype asks for another type"),
         (["serve", "--quantization", "awq"], "--quantization must be 'auto', 'none' or 'gguf'"),
@@ -305,6 +309,10 @@ def test_a_command_line_of_vllm_starts_here(served):
         ),
         (
             "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
+            '-sc {"method":"ngram","num_speculative_tokens":3}',
+        ),
+        (
+            "-sc.method ngram --speculative-config.num_speculative_tokens 3",
             '-sc {"method":"ngram","num_speculative_tokens":3}',
         ),
         ("-sc.method suffix", '--speculative-config {"method":"suffix"}'),

@@ -105,10 +105,14 @@ def test_calls_results_and_what_is_said_behind_them_are_shown(family, call_id):
 def test_a_system_message_is_shown_when_the_result_of_a_tool_ends_the_chat():
     call = assistant(("c", "get_time", {}))
     result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    chat = [*turns(S, U), call, result]
     first = prompt("mistral-v3", S, U)
-    later = chat_format("mistral-v3").plan([*turns(S, U), call, result]).prompt
+    later = chat_format("mistral-v3").plan(chat).prompt
     assert shown(first) == shown(later) == [0, 1]
     assert later.startswith(first)
+    described = {"name": "get_time", "description": "Returns text 0; and text 1;"}
+    use = read_tool_use([{"type": "function", "function": described}])
+    assert shown(chat_format("mistral-v3").plan(chat, tool_use=use).prompt) == [0, 1]
 
 
 def test_ids_of_nine_characters_stand_for_others_alike():

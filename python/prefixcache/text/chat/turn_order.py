@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _Message = dict[str, Any]
 
-INSTRUCT = ("system", "developer")
+_INSTRUCT = ("system", "developer")
 # What may follow what in the order that all templates show.
 _USUAL = {
     *(("user", "assistant"), ("assistant", "user")),
@@ -35,6 +35,15 @@ _WITH_RESULT: list[_Message] = [
     *(_SYSTEM, _QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
     {"role": "tool", "tool_call_id": _CALL["id"], "name": "f", "content": "c"},
 ]
+# Stands for all tools of a request, whose texts may be long, and hold marks.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 class TurnOrder:
@@ -56,7 +65,8 @@ class TurnOrder:
         turns = [*messages]
         if self._shows_usual and _is_usual(turns):
             return turns
-        options = {**options, "continue_final_message": False}
+        tools = [_TOOL] if options.get("tools") else []
+        options = {**options, "continue_final_message": False, "tools": tools}
         for changed in _changes(turns):
             if self._shows(changed, options):
                 self._warn(turns, changed)
@@ -78,11 +88,11 @@ class TurnOrder:
         return all(
             index in shown
             for index, turn in enumerate(turns)
-            if turn.get("role") in (*INSTRUCT, "user") and turn.get("content")
+            if turn.get("role") in (*_INSTRUCT, "user") and turn.get("content")
         )
 
     def _warn(self, before: Sequence[_Message], after: Sequence[_Message]) -> None:
-        first = _num_leading(before)
+        first = num_leading(before)
         if self._has_warned or _count(after) >= min(first, 1) + _count(before[first:]):
             return
         self._has_warned = True
@@ -93,17 +103,18 @@ class TurnOrder:
 
 
 def _count(turns: Sequence[_Message]) -> int:
-    return sum(turn.get("role") in INSTRUCT for turn in turns)
+    return sum(turn.get("role") in _INSTRUCT for turn in turns)
 
 
-def _num_leading(turns: Sequence[_Message]) -> int:
-    others = (i for i, turn in enumerate(turns) if turn.get("role") not in INSTRUCT)
+def num_leading(turns: Sequence[_Message]) -> int:
+    """How many messages of instructions stand at the beginning."""
+    others = (i for i, turn in enumerate(turns) if turn.get("role") not in _INSTRUCT)
     return next(others, len(turns))
 
 
 def _is_usual(turns: Sequence[_Message]) -> bool:
     roles = [turn.get("role") for turn in turns]
-    if roles[:1] and roles[0] in INSTRUCT:
+    if roles[:1] and roles[0] in _INSTRUCT:
         del roles[0]
     return roles[:1] == ["user"] and all(pair in _USUAL for pair in pairwise(roles))
 
@@ -111,7 +122,7 @@ def _is_usual(turns: Sequence[_Message]) -> bool:
 def _changes(turns: list[_Message]) -> Iterator[list[_Message]]:
     """The turns, then with ever more changed."""
     yield turns
-    first = _num_leading(turns)
+    first = num_leading(turns)
     leading = [_joined(turns[:first]), *turns[first:]] if first > 1 else turns
     later = [*leading[:1], *map(_spoken, leading[1:])]
     for changed in (leading, later, [*map(_spoken, leading)]):
@@ -121,7 +132,7 @@ def _changes(turns: list[_Message]) -> Iterator[list[_Message]]:
 
 
 def _spoken(turn: _Message) -> _Message:
-    return {**turn, "role": "user"} if turn.get("role") in INSTRUCT else turn
+    return {**turn, "role": "user"} if turn.get("role") in _INSTRUCT else turn
 
 
 def _by_turns(turns: Sequence[_Message], *, answered: bool = False) -> list[_Message]:
@@ -139,7 +150,7 @@ def _by_turns(turns: Sequence[_Message], *, answered: bool = False) -> list[_Mes
 
 def _continues(before: _Message, turn: _Message) -> bool:
     role = turn.get("role")
-    texts = all(isinstance(one.get("content"), str) for one in (before, turn))
+    texts = all(isinstance(side.get("content"), str) for side in (before, turn))
     is_same = role == before.get("role") and role in ("user", "assistant")
     return texts and is_same and not before.get("tool_calls")
 

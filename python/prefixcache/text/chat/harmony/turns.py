@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from prefixcache.text.chat.turn_order import num_leading
+
 _Message = dict[str, Any]
-_INSTRUCT = ("system", "developer")
 
 
 def harmony_messages(messages: Sequence[_Message]) -> list[_Message]:
@@ -15,9 +16,8 @@ def harmony_messages(messages: Sequence[_Message]) -> list[_Message]:
     Reasoning is named `thinking`; what was said before a call joins it, as the template shows one
     of them alone.
     """
-    others = (i for i, one in enumerate(messages) if one.get("role") not in _INSTRUCT)
-    first = next(others, len(messages))
-    texts = [one.get("content", "") for one in messages[:first]]
+    first = num_leading(messages)
+    texts = [message.get("content", "") for message in messages[:first]]
     written = [{"role": "developer", "content": "\n\n".join(texts)}] if texts else []
     return written + single_calls([*map(_with_thinking, messages[first:])])
 

@@ -22,7 +22,7 @@ from support.serving import FakeEngine, client_of, fake_app, says
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ARGUMENTS = '{"city": "Rome", "unit": "C"}'
 HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-WHOLE = {
+ANSWERS = {
     "smollm2": f"Well.{HERMES.replace('{', '[{', 1).replace('}}', '}}]')}",
     "qwen3-thinking": f"Rome?\n</think>\n\nWell.\n{HERMES}\n{HERMES}",
     "llama3": ARGUMENTS.join(('{"name": "get_weather", "parameters": ', "}")),
@@ -150,13 +150,13 @@ def _bodies(turns: list[tuple[str, Any]], results: bool) -> dict[str, dict[str, 
 
 async def _post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
     functions = [tool["function"] for tool in TOOLS]
-    schemas = ({"properties": {}, **one.get("parameters", {})} for one in functions)
+    schemas = ({"properties": {}, **function.get("parameters", {})} for function in functions)
     tools = {
         CHAT: TOOLS,
         RESPONSES: [{"type": "function", **function} for function in functions],
         MESSAGES: [
-            {"name": one["name"], "input_schema": schema}
-            for one, schema in zip(functions, schemas, strict=True)
+            {"name": function["name"], "input_schema": schema}
+            for function, schema in zip(functions, schemas, strict=True)
         ],
     }
     limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 8}
@@ -217,9 +217,9 @@ UNTAUGHT = st.tuples(
     st.sampled_from(["smollm2", "qwen3", "qwen2", "exaone4"]),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
 )
-CUT = st.sampled_from(sorted(WHOLE)).flatmap(
+CUT = st.sampled_from(sorted(ANSWERS)).flatmap(
     lambda family: st.tuples(
-        st.just(family), st.integers(0, len(WHOLE[family])).map(lambda end: WHOLE[family][:end])
+        st.just(family), st.integers(0, len(ANSWERS[family])).map(lambda end: ANSWERS[family][:end])
     )
 )
 
@@ -231,6 +231,6 @@ CUT = st.sampled_from(sorted(WHOLE)).flatmap(
     apis=st.tuples(st.sampled_from(APIS), st.sampled_from(APIS)),
     results=st.booleans(),
 )
-@example(("described", WHOLE["described"]), "stop", (CHAT, CHAT), False)
+@example(("described", ANSWERS["described"]), "stop", (CHAT, CHAT), False)
 def test_every_answer_cut_anywhere_can_be_sent_back(answer, reason, apis, results):
     asyncio.run(_sent_back(*answer, reason, *apis, results=results))

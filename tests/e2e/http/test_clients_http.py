@@ -184,7 +184,7 @@ async def test_the_first_request_is_taken_as_it_is(client):
     assert "Hello." in sent.text
 
 
-@pytest.mark.parametrize("family", [one if one in QUICK else slow(one) for one in SOURCES])
+@pytest.mark.parametrize("family", [name if name in QUICK else slow(name) for name in SOURCES])
 async def test_two_more_turns_go_on_from_what_came_back(tiny_checkpoint, tmp_path, prompts, family):
     folder = tmp_path / "model"
     shutil.copytree(tiny_checkpoint(max_position_embeddings=8192), folder)

@@ -150,18 +150,18 @@ async def test_a_choice_that_was_cut_off_is_not_the_best(tiny_checkpoint):
 
     async def script(request: Request) -> AsyncIterator[RequestOutput]:
         reason, logprob = ends[int(request.request_id.rpartition("-")[2])]
-        known = () if logprob is None else (TokenLogprobs(3, logprob, 1),)
+        scored = () if logprob is None else (TokenLogprobs(3, logprob, 1),)
         yield RequestOutput(
             request_id=request.request_id,
-            token_ids=(3,) * len(known),
-            logprobs=known,
+            token_ids=(3,) * len(scored),
+            logprobs=scored,
             finish_reason=reason,
         )
 
     app = fake_app(FakeEngine(script), Tokenizer.from_folder(tiny_checkpoint()))
     async with client_of(app) as client:
         choices = (await _post(client, COMPLETIONS, prompt="a", n=3, best_of=4))["choices"]
-    assert [one["finish_reason"] for one in choices] == ["stop", "length", "abort"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "length", "abort"]
 
 
 @pytest.mark.parametrize(

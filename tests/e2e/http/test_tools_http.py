@@ -346,8 +346,8 @@ def test_codex_tools_are_called_as_it_names_them(smollm2, choice, kind, called):
     name, text = ("custom_tool_call_input", "input")
     if kind == "function_call":
         name, text = ("function_call_arguments", "arguments")
-    deltas = [one["delta"] for one in events if one["type"] == f"response.{name}.delta"]
-    (done,) = [one[text] for one in events if one["type"] == f"response.{name}.done"]
+    deltas = [event["delta"] for event in events if event["type"] == f"response.{name}.delta"]
+    (done,) = [event[text] for event in events if event["type"] == f"response.{name}.done"]
     assert "".join(deltas) == done == item[text]
     output = {"type": f"{kind}_output", "call_id": item["call_id"], "output": "Done."}
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}

@@ -266,7 +266,7 @@ def test_help_imports_nothing_heavy():
     ],
 )
 def test_wrong_flags_are_one_line_and_status_2(arguments, message, monkeypatch):
-    # Modules that the first one imports would keep the replaced second one.
+    # `engine.build` imports the function of the hub, and would keep the replaced one.
     for starts in ("engine.build.build", "models.hub.resolve_model"):
         monkeypatch.setattr(f"prefixcache.{starts}", lambda *_: pytest.fail("it starts"))
     result = _run(*arguments)
@@ -295,7 +295,7 @@ def test_a_command_line_of_vllm_starts_here(served):
 
 
 @pytest.mark.parametrize(
-    ("in_parts", "whole"),
+    ("vllm_form", "plain_form"),
     [
         ("--max_model_len 2048 --max_num_seqs=4", "--max-model-len 2048 --max-num-seqs 4"),
         ("--no_enforce_eager --served_model_name a b", "--served-model-name a b"),
@@ -328,14 +328,14 @@ def test_a_command_line_of_vllm_starts_here(served):
         ("-- ./a_model", "./a_model"),
     ],
 )
-def test_forms_of_vllms_command_lines(served, in_parts, whole):
-    assert served(*in_parts.split()) == served(*whole.split())
+def test_forms_of_vllms_command_lines(served, vllm_form, plain_form):
+    assert served(*vllm_form.split()) == served(*plain_form.split())
 
 
 def test_every_option_of_vllm_is_taken_or_refused_by_name():
     text = (Path(__file__).parents[2] / "data/vllm_options.txt").read_text()
     named = {name for line in text.splitlines() if line[0] != "#" for name in line.split()}
-    options = [{*one.opts, *one.secondary_opts} for one in app.commands["serve"].params]
+    options = [{*param.opts, *param.secondary_opts} for param in app.commands["serve"].params]
     assert named <= set().union(*options)
     assert sum(map(len, options)) == len(set().union(*options)), "an option stands twice"
 
@@ -554,10 +554,11 @@ def test_a_key_in_the_file_goes_before_that_of_vllm(served, tmp_path):
     assert options.api_key == ("x",)
 
 
-def test_a_wrong_key_of_vllm_is_named_and_not_shown():
+def test_a_wrong_key_of_vllm_is_not_shown():
     env = {"VLLM_API_KEY": "sk-a", "PREFIXCACHE_ADMIN_API_KEY": "sk-a"}
     result = CliRunner(env=env).invoke(app, ["serve", "./nowhere", "--port", "0"])
     assert result.exit_code == 2
+    assert "An --api-key is an --admin-api-key too" in result.stderr
     assert "sk-a" not in result.output
 
 

@@ -311,7 +311,7 @@ def test_a_refusal_is_what_an_answer_said():
     said = {"role": "assistant", "content": None, "refusal": "Never."}
     parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}]}
     plain = {"role": "assistant", "content": "Never."}
-    prompts = [chat_format("qwen3").plan([*QUESTION, one]).prompt for one in (said, parts, plain)]
+    prompts = [chat_format("qwen3").plan([*QUESTION, turn]).prompt for turn in (said, parts, plain)]
     assert prompts[0] == prompts[1] == prompts[2]
 
 

@@ -87,7 +87,7 @@ def test_nothing_is_lost_and_prompts_that_lose_nothing_stay_as_they_are(family, 
 
 
 @pytest.mark.parametrize("call_id", ["aBcDeF123", "call_0123456789abcdef01234567", "toolu_01", "1"])
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "command-r"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "command-r"])
 def test_calls_results_and_what_is_said_behind_them_are_shown(family, call_id):
     call = assistant((call_id, "get_time", {}))
     result = {"role": "tool", "tool_call_id": call_id, "content": "says 1;"}

@@ -66,7 +66,7 @@ def dashboard_router(engine: AsyncEngine, maker: JobMaker, lifecycle: Lifecycle)
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root(request: Request) -> Response:
-        """Leads browsers to the dashboard; others learn by HEAD that somebody is here."""
+        """Leads browsers to the dashboard; HEAD tells others that a server listens."""
         if request.method == "HEAD":
             return Response()
         if "text/html" not in request.headers.get("accept", ""):

@@ -242,7 +242,7 @@ def _is_known_host(host: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _is_own_origin(origin: str, host: str, scheme: str, site: str | None) -> bool:
-    """Whether a page came from this server. Of one behind a proxy with TLS the browser knows it."""
+    """Whether a page came from this server; behind a proxy with TLS the browser's word decides."""
     own_scheme, _, name = origin.partition("://")
     is_same_scheme = own_scheme == scheme or (own_scheme == "https" and site == "same-origin")
     return name == host and is_same_scheme

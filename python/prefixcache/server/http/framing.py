@@ -1,8 +1,8 @@
 """Where a request ends, so that no byte of its body is taken for the next one.
 
-Behind a proxy a client could else send requests that the proxy has never seen. llhttp takes a
-request with `Upgrade` for the last one in HTTP and skips its body, whatever length it has. Here no
-upgrade is served, so that the body is read as any other (RFC 9110, section 7.8).
+Otherwise a client behind a proxy could send requests that the proxy has never seen. llhttp expects
+another protocol behind the head of a request with `Upgrade`, and skips its body. No upgrade is
+served here, so its body is read as any other (RFC 9110, section 7.8).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 _LENGTH = b"content-length"
 _CODING = b"transfer-encoding"
-# What follows: another protocol, or a body that who was answered early may never send.
+# Another protocol may follow the first; a client that was answered early may not send its body.
 _LAST_ON_CONNECTION = frozenset({b"expect", b"upgrade"})
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("prefixcache.server.jobs.context")
 CLIENT_LEFT = 499
 _MOST_PATH_CHARACTERS = 256
 QUIET_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
-"""What is polled, so that it would fill a log or a collector of traces."""
+"""They are polled, and would fill logs and collectors of traces."""
 
 
 @dataclass(slots=True, kw_only=True)

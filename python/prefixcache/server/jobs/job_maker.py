@@ -225,7 +225,7 @@ def _cache_options(
 ) -> CacheOptions:
     if fields.retention and caching.retention:
         raise wrong("retention", "excludes TTLs of another caching control: give one, not both")
-    retention = tuple(one.range() for one in fields.retention or ())
+    retention = tuple(hint.range() for hint in fields.retention or ())
     return CacheOptions(
         salt=scope.salt,
         read=fields.cache_read is not False,

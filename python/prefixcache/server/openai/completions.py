@@ -132,7 +132,7 @@ def _best(job: Job, choices: Sequence[Choice], n: int) -> list[Choice]:
 
 
 def _rank(choice: Choice) -> tuple[bool, float]:
-    mean = sum(known.logprob for known in choice.logprobs) / max(len(choice.logprobs), 1)
+    mean = sum(token.logprob for token in choice.logprobs) / max(len(choice.logprobs), 1)
     return choice.last.ended_well, mean
 
 

@@ -44,7 +44,7 @@ class PromptWriter:
 
     def write(self, messages: Sequence[_Message], tools: Sequence[Tool], **options: Any) -> str:
         """The prompt. `options` are those of `ChatTemplate.render`, with `variables`."""
-        plain = [plain_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         turns, specs = self._form(self._ids.fitted(plain), tools)
         options = {**options, "tools": specs, "variables": self._variables(options["variables"])}
         return self._template.render(self._turns.fitted(turns, options), **options)

@@ -1,5 +1,6 @@
 //! The thread that reads and waits for the disk, so that no step does. It computes the checksums of restored blocks
-//! that a request waits for, of what is published, and else of restored blocks that nobody has hit yet. It runs at a low priority where the system has one for threads.
+//! that a request waits for, of what is published, and else of restored blocks that nobody has hit yet. It runs at a
+//! low priority where the system has one for threads.
 
 use std::io;
 use std::mem;
@@ -35,7 +36,9 @@ fn work(table: &Table) {
     space::yield_to_others();
     loop {
         table.sync();
-        if table.check_asked() || table.complete_next() {
+        // At the end nobody waits for reads any more.
+        let has_read = !table.stopped.load(SeqCst) && table.check_asked();
+        if has_read || table.complete_next() {
             continue;
         }
         // Read before the queue is looked at for the last time.

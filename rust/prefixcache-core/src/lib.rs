@@ -4,6 +4,8 @@
 pub mod backing;
 mod block;
 pub mod cache;
+#[allow(dead_code)]
+mod class;
 pub mod clock;
 pub mod error;
 pub mod events;
@@ -14,6 +16,8 @@ pub mod hints;
 pub mod id;
 pub mod policy;
 pub mod pool;
+#[allow(dead_code)]
+mod records;
 pub mod retention;
 pub mod sequence;
 pub mod store;

@@ -39,11 +39,12 @@ mod place;
 
 use std::num::NonZeroU64;
 
-use crate::id::{BlockHash, Epoch, GroupId};
+use crate::id::Epoch;
 use crate::store::{BlockKey, Marks};
 use crate::sync::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Fault, Mode, Ordering, planted};
 use crate::zeroed::Zeroable;
 
+pub(crate) use crate::records::Content;
 pub(crate) use place::{ByClass, Class, ClassSet, Place, Ticket};
 
 use Ordering::{Acquire, Relaxed, Release};
@@ -557,33 +558,5 @@ impl Block {
         // Relaxed: the loads of the content acquire, so this one cannot pass before them.
         let same = same && self.seq.load(Relaxed) == seq;
         same.then(|| NonZeroU64::new(seq)).flatten()
-    }
-}
-
-/// A [`BlockKey`] in words, as blocks and index compare it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Content {
-    pub(crate) hash: [u64; 4],
-    pub(crate) group: u16,
-}
-
-impl Content {
-    pub(crate) fn key(self) -> BlockKey {
-        let mut bytes = [0; 32];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(self.hash) {
-            place.copy_from_slice(&word.to_le_bytes());
-        }
-        BlockKey::new(BlockHash::from_bytes(bytes), GroupId::new(self.group))
-    }
-}
-
-impl From<&BlockKey> for Content {
-    #[inline]
-    fn from(key: &BlockKey) -> Self {
-        let (words, _) = key.hash.as_bytes().as_chunks::<8>();
-        Self {
-            hash: std::array::from_fn(|word| u64::from_le_bytes(words[word])),
-            group: key.group.get(),
-        }
     }
 }

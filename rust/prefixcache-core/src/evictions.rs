@@ -11,11 +11,12 @@ mod log;
 use std::time::Duration;
 
 use crate::band::Band;
-use crate::block::Content;
 use crate::clock::Clock;
+use crate::error::{InvalidArgument, ListenError, require};
 use crate::id::{BlockHash, BlockId, GroupId};
+use crate::records::Content;
 use crate::store::BlockKey;
-use crate::sync::{AtomicU32, AtomicU64, Mode, Ordering::Relaxed};
+use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::zeroed::{Zeroable, Zeroed};
 
 pub use gaps::ReuseGaps;
@@ -86,6 +87,14 @@ struct Metadata {
 // SAFETY: zero is a valid value of every atomic integer, and its default; none has a destructor.
 unsafe impl Zeroable for Metadata {}
 
+/// The most evictions that a log may hold: 4 GiB of them.
+const MAX_CAPACITY: usize = 1 << 26;
+
+pub(crate) fn check_rising(name: &'static str, bounds: &[Duration]) -> Result<(), InvalidArgument> {
+    let rises = bounds.is_sorted_by(|bound, next| bound < next);
+    require(rises, name, || "must rise from each to the next")
+}
+
 /// What a listener's pool remembers.
 pub(crate) struct EvictionLog {
     log: log::Log,
@@ -98,21 +107,30 @@ pub(crate) struct EvictionLog {
 }
 
 impl EvictionLog {
-    /// A log of `capacity` evictions, a power of two, for a pool of up to `max_blocks`; None when there is no memory.
+    /// A log of `capacity` evictions, rounded up to a power of two, for a pool of up to `max_blocks`, and counts of
+    /// the gaps between uses by bounds that rise.
     pub(crate) fn new(
         capacity: usize,
         gap_bounds: &[Duration],
         max_blocks: usize,
         clock: &Clock,
-    ) -> Option<Self> {
+    ) -> Result<Self, ListenError> {
+        require((1..=MAX_CAPACITY).contains(&capacity), "capacity", || {
+            format!("must be from 1 to {MAX_CAPACITY}, not {capacity}")
+        })?;
+        check_rising("gap_bounds", gap_bounds)?;
+        let capacity = capacity.next_power_of_two();
         let now = clock.micros();
-        Some(Self {
-            log: log::Log::new(capacity)?,
-            blocks: Zeroed::new(max_blocks)?,
-            gaps: gaps::Gaps::new(gap_bounds),
-            since: now,
-            now: AtomicU64::new(now),
-        })
+        let log = || {
+            Some(Self {
+                log: log::Log::new(capacity)?,
+                blocks: Zeroed::new(max_blocks)?,
+                gaps: gaps::Gaps::new(gap_bounds),
+                since: now,
+                now: AtomicU64::new(now),
+            })
+        };
+        log().ok_or(ListenError::OutOfMemory { capacity })
     }
 
     /// A batch begins.
@@ -143,12 +161,12 @@ impl EvictionLog {
     }
 
     /// These blocks were hit, and are held.
-    pub(crate) fn hit<M: Mode>(&self, blocks: &[BlockId]) {
+    pub(crate) fn hit(&self, blocks: &[BlockId]) {
         let now = self.now();
         for block in blocks.iter().map(|&block| self.block(block)) {
-            self.gaps.count::<M>(self.passed(&block.used, now));
+            self.gaps.count(self.passed(&block.used, now));
             block.used.store(now, Relaxed);
-            M::add_short(&block.hits, 1);
+            block.hits.fetch_add(1, Relaxed);
         }
     }
 
@@ -171,7 +189,7 @@ impl EvictionLog {
     }
 
     /// The block, which is the caller's alone, has no content any more.
-    pub(crate) fn evicted<M: Mode>(
+    pub(crate) fn evicted(
         &self,
         block: BlockId,
         content: Content,
@@ -186,12 +204,12 @@ impl EvictionLog {
         let names = (band.index() as u64) << log::BAND_SHIFT | u64::from(content.group);
         let [a, b, c, d] = content.hash;
         let facts = u64::from(known.hits.load(Relaxed)) << log::HITS_SHIFT | flags | names;
-        self.log.push::<M>([a, b, c, d, facts, age, idle]);
+        self.log.push([a, b, c, d, facts, age, idle]);
     }
 
     /// The index was cleared.
-    pub(crate) fn note_clear<M: Mode>(&self) {
-        self.log.push::<M>([0; log::WORDS]);
+    pub(crate) fn note_clear(&self) {
+        self.log.push([0; log::WORDS]);
     }
 
     /// Takes up to `most` evictions out of the log, the oldest first.

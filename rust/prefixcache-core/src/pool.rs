@@ -55,6 +55,7 @@
 mod backing;
 mod bound;
 mod content;
+pub(crate) mod counters;
 mod credits;
 mod evictions;
 mod free_stack;
@@ -84,6 +85,7 @@ use crate::store::sealed::Sealed;
 use crate::store::{BlockKey, HintedChange, Lookup, Marks, PoolConfig, StoreStats};
 use crate::sync::{Arc, AtomicBool, AtomicU64, AtomicUsize, OnceLock, Ordering, OwnLine};
 use crate::zeroed::Zeroed;
+use counters::{Counter, Counters};
 use credits::Credits;
 use free_stack::{FreeStack, FreshRun};
 use index::Index;
@@ -221,23 +223,9 @@ impl Classes {
     }
 }
 
-/// Lifetime counts. Relaxed loads: they are for people.
-#[derive(Debug, Default)]
-struct Counters {
-    evictions: AtomicU64,
-    allocations: AtomicU64,
-    touches: AtomicU64,
-    drops: AtomicU64,
-    /// Copies that lost their index entry to one registered later.
-    surplus: AtomicU64,
-    moved: AtomicU64,
-    lost_to_resize: AtomicU64,
-    pins: AtomicU64,
-    /// Pins that were taken off, demoted, or gone with the content.
-    ended_pins: AtomicU64,
-    demotions: AtomicU64,
-    pinned_evictions: AtomicU64,
-    pinned_hits: AtomicU64,
+/// Adds to a count, in the way of the mode.
+fn add_to<M: Mode>(counter: &Counter, amount: u64) {
+    if M::SHARED { counter.add(amount) } else { counter.add_alone(amount) }
 }
 
 impl<M: Mode> std::fmt::Debug for BlockPool<M> {
@@ -318,19 +306,17 @@ impl<M: Mode> BlockPool<M> {
     /// while others release some hundred thousand blocks.
     #[must_use]
     pub fn content_drops(&self) -> u64 {
-        self.counters.drops.load(Relaxed)
+        self.counters.drops.get()
     }
 
-    /// Blocks that carry a pin. A pin that another thread gives or ends may be missing.
     fn num_pinned(&self) -> usize {
-        let ended = self.counters.ended_pins.load(Relaxed);
-        self.counters.pins.load(Relaxed).saturating_sub(ended) as usize
+        self.counters.pinned()
     }
 
     /// Counts pinned blocks that were taken from their line, `evicted` of them with content of this epoch.
     fn count_recycled_pins(&self, blocks: u64, evicted: u64) {
-        M::add(&self.counters.ended_pins, blocks);
-        M::add(&self.counters.pinned_evictions, evicted);
+        add_to::<M>(&self.counters.ended_pins, blocks);
+        add_to::<M>(&self.counters.pinned_evictions, evicted);
     }
 
     /// The policy's time; of no meaning without one that asks for it.
@@ -374,8 +360,8 @@ impl<M: Mode> BlockPool<M> {
     /// Takes the pins off the oldest `count` free blocks of the pinned line; how many there were.
     fn demote(&self, count: usize) -> usize {
         let demoted = self.unpin_oldest(count);
-        M::add(&self.counters.ended_pins, demoted as u64);
-        M::add(&self.counters.demotions, demoted as u64);
+        add_to::<M>(&self.counters.ended_pins, demoted as u64);
+        add_to::<M>(&self.counters.demotions, demoted as u64);
         demoted
     }
 
@@ -523,23 +509,13 @@ impl<M: Mode> Lookup for BlockPool<M> {
 
     fn stats(&self) -> StoreStats {
         let free = self.num_free();
-        let count = |counter: &AtomicU64| counter.load(Relaxed);
         StoreStats {
-            evictions: count(&self.counters.evictions),
-            allocations: count(&self.counters.allocations),
-            touches: count(&self.counters.touches),
-            pins: count(&self.counters.pins),
-            demotions: count(&self.counters.demotions),
-            pinned_evictions: count(&self.counters.pinned_evictions),
-            pinned_hits: count(&self.counters.pinned_hits),
             cached: self.contents.cached(),
             in_use: (self.size.end() - 1).saturating_sub(free) + self.size.held_above(),
             held_above: self.size.held_above(),
-            moved: count(&self.counters.moved),
-            lost_to_resize: count(&self.counters.lost_to_resize),
             free,
-            pinned: self.num_pinned(),
             pinned_free: self.ring(Class::PINNED).len(),
+            ..self.counters.stats()
         }
     }
 

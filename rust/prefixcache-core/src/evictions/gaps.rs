@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sync::{AtomicU64, Mode, Ordering::Relaxed};
+use crate::sync::{AtomicU64, Ordering::Relaxed};
 
 /// A histogram of the gaps between the uses of content, all hits counted, and not only those of what was evicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub struct ReuseGaps {
     pub sum: Duration,
 }
 
-/// Its counts as they grow. Relaxed loads: the counts are for people.
+/// Its counts as they grow. Relaxed, all of it: the counts are for people.
 pub(super) struct Gaps {
     /// In microseconds.
     bounds: Vec<u64>,
@@ -32,10 +32,10 @@ impl Gaps {
         }
     }
 
-    pub(super) fn count<M: Mode>(&self, micros: u64) {
+    pub(super) fn count(&self, micros: u64) {
         let at = self.bounds.partition_point(|&bound| bound < micros);
-        M::add(&self.counts[at], 1);
-        M::add(&self.sum, micros);
+        self.counts[at].fetch_add(1, Relaxed);
+        self.sum.fetch_add(micros, Relaxed);
     }
 
     pub(super) fn counts(&self) -> ReuseGaps {

@@ -1,6 +1,6 @@
 //! A pool over memory that outlives the process: see [`backing`](crate::backing).
 
-use super::{BlockPool, Writer};
+use super::{BlockPool, Writer, add_to};
 use crate::backing::{BackingStore, BlockTokens, KeptBlock, KeptHint};
 use crate::band::Band;
 use crate::block::{Class, State};
@@ -46,7 +46,7 @@ impl Writer<SingleWriter> {
         let mut held = Vec::new();
         let all = self.allocate(self.num_blocks() - 1, &mut held);
         debug_assert!(all.is_ok(), "an unused pool has blocks in use");
-        self.0.counters.allocations.store(0, Relaxed);
+        self.0.counters.allocations.set(0);
         held
     }
 
@@ -88,7 +88,7 @@ impl<M: Mode> BlockPool<M> {
 
     fn check_kept(&self, kept: &[KeptBlock]) -> Result<(), ListenError> {
         // Relaxed: the only writer asks.
-        if self.counters.allocations.load(Relaxed) > 0 || self.contents.cached() > 0 {
+        if self.counters.allocations.get() > 0 || self.contents.cached() > 0 {
             return Err(ListenError::Late);
         }
         if self.backing.get().is_some() {
@@ -116,7 +116,7 @@ impl<M: Mode> BlockPool<M> {
         }
         if one.pinned {
             block.transition_to_classed::<M>(State::pinned);
-            M::add(&self.counters.pins, 1);
+            add_to::<M>(&self.counters.pins, 1);
         }
     }
 
@@ -192,7 +192,7 @@ impl<M: Mode> BlockPool<M> {
     #[cold]
     pub(super) fn drop_unsound(&self, id: BlockId) {
         let lost = self.forget_held(id, Cause::Dropped);
-        M::add(&self.counters.evictions, lost);
+        add_to::<M>(&self.counters.evictions, lost);
         self.contents.disorder();
         self.give_back_all(&[id]);
     }

@@ -2,8 +2,8 @@
 
 use std::num::NonZeroU64;
 
-use super::BlockPool;
 use super::index::{Index, Only, Spot};
+use super::{BlockPool, add_to};
 use crate::band::Band;
 use crate::block::Transition::Done;
 use crate::block::{Block, Class, Content, GiveUp, OPEN, State, Transition};
@@ -296,7 +296,7 @@ impl<M: Mode> BlockPool<M> {
     pub(super) fn claim(&self, id: BlockId, state: State) -> Transition {
         let claim = self.block(id).transition_to_claimed::<M>(state);
         if state.is_pinned() && claim == Done {
-            M::add(&self.counters.ended_pins, 1);
+            add_to::<M>(&self.counters.ended_pins, 1);
         }
         claim
     }
@@ -368,7 +368,7 @@ impl<M: Mode> BlockPool<M> {
         let room =
             self.replace_excess(id, spot, content) || self.index.insert::<M>(spot, id, ended);
         if !room {
-            M::add(&self.counters.drops, 1);
+            add_to::<M>(&self.counters.drops, 1);
         }
         // A resize that does not see the claim on a block which it retires has its new size seen here.
         M::fence();
@@ -401,7 +401,7 @@ impl<M: Mode> BlockPool<M> {
         let surplus = self.excess_copy(spot, content);
         let replaced = surplus.is_some_and(|copy| self.index.replace::<M>(spot, copy, id));
         if replaced {
-            M::add(&self.counters.surplus, 1);
+            add_to::<M>(&self.counters.surplus, 1);
         }
         replaced
     }
@@ -464,7 +464,7 @@ impl<M: Mode> BlockPool<M> {
             pinned += usize::from(self.pin_content(id));
             Ok(())
         });
-        M::add(&self.counters.pins, pinned as u64);
+        add_to::<M>(&self.counters.pins, pinned as u64);
         outcome.map(|()| pinned)
     }
 
@@ -513,7 +513,7 @@ impl<M: Mode> BlockPool<M> {
         };
         // All of them, so no `any`.
         let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
-        M::add(&self.counters.ended_pins, unpinned as u64);
+        add_to::<M>(&self.counters.ended_pins, unpinned as u64);
         unpinned > 0
     }
 

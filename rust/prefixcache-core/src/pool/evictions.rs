@@ -6,15 +6,12 @@ use super::BlockPool;
 use super::index::Spot;
 use crate::band::Band;
 use crate::block::{Class, Content};
-use crate::error::{InvalidArgument, ListenError, require};
+use crate::error::ListenError;
 use crate::events::{EventLog, EventReader};
 use crate::evictions::{Cause, Eviction, EvictionLog, ReuseGaps};
 use crate::id::BlockId;
 use crate::store::{BlockKey, HintedChange};
 use crate::sync::{Fault, Mode, Ordering::Relaxed, SingleWriter, planted};
-
-/// The most evictions that a log may hold: 4 GiB of them.
-const MAX_CAPACITY: usize = 1 << 26;
 
 impl BlockPool<SingleWriter> {
     /// Reports to the reader, from now on, blocks of `block_size` tokens that can be found and cannot any more; what
@@ -23,7 +20,7 @@ impl BlockPool<SingleWriter> {
     /// Of one writer alone, whose changes have an order.
     pub(super) fn keep_events(&self, block_size: usize) -> Result<EventReader, ListenError> {
         // Relaxed: the only writer asks.
-        let is_new = self.counters.allocations.load(Relaxed) == 0 && self.backing.get().is_some();
+        let is_new = self.counters.allocations.get() == 0 && self.backing.get().is_some();
         if self.contents.cached() > 0 && !is_new {
             return Err(ListenError::Late);
         }
@@ -33,23 +30,12 @@ impl BlockPool<SingleWriter> {
     }
 }
 
-pub(super) fn check_rising(name: &'static str, bounds: &[Duration]) -> Result<(), InvalidArgument> {
-    let rises = bounds.is_sorted_by(|one, next| one < next);
-    require(rises, name, || "must rise from each to the next")
-}
-
 impl<M: Mode> BlockPool<M> {
     /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
     /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
     /// loss and 24 a block, once they are touched.
     pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
-        require((1..=MAX_CAPACITY).contains(&capacity), "capacity", || {
-            format!("must be from 1 to {MAX_CAPACITY}, not {capacity}")
-        })?;
-        check_rising("gap_bounds", gap_bounds)?;
-        let capacity = capacity.next_power_of_two();
-        let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock);
-        let log = log.ok_or(ListenError::OutOfMemory { capacity })?;
+        let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock)?;
         self.eviction_log.set(log).map_err(|_| ListenError::Twice)
     }
 
@@ -93,7 +79,7 @@ impl<M: Mode> BlockPool<M> {
     #[inline]
     pub(super) fn note_hits(&self, ids: &[BlockId]) {
         if let Some(log) = self.eviction_log.get() {
-            log.hit::<M>(ids);
+            log.hit(ids);
         }
         if let Some(backing) = self.backing() {
             backing.used(ids);
@@ -126,7 +112,7 @@ impl<M: Mode> BlockPool<M> {
 
     pub(super) fn note_cleared(&self) {
         if let Some(log) = self.eviction_log.get() {
-            log.note_clear::<M>();
+            log.note_clear();
         }
         // Before the event: who reads it looks then at what the backing store reports.
         if let Some(backing) = self.backing() {
@@ -172,7 +158,7 @@ impl<M: Mode> BlockPool<M> {
                     true => Cause::Discarded,
                     false => cause,
                 };
-                log.evicted::<M>(id, content, cause, class_of(at).band(), is_last);
+                log.evicted(id, content, cause, class_of(at).band(), is_last);
             }
             if is_last && event_log.is_some() {
                 let BlockKey { hash, group } = content.key();

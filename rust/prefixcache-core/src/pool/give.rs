@@ -1,9 +1,9 @@
 //! Giving blocks back, and moving them between the classes.
 
-use super::BlockPool;
 use super::credits::Inside;
 use super::free_stack::Chain;
 use super::ring::Reservation;
+use super::{BlockPool, add_to};
 use crate::block::{Block, ByClass, Class, ClassSet, GiveUp, Place, State, Ticket, Transition};
 use crate::error::Misuse;
 use crate::evictions::Cause;
@@ -218,7 +218,7 @@ impl<M: Mode> BlockPool<M> {
             }
         }
         if last.is_hashed() {
-            M::add(&self.counters.drops, 1);
+            add_to::<M>(&self.counters.drops, 1);
             return self.blank(id, last, Cause::Dropped);
         }
         let step = block.transition_to_idle::<M>();
@@ -234,7 +234,7 @@ impl<M: Mode> BlockPool<M> {
     fn blank(&self, id: BlockId, last: State, cause: Cause) -> Transition {
         if self.block(id).transition_to_blank::<M>(last) == Transition::Done {
             if last.is_pinned() {
-                M::add(&self.counters.ended_pins, 1);
+                add_to::<M>(&self.counters.ended_pins, 1);
             }
             self.evict_all(&[id], cause, |_| last.class());
         }

@@ -4,10 +4,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::BlockPool;
-use super::evictions::check_rising;
 use crate::block::Block;
 use crate::error::{InvalidArgument, require};
-use crate::evictions::EvictionLog;
+use crate::evictions::{EvictionLog, check_rising};
 use crate::id::BlockId;
 use crate::store::Lookup;
 use crate::sync::Mode;
@@ -73,6 +72,20 @@ impl BlockMap {
     }
 }
 
+pub(crate) fn check_arguments(
+    cells: usize,
+    age_bounds: &[Duration],
+) -> Result<(), InvalidArgument> {
+    require((1..=MAX_CELLS).contains(&cells), "cells", || {
+        format!("must be from 1 to {MAX_CELLS}, not {cells}")
+    })?;
+    let ages = age_bounds.len();
+    require(ages <= MAX_AGE_BOUNDS, "age_bounds", || {
+        format!("must be at most {MAX_AGE_BOUNDS}, not {ages}")
+    })?;
+    check_rising("age_bounds", age_bounds)
+}
+
 /// The blocks of the cell: the first is the lowest whose `(b - 1) * cells / num_blocks` is the cell.
 fn ids_of_cell(cell: usize, cells: usize, num_blocks: usize) -> Range<u32> {
     let first = |cell: usize| 1 + (cell * num_blocks).div_ceil(cells) as u32;
@@ -85,14 +98,7 @@ impl<M: Mode> BlockPool<M> {
     ///
     /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
     pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        require((1..=MAX_CELLS).contains(&cells), "cells", || {
-            format!("must be from 1 to {MAX_CELLS}, not {cells}")
-        })?;
-        let ages = age_bounds.len();
-        require(ages <= MAX_AGE_BOUNDS, "age_bounds", || {
-            format!("must be at most {MAX_AGE_BOUNDS}, not {ages}")
-        })?;
-        check_rising("age_bounds", age_bounds)?;
+        check_arguments(cells, age_bounds)?;
         let fresh = self.fresh.ids();
         let listener = self.eviction_log.get();
         let now = self.clock.micros();

@@ -16,13 +16,13 @@
 //! the index entry names its block. Nor do they miss what moves: the other record is erased after the entry was
 //! exchanged, and a lookup that finds it erased looks at the entry again (`index.rs`).
 
-use super::BlockPool;
+use super::{BlockPool, add_to};
 use crate::block::{Class, Content, Place, Transition};
 use crate::error::{ResizeError, require};
 use crate::id::BlockId;
 use crate::policy::ReuseQueue;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, Mode, Ordering::Relaxed, planted, prefetch};
+use crate::sync::{Fault, Mode, planted, prefetch};
 
 /// Blocks that are moved together.
 const BATCH: usize = 64;
@@ -47,8 +47,8 @@ impl<M: Mode> BlockPool<M> {
             return Err(ResizeError::Busy);
         };
         self.note_time_of_batch();
-        // Relaxed, here and below: no other thread evicts during a shrink.
-        let evictions = self.counters.evictions.load(Relaxed);
+        // No other thread evicts during a shrink.
+        let evictions = self.counters.evictions.get();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
         while moves.in_flight.len() < most {
@@ -58,8 +58,8 @@ impl<M: Mode> BlockPool<M> {
                 break;
             }
         }
-        let lost = self.counters.evictions.load(Relaxed) - evictions;
-        M::add(&self.counters.lost_to_resize, lost);
+        let lost = self.counters.evictions.get() - evictions;
+        add_to::<M>(&self.counters.lost_to_resize, lost);
         if planted(Fault::MoveEarly) {
             moves.in_flight.iter().for_each(|one| self.carry(one));
         }
@@ -162,7 +162,7 @@ impl<M: Mode> BlockPool<M> {
             moves.plan.made_from = None;
         }
         self.credits.give::<M>(moved);
-        M::add(&self.counters.moved, moved as u64);
+        add_to::<M>(&self.counters.moved, moved as u64);
         drop(resizing);
         self.give_back_all(&failed);
         Ok(moved)

@@ -8,8 +8,8 @@
 //! them. Both are the same but during a shrink (`moves.rs`): blocks between them are *leaving*.
 //! Those with content keep it and their place in line until it is moved or lost; the others stand nowhere.
 
-use super::BlockPool;
 use super::free_stack::Chain;
+use super::{BlockPool, add_to};
 use crate::block::{Class, Transition};
 use crate::error::ResizeError;
 use crate::evictions::Cause;
@@ -200,8 +200,8 @@ impl<M: Mode> BlockPool<M> {
         M::fence();
         let lost = self.unqueue_all(ids(num_blocks..before))
             + ids(num_blocks..before).map(|id| self.forget_held(id, Cause::Resized)).sum::<u64>();
-        M::add(&self.counters.lost_to_resize, lost);
-        M::add(&self.counters.evictions, lost);
+        add_to::<M>(&self.counters.lost_to_resize, lost);
+        add_to::<M>(&self.counters.evictions, lost);
         if !in_order {
             self.contents.disorder();
         }
@@ -255,7 +255,7 @@ impl<M: Mode> BlockPool<M> {
                 self.note_released(&[id]);
                 let lost = self.evict_all(&[id], cause, |_| state.class());
                 if state.is_pinned() {
-                    M::add(&self.counters.pinned_evictions, lost);
+                    add_to::<M>(&self.counters.pinned_evictions, lost);
                 }
                 self.end_claim(id, false);
                 return lost;

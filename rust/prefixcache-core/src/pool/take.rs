@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use super::credits::Inside;
-use super::{BlockPool, Vacated};
+use super::{BlockPool, Vacated, add_to};
 use crate::block::{Class, Hold, Place, Transition};
 use crate::error::Exhausted;
 use crate::evictions::Cause;
@@ -57,7 +57,7 @@ impl<M: Mode> BlockPool<M> {
         out.truncate(first + hits);
         let (_, _inside) = taken?;
         self.hand_out(num_new, out);
-        M::add(&self.counters.allocations, num_new as u64);
+        add_to::<M>(&self.counters.allocations, num_new as u64);
         Ok(hits)
     }
 
@@ -130,7 +130,7 @@ impl<M: Mode> BlockPool<M> {
             return Err(exhausted);
         }
         inside.give_at_end(credits);
-        M::add(&self.counters.touches, hits as u64);
+        add_to::<M>(&self.counters.touches, hits as u64);
         self.note_hits(&found[..hits]);
         if self.num_pinned() > 0 {
             self.count_pinned_hits(&found[..hits]);
@@ -142,7 +142,7 @@ impl<M: Mode> BlockPool<M> {
     #[cold]
     fn count_pinned_hits(&self, hits: &[BlockId]) {
         let pinned = hits.iter().filter(|&&id| self.is_pinned(id)).count();
-        M::add(&self.counters.pinned_hits, pinned as u64);
+        add_to::<M>(&self.counters.pinned_hits, pinned as u64);
     }
 
     /// Takes a hold on a block if it still holds the content of `key`; whether it did.
@@ -374,7 +374,7 @@ impl<M: Mode> BlockPool<M> {
             };
             self.ring(class).take_oldest(&self.blocks, end - first, take, out);
             let evicted = self.evict_all(&out[first..], cause, |_| class);
-            M::add(&self.counters.evictions, evicted);
+            add_to::<M>(&self.counters.evictions, evicted);
             if pinned.all.get() > 0 {
                 self.count_recycled_pins(pinned.all.get(), pinned.current.get());
             }

@@ -7,7 +7,7 @@ use super::ring::Ring;
 use crate::block::{Block, Class, State, Ticket};
 use crate::error::Broken;
 use crate::id::BlockId;
-use crate::sync::{Mode, Ordering::Relaxed};
+use crate::sync::Mode;
 
 type Check = Result<(), Broken>;
 
@@ -154,7 +154,7 @@ fn check_index<M: Mode>(pool: &BlockPool<M>, hashed: &[BlockId]) -> Check {
     let is_indexed = |id: &BlockId| indexed.binary_search(id).is_ok();
     let is_missing = |id: &&BlockId| pool.is_cached(**id) && !is_indexed(id);
     let missing = hashed.iter().filter(is_missing).count() as u64;
-    let surplus = pool.counters.surplus.load(Relaxed);
+    let surplus = pool.counters.surplus.get();
     ensure(missing <= surplus, || {
         format!("{missing} blocks are cached and not in the index, {surplus} copies were too many")
     })?;

@@ -61,7 +61,9 @@ mod evictions;
 mod free_stack;
 mod give;
 mod index;
-mod map;
+#[allow(dead_code)]
+pub mod many_writers;
+pub(crate) mod map;
 mod moves;
 mod multi_writer;
 mod ring;

@@ -18,7 +18,7 @@ use crate::zeroed::{Zeroable, Zeroed};
 use index::Index;
 
 pub(crate) use lookup::Found;
-pub(crate) use record::{Content, Record};
+pub(crate) use record::{Content, OPEN, Record};
 
 use Ordering::{AcqRel, Acquire, Release};
 

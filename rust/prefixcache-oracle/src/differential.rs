@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use crate::plain::PlainPool;
 use prefixcache_core::band::Band;
+use prefixcache_core::evictions::Eviction;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
-use prefixcache_core::pool::{Mode, Writer};
+use prefixcache_core::pool::many_writers::MultiWriter;
+use prefixcache_core::pool::{BlockMap, Mode, Writer};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 
 /// Keys that a script can name.
@@ -258,9 +260,44 @@ impl Mover {
     }
 }
 
+/// A pool, and what it tells of itself beside its blocks.
+pub trait Observed: BlockStore {
+    /// Keeps a log of evictions.
+    fn listen(&self);
+
+    /// What was evicted since the last look.
+    fn take_evictions(&self) -> Vec<Eviction>;
+
+    /// A map of the pool.
+    fn map(&self, cells: usize, ages: &[Duration]) -> BlockMap;
+}
+
+macro_rules! observe {
+    ($pool:ty $(, $mode:ident)?) => {
+        impl$(<$mode: Mode>)? Observed for $pool {
+            fn listen(&self) {
+                (**self).listen(LOG, &[]).expect("nobody listens yet");
+            }
+
+            fn take_evictions(&self) -> Vec<Eviction> {
+                let mut evictions = Vec::new();
+                (**self).take_evictions(LOG, &mut evictions);
+                evictions
+            }
+
+            fn map(&self, cells: usize, ages: &[Duration]) -> BlockMap {
+                (**self).map(cells, ages).expect("the arguments are sound")
+            }
+        }
+    };
+}
+
+observe!(Writer<M>, M);
+observe!(MultiWriter);
+
 /// Runs a script on a plain pool and on `pool`, which has the same configuration and has not been
 /// used. Panics where they differ or where one of them is broken.
-pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, steps: &[Step]) {
+pub fn assert_same_as_plain(config: PoolConfig, pool: &mut impl Observed, steps: &[Step]) {
     let mut plain = PlainPool::new(config).expect("the configuration was accepted before");
     let mut script = Script::default();
     let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
@@ -269,7 +306,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
         // A registration has the time that was set for the batch before it.
         pool.set_time(script.now());
         plain.listen();
-        pool.listen(LOG, &[]).expect("nobody listens yet");
+        pool.listen();
     }
     for &step in steps {
         plain.set_time(script.now());
@@ -278,9 +315,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
         let (outcome, _) = script.apply(pool, &mut mover, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
-        let mut evictions = Vec::new();
-        pool.take_evictions(LOG, &mut evictions);
-        assert_eq!(evictions, plain.take_evictions(), "the evictions");
+        assert_eq!(pool.take_evictions(), plain.take_evictions(), "the evictions");
         script.settle(step, taken);
         script.moving = mover.held();
         let sound = pool.validate_holds(script.holds());
@@ -288,7 +323,7 @@ pub fn assert_same_as_plain<M: Mode>(config: PoolConfig, pool: &mut Writer<M>, s
     }
 }
 
-fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
+fn assert_same_state(plain: &PlainPool, pool: &impl Observed) {
     pool.validate().expect("the lock-free pool is whole");
     assert_eq!(pool.free_order(), plain.free_order(), "the free order");
     assert_eq!(pool.cached_blocks(), plain.cached_blocks(), "the cached blocks");
@@ -302,17 +337,16 @@ fn assert_same_state<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
 }
 
 /// Of as many cells as there are blocks, of fewer that do not divide them, and of one.
-fn assert_same_map<M: Mode>(plain: &PlainPool, pool: &Writer<M>) {
+fn assert_same_map(plain: &PlainPool, pool: &impl Observed) {
     let ages = [100, 1000, 10_000].map(Duration::from_micros);
     for cells in [1000, 7, 1] {
-        let map = pool.map(cells, &ages).expect("the arguments are sound");
-        assert_eq!(map, plain.map(cells, &ages), "the map of {cells} cells");
+        assert_eq!(pool.map(cells, &ages), plain.map(cells, &ages), "the map of {cells} cells");
     }
 }
 
 /// Runs a script on a pool whose rings may be too short, so that it may forget content that a plain
 /// pool would keep. Panics where the pool is broken, a hit is wrong or a block is handed out twice.
-pub fn assert_conserves<M: Mode>(pool: &mut Writer<M>, steps: &[Step]) {
+pub fn assert_conserves(pool: &mut impl BlockStore, steps: &[Step]) {
     let mut script = Script::default();
     let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
     let mut mover = Mover::default();

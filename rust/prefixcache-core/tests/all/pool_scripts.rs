@@ -1,7 +1,8 @@
 //! One thread: the lock-free pool in both modes against the plain one, step by step.
 
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::many_writers::MultiWriter;
+use prefixcache_core::pool::{Mode, SingleWriter, Writer};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
 use proptest::collection::vec;
@@ -23,6 +24,15 @@ fn compare<M: Mode>(order: Order, steps: &[[u8; 3]]) {
     assert_same_as_plain(config, &mut pool::<M>(order, RING), steps);
 }
 
+fn many(order: Order, ring: usize) -> MultiWriter {
+    MultiWriter::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
+}
+
+fn compare_many(order: Order, steps: &[[u8; 3]]) {
+    let config = config(MAX_BLOCKS, order.0, order.1);
+    assert_same_as_plain(config, &mut many(order, RING), steps);
+}
+
 fn script() -> impl Strategy<Value = Vec<[u8; 3]>> {
     vec(any::<[u8; 3]>(), 1..400)
 }
@@ -31,8 +41,8 @@ proptest! {
     #![proptest_config(cases(96))]
 
     #[test]
-    fn shared_pool_does_what_the_plain_one_does(order in orders(), steps in script()) {
-        compare::<Shared>(order, &steps);
+    fn pool_of_many_writers_does_what_the_plain_one_does(order in orders(), steps in script()) {
+        compare_many(order, &steps);
     }
 
     #[test]
@@ -42,7 +52,7 @@ proptest! {
 
     #[test]
     fn pool_with_short_rings_drops_content_and_no_block(order in orders(), steps in script()) {
-        assert_conserves(&mut pool::<Shared>(order, 8), &steps);
+        assert_conserves(&mut many(order, 8), &steps);
         assert_conserves(&mut pool::<SingleWriter>(order, 8), &steps);
     }
 }
@@ -62,6 +72,6 @@ fn a_block_that_was_not_needed_has_lost_its_queue() {
         [8, 0, 5],
     ];
     let order = (FreeOrder::UnhashedFirst, EvictionPolicy::ReuseQueue);
-    compare::<Shared>(order, &steps);
+    compare_many(order, &steps);
     compare::<SingleWriter>(order, &steps);
 }

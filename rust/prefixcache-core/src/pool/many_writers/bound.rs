@@ -1,0 +1,57 @@
+//! Giving up content: on request, and above a bound on the blocks that stand in line with theirs.
+
+use super::MultiPool;
+use super::free_stack::Chain;
+use crate::evictions::Cause;
+use crate::sync::Ordering::Relaxed;
+
+impl MultiPool {
+    /// Gives up the content of blocks beyond the bound, in the order in which they go.
+    #[inline]
+    pub(super) fn keep_bound(&self) {
+        // Relaxed: each release compares on its own, and one that sees a change late evicts, or leaves to evict,
+        // what the next call would.
+        let bound = self.max_cached.load(Relaxed);
+        if bound != usize::MAX && !self.defers_bound.load(Relaxed) {
+            self.give_up_beyond(bound);
+        }
+    }
+
+    #[cold]
+    fn give_up_beyond(&self, bound: usize) {
+        let in_line = || -> usize {
+            let used = self.classes.used();
+            used.map(|class| self.ring(class).len()).sum()
+        };
+        // Other threads change the count too: each looks again after each block.
+        while in_line() > bound && self.give_up_next(Cause::Bounded) {}
+    }
+
+    /// Gives up the content of the first `count` blocks that stand in line with theirs; how many there were.
+    pub(super) fn give_up(&self, count: usize, cause: Cause) -> usize {
+        (0..count).take_while(|_| self.give_up_next(cause)).count()
+    }
+
+    /// Gives up the content of the first block that stands in line; whether there was one. One at a time: an
+    /// allocation meanwhile may count on all others.
+    fn give_up_next(&self, cause: Cause) -> bool {
+        let mut inside = self.credits.enter();
+        self.set_time_of_batch();
+        let credits = self.credits.take_some(1);
+        let mut ids = Vec::new();
+        self.take_stale(credits, &mut ids);
+        self.take_queued(credits, &mut ids, cause, |_| true);
+        // The credit is for the block that is blank now; none stood for a leaving one.
+        inside.give_at_end(credits);
+        let Some(&id) = ids.first() else {
+            return false;
+        };
+        self.put_nowhere(id);
+        if !self.is_above(id) {
+            let mut chain = Chain::EMPTY;
+            chain.append(self.records.blocks(), id);
+            self.stack.push(self.records.blocks(), &chain);
+        }
+        true
+    }
+}

@@ -1,0 +1,153 @@
+//! A pool of either form, chosen at run time.
+
+use std::time::Duration;
+
+use super::{MultiReader, MultiWriter};
+use crate::band::Band;
+use crate::clock::Clock;
+use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
+use crate::events::EventLog;
+use crate::evictions::{Eviction, ReuseGaps};
+use crate::id::{BlockId, Epoch};
+use crate::policy::{Queue, ReuseQueue};
+use crate::pool::{BlockMap, Reader, Writer};
+use crate::store::sealed::Sealed;
+use crate::store::{
+    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats,
+};
+
+/// The right to change a pool of either form.
+#[derive(Debug)]
+pub enum AnyWriter {
+    /// The only one.
+    One(Writer),
+    /// One of several.
+    Many(MultiWriter),
+}
+
+/// A pool of either form to look at.
+#[derive(Clone, Debug)]
+pub enum AnyReader {
+    /// Of one writer.
+    One(Reader),
+    /// Of several.
+    Many(MultiReader),
+}
+
+impl AnyWriter {
+    /// The pool, for another thread to look at.
+    #[must_use]
+    pub fn reader(&self) -> AnyReader {
+        match self {
+            Self::One(writer) => AnyReader::One(writer.reader()),
+            Self::Many(writer) => AnyReader::Many(writer.reader()),
+        }
+    }
+}
+
+/// Methods that call those of the pool behind.
+macro_rules! forward {
+    ($($(#[$meta:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        $(#[$meta])*
+        $visible fn $name(&self $(, $arg: $type)*) $(-> $result)? {
+            match self {
+                Self::One(pool) => pool.$name($($arg),*),
+                Self::Many(pool) => pool.$name($($arg),*),
+            }
+        }
+    )*};
+    (mut: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+        fn $name(&mut self $(, $arg: $type)*) $(-> $result)? {
+            match self {
+                Self::One(pool) => pool.$name($($arg),*),
+                Self::Many(pool) => pool.$name($($arg),*),
+            }
+        }
+    )*};
+}
+
+macro_rules! lookups {
+    ($handle:ident) => {
+        impl Sealed for $handle {}
+
+        impl Lookup for $handle {
+            forward! {
+                fn is_at_rest() -> bool;
+                fn lookup(key: &BlockKey) -> Option<BlockId>;
+                fn count_leading(keys: impl Iterator<Item = BlockKey> + Clone) -> usize;
+                fn evicts_in_order() -> bool;
+                fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
+                fn key_of(block: BlockId) -> BlockKey;
+                fn clock() -> &Clock;
+                fn epoch() -> Epoch;
+                fn num_blocks() -> usize;
+                fn num_free() -> usize;
+                fn band(key: &BlockKey) -> Option<Band>;
+                fn held_band(block: BlockId) -> Band;
+                fn marks(block: BlockId) -> Marks;
+                fn reuse_queue() -> Option<&ReuseQueue>;
+                fn event_log() -> Option<&EventLog>;
+                fn free_order() -> Vec<BlockId>;
+                fn cached_blocks() -> Vec<BlockId>;
+                fn stats() -> StoreStats;
+                fn num_holders(block: BlockId) -> usize;
+                fn validate() -> Result<(), Broken>;
+            }
+        }
+    };
+}
+
+lookups!(AnyWriter);
+lookups!(AnyReader);
+
+impl BlockStore for AnyWriter {
+    forward! {
+        mut:
+        fn commit(
+            keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+            num_new: usize,
+            out: &mut Vec<BlockId>
+        ) -> Result<usize, Exhausted>;
+        fn begin_registrations();
+        fn take_hinted_change() -> Option<HintedChange>;
+        fn prefetch(key: &BlockKey);
+        fn register(block: BlockId, key: BlockKey, epoch: Epoch) -> Result<Registration, Misuse>;
+        fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
+        fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
+        fn release(blocks: &[BlockId]) -> Result<(), Misuse>;
+        fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
+        fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;
+        fn set_durable(durable: bool);
+        fn mark(block: BlockId, marks: Marks);
+        fn clear_index();
+        fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+        fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+        fn demote(count: usize) -> usize;
+        fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
+        fn end_order();
+        fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
+        fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
+        fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
+        fn release_cached(count: usize) -> usize;
+        fn set_max_cached(blocks: Option<usize>);
+        fn defer_bound(defers: bool);
+        fn keep_bound();
+    }
+}
+
+impl AnyReader {
+    forward! {
+        /// See [`MultiPool::listen`](super::MultiPool::listen).
+        pub fn listen(capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError>;
+        /// See [`MultiPool::take_evictions`](super::MultiPool::take_evictions).
+        pub fn take_evictions(most: usize, out: &mut Vec<Eviction>);
+        /// See [`MultiPool::missed_evictions`](super::MultiPool::missed_evictions).
+        #[must_use]
+        pub fn missed_evictions() -> u64;
+        /// See [`MultiPool::reuse_gaps`](super::MultiPool::reuse_gaps).
+        #[must_use]
+        pub fn reuse_gaps() -> ReuseGaps;
+        /// See [`MultiPool::map`](super::MultiPool::map).
+        pub fn map(cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument>;
+    }
+}

@@ -1,0 +1,297 @@
+//! How entries of the [index](crate::records::index) change.
+//!
+//! An entry is emptied by the thread that forgets its block (the block's state admits one at a time),
+//! or taken over by an insertion, of which [`MAX_COPIES`](crate::store::MAX_COPIES) speaks, too. Both exchange the
+//! entry as they read it, so one of them succeeds, and that one takes the counts back. A block's record is rewritten
+//! only after its old entry is gone. So when the exchange of an insertion succeeds, the record that it read just
+//! before, which says what buckets the old entry had passed, was that entry's.
+
+use super::words::{add, exchange};
+use crate::id::BlockId;
+use crate::records::index::{Bucket, Index, Spot, block_of, tag_of};
+use crate::sync::{AtomicU64, Fault, Ordering, planted};
+
+use Ordering::{Acquire, Relaxed, Release};
+
+/// The index, for who changes it.
+pub(super) struct Entries<'a>(pub(super) &'a Index);
+
+impl Entries<'_> {
+    /// Enters a block; whether there was room.
+    ///
+    /// `ended` looks at a block's record and says where that content belongs, if its epoch has ended.
+    pub(super) fn insert(
+        &self,
+        spot: Spot,
+        block: BlockId,
+        ended: impl Fn(BlockId) -> Option<Spot>,
+    ) -> bool {
+        let late = planted(Fault::CountLate);
+        let entry = spot.entry(block);
+        for (passed, bucket) in self.0.chain(spot).enumerate() {
+            if fill_empty(bucket, entry) || self.replace_ended(spot, bucket, entry, &ended) {
+                if late {
+                    self.count(spot, passed, 1);
+                }
+                if bucket.is_passed() {
+                    self.clear_ended(spot, passed + 1, &ended);
+                }
+                return true;
+            }
+            if !late {
+                add(&bucket.overflow, 1);
+            }
+        }
+        self.uncount(spot, self.0.buckets.len());
+        false
+    }
+
+    /// Puts `new` in the place of one entry whose epoch has ended; whether there was one.
+    #[cold]
+    fn replace_ended(
+        &self,
+        spot: Spot,
+        bucket: &Bucket,
+        new: u64,
+        ended: impl Fn(BlockId) -> Option<Spot>,
+    ) -> bool {
+        bucket.entries.iter().any(|place| {
+            // Acquire: the record that `ended` looks at was written before its entry.
+            let entry = place.load(Acquire);
+            if entry == 0 || !spot.differs_in_epoch(entry) {
+                return false;
+            }
+            // A record with another tag is not this entry's any more, which is about to be emptied.
+            let Some(old) = ended(block_of(entry)).filter(|old| old.tag == tag_of(entry)) else {
+                return false;
+            };
+            let replaced = exchange(place, entry, new).is_ok();
+            if replaced && !planted(Fault::KeepCounts) {
+                let passed = self.0.chain(old).position(|on_way| std::ptr::eq(on_way, bucket));
+                self.uncount(old, passed.unwrap_or(0));
+            }
+            replaced
+        })
+    }
+
+    /// Removes the entries of ended epochs from the buckets of a chain that a lookup reads from the
+    /// bucket number `first` on. Each of them costs a look at a record, once.
+    #[cold]
+    fn clear_ended(&self, spot: Spot, first: usize, ended: impl Fn(BlockId) -> Option<Spot>) {
+        for bucket in self.0.chain_in_use(spot).skip(first) {
+            while self.replace_ended(spot, bucket, 0, &ended) {}
+        }
+    }
+
+    /// Removes a block's entry, unless an insertion has taken its place.
+    pub(super) fn remove(&self, spot: Spot, block: BlockId) -> bool {
+        let entry = spot.entry(block);
+        let Some((passed, place)) = self.0.find_entry(spot, entry) else {
+            return false;
+        };
+        let removed = if planted(Fault::BlindRemoval) {
+            place.store(0, Release);
+            true
+        } else {
+            exchange(place, entry, 0).is_ok()
+        };
+        if removed {
+            self.uncount(spot, passed);
+        }
+        removed
+    }
+
+    /// Puts a block in the place of another one of the same spot; whether that one still stood there.
+    ///
+    /// The counts of the buckets before it stay, as both come from the same home.
+    pub(super) fn replace(&self, spot: Spot, old: BlockId, new: BlockId) -> bool {
+        let (old, new) = (spot.entry(old), spot.entry(new));
+        self.0.find_entry(spot, old).is_some_and(|(_, place)| exchange(place, old, new).is_ok())
+    }
+
+    fn uncount(&self, spot: Spot, passed: usize) {
+        self.count(spot, passed, 1_u64.wrapping_neg());
+    }
+
+    fn count(&self, spot: Spot, passed: usize, change: u64) {
+        self.0.chain(spot).take(passed).for_each(|bucket| {
+            add(&bucket.overflow, change);
+        });
+    }
+}
+
+fn fill_empty(bucket: &Bucket, entry: u64) -> bool {
+    // Relaxed: the exchange checks again, and acquires.
+    let mut places = bucket.entries.iter().filter(|place: &&AtomicU64| place.load(Relaxed) == 0);
+    places.any(|place| exchange(place, 0, entry).is_ok())
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+    use crate::id::Epoch;
+    use crate::records::Content;
+    use crate::records::index::{BLOCKS_PER_BUCKET, ENTRIES};
+
+    const OLD: Epoch = Epoch::new(0);
+    const NOW: Epoch = Epoch::new(1);
+
+    /// Entries of an ended epoch fill the home bucket of a key, whose own entry comes next.
+    fn after_a_reset(ended: impl Fn(&Index, BlockId) -> Option<Spot>) -> Result<(), String> {
+        let index = Index::new(16 * BLOCKS_PER_BUCKET).unwrap();
+        let content = Content::default();
+        let spot_of = |id: BlockId| {
+            let old = id.index() <= ENTRIES;
+            index.spot(&content, if old { OLD } else { NOW })
+        };
+        for id in (1..=ENTRIES as u32 + 1).map(BlockId::new) {
+            let ended = |id| ended(&index, id);
+            assert!(Entries(&index).insert(spot_of(id), id, ended));
+        }
+        index.check(NOW, spot_of)
+    }
+
+    #[test]
+    fn ended_entries_make_room() {
+        let ended = |index: &Index, _| Some(index.spot(&Content::default(), OLD));
+        assert_eq!(after_a_reset(ended), Ok(()));
+    }
+
+    #[test]
+    fn a_check_sees_ended_entries_that_were_passed() {
+        let outcome = after_a_reset(|_, _| None);
+        assert_eq!(outcome, Err("block 8 passed entries of ended epochs".into()));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::Arc;
+
+    use super::*;
+    use crate::id::Epoch;
+    use crate::records::Content;
+    use crate::records::index::{BLOCKS_PER_BUCKET, FINGERPRINT_BITS};
+    use crate::sync::{in_parallel, model};
+
+    const OLD: Epoch = Epoch::new(0);
+    const NOW: Epoch = Epoch::new(1);
+
+    /// Contents whose chains start at the same bucket of a table of two; block `i + 1` holds number `i`.
+    struct Table {
+        index: Index,
+        spots: Vec<Spot>,
+    }
+
+    impl Table {
+        /// A table that holds `blocks` already, each registered in its epoch.
+        fn new(blocks: &[Epoch]) -> Arc<Self> {
+            let index = Index::new(2 * BLOCKS_PER_BUCKET).unwrap();
+            let contents = (0..).map(|number| Content { hash: [number; 4], group: 0 });
+            let at_home = contents.filter(|content| index.spot(content, OLD).home == 0);
+            let epochs = blocks.iter().copied().chain(std::iter::repeat(NOW));
+            let spots = at_home.zip(epochs).map(|(content, epoch)| index.spot(&content, epoch));
+            let spots = spots.take(blocks.len() + 2).collect();
+            let table = Self { index, spots };
+            for (number, _) in blocks.iter().enumerate() {
+                // Nothing has ended while the table is filled.
+                let (spot, block) = (table.spots[number], Self::block(number));
+                assert!(Entries(&table.index).insert(spot, block, |_| None));
+            }
+            Arc::new(table)
+        }
+
+        fn block(number: usize) -> BlockId {
+            BlockId::new(number as u32 + 1)
+        }
+
+        fn spot_of(&self, block: BlockId) -> Spot {
+            self.spots[block.index() - 1]
+        }
+
+        fn insert(&self, number: usize) {
+            let ended = |block: BlockId| {
+                let spot = self.spot_of(block);
+                (u64::from(spot.tag >> FINGERPRINT_BITS) == OLD.get()).then_some(spot)
+            };
+            let (spot, block) = (self.spots[number], Self::block(number));
+            assert!(Entries(&self.index).insert(spot, block, ended));
+        }
+
+        fn remove(&self, number: usize) {
+            Entries(&self.index).remove(self.spots[number], Self::block(number));
+        }
+
+        fn finds(&self, number: usize) -> bool {
+            let mut found = false;
+            self.index
+                .for_each_candidate(self.spots[number], |id| found |= id == Self::block(number));
+            found
+        }
+
+        /// Looks for number 0, which is always there, and twice for `new`.
+        fn look(&self, new: usize) {
+            assert!(self.finds(0), "an entry was overlooked");
+            let before = self.finds(new);
+            assert!(self.finds(new) || !before, "an entry was overlooked");
+        }
+
+        /// At rest, with these in the table.
+        fn check_rest(&self, left: &[usize]) {
+            let mut blocks: Vec<BlockId> = self.index.walk().collect();
+            blocks.sort_unstable();
+            let left = Vec::from_iter(left.iter().map(|&number| Self::block(number)));
+            assert_eq!(blocks, left, "an entry was lost or left");
+            let spot_of = |block| self.spot_of(block);
+            self.index.check(NOW, spot_of).expect("the table is whole");
+        }
+    }
+
+    /// The home bucket is full and a third entry stands behind it. One thread enters a fourth key, one
+    /// removes the third, and a reader looks.
+    fn insert_with_remove_and_lookup() {
+        let table = Table::new(&[NOW; 3]);
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| table.remove(2));
+        table.look(3);
+        inserting.join().unwrap();
+        removing.join().unwrap();
+        table.check_rest(&[0, 1, 3]);
+    }
+
+    model!(insert_with_remove_and_lookup, fails with CountLate("overlooked"));
+
+    /// The second and third entries are of an epoch that has ended; the third stands behind the home
+    /// bucket. One thread enters a fourth key, which takes the second's place and clears the third's,
+    /// while their blocks are recycled and a reader looks.
+    fn replace_with_remove_and_lookup() {
+        let table = Table::new(&[NOW, OLD, OLD]);
+        let inserting = in_parallel(&table, |table| table.insert(3));
+        let removing = in_parallel(&table, |table| {
+            table.remove(1);
+            table.remove(2);
+        });
+        table.look(3);
+        inserting.join().unwrap();
+        removing.join().unwrap();
+        table.check_rest(&[0, 3]);
+    }
+
+    model!(
+        replace_with_remove_and_lookup,
+        fails with BlindRemoval("the table is whole"), KeepCounts("overflows that are not there")
+    );
+
+    /// Two keys are entered at once where one place has an ended entry.
+    fn two_replacements() {
+        let table = Table::new(&[NOW, OLD]);
+        let other = in_parallel(&table, |table| table.insert(3));
+        table.insert(2);
+        assert!(table.finds(2), "an entry was overlooked");
+        other.join().unwrap();
+        assert!(table.finds(3), "an entry was overlooked");
+        table.check_rest(&[0, 2, 3]);
+    }
+
+    model!(two_replacements);
+}

@@ -1,0 +1,212 @@
+//! Moving what is worth keeping below the end of a pool that shrinks.
+//!
+//! The blocks that survive are to be the last in the eviction order, wherever they lie. So content of
+//! leaving blocks (`size.rs`) is moved to blocks below, the last in the order first, each to the block below
+//! that goes first of all, until what is left to leave goes before all that stays. Leaving blocks that stand
+//! at the front of the line are dropped on the way. Content is lost from the front of the line only, as by
+//! evictions, so it is lost in order.
+//!
+//! A move takes two calls, between which the caller copies KV. Until the second one the content is found,
+//! hit and evicted where it was; the block that it moves to is held, has no content and cannot be found. So
+//! a caller that fails in between has lost nothing but what that block had, which went first.
+//!
+//! The second call puts the block into the very slot in line that the other leaves, and has the free blocks
+//! to itself for that, as a resize has: an eviction meanwhile could see the slot vacant and move the head of
+//! the line past it. Lookups go on, and never find a block with other content: the record is written before
+//! the index entry names its block. Nor do they miss what moves: the other record is erased after the entry was
+//! exchanged, and a lookup that finds it erased looks at the entry again (`index.rs`).
+
+use super::MultiPool;
+use super::block::{Place, Transition};
+use crate::class::Class;
+use crate::error::{ResizeError, require};
+use crate::id::BlockId;
+use crate::policy::ReuseQueue;
+use crate::records::Content;
+use crate::store::{Move, Moves, Plan};
+use crate::sync::{Fault, planted, prefetch};
+
+/// Blocks that are moved together.
+const BATCH: usize = 64;
+
+impl MultiPool {
+    /// Begins up to `most` moves of a shrink to `num_blocks`.
+    pub(super) fn plan_moves(
+        &self,
+        num_blocks: usize,
+        most: usize,
+        moves: &mut Moves,
+    ) -> Result<(), ResizeError> {
+        self.config.check_num_blocks(num_blocks)?;
+        if !moves.in_flight.is_empty() {
+            return Err(ResizeError::Moving);
+        }
+        let most_blocks = self.records.num_blocks();
+        require(num_blocks <= most_blocks, "num_blocks", || {
+            format!("must be at most {most_blocks}, the blocks that there are, not {num_blocks}")
+        })?;
+        let Some(resizing) = self.credits.begin_resize() else {
+            return Err(ResizeError::Busy);
+        };
+        self.set_time_of_batch();
+        // No other thread evicts during a shrink.
+        let evictions = self.counters.evictions.get();
+        self.move_end(num_blocks);
+        self.plan(&mut moves.plan);
+        while moves.in_flight.len() < most {
+            let wanted = BATCH.min(most - moves.in_flight.len());
+            // Fewer than asked for: blocks below are left that go before some of the batch alone.
+            if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
+                break;
+            }
+        }
+        let lost = self.counters.evictions.get() - evictions;
+        self.counters.lost_to_resize.add(lost);
+        if planted(Fault::MoveEarly) {
+            moves.in_flight.iter().for_each(|one| self.carry(one));
+        }
+        drop(resizing);
+        // As of a resize: fewer may be leaving than before.
+        self.keep_bound();
+        Ok(())
+    }
+
+    /// Lists the cached blocks in line that are leaving, unless the list is as it would be now.
+    fn plan(&self, plan: &mut Plan) {
+        let reuse = self.reuse.as_ref();
+        let updates = reuse.map_or(0, ReuseQueue::num_updates);
+        let now = (self.size.changes(), self.tick(), updates);
+        if plan.made_from != Some(now) {
+            plan.made_from = Some(now);
+            plan.leaving = self.leaving_in_order();
+        }
+    }
+
+    fn leaving_in_order(&self) -> Vec<BlockId> {
+        let mut all = Vec::new();
+        for class in self.classes.used() {
+            let line = self.ring(class).walk(self.records.blocks());
+            let leaving = line.filter(|&(_, id)| self.is_leaving(id));
+            all.extend(leaving.map(|(ticket, id)| {
+                let place = self.ring(class).place(ticket);
+                (class, self.rank_at(id, place), id)
+            }));
+        }
+        if self.reuse.is_some() {
+            // Stable: within a line the order is that of the line.
+            all.sort_by_key(|&(class, rank, _)| match class.queue() {
+                Some(_) => (Class::DEFAULT, rank),
+                None => (class, rank),
+            });
+        }
+        all.into_iter().map(|(_, _, id)| id).collect()
+    }
+
+    /// Adds up to `wanted` moves, of the last of those that are leaving to the first below which go before all
+    /// of them; how many.
+    fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
+        let leaving = &mut moves.plan.leaving;
+        let from = self.last_leaving(wanted, leaving);
+        let Some((place, rank)) = from.last().map(|&(id, place)| (place, self.rank_at(id, place)))
+        else {
+            return 0;
+        };
+        let credits = self.credits.take_some(from.len());
+        let mut to = Vec::with_capacity(credits);
+        self.take_for_moves(credits, &mut to, |id| self.goes_before(id, place, rank));
+        self.credits.give(credits - to.len());
+        let pairs = from.iter().zip(&to);
+        moves.in_flight.extend(pairs.map(|(&(from, _), &to)| {
+            let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
+            Move { from, to, key, epoch }
+        }));
+        leaving.extend(from[to.len()..].iter().rev().map(|&(id, _)| id));
+        to.len()
+    }
+
+    /// Takes up to `wanted` blocks off the list's end, those that were taken from the line since left aside.
+    fn last_leaving(&self, wanted: usize, leaving: &mut Vec<BlockId>) -> Vec<(BlockId, Place)> {
+        let mut last = Vec::with_capacity(wanted);
+        while last.len() < wanted
+            && let Some(id) = leaving.pop()
+        {
+            // One that came back is on the list that is made next.
+            let place = self.block(id).state().place();
+            last.extend(place.filter(|_| self.is_leaving(id)).map(|place| (id, place)));
+        }
+        last
+    }
+
+    /// Whether the block is leaving with content of this epoch.
+    fn is_leaving(&self, id: BlockId) -> bool {
+        self.is_above(id) && self.records.is_cached(id)
+    }
+
+    /// Ends the moves in flight; how many took place.
+    pub(super) fn end_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+        let Some(resizing) = self.credits.begin_resize() else {
+            return Err(ResizeError::Busy);
+        };
+        let (mut moved, mut failed) = (0, Vec::new());
+        for batch in moves.in_flight.chunks(BATCH) {
+            batch.iter().for_each(|one| self.prefetch_move(one));
+            for one in batch {
+                if planted(Fault::MoveEarly) || self.can_finish(one) {
+                    self.carry(one);
+                    moved += 1;
+                } else {
+                    failed.push(one.to);
+                }
+            }
+        }
+        moves.in_flight.clear();
+        if !failed.is_empty() {
+            moves.plan.made_from = None;
+        }
+        self.credits.give(moved);
+        self.counters.moved.add(moved as u64);
+        drop(resizing);
+        self.give_back_all(&failed);
+        Ok(moved)
+    }
+
+    fn prefetch_move(&self, one: &Move) {
+        let spot = self.records.index.spot(&Content::from(&one.key), one.epoch);
+        self.records.index.prefetch(spot);
+        prefetch(self.block(one.from));
+        prefetch(self.block(one.to));
+    }
+
+    /// Whether what was copied is what the block still holds, in line, and the other one is still to get it.
+    fn can_finish(&self, one: &Move) -> bool {
+        let block = self.block(one.from);
+        let in_line = block.state().place().is_some() || planted(Fault::BlindMove);
+        let same = block.epoch() == one.epoch && block.content() == Content::from(&one.key);
+        in_line && same && self.is_leaving(one.from) && !self.is_above(one.to)
+    }
+
+    /// Moves content from a block in line, and its place, to one that the caller alone holds.
+    fn carry(&self, one: &Move) {
+        let (from, to) = (self.block(one.from), self.block(one.to));
+        let (content, state) = (from.content(), from.state());
+        let Some(place) = state.place() else {
+            return;
+        };
+        to.write_content(&content, from.epoch(), from.seq());
+        to.mark(from.marks());
+        if let Some(reuse) = &self.reuse {
+            reuse.take_place(one.from, one.to);
+        }
+        if let Some(log) = self.eviction_log.get() {
+            log.moved(one.from, one.to);
+        }
+        let replaced = to.transition_to_replacing(state);
+        debug_assert_eq!(replaced, Transition::Done, "block {} was shared", one.to);
+        self.ring(place.class).replace(place.ticket, one.from, one.to);
+        // A copy too many has no entry, nor has content of an ended epoch that made room.
+        let spot = self.records.index.spot(&content, from.epoch());
+        self.entries().replace(spot, one.from, one.to);
+        from.erase();
+        from.transition_to_unqueued();
+    }
+}

@@ -1,0 +1,289 @@
+//! What the pool consists of.
+
+use std::time::Duration;
+
+use super::block::{Block, State};
+use super::credits::Credits;
+use super::free_stack::FreeStack;
+use super::register::Census;
+use super::ring::Ring;
+use super::size::Size;
+use super::words::exchange;
+use crate::class::{ByClass, Class, ClassSet};
+use crate::clock::Clock;
+use crate::error::{InvalidArgument, ListenError, Misuse, PoolError, require};
+use crate::evictions::{Eviction, EvictionLog, ReuseGaps};
+use crate::id::BlockId;
+use crate::policy::{EvictionPolicy, Queue, ReuseQueue};
+use crate::pool::counters::Counters;
+use crate::pool::map::{self, BlockMap, BlockState};
+use crate::records::Records;
+use crate::store::{PoolConfig, StoreStats};
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, OnceLock, Ordering, OwnLine};
+
+use Ordering::Acquire;
+
+/// The shortest ring: with less, a releasing thread that loses its core costs cached content.
+const MIN_RING: usize = 1 << 18;
+
+/// Ring slots for each block: the rest is room for vacant slots.
+const SLOTS_PER_BLOCK: usize = 4;
+
+/// A pool of blocks that several threads change, as any thread may look at it.
+pub struct MultiPool {
+    pub(super) config: PoolConfig,
+    pub(super) records: Records<Block>,
+    pub(super) stack: FreeStack,
+    pub(super) rings: Box<ByClass<Ring>>,
+    pub(super) classes: Classes,
+    pub(super) credits: Credits,
+    pub(super) census: Census,
+    pub(super) size: Size,
+    /// The most blocks that may stand in the rings.
+    pub(super) max_cached: AtomicUsize,
+    /// Whether releases may leave more.
+    pub(super) defers_bound: AtomicBool,
+    pub(super) counters: Counters,
+    /// What chooses among the default class's queues; without it there is one.
+    pub(super) reuse: Option<ReuseQueue>,
+    pub(super) clock: Clock,
+    /// What a listener learns of evicted content.
+    pub(super) eviction_log: OnceLock<EvictionLog>,
+}
+
+/// What is known of all rings, so that those of classes that nobody uses are not looked at.
+#[derive(Debug, Default)]
+pub(super) struct Classes {
+    /// `stale:16 | used:16`, a bit for each class: whether its ring may begin with blocks whose content is
+    /// of an ended epoch, and whether it was ever used.
+    word: OwnLine<AtomicU64>,
+}
+
+impl Classes {
+    const STALE_SHIFT: u32 = 16;
+
+    #[inline]
+    fn word(&self) -> u64 {
+        // Acquire: a ring is marked before a block stands in it, and a credit that is taken for such a
+        // block acquires the mark as well.
+        self.word.0.load(Acquire)
+    }
+
+    /// The classes whose rings were ever used.
+    #[inline]
+    pub(super) fn used(&self) -> ClassSet {
+        ClassSet::from_bits(self.word() as u16)
+    }
+
+    /// The classes whose rings may begin with blocks of an ended epoch.
+    #[inline]
+    pub(super) fn stale(&self) -> ClassSet {
+        ClassSet::from_bits((self.word() >> Self::STALE_SHIFT) as u16)
+    }
+
+    #[inline]
+    pub(super) fn mark_used(&self, class: Class) {
+        if !self.used().contains(class) {
+            self.update(|word| word | bit(class));
+        }
+    }
+
+    /// Says that all content in line has ended. Blocks of the default class and those below keep their
+    /// places: they go soon in any case.
+    pub(super) fn mark_stale(&self) {
+        self.update(|word| {
+            let above = ClassSet::from_bits(word as u16).above_default();
+            word | u64::from(above.bits()) << Self::STALE_SHIFT
+        });
+    }
+
+    pub(super) fn unmark_stale(&self, class: Class) {
+        self.update(|word| word & !(bit(class) << Self::STALE_SHIFT));
+    }
+
+    #[cold]
+    fn update(&self, change: impl Fn(u64) -> u64) {
+        loop {
+            let word = self.word();
+            if exchange(&self.word.0, word, change(word)).is_ok() {
+                return;
+            }
+        }
+    }
+}
+
+fn bit(class: Class) -> u64 {
+    ClassSet::EMPTY.with(class).bits().into()
+}
+
+impl std::fmt::Debug for MultiPool {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("MultiPool").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl MultiPool {
+    /// A pool whose blocks are all free and without content; its rings have `ring` slots, a power of two, or as many
+    /// as they need.
+    pub(super) fn new(config: PoolConfig, ring: Option<usize>) -> Result<Self, PoolError> {
+        config.check()?;
+        let slots = config.max_blocks.saturating_mul(SLOTS_PER_BLOCK).next_power_of_two();
+        let slots = ring.unwrap_or(slots.max(MIN_RING));
+        require(slots.is_power_of_two() && slots <= 1 << 32, "ring_capacity", || {
+            format!("must be a power of two up to 2^32, not {slots}")
+        })?;
+        let max_blocks = config.max_blocks;
+        Self::allocate_memory(config, slots).ok_or(PoolError::OutOfMemory { max_blocks })
+    }
+
+    fn allocate_memory(config: PoolConfig, slots: usize) -> Option<Self> {
+        let clock = Clock::default();
+        let reuse = match config.eviction_policy {
+            EvictionPolicy::Lru => None,
+            EvictionPolicy::ReuseQueue => Some(ReuseQueue::new(config.max_blocks, clock.clone())?),
+        };
+        let ring = |class: Class| {
+            let is_used =
+                reuse.is_some() || class.queue().is_none_or(|queue| queue == Queue::new(0));
+            Ring::new(class, if is_used { slots } else { 1 })
+        };
+        let rings: Vec<_> = Class::all().map(ring).collect::<Option<_>>()?;
+        let pool = Self {
+            config,
+            records: Records::new(config.num_blocks, config.max_blocks)?,
+            stack: FreeStack::new(config.num_blocks),
+            rings: rings.into_boxed_slice().try_into().ok()?,
+            classes: Classes::default(),
+            credits: Credits::default(),
+            census: Census::default(),
+            size: Size::new(config.num_blocks),
+            max_cached: AtomicUsize::new(usize::MAX),
+            defers_bound: AtomicBool::new(false),
+            counters: Counters::default(),
+            reuse,
+            clock,
+            eviction_log: OnceLock::new(),
+        };
+        pool.credits.give(config.num_blocks - 1);
+        Some(pool)
+    }
+
+    #[inline]
+    pub(super) fn block(&self, id: BlockId) -> &Block {
+        self.records.block(id)
+    }
+
+    #[inline]
+    pub(super) fn ring(&self, class: Class) -> &Ring {
+        &self.rings[class.index()]
+    }
+
+    /// Fails unless somebody holds the block.
+    pub(super) fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
+        if id.is_null() {
+            return Err(Misuse::Null);
+        }
+        match self.records.blocks().get(id.index()) {
+            None => Err(Misuse::Foreign(id)),
+            Some(block) if block.state().is_held() => Ok(()),
+            Some(_) if self.records.is_retired(id) => Err(Misuse::Retired(id)),
+            Some(_) => Err(Misuse::NotInUse(id)),
+        }
+    }
+
+    /// How many blocks lost valid content at their release because the ring was full, or got none at
+    /// their registration because the index had no room for the key.
+    ///
+    /// With the usual ring the first takes a thread that stalls in the middle of a release
+    /// while others release some hundred thousand blocks.
+    #[must_use]
+    pub fn content_drops(&self) -> u64 {
+        self.counters.drops.get()
+    }
+
+    pub(super) fn stats(&self) -> StoreStats {
+        let free = self.credits.available();
+        let held_above = self.size.held_above();
+        StoreStats {
+            cached: self.census.cached(),
+            in_use: (self.size.end() - 1).saturating_sub(free) + held_above,
+            held_above,
+            free,
+            pinned_free: self.ring(Class::PINNED).len(),
+            ..self.counters.stats()
+        }
+    }
+
+    /// The free line, what goes first of it first.
+    pub(super) fn free_order(&self) -> Vec<BlockId> {
+        let blocks = self.records.blocks();
+        let line = |class| self.ring(class).walk(blocks).map(|(_, block)| block);
+        let is_stale = |id: &BlockId| !self.records.is_current(self.block(*id));
+        let above = Class::is_above_default;
+        let stale = Class::all().filter(|&class| above(class));
+        let stale = stale.flat_map(|class| line(class).take_while(is_stale));
+        let queued = Class::all()
+            .flat_map(|class| line(class).skip_while(move |id| above(class) && is_stale(id)));
+        stale.chain(self.stack.walk(blocks)).chain(queued).collect()
+    }
+
+    /// A call begins that registers, hits, gives back or loses content.
+    #[inline]
+    pub(super) fn set_time_of_batch(&self) {
+        if let Some(log) = self.eviction_log.get() {
+            log.set_time(&self.clock);
+        }
+    }
+
+    /// Keeps a log of evictions from now on, of up to `capacity` blocks rounded up to a power of two,
+    /// and counts of the gaps between uses, by bounds that rise. Once in a pool's life; costs 64 bytes of memory a
+    /// loss and 24 a block, once they are touched.
+    pub fn listen(&self, capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError> {
+        let log = EvictionLog::new(capacity, gap_bounds, self.config.max_blocks, &self.clock)?;
+        self.eviction_log.set(log).map_err(|_| ListenError::Twice)
+    }
+
+    /// Takes up to `most` evictions out of the log, the oldest first. From any thread, in parallel with those that
+    /// change the pool; nothing where nobody listens.
+    pub fn take_evictions(&self, most: usize, out: &mut Vec<Eviction>) {
+        if let Some(log) = self.eviction_log.get() {
+            log.take(most, out);
+        }
+    }
+
+    /// Evictions for which the log had no room.
+    #[must_use]
+    pub fn missed_evictions(&self) -> u64 {
+        self.eviction_log.get().map_or(0, EvictionLog::missed)
+    }
+
+    /// How long content waited between its uses; empty where nobody listens.
+    #[must_use]
+    pub fn reuse_gaps(&self) -> ReuseGaps {
+        self.eviction_log.get().map(EvictionLog::gaps).unwrap_or_default()
+    }
+
+    /// A map of the pool in up to `cells` cells. From any thread, in parallel with those that change the pool, none of
+    /// which waits: each block is counted once, as it was when it was looked at.
+    pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
+        map::check_arguments(cells, age_bounds)?;
+        let listener = self.eviction_log.get();
+        let now = self.clock.micros();
+        Ok(BlockMap::of(self.records.num_blocks() - 1, cells, age_bounds, |id| {
+            let block = self.block(id);
+            let state = block.state();
+            let has_content = state.is_hashed() && self.records.is_current(block);
+            let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
+            (looks_like(state, has_content), listener.filter(|_| has_content).map(idle))
+        }))
+    }
+}
+
+fn looks_like(state: State, has_content: bool) -> BlockState {
+    match has_content {
+        _ if state.is_held() => BlockState::Held,
+        true if state.standing().is_pinned() => BlockState::Pinned,
+        true => BlockState::Cached,
+        false => BlockState::Free,
+    }
+}

@@ -1,0 +1,111 @@
+//! Pins, and the bands of content.
+
+use super::MultiPool;
+use super::block::Transition::Done;
+use crate::band::Band;
+use crate::class::Standing;
+use crate::error::Misuse;
+use crate::id::BlockId;
+use crate::records::Content;
+use crate::store::BlockKey;
+use crate::sync::{Fault, planted};
+
+impl MultiPool {
+    pub(super) fn is_pinned(&self, id: BlockId) -> bool {
+        self.block(id).state().standing().is_pinned()
+    }
+
+    /// Counts a pinned block that was taken from its line, with content of this epoch or not.
+    #[cold]
+    pub(super) fn count_recycled_pin(&self, is_current: bool) {
+        self.counters.ended_pins.add(1);
+        self.counters.pinned_evictions.add(u64::from(is_current));
+    }
+
+    /// Counts the pinned ones of the blocks that a call has hit and holds.
+    #[cold]
+    pub(super) fn count_pinned_hits(&self, hits: &[BlockId]) {
+        let pinned = hits.iter().filter(|&&id| self.is_pinned(id)).count();
+        self.counters.pinned_hits.add(pinned as u64);
+    }
+
+    /// Pins the content of a held block, which is that of the copy that hits: it is the one that later requests
+    /// hold, and the others may go. Whether it was not pinned before.
+    pub(super) fn pin_content(&self, id: BlockId) -> Result<bool, Misuse> {
+        self.check_held(id)?;
+        if !self.records.is_cached(id) {
+            return Ok(false);
+        }
+        let key = self.block(id).key();
+        let hit = self.records.find(&key).filter(|&hit| !self.is_pinned(hit));
+        Ok(hit.is_some_and(|hit| self.classify(hit, id, &key, Standing::pinned)))
+    }
+
+    /// Takes the pins from a held block and all copies of its content; whether there were any.
+    pub(super) fn unpin_content(&self, id: BlockId) -> Result<bool, Misuse> {
+        self.check_held(id)?;
+        let key = self.block(id).key();
+        let mut copies = vec![id];
+        if self.records.is_cached(id) {
+            let content = Content::from(&key);
+            let spot = self.records.index.spot(&content, self.records.epoch());
+            self.records.for_each_copy(spot, &content, |copy| copies.push(copy.id));
+        }
+        let unpin = |&copy: &BlockId| {
+            self.is_pinned(copy) && self.classify(copy, id, &key, Standing::unpinned)
+        };
+        // All of them, so no `any`.
+        let unpinned = copies.iter().filter(|copy| unpin(copy)).count();
+        self.counters.ended_pins.add(unpinned as u64);
+        Ok(unpinned > 0)
+    }
+
+    /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
+    /// is one. The caller may hold `held`.
+    pub(super) fn classify_hit(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+        let hit = self.records.find(key);
+        if let Some(hit) = hit {
+            self.classify(hit, held, key, |standing| standing.in_band(band));
+        }
+        hit.is_some()
+    }
+
+    /// Gives a block, which the caller holds if it is `held`, the class and the pin that `change` makes of
+    /// its own, as long as it has the content of `key`; whether they are others. A block in line keeps its place
+    /// where it stays in its line.
+    fn classify(
+        &self,
+        id: BlockId,
+        held: BlockId,
+        key: &BlockKey,
+        change: impl Fn(Standing) -> Standing,
+    ) -> bool {
+        if id == held {
+            return self.block(id).transition_to_classed(change);
+        }
+        // So that no resize moves the block meanwhile.
+        let inside = self.credits.enter();
+        loop {
+            let state = self.block(id).state();
+            let new = state.with_standing(change(state.standing()));
+            if state.place().is_none() || new.place() != state.place() {
+                break;
+            }
+            // Read after the state: as long as that is the same, the block is in line with this content.
+            if !self.records.holds(id, key) && !planted(Fault::SkipContentCheck) {
+                return false;
+            }
+            if new == state || self.block(id).transition_in_place(state, new) == Done {
+                return new != state;
+            }
+        }
+        drop(inside);
+        // A hold takes a free block out of its line, and its release puts it into that of its new class.
+        let Some(hold) = self.hold_copy(id, key) else {
+            return false;
+        };
+        let changed = self.block(hold).transition_to_classed(change);
+        self.give_back_all(&[hold]);
+        changed
+    }
+}

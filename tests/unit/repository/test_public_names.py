@@ -14,10 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fakes.fake_engine import make_engine
 from prefixcache.cli.main import app
 from support.serving import served_folder
 
 SNAPSHOT = Path(__file__).parents[2] / "snapshots/public_names.txt"
+
+# Of a control: what only the package itself uses.
+INSIDE = {"adjust_pool", "check_path", "endpoints", "replace_weights", "run_between_steps", "stage"}
+INSIDE |= {"update_weights_from_folder", "weight_label"}
 
 
 def of_python() -> Iterator[str]:
@@ -29,6 +34,14 @@ def of_python() -> Iterator[str]:
                 if not member.startswith("_"):
                     found = signature(getattr(value, member))
                     yield f"python {module.__name__}.{name}.{member}{found}"
+
+
+def of_control() -> Iterator[str]:
+    """What `LLM.control` and `AsyncEngine.control` give: operations, and the engine's state."""
+    control = make_engine(max_blocks=65)[0].control
+    for member in dir(control):
+        if not member.startswith("_") and member not in INSIDE:
+            yield f"python prefixcache.LLM.control.{member}{signature(getattr(control, member))}"
 
 
 def signature(value: Any) -> str:
@@ -101,7 +114,9 @@ async def test_no_public_name_goes_or_changes(tiny_checkpoint: Callable[[], Path
     async with served_folder(tiny_checkpoint()) as (client, _):
         metrics = (await client.get("/metrics")).text
         schema = (await client.get("/openapi.json")).json()
-    found = sorted({*of_python(), *of_commands(), *of_http(schema), *of_metrics(metrics)})
+    found = sorted(
+        {*of_python(), *of_control(), *of_commands(), *of_http(schema), *of_metrics(metrics)}
+    )
     if os.environ.get("PREFIXCACHE_WRITE_SNAPSHOTS"):
         SNAPSHOT.write_text("\n".join(found) + "\n", encoding="utf-8")
     assert found == SNAPSHOT.read_text(encoding="utf-8").splitlines()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefixcache.engine.async_engine import AsyncEngine
-    from prefixcache.engine.weights_push import weights_digest
+    from prefixcache.engine.weights.weights_push import weights_digest
     from prefixcache.llm import LLM
     from prefixcache.types.request import CacheOptions
     from prefixcache.types.retention_range import RetentionRange
@@ -35,7 +35,7 @@ _HOMES = {
     "LLM": "prefixcache.llm",
     "RetentionRange": "prefixcache.types.retention_range",
     "SamplingParams": "prefixcache.types.sampling_params",
-    "weights_digest": "prefixcache.engine.weights_push",
+    "weights_digest": "prefixcache.engine.weights.weights_push",
 }
 
 

@@ -30,7 +30,7 @@ from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
-from prefixcache.engine.weights_push import Chunk
+from prefixcache.engine.weights.weights_push import Chunk
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
 from prefixcache.text.chat.parser_names import ReasoningParserName, ToolCallParserName
@@ -127,7 +127,6 @@ class LLM:
         built = build(config)
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._engine = built.engine
-        self._engine.control.run_between_steps = self._run_here
         self._tokenizer = built.tokenizer
         self._chat = ChatFormat(
             built.tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
@@ -136,10 +135,11 @@ class LLM:
         self._numbers = itertools.count()
         self._calls = itertools.count()
         self._turn = threading.RLock()
+        self._control = self._engine.control_for(self._run_here)
         self._next_look = 0.0
         self._watch = None
         if self._engine.self_sizing is not None:
-            self._watch = PoolWatch(self._engine, self._turn)
+            self._watch = PoolWatch(self._engine, self._control, self._turn)
 
     @property
     def control(self) -> Control:
@@ -147,7 +147,7 @@ class LLM:
 
         Until `wake_up`, `resume` or `end_weight_update`, `generate` raises `EngineHaltedError`.
         """
-        return self._engine.control
+        return self._control
 
     @property
     def max_model_len(self) -> int:
@@ -179,7 +179,7 @@ class LLM:
         Raises `InvalidRequestError` before anything is computed when one of them is wrong, and
         `EngineHaltedError` while the model sleeps, is paused, or waits for the end of an update.
         """
-        self._engine.control.raise_if_halted()
+        self._control.raise_if_halted()
         many = _as_list(prompts)
         params = _for_each(sampling_params, len(many), "sampling_params")
         if priority is not None and not self._has_priorities:
@@ -386,7 +386,7 @@ class LLM:
         """Does between two steps what the watch does while nothing is generated."""
         if self._watch is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + WATCH_SECONDS
-            adjust_pool(self._engine)
+            adjust_pool(self._engine, self._control)
 
     def _add(self, new: RequestOutput, result: GenerationResult, choice: CompletionOutput) -> None:
         if new.restarted:

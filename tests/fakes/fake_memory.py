@@ -16,7 +16,7 @@ from fakes.fake_runner import FakeRunner, window_of
 from fakes.late_runner import LateRunner
 from fakes.plain_runner import next_token
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.weights_names import content_name
+from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import ModelLoadError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.models.checkpoint import Checkpoint

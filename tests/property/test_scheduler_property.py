@@ -28,7 +28,7 @@ from fakes.late_runner import LateRunner, LateStep
 from fakes.plain_drafts import MOST_DRAFTS, HostileDrafter
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.weights_names import content_name
+from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import RequestTooLargeError
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.kv_folder import KeptFile

@@ -96,8 +96,8 @@ class SteppedHammer:
         """Each of four contents comes back under its name, with or without a tag."""
         weights = self.choose.randrange(4)
         tag = self.choose.choice([None, f"step-{weights}"])
-        control = self.engine.control
-        control.update_weights_from_folder(fake_checkpoint(weights), mode, weight_version=tag)
+        control, folder = self.engine.control, fake_checkpoint(weights)
+        control.weights.update_weights_from_folder(folder, mode, weight_version=tag)
         assert control.weights_name == (f"tag:{tag}" if tag else f"blake3:{weights}")
         self.roots.setdefault(control.weights_name, control.prefix_hash_info().root_hash)
         assert control.prefix_hash_info().root_hash == self.roots[control.weights_name]

@@ -21,6 +21,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.config.model_config import GenerationDefaults
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
+from prefixcache.engine.commands import EngineState
 from prefixcache.engine.control import Control
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.metrics import Gauges, Metrics
@@ -154,7 +155,7 @@ class FakeEngine:
         self.max_model_len = 512
         self.requests: list[Request] = []
         self.num_open = 0
-        self.control = Control(mock.Mock(), mock.Mock(), mock.Mock(), None)
+        self.control = Control(*[mock.Mock() for _ in range(3)], EngineState(mock.Mock(), None))
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         if self.dead is not None:

@@ -218,12 +218,12 @@ class AsyncEngine:
         self._places: dict[str, _Place] = {}
         self._error: EngineDeadError | None = None
         self._stopping = self._draining = False
-        engine.control.run_between_steps = self._run_between_steps
+        self._control = engine.control_for(self._run_between_steps)
         # Their own: commands that wait, for a download say, must not keep others from a thread.
         self._command_threads = ThreadPoolExecutor(_MAX_COMMANDS, "prefixcache-command")
         self._thread = threading.Thread(target=self._run, name="prefixcache-engine", daemon=True)
         self._thread.start()
-        self._watch = None if engine.self_sizing is None else PoolWatch(engine)
+        self._watch = None if engine.self_sizing is None else PoolWatch(engine, self._control)
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -348,7 +348,7 @@ class AsyncEngine:
     def control(self) -> Control:
         """The commands, which block until they are done, and what is known of the engine."""
         self._raise_if_dead()
-        return self._engine.control
+        return self._control
 
     async def run(self, operation: Callable[[Control], T]) -> T:
         """Runs commands in a thread: `await engine.run(lambda control: control.sleep(1))`.

@@ -20,11 +20,11 @@ from prefixcache.config.engine_config import (
 )
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.diagnostics.evictions import EvictionReader
-from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.runners import choose_runner, needs_torch
-from prefixcache.engine.weights_names import content_name
+from prefixcache.engine.sizing.elastic import SelfSizing
+from prefixcache.engine.weight_versions import content_name
 from prefixcache.exceptions import FieldError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.elastic import ElasticPool

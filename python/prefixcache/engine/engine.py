@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.diagnostics.evictions import EvictionReader
 from prefixcache.diagnostics.room import CacheDiagnostics
-from prefixcache.engine.control import Control
-from prefixcache.engine.elastic import SelfSizing
+from prefixcache.engine.commands import EngineState, RunBetweenSteps
+from prefixcache.engine.control import Control, at_once
 from prefixcache.engine.output import Answer
 from prefixcache.engine.residency import BlockResidency
+from prefixcache.engine.sizing.elastic import SelfSizing
+from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager, PrefixLocation
 from prefixcache.kv.elastic import ElasticPool
@@ -60,11 +62,11 @@ KnownIds = set[tuple[int, ...]]
 class Engine:
     """Serves requests step by step, while `control` does not hold it back.
 
-    Only `check`, `control`, `metrics`, and what says so may be used from a thread other than the
-    loop's.
+    Only `check`, `metrics`, and what says so may be used from a thread other than the loop's:
+    `control` is for that one, and `control_for` makes one for others.
     A request that fails ends with `finish_reason` "error"; a step that fails ends its requests so,
     and `EngineDeadError` is raised when the device cannot compute an empty step either. What
-    `control` does to requests comes from `take_outputs`.
+    a command does to requests comes from `take_outputs`.
 
     Where the runner keeps a step's tokens on the device, the next step is submitted before they are
     read. A token past the end of an answer may be computed then; nobody gets it.
@@ -113,7 +115,8 @@ class Engine:
         self._outbox: list[RequestOutput] = []
         self._pool = pool
         self.self_sizing = self_sizing
-        self.control = Control(self, scheduler, cache, memory, pool)
+        self.state = EngineState(WeightVersions(cache), memory)
+        self.control = self.control_for(at_once)
         self.metrics = Metrics(self._gauges)
         self._evictions = evictions or EvictionReader(cache)
         self._records = records
@@ -124,15 +127,20 @@ class Engine:
         if pool is not None:
             pool.observe = self.metrics.resize_slice.observe
 
+    def control_for(self, run_between_steps: RunBetweenSteps) -> Control:
+        """The commands for any thread, which `run_between_steps` takes to the loop's."""
+        parts = (self, self._scheduler, self._cache, self.state, self._pool)
+        return Control(*parts, run_between_steps)
+
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return self._scheduler.has_unfinished()
 
     def has_work(self) -> bool:
         """Whether `step` has something to do, and may do it."""
-        if self._pool is not None and self._pool.has_work and not self.control.is_sleeping:
+        if self._pool is not None and self._pool.has_work and not self.state.is_sleeping:
             return True
-        return self._scheduler.has_unfinished() and not self.control.is_halted
+        return self._scheduler.has_unfinished() and not self.state.is_halted
 
     @property
     def idle_seconds(self) -> float:
@@ -155,7 +163,7 @@ class Engine:
         Token ids of options that are `known` are not looked at again, those that are looked at
         become so. Raises `EngineHaltedError` while the engine sleeps.
         """
-        self.control.raise_if_sleeping()
+        self.state.raise_if_sleeping()
         _check_token_ids(request.prompt_token_ids, self._vocab_size)
         if request.prediction is not None:
             self._check_in_vocabulary("prediction", request.prediction.tolist())
@@ -308,7 +316,7 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         self._host_time.begin()
         outputs = [] if self._pool is None else self._adjust_pool(self._pool)
-        if self.control.is_halted:
+        if self.state.is_halted:
             return outputs
         plan = self._scheduler.schedule()
         outputs += [self._end(*rejected) for rejected in self._scheduler.take_rejected()]
@@ -468,7 +476,7 @@ class Engine:
             if result.token_id is None and result.error is None:
                 return None
             state = self._scheduler.state(scheduled.request_id)
-            return answer.push(result, state, self.control.weight_label)
+            return answer.push(result, state, self.state.versions.shown)
         except Exception as error:
             logger.exception("Request %s failed.", scheduled.request_id)
             return answer.end(_failed(error))
@@ -573,7 +581,7 @@ class Engine:
             disk=None if self._cache.disk is None else self._cache.disk.counts(),
             loads=None if scheduler.loads is None else scheduler.loads.counts(),
             drafts=None if scheduler.drafter is None else scheduler.drafter.counts(),
-            weights=self.control.weights_info(),
+            weights=self.state.weights_info,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             cache_usage=self._cache_usage,

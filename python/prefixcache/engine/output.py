@@ -10,7 +10,7 @@ from prefixcache.scheduler.state import RequestState
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
 from prefixcache.types.step_plan import SequenceOutput
-from prefixcache.types.weight_spans import WeightLabel
+from prefixcache.types.weight_spans import ShownVersion
 
 
 class Answer:
@@ -72,7 +72,7 @@ class Answer:
         self._num_refused_drafts += refused
 
     def push(
-        self, output: SequenceOutput, state: RequestState, weight_version: WeightLabel
+        self, output: SequenceOutput, state: RequestState, weight_version: ShownVersion
     ) -> RequestOutput:
         """Adds the sampled token and tells what the caller gets for it.
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from prefixcache.config.logs import SHOWS_ERROR
+from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError
 
@@ -24,8 +25,10 @@ class PoolWatch:
     it, as does `close` or the engine's death.
     """
 
-    def __init__(self, engine: Engine, turn: threading.RLock | None = None) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(
+        self, engine: Engine, control: Control, turn: threading.RLock | None = None
+    ) -> None:
+        self._engine, self._control = weakref.ref(engine), weakref.ref(control)
         self._turn = turn or threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefixcache-memory", daemon=True)
@@ -37,24 +40,24 @@ class PoolWatch:
 
     def _run(self) -> None:
         while not self._closing.wait(WATCH_SECONDS):
-            engine = self._engine()
-            if engine is None:
+            engine, control = self._engine(), self._control()
+            if engine is None or control is None:
                 return
             if self._turn.acquire(blocking=False):
                 try:
-                    adjust_pool(engine)
+                    adjust_pool(engine, control)
                 except EngineDeadError:
                     return
                 except Exception:
                     logger.exception("The KV cache keeps its size for now.", extra=SHOWS_ERROR)
                 finally:
                     self._turn.release()
-            del engine
+            del engine, control
 
 
-def adjust_pool(engine: Engine) -> None:
+def adjust_pool(engine: Engine, control: Control) -> None:
     """Does what the engine's `SelfSizing` says now, unless the engine sleeps or is updated."""
-    sizing, control = engine.self_sizing, engine.control
+    sizing = engine.self_sizing
     if sizing is None or control.is_sleeping or control.is_updating:
         return
     change = sizing.choose(engine.idle_seconds)

@@ -168,7 +168,7 @@ class EngineReplica:
         """Whether the weights of an update cannot be taken."""
         path, revision = command.options["path"], command.options["revision"]
         try:
-            await self._in_time("check_weights", lambda one: one.check_path(path, revision))
+            await self._in_time("check_weights", lambda one: one.weights.check_path(path, revision))
         except PrefixCacheError as error:
             return Refused(error)
         return None

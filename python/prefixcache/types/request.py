@@ -12,7 +12,7 @@ from prefixcache.types.modes import InFlightMode
 from prefixcache.types.retention_range import RetentionRange, check_ranges, check_within
 from prefixcache.types.sampling_params import SamplingParams
 from prefixcache.types.token_ids import TokenIds, as_token_ids
-from prefixcache.types.weight_spans import WeightLabel
+from prefixcache.types.weight_spans import ShownVersion
 
 if TYPE_CHECKING:
     from prefixcache.core import BlockHashes
@@ -272,7 +272,7 @@ class RequestOutput:
     error_code: ErrorCode | None = None
     started_at: float | None = None
     restarted: bool = False
-    weight_version: WeightLabel | None = None
+    weight_version: ShownVersion | None = None
     hit_staleness: int = 0
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-WeightLabel = int | str
+ShownVersion = int | str
 """What callers call weights: the tag of their update, or the count of updates."""
 
 
@@ -13,12 +13,12 @@ WeightLabel = int | str
 class WeightSpan:
     """Tokens `start` to before `end` of an answer came from the weights `version`."""
 
-    version: WeightLabel
+    version: ShownVersion
     start: int
     end: int
 
 
-def extend_spans(spans: list[WeightSpan], version: WeightLabel | None, count: int) -> None:
+def extend_spans(spans: list[WeightSpan], version: ShownVersion | None, count: int) -> None:
     """Adds `count` tokens at the end; None where nobody knows their version, which adds nothing."""
     if version is None or not count:
         return

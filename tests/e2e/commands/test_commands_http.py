@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
 import httpx
 import pytest
 
-from prefixcache.engine.control import Control, between_steps, endpoint
+from prefixcache.engine.commands import between_steps, endpoint
+from prefixcache.engine.control import Control, at_once
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from support.serving import FakeEngine, client_of, fake_app, says
 
@@ -26,22 +27,16 @@ class Extended(Control):
         return {"start": start, "step": step, "kinds": kinds}
 
 
-class Steps:
-    """In the place of the loop: knows what runs between two steps."""
-
-    def __init__(self, control: Control) -> None:
-        self.num_calls = 0
-        control.run_between_steps = self._run
-
-    def _run(self, command: Callable[[], Any]) -> Any:
-        self.num_calls += 1
-        return command()
+@pytest.fixture
+def steps() -> mock.Mock:
+    """In the place of the loop: it is called with what runs between two steps."""
+    return mock.Mock(side_effect=at_once)
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
+def engine(steps: mock.Mock) -> FakeEngine:
     engine = FakeEngine(lambda request: says(request, "x"))
-    engine.control = Extended(mock.Mock(), mock.Mock(), mock.Mock(), None)
+    engine.control = Extended(*[mock.Mock() for _ in range(5)], run_between_steps=steps)
     return engine
 
 
@@ -75,11 +70,10 @@ async def test_a_sleep_of_one_part_is_refused(client, given):
         {"params": {"start": 9, "kinds": "free"}, "json": {"start": 3, "kinds": ["free", "held"]}},
     ],
 )
-async def test_options_are_arguments_and_the_result_is_the_answer(client, engine, options):
-    steps = Steps(engine.control)
+async def test_options_are_arguments_and_the_result_is_the_answer(client, steps, options):
     response = await client.post("/prefix_cache/count", **options)
     assert response.json() == {"start": 3, "step": 1, "kinds": ["free", "held"]}
-    assert steps.num_calls == 1
+    assert steps.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -94,12 +88,11 @@ async def test_options_are_arguments_and_the_result_is_the_answer(client, engine
         ({"params": {"start": 3, "kinds": "lost"}}, "kinds[0]"),
     ],
 )
-async def test_wrong_options_are_named(client, engine, options, param):
-    steps = Steps(engine.control)
+async def test_wrong_options_are_named(client, steps, options, param):
     response = await client.post("/prefix_cache/count", **options)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
-    assert steps.num_calls == 0
+    assert steps.call_count == 0
 
 
 async def test_only_administrators_may_call_it(engine: FakeEngine, tokenizer: Tokenizer) -> None:

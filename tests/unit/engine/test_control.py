@@ -75,7 +75,7 @@ def _folder(weights: int) -> str:
 @pytest.fixture(autouse=True)
 def _folders_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "prefixcache.engine.control.resolve_model", lambda name, revision: Path(name)
+        "prefixcache.engine.weights.weight_updates.resolve_model", lambda name, revision: Path(name)
     )
 
 
@@ -222,10 +222,10 @@ def test_a_broken_path_changes_nothing(driver: Driver) -> None:
     driver.add("a")
     driver.step(2)
     with pytest.raises(InvalidRequestError, match="holds no number") as caught:
-        driver.control.check_path("broken")
+        driver.control.weights.check_path("broken")
     assert caught.value.param == "model_path"
     with pytest.raises(ModelLoadError):
-        driver.control.update_weights_from_folder(Checkpoint(Path("broken"), ""))
+        driver.control.weights.update_weights_from_folder(Checkpoint(Path("broken"), ""))
     driver.run()
     assert driver.restarted == []
     assert driver.answers["a"] == lone_answer(PROMPT, 8, 0)
@@ -400,7 +400,7 @@ def test_after_level_2_an_update_must_be_whole(driver: Driver) -> None:
         (lambda c: c.wake_up(["kv"]), "tags", "tags must be one of 'weights', 'kv_cache'"),
         (lambda c: c.begin_weight_update("x"), "mode", "mode must be"),
         (lambda c: c.load_state_dict({}, "x"), "mode", "mode must be"),
-        (lambda c: c.update_weights_from_folder(fake_checkpoint(1), "x"), "mode", "mode must be"),
+        (lambda c: c.update_weights_from_disk("1", "x"), "mode", "mode must be"),
         (lambda c: c.load_state_dict({"a": torch.tensor(1)}), "state_dict", "lacks"),
         (lambda c: c.load_state_dict({"z": torch.tensor(1)}), "state_dict", "unexpected"),
         (lambda c: c.update_weights({"a": torch.tensor(1)}), None, "no weight update"),
@@ -421,7 +421,7 @@ def test_wrong_calls_name_what_is_wrong_and_change_nothing(driver, call, param, 
 @pytest.mark.parametrize(
     "call",
     [
-        Control.begin_weight_update,
+        lambda control: control.begin_weight_update(),
         Control.sleep,
         Control.wake_up,
         lambda control: control.load_state_dict(_tensors(1)),
@@ -479,8 +479,7 @@ def test_an_engine_that_cannot_wake_up_sleeps_on(driver, monkeypatch):
     driver.add("a")
     driver.step(2)
     driver.control.sleep(2)
-    memory = driver.control._memory
-    assert memory is not None
+    memory = driver.engine.state.memory
 
     def refuse(*_: Any) -> None:
         raise ModelLoadError("the folder is gone")
@@ -541,7 +540,7 @@ def test_a_tag_of_other_weights_is_refused_before_anything_is_done(driver: Drive
 
 def _changed_on_disk(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
     """The folder 1 holds the weights 2 from now on."""
-    weights = driver.control._memory.weights  # pyright: ignore[reportOptionalMemberAccess]
+    weights = driver.engine.state.memory.weights
     monkeypatch.setattr(weights, "check_folder", lambda _: Checkpoint(Path("2"), "2"))
 
 
@@ -567,7 +566,7 @@ def test_weights_that_a_failed_update_puts_back_have_the_name_of_what_they_are(d
     control = driver.control
     driver.swap(1)
     driver.answer("a")
-    weights = control._memory.weights  # pyright: ignore[reportOptionalMemberAccess]
+    weights = driver.engine.state.memory.weights
     load = weights.load
 
     def restored(checkpoint: Checkpoint) -> None:
@@ -581,6 +580,6 @@ def test_weights_that_a_failed_update_puts_back_have_the_name_of_what_they_are(d
         assert (control.weights_name, control.weight_version) == ("blake3:1", 1)
         _changed_on_disk(patch, driver)
         with pytest.raises(ModelLoadError, match="gone"):
-            control.update_weights_from_folder(fake_checkpoint(3))
+            control.weights.update_weights_from_folder(fake_checkpoint(3))
     assert (control.weights_name, control.weight_version) == ("blake3:2", 2)
     assert driver.answer("b") == lone_answer(PROMPT, 8, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +54,7 @@ class Served:
 @pytest.fixture
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     monkeypatch.setattr(
-        "prefixcache.engine.control.resolve_model", lambda name, revision: Path(name)
+        "prefixcache.engine.weights.weight_updates.resolve_model", lambda name, revision: Path(name)
     )
     served = Served()
     yield served
@@ -181,8 +180,8 @@ async def test_chunks_come_through_the_queue(served: Served) -> None:
     await served.right_after_the_step(lambda control: control.begin_weight_update())
     count = len(served.runner.plans)
     for name in ("a", "b"):
-        chunk = partial(Control.update_weights, tensors={name: torch.tensor(3)})
-        await served.engine.run(chunk)
+        chunk = {name: torch.tensor(3)}
+        await asyncio.to_thread(served.engine.control.update_weights, chunk)
         await loop_passes(served.engine)
     assert len(served.runner.plans) == count
     assert await served.engine.run(lambda control: control.end_weight_update(full=True)) == 1

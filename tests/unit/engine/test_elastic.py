@@ -18,9 +18,9 @@ from fakes.fake_engine import make_engine, make_request
 from fakes.fake_memory import FakeMemory, lone_answer, make_versioned_engine
 from fakes.fake_runner import answer_alone
 from prefixcache.config.engine_config import CacheConfig, ElasticConfig
-from prefixcache.engine.elastic import SelfSizing
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import adjust_pool
+from prefixcache.engine.sizing.elastic import SelfSizing
 from prefixcache.exceptions import (
     ConfigError,
     InvalidRequestError,
@@ -376,8 +376,7 @@ def test_a_shrink_that_sleep_interrupts_ends_with_the_wake_up() -> None:
     assert not engine.has_work()
 
 
-def test_a_resize_is_refused_while_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixcache.engine.control.resolve_model", lambda name, _: Path(name))
+def test_a_resize_is_refused_while_weights_change() -> None:
     engine, _, cache = make_versioned_engine(num_blocks=40, max_blocks=64)
     engine.control.begin_weight_update()
     with pytest.raises(
@@ -411,7 +410,7 @@ def test_of_resizes_at_once_the_last_one_decides_and_one_does_the_slices(monkeyp
         return ElasticPool.advance(elastic.pool)
 
     monkeypatch.setattr(elastic.pool, "advance", advance)
-    elastic.control.run_between_steps = between_steps
+    elastic.control = elastic.engine.control_for(between_steps)
     with ThreadPoolExecutor() as threads:
         first = elastic.control.resize(num_blocks=5)
         found = [first, *(call.result() for call in calls)]
@@ -450,12 +449,12 @@ def test_an_idle_cache_shrinks_step_by_step_to_the_floor_and_grows_with_demand(m
     fill(elastic, 8)
     idle = 4.9
     monkeypatch.setattr(Engine, "idle_seconds", property(lambda engine: idle))
-    adjust_pool(elastic.engine)
+    adjust_pool(elastic.engine, elastic.control)
     assert elastic.pool.num_blocks == 70
     idle = 5.0
     sizes: list[int] = []
     for _ in range(10):
-        adjust_pool(elastic.engine)
+        adjust_pool(elastic.engine, elastic.control)
         sizes.append(elastic.pool.num_blocks)
     assert sizes == [61, 52, 43, 34, 25, 16, 7, 2, 2, 2]
     assert elastic.pool.memory.num_mapped_bytes() == 2 * BLOCK_BYTES
@@ -478,21 +477,21 @@ def test_short_memory_takes_cached_blocks_and_gives_them_back_with_hysteresis() 
     elastic = others.add(min_free_memory=100 * MIB)
     fill(elastic, 8)
     others.blocks = 70 + 90  # ten less than wanted
-    adjust_pool(elastic.engine)
+    adjust_pool(elastic.engine, elastic.control)
     size = elastic.pool.num_blocks
     assert size == 70 - 10 - 13
     assert others.available == 113 * MIB
     for available in (113, 101, 100, 124, 125):
         others.blocks = size + available
-        adjust_pool(elastic.engine)
+        adjust_pool(elastic.engine, elastic.control)
         elastic.answer(f"at {available}", [available % 90, *PROMPT])
         assert elastic.pool.num_blocks == size, "between the limits nothing changes"
     others.blocks = size + 126
-    adjust_pool(elastic.engine)
+    adjust_pool(elastic.engine, elastic.control)
     elastic.answer("more", [3, *PROMPT])
     assert elastic.pool.num_blocks == size + (126 - 100 - 13) // 2
     others.blocks = 1000
-    adjust_pool(elastic.engine)
+    adjust_pool(elastic.engine, elastic.control)
     elastic.answer("all", [4, *PROMPT])
     assert elastic.pool.num_blocks == 70
 
@@ -504,7 +503,7 @@ def test_live_requests_keep_their_blocks_and_one_alone_takes_what_it_needs() -> 
     elastic.step(3)
     others.blocks = 20
     for _ in range(3):
-        adjust_pool(elastic.engine)
+        adjust_pool(elastic.engine, elastic.control)
         elastic.step()
     assert elastic.pool.num_blocks < 18, "less than it will hold"
     elastic.run()
@@ -519,7 +518,7 @@ def test_two_caches_share_a_machine_and_come_to_rest() -> None:
     for turn in range(40):
         for number, elastic in enumerate(both):
             elastic.answer(f"{turn}", [number + 2 * turn, *range(40, 60)], 1)
-            adjust_pool(elastic.engine)
+            adjust_pool(elastic.engine, elastic.control)
         sizes.append((both[0].pool.num_blocks, both[1].pool.num_blocks))
     assert sum(sizes[-1]) <= 100 - 16
     assert min(sizes[-1]) > 10
@@ -533,12 +532,12 @@ def test_a_file_stands_for_the_available_memory(tmp_path, caplog):
     elastic.engine.self_sizing = SelfSizing.of(config, elastic.pool, lambda: 0)
     for text, size in (("", 40), ("much", 40), (f"{90 * MIB}\n", 40 - 10 - 13)):
         file.write_text(text)
-        adjust_pool(elastic.engine)
+        adjust_pool(elastic.engine, elastic.control)
         assert elastic.pool.num_blocks == size
     file.unlink()
     caplog.clear()
     for _ in range(3):
-        adjust_pool(elastic.engine)
+        adjust_pool(elastic.engine, elastic.control)
     assert elastic.pool.num_blocks == 17
     assert len(caplog.records) == 1, "not one a second"
 

@@ -127,7 +127,9 @@ def test_weights_are_never_called_by_the_name_of_others(
     for folder in folders:
         control.update_weights_from_disk(str(folder))
         expected[control.weights_name] = generate()
-    files = (f"{PACKAGE}/engine/control.py", f"{PACKAGE}/models/replaceable.py")
+    names = ("weight_versions", "weights/weight_updates")
+    engine = [f"{PACKAGE}/engine/{name}.py" for name in names]
+    files = (*engine, f"{PACKAGE}/models/replaceable.py")
     step = bounded(usual=13, long=1)
     for line in itertools.count(seed % step, step):
         control.update_weights_from_disk(str(folders[0]))

@@ -92,7 +92,7 @@ class Server:
 @pytest.fixture(autouse=True)
 def _folders_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "prefixcache.engine.control.resolve_model", lambda name, revision: Path(name)
+        "prefixcache.engine.weights.weight_updates.resolve_model", lambda name, revision: Path(name)
     )
 
 

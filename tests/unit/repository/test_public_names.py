@@ -21,8 +21,7 @@ from support.serving import served_folder
 SNAPSHOT = Path(__file__).parents[2] / "snapshots/public_names.txt"
 
 # Of a control: what only the package itself uses.
-INSIDE = {"adjust_pool", "check_path", "endpoints", "replace_weights", "run_between_steps", "stage"}
-INSIDE |= {"update_weights_from_folder", "weight_label"}
+INSIDE = {"adjust_pool", "endpoints", "run_between_steps", "weights"}
 
 
 def of_python() -> Iterator[str]:

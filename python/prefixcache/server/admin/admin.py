@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError, create_model
 from starlette.responses import Response
 
-from prefixcache.engine.weights_names import check_tag
+from prefixcache.engine.weight_versions import check_tag
 from prefixcache.exceptions import wrong
 from prefixcache.server.admin.model_dirs import ModelDirs
 from prefixcache.server.http.body import (
@@ -167,10 +167,10 @@ def update_weights(
 ) -> tuple[int, PrefixHashInfo]:
     """The new version, and the hashes under it, returned before another update can follow."""
     check_tag(tag)
-    checkpoint = control.check_path(path, revision)
+    checkpoint = control.weights.check_path(path, revision)
 
     def update() -> tuple[int, PrefixHashInfo]:
-        version = control.update_weights_from_folder(checkpoint, mode, weight_version=tag)
+        version = control.weights.update_weights_from_folder(checkpoint, mode, weight_version=tag)
         return version, control.prefix_hash_info()
 
     return control.run_between_steps(update)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 
-from prefixcache.engine.weights_push import DEFAULT_TIMEOUT
+from prefixcache.engine.weights.weights_push import DEFAULT_TIMEOUT
 from prefixcache.exceptions import InvalidRequestError
 from prefixcache.server.admin.admin import read_options, required, weights_fields
 from prefixcache.server.http.body import RequestFields, media_type

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from prefixcache.config.checked import shown
-from prefixcache.engine.staged import StagedTensors, as_chunk
-from prefixcache.engine.weights_names import check_tag
+from prefixcache.engine.weight_versions import check_tag
+from prefixcache.engine.weights.staged import StagedTensors, as_chunk
 from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
 from prefixcache.models.arrays import given_array
 from prefixcache.types.modes import InFlightMode

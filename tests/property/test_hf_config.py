@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from prefixcache.config.hf_config import FAMILIES, Family
+from prefixcache.config.families import FAMILIES
+from prefixcache.config.family import Family
+from prefixcache.config.hf_fields import HFFields
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
 from support.repeatable import bounded
@@ -166,7 +169,7 @@ def _fields(name: str) -> st.SearchStrategy[dict[str, Any]]:
 # feed-forwards in layers of their own: `test_models.py` compares them.
 _OTHERS = [name for name in FAMILIES if not name.startswith(("Gemma4", "NemotronH"))]
 _FILES = st.sampled_from(_OTHERS).flatmap(_fields)
-_WHOLE = "prefixcache.config.hf_config._whole"
+_COMPLETED = "prefixcache.config.hf_config._completed"
 
 
 def _read(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
@@ -181,27 +184,28 @@ def _as_transformers(source: dict[str, Any]) -> ModelConfig | type[ConfigError]:
     null_is_given = ("sliding_window",)
     fields = {k: v for k, v in source.items() if v is not None or k in null_is_given}
 
-    def whole(family: Family, _given: object) -> Any:
+    def completed(family: Family, given: dict[str, Any]) -> HFFields:
         if family.model_type == "exaone4" and "layer_types" not in fields:
             assume(fields.get("sliding_window", ...) is not None)  # it would divide by zero
         try:
-            found = AutoConfig.for_model(family.model_type, **fields)
+            theirs = AutoConfig.for_model(family.model_type, **fields)
         except Exception as error:
             raise ConfigError("refused") from error
         # Qwen2's class has no field for it, and its model takes what fits.
-        found.head_dim = getattr(found, "head_dim", None) or (
-            found.hidden_size // found.num_attention_heads
+        theirs.head_dim = getattr(theirs, "head_dim", None) or (
+            theirs.hidden_size // theirs.num_attention_heads
         )
-        if not hasattr(found, "num_local_experts") and hasattr(found, "num_experts"):
-            found.num_local_experts = found.num_experts
-        found.linear_heads_tiled = False  # a field of ours, for GGUF files
-        found.layer_types = getattr(found, "layer_types", None) or []
+        if not hasattr(theirs, "num_local_experts") and hasattr(theirs, "num_experts"):
+            theirs.num_local_experts = theirs.num_experts
+        theirs.layer_types = getattr(theirs, "layer_types", None) or []
         if family.ropes_by_layer and fields.keys() & {"rope_parameters", "rope_scaling"}:
             # It checks and completes the ropes of those types alone that some layer has.
-            assume(len(set(found.layer_types)) == 2)
-        return found
+            assume(len(set(theirs.layer_types)) == 2)
+        theirs.bos_token_id = given.get("bos_token_id")
+        names = [part.name for part in dataclasses.fields(HFFields) if hasattr(theirs, part.name)]
+        return HFFields(**{name: getattr(theirs, name) for name in names})
 
-    with mock.patch(_WHOLE, whole):
+    with mock.patch(_COMPLETED, completed):
         return _read(source)
 
 

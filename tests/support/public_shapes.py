@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from prefixcache.config.hf_config import FAMILIES
+from prefixcache.config.families import FAMILIES
 from support.tiny_gguf import is_matrix, layout, parameters_of
 
 _S, _F = "sliding_attention", "full_attention"

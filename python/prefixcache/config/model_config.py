@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
+from prefixcache.config.families import FAMILIES
+from prefixcache.config.family import RopeKind
 from prefixcache.config.generation_fields import not_obeyed
 from prefixcache.config.hf_config import (
-    FAMILIES,
-    FULL,
-    SLIDING,
     HFConfig,
-    NumLayers,
-    RopeKind,
-    TokenId,
-    known_architecture,
     read_fields,
     read_hf_config,
+    supported_architecture,
     token_ids,
 )
+from prefixcache.config.hf_fields import FULL, SLIDING, NumLayers, TokenId
 from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
@@ -322,7 +319,7 @@ class ModelConfig(Checked):
 
     def check_together(self) -> None:
         """Raises `ConfigError`."""
-        known_architecture([self.architecture])
+        supported_architecture([self.architecture])
         for kv_heads in (self.num_kv_heads, self.full_kv_heads or self.num_kv_heads):
             if self.num_heads % kv_heads:
                 raise ConfigError(
@@ -422,11 +419,8 @@ class ModelConfig(Checked):
 
     @property
     def max_context_length(self) -> int:
-        """Tokens a sequence may have, with the room that linear and YaRN scaling add.
-
-        Gemma 3 counts its linear scaling in `max_position_embeddings` already.
-        """
-        if self.rope.kind == "linear" and not self.architecture.startswith("Gemma3"):
+        """Tokens a sequence may have, with the room that linear and YaRN scaling add."""
+        if self.rope.kind == "linear" and not FAMILIES[self.architecture].counts_scaling:
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.kind == "yarn":
             scaled = int(self.rope.original_max_position * self.rope.factor)
@@ -480,34 +474,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     hf = read_hf_config(source)
-    whole = hf.whole
-    names = ("intermediate_size", "rms_norm_eps")
-    flags: dict[str, Any] = {name: getattr(whole, name, None) for name in names} | hf.flags
+    given = hf.fields
+    sizes = {"intermediate_size": given.intermediate_size, "rms_norm_eps": given.rms_norm_eps}
+    flags: dict[str, Any] = sizes | hf.flags
     parts = {"experts": ExpertsConfig, "delta": DeltaConfig, "mamba": MambaConfig}
     flags |= {name: kind(**flags[name]) for name, kind in parts.items() if name in flags}
     config = ModelConfig(
         architecture=hf.architecture,
-        vocab_size=whole.vocab_size,
-        hidden_size=whole.hidden_size,
-        num_layers=whole.num_hidden_layers,
-        num_heads=whole.num_attention_heads,
-        num_kv_heads=whole.num_key_value_heads,
-        head_dim=whole.head_dim,
-        max_position_embeddings=whole.max_position_embeddings,
+        vocab_size=given.vocab_size,
+        hidden_size=given.hidden_size,
+        num_layers=given.num_hidden_layers,
+        num_heads=given.num_attention_heads,
+        num_kv_heads=given.num_key_value_heads,
+        head_dim=given.head_dim,
+        max_position_embeddings=given.max_position_embeddings,
         rope=_rope(hf, FULL),
         local_rope=_rope(hf, SLIDING) if SLIDING in hf.ropes else None,
         layer_windows=hf.layer_windows if any(hf.layer_windows) else (),
-        tie_word_embeddings=whole.tie_word_embeddings,
+        tie_word_embeddings=given.tie_word_embeddings,
         checkpoint_dtype=hf.checkpoint_dtype,
-        bos_token_id=hf.given.get("bos_token_id"),
+        bos_token_id=given.bos_token_id,
         # Either file may hold the one that ends a chat turn.
         eos_token_ids=tuple(dict.fromkeys(token_ids(generation) + hf.eos_token_ids)),
         generation=_generation(generation),
         **flags,
     )
-    # Phi-4's files name one that is longer than their context.
-    said = None if hf.architecture.startswith("Phi") else hf.given.get("sliding_window")
-    return _with_active_windows(config, said)
+    return _with_active_windows(config, hf.longest_window)
 
 
 def _generation(source: Mapping[str, Any]) -> GenerationDefaults:
@@ -551,7 +543,7 @@ def _rope(hf: HFConfig, layers: str) -> RopeConfig:
     if known.get("kind") == "longrope":
         # Without a factor it is that of the contexts.
         if known.get("factor") is None:
-            known["factor"] = hf.whole.max_position_embeddings / known["original_max_position"]
+            known["factor"] = hf.fields.max_position_embeddings / known["original_max_position"]
         known |= {name: tuple(known[name]) for name in ("short_factor", "long_factor")}
     else:
         known = {k: v for k, v in known.items() if k not in ("short_factor", "long_factor")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prefixcache.config.hf_config import FAMILIES
+from prefixcache.config.families import FAMILIES
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.fused import RowOrder
 

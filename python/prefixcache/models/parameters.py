@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from prefixcache.config.hf_config import FAMILIES
+from prefixcache.config.families import FAMILIES
 from prefixcache.config.model_config import (
     Activation,
     DeltaConfig,
@@ -353,7 +353,7 @@ class DecoderShape:
             layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
             rotations=rotations,
             own_inputs=_own_inputs(config) if config.own_input_size else None,
-            norm=NormShape(config.hidden_size, {f"model.{_names(config).get('norm', 'norm')}": 1}),
+            norm=NormShape(config.hidden_size, {f"model.{_names(config)['norm']}": 1}),
             head=LinearShape(config.hidden_size, {name: config.vocab_size}),
         )
 
@@ -390,7 +390,7 @@ def _layer(config: ModelConfig, layer: int, ropes: tuple[int, ...]) -> LayerShap
     reads_normed = config.input_norms and isinstance(feed_forward, DenseShape | ExpertsShape)
     mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return LayerShape(
-        input_norm=norm(names.get("input_norm", "input_layernorm")) if config.input_norms else None,
+        input_norm=norm(names["input_norm"]) if config.input_norms else None,
         mixer=_mixer(config, layer, prefix, ropes),
         mixer_out_norm=norm("post_attention_layernorm") if sandwich else None,
         mlp_norm=norm(names.get("mlp_norm", mlp_norm), mlp_prefix) if reads_normed else None,
@@ -436,12 +436,12 @@ def _mixer(
     if config.delta is not None and layer in config.delta.layers:
         return _delta(config, config.delta, f"{prefix}.linear_attn")
     if config.mamba is not None and layer in config.mamba.layers:
-        return _mamba(config, config.mamba, f"{prefix}.{_names(config).get('mamba', 'mamba')}")
+        return _mamba(config, config.mamba, f"{prefix}.{_names(config)['mamba']}")
     return _attention(config, layer, prefix, ropes)
 
 
 def _names(config: ModelConfig) -> Mapping[str, str]:
-    return FAMILIES[config.architecture].names
+    return FAMILIES[config.architecture].modules
 
 
 def _makes(config: ModelConfig, layer: int) -> Makes:
@@ -459,7 +459,7 @@ def _attention(
     parts = {"all": "qkv", "queries_and_keys": "qk", "queries": "q"}[makes]
     counts = {one: heads if one == "q" else kv_heads for one in parts}
     hidden, names = config.hidden_size, _names(config)
-    base = f"{prefix}.{names.get('attention', 'self_attn')}"
+    base = f"{prefix}.{names['attention']}"
     pieces: dict[str, Pieces | PairedHeads] = {}
     if FAMILIES[config.architecture].pairs_heads:
         rotated = config.rope_of(config.window_of(layer)).rotated_of(head_dim)
@@ -471,9 +471,9 @@ def _attention(
     qkv = {f"{base}.{one}_proj": count * head_dim for one, count in counts.items()}
     if "qkv" in names:
         qkv = {f"{prefix}.{names['qkv']}": sum(qkv.values())}
-    q_norm = f"{prefix}.{names.get('q_norm', 'self_attn.q_norm')}"
-    k_norm = f"{prefix}.{names.get('k_norm', 'self_attn.k_norm')}"
-    out = f"{prefix}.{names.get('out', 'self_attn.o_proj')}"
+    q_norm = f"{prefix}.{names['q_norm']}"
+    k_norm = f"{prefix}.{names['k_norm']}"
+    out = f"{prefix}.{names['out']}"
     normed = {q_norm: heads} | ({} if makes == "queries" else {k_norm: kv_heads})
     return AttentionShape(
         kv_heads=kv_heads,
@@ -570,15 +570,13 @@ def _dense_and_experts(
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> ExpertsShape:
     hidden, size, names = config.hidden_size, experts.intermediate_size, _names(config)
-    router = f"{prefix}.{names.get('router', 'mlp.gate')}"
-    base = f"{prefix}.{names.get('experts', 'mlp.experts')}"
+    router = f"{prefix}.{names['router']}"
+    base = f"{prefix}.{names['experts']}"
     each = [f"{base}.{i}" for i in range(experts.count)]
-    gate, up, down = (
-        names.get(part, f"mlp.{part}_proj").rpartition(".")[2] for part in ("gate", "up", "down")
-    )
+    gate, up, down = (names[part].rpartition(".")[2] for part in ("gate", "up", "down"))
     bias = VectorShape(f"{prefix}.{names.get('selection_bias', '')}", experts.count)
     scales = VectorShape(f"{prefix}.router.per_expert_scale", experts.count)
-    shared = names.get("shared", "mlp.shared_expert")
+    shared = names["shared"]
     of_shared = {part: f"{shared}.{part}_proj" for part in ("gate", "up", "down")}
     weight = LinearShape(hidden, {f"{prefix}.{shared}_gate": 1})
     return ExpertsShape(
@@ -600,7 +598,7 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, prefix: str) -> Expert
 
 def _dense(config: ModelConfig, prefix: str, size: int, names: Mapping[str, str]) -> DenseShape:
     hidden = config.hidden_size
-    down = f"{prefix}.{names.get('down', 'mlp.down_proj')}"
+    down = f"{prefix}.{names['down']}"
     return DenseShape(
         gate_up=LinearShape(
             hidden,
@@ -616,7 +614,7 @@ def _gate_up(prefix: str, names: Mapping[str, str], size: int, *, is_gated: bool
     """One tensor where it has a name, else two."""
     if "gate_up" in names:
         return {f"{prefix}.{names['gate_up']}": 2 * size}
-    parts = [names.get(one, f"mlp.{one}_proj") for one in ("gate", "up")]
+    parts = [names[part] for part in ("gate", "up")]
     return {f"{prefix}.{part}": size for part in (parts if is_gated else parts[1:])}
 
 

@@ -55,7 +55,10 @@ def test_llama3_scaling_is_already_in_the_context_length() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM.*Supported: .*Llama",
+        ),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*Supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

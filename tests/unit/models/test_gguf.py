@@ -114,7 +114,7 @@ def test_another_architecture_is_refused_by_name(file: Path) -> None:
         file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba")
     )
     with pytest.raises(
-        UnsupportedModelError, match=r"tiny\.gguf: architecture 'mamba'.*llama, qwen2"
+        UnsupportedModelError, match=r"tiny\.gguf: architecture 'mamba'.*llama, mistral3"
     ):
         resolve_model(str(file))
 

@@ -57,9 +57,9 @@ ADDITIONS = {
         "server/http/access.py": ('        "/made_up_for_clients",\n', '        "/detokenize",'),
     },
     "a model family": {
-        "config/hf_config.py": (
-            '    "MadeUpForCausalLM": Family(model_type="llama"),\n',
-            '    "MistralForCausalLM": ',
+        "config/families/llama.py": (
+            '    "MadeUpForCausalLM": Family(model_type="a", gguf=GgufRow(architecture="made")),\n',
+            '    "ArceeForCausalLM": ',
         )
     },
 }
@@ -103,6 +103,8 @@ sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_lay
 sizes |= dict(num_attention_heads=4, max_position_embeddings=128)
 config = ModelConfig.from_hf({"architectures": ["MadeUpForCausalLM"], **sizes})
 assert config.num_layers == 2
+from prefixcache.models.gguf.folder import check_metadata
+check_metadata("general.architecture", "made")
 """,
 }
 TRY_ALL = """

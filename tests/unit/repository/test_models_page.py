@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.config.families import FAMILIES
+from prefixcache.config.family import Family
 from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED
-from prefixcache.config.hf_config import FAMILIES, Family
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.kv.cache_manager import fitting_tokens
 from prefixcache.kv.specs import STATE_BYTES, KVLayout, kv_layout
 from prefixcache.models.gguf.choice import PREFERRED
-from prefixcache.models.gguf.folder import ARCHITECTURES
 from prefixcache.models.gguf.header import DENSE_FORMATS
 from prefixcache.models.quantized import QUANT_FORMATS, quant_block_size
 from support.public_shapes import SHAPES, Mix, num_bytes, skeleton, tensors_of
@@ -59,12 +59,10 @@ def table_of_families() -> Iterator[str]:
     yield rows("Architecture", "GGUF", "Windows", "Experts", "Ropes", "Refused")
     yield rows(*["---"] * 6)
     for name, family in FAMILIES.items():
-        of = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}.get(name, name)
-        files = [one for one, architecture in ARCHITECTURES.items() if architecture == of]
         ropes = ", ".join(family.rope_kinds)
         yield rows(
             f"`{name}`",
-            named(files) or "none",
+            f"`{family.gguf.architecture}`" if family.gguf else "none",
             seen_by(family),
             has_experts(family),
             f"{ropes}; in part" if family.rotates_partly else ropes,

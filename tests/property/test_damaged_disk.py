@@ -188,8 +188,9 @@ def test_what_passes_is_known_by_its_code_or_by_its_text(tmp_path):
     errors[6] = raised("DROP TABLE t", first)
     errors[1] = raised("SELECT * FROM nothing", first)
     for code, error in errors.items():
-        assert _result_code(error) == code
-        of_python_310 = type(error)(str(error))
-        assert _result_code(of_python_310) == (0 if code == 1 else code)
+        by_text = 0 if code == 1 else code
+        # Python 3.10 has no codes.
+        assert _result_code(error) == (code if hasattr(error, "sqlite_errorcode") else by_text)
+        assert _result_code(type(error)(str(error))) == by_text
     for db in (first, second):
         db.close()

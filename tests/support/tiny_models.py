@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -194,7 +195,8 @@ _GRANITE4_H = _GRANITE4 | {
 _GRANITE4_H_MOE = _GRANITE4_H | {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
-    "mamba_n_groups": 2,
+    # The transformers of Python 3.10 normalises all groups as one.
+    "mamba_n_groups": 2 if sys.version_info >= (3, 11) else 1,
     "mamba_proj_bias": True,
 }
 # The third of four mixers has no MLP behind it.
@@ -510,7 +512,8 @@ def make_model(architecture: str, *, seed: int = 0, **arguments: Any) -> PreTrai
 def load_model(folder: Path) -> PreTrainedModel:
     """The transformers model of a folder that does not change, float32."""
     auto_class = _auto_class(AutoConfig.from_pretrained(folder))
-    return auto_class.from_pretrained(folder, dtype=torch.float32)
+    # The transformers of Python 3.10 leaves Gemma 2's softcap out otherwise.
+    return auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

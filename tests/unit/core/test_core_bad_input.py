@@ -169,7 +169,8 @@ def token_calls(cache: PrefixCache) -> list[Callable[[Any], Any]]:
 
 
 def test_wrong_scopes(cache: PrefixCache) -> None:
-    with pytest.raises(TypeError, match="cache_salt"):
+    # Errors have notes, which name the argument, from Python 3.11 on.
+    with pytest.raises(TypeError, match="cache_salt" if sys.version_info >= (3, 11) else "'str'"):
         cache.new_sequence([], cache_salt=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="extras"):
         cache.new_sequence([], extras=["text"])  # type: ignore[list-item]

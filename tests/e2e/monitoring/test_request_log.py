@@ -86,6 +86,16 @@ async def test_a_line_tells_what_came_of_a_request(tiny_checkpoint: Callable[...
     assert (wrong["status"], wrong["level"]) == (400, "info")
 
 
+async def test_what_is_polled_is_in_the_log_for_debugging_alone(tokenizer: Tokenizer) -> None:
+    polled = ("/health", "/load", "/metrics", "/ping", "/ready")
+    async with client_of(fake_app(FakeEngine(says), tokenizer)) as client:
+        with log() as written:
+            for path in (*polled, "/v1/models"):
+                assert (await client.get(path)).status_code == 200, path
+    levels = {line["path"]: line["level"] for line in lines(written)}
+    assert levels == {**dict.fromkeys(polled, "debug"), "/v1/models": "info"}
+
+
 async def test_doubled_request_ids_are_two_requests(tiny_checkpoint: Callable[..., Path]) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 30, "ignore_eos": True}
     async with served_folder(tiny_checkpoint()) as (client, _):

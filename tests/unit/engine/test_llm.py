@@ -120,7 +120,7 @@ def test_tokens_that_a_model_suppresses_are_never_sampled(
     first, *others = free.outputs[0].token_ids
     begin = next((i for i in others if i != first), others[0])
     llm = load(suppress_tokens=[first, 10**6], begin_suppress_tokens=[begin])
-    bias = {first: 100.0}
+    bias = {first: 100.0, begin: 99.0}
     for params in (
         SamplingParams(temperature=0, max_tokens=30, logit_bias=bias, logprobs=1),
         SamplingParams(temperature=2.0, max_tokens=30, seed=1, ignore_eos=True),
@@ -132,8 +132,9 @@ def test_tokens_that_a_model_suppresses_are_never_sampled(
         output = generate(llm, prompt, params)[0].outputs[0]
         assert first not in output.token_ids
         assert output.token_ids[0] != begin
-        if params.logprobs:
+        if params.logit_bias:
             assert first in output.logprobs[0], "it stays the likeliest"
+            assert output.token_ids[1] == begin, "it is next"
     with pytest.raises(InvalidRequestError, match="suppress_tokens"):
         generate(llm, prompt, SamplingParams(allowed_token_ids=[first]))
 

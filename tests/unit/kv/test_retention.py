@@ -128,6 +128,9 @@ def test_the_line_of_the_start_has_the_numbers() -> None:
     assert "Pins are 256 tokens apart or more" in line
     assert "every 1024 tokens, with the blocks of full attention before them" in line
     assert "\n" not in line
+    closer = Retention(interval=64, pin=True, pin_min_drop_size=64)
+    line = closer.describe_pins(24_000, 16, [None, *[128] * 6], 32_768)
+    assert "1 prefix of 25000 tokens, 41208 tokens in all. Pins are 1024 tokens apart" in line
 
 
 CHUNK = 16

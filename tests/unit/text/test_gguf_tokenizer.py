@@ -136,26 +136,69 @@ def test_flags_of_a_file_and_llama_cpps_defaults(tmp_path: Path) -> None:
     assert (config["bos_token"], config["model_max_length"]) == ("<x>", 64)
 
 
-# As the tokenizer.json of a model with such files has them.
-PUBLISHED_WORDS = {
-    **dict.fromkeys(
-        ("smaug-bpe", "dbrx", "pixtral", "falcon-h1"),
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-    "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
-    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+def cut(*patterns: str) -> Any:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, in_bytes])
+
+
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_DIGITS_APART = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How the tokenizer.json of a model with such files cuts text, whether a word that is a token needs
+# no merge, and whether texts begin with BOS by default, as in llama.cpp's llama-vocab.cpp.
+BY_NAME: dict[str, tuple[Any, bool, bool]] = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "exaone4", "mellum"), (_GPT2, False, False)),
+    **dict.fromkeys(("a.x-4.0", "trillion", "granite-docling"), (_GPT2, False, False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGITS_APART, False, False)),
+    **dict.fromkeys(("command-r", "minerva-7b"), (_DIGITS_APART, False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), (cut(_LLAMA3), True, True)),
+    **dict.fromkeys(("lfm2", "falcon-h1", "pixtral", "midm-2.0"), (cut(_LLAMA3), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), (cut(_LLAMA3), False, False)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (cut(_LLAMA3), True, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (cut(_QWEN2), False, False)),
+    "kormo": (cut(_QWEN2), False, False),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (cut(_O200K), False, False)),
+    "seed-coder": (cut(_SEED), False, False),
+    "minicpm5": (cut(r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), True, False),
 }
 
 
-@pytest.mark.parametrize("pre", PUBLISHED_WORDS)
-def test_text_is_cut_by_the_published_pattern(pre: str, tmp_path: Path, seed: int) -> None:
-    ours = written(tmp_path, pre=pre, add_bos_token=False).pre_tokenizer
-    split = pre_tokenizers.Split(Regex(PUBLISHED_WORDS[pre]), "isolated")
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs = pre_tokenizers.Sequence([split, in_bytes])
-    for text in [*HARD, "1234567 a!\n\nb", *random_texts(seed, bounded(usual=500, long=5_000))]:
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), ascii(text)
+@pytest.mark.parametrize("pre", BY_NAME)
+def test_text_is_cut_as_the_name_says(pre: str, tmp_path: Path, seed: int) -> None:
+    theirs, whole_words_first, adds_bos = BY_NAME[pre]
+    tokenizer = written(tmp_path, pre=pre)
+    for text in [*HARD, "1234567 a!\n\nb", *random_texts(seed, bounded(usual=200, long=5_000))]:
+        cut_here = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert cut_here == theirs.pre_tokenize_str(text), ascii(text)
+    model = json.loads(tokenizer.to_str())["model"]
+    assert (model["ignore_merges"], tokenizer.encode("ab").ids[0] == 3) == (
+        whole_words_first,
+        adds_bos,
+    )
+
+
+def test_each_supported_name_is_tested(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        written(tmp_path, pre="unknown")
+    others = {"default", *(pre for _, pre, _ in FILES.values())} - {"sentencepiece"}
+    names = str(refused.value).partition("Supported: ")[2].rstrip(".").split(", ")
+    assert {*names} == {*BY_NAME, *others}
 
 
 @pytest.mark.parametrize(

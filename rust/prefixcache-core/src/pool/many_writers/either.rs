@@ -16,23 +16,20 @@ use crate::store::{
     BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats,
 };
 
-/// The right to change a pool of either form.
-#[derive(Debug)]
-pub enum AnyWriter {
-    /// The only one.
-    One(Writer),
-    /// One of several.
-    Many(MultiWriter),
+/// One of a pool's two forms.
+#[derive(Clone, Debug)]
+pub enum Either<O, M> {
+    /// Of one writer.
+    One(O),
+    /// Of several.
+    Many(M),
 }
 
+/// The right to change a pool of either form.
+pub type AnyWriter = Either<Writer, MultiWriter>;
+
 /// A pool of either form to look at.
-#[derive(Clone, Debug)]
-pub enum AnyReader {
-    /// Of one writer.
-    One(Reader),
-    /// Of several.
-    Many(MultiReader),
-}
+pub type AnyReader = Either<Reader, MultiReader>;
 
 impl AnyWriter {
     /// The pool, for another thread to look at.
@@ -45,98 +42,111 @@ impl AnyWriter {
     }
 }
 
-/// Methods that call those of the pool behind.
+/// Methods that `$through` makes of those of the pool behind.
 macro_rules! forward {
-    ($($(#[$meta:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+    ($through:ident, &self: $(
+        $(#[$meta:meta])* $visible:vis fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;
+    )*) => {$(
         $(#[$meta])*
         $visible fn $name(&self $(, $arg: $type)*) $(-> $result)? {
-            match self {
-                Self::One(pool) => pool.$name($($arg),*),
-                Self::Many(pool) => pool.$name($($arg),*),
-            }
+            $through!(self, |pool| pool.$name($($arg),*))
         }
     )*};
-    (mut: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+    ($through:ident, &mut self: $(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
         fn $name(&mut self $(, $arg: $type)*) $(-> $result)? {
-            match self {
-                Self::One(pool) => pool.$name($($arg),*),
-                Self::Many(pool) => pool.$name($($arg),*),
-            }
+            $through!(self, |pool| pool.$name($($arg),*))
         }
     )*};
 }
+pub(super) use forward;
 
-macro_rules! lookups {
-    ($handle:ident) => {
-        impl Sealed for $handle {}
+/// The methods of [`BlockStore`] that both forms have.
+macro_rules! changes_through {
+    ($through:ident) => {
+        forward! {
+            $through, &mut self:
+            fn commit(
+                keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
+                num_new: usize,
+                out: &mut Vec<BlockId>
+            ) -> Result<usize, Exhausted>;
+            fn begin_registrations();
+            fn prefetch(key: &BlockKey);
+            fn register(block: BlockId, key: BlockKey, epoch: Epoch) -> Result<Registration, Misuse>;
+            fn release(blocks: &[BlockId]) -> Result<(), Misuse>;
+            fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
+            fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;
+            fn mark(block: BlockId, marks: Marks);
+            fn clear_index();
+            fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+            fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
+            fn demote(count: usize) -> usize;
+            fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
+            fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
+            fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
+            fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
+            fn release_cached(count: usize) -> usize;
+            fn set_max_cached(blocks: Option<usize>);
+            fn defer_bound(defers: bool);
+            fn keep_bound();
+        }
+    };
+}
+pub(super) use changes_through;
 
-        impl Lookup for $handle {
-            forward! {
-                fn is_at_rest() -> bool;
-                fn lookup(key: &BlockKey) -> Option<BlockId>;
-                fn count_leading(keys: impl Iterator<Item = BlockKey> + Clone) -> usize;
-                fn evicts_in_order() -> bool;
-                fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
-                fn key_of(block: BlockId) -> BlockKey;
-                fn clock() -> &Clock;
-                fn epoch() -> Epoch;
-                fn num_blocks() -> usize;
-                fn num_free() -> usize;
-                fn band(key: &BlockKey) -> Option<Band>;
-                fn held_band(block: BlockId) -> Band;
-                fn marks(block: BlockId) -> Marks;
-                fn reuse_queue() -> Option<&ReuseQueue>;
-                fn event_log() -> Option<&EventLog>;
-                fn free_order() -> Vec<BlockId>;
-                fn cached_blocks() -> Vec<BlockId>;
-                fn stats() -> StoreStats;
-                fn num_holders(block: BlockId) -> usize;
-                fn validate() -> Result<(), Broken>;
-            }
+macro_rules! either {
+    ($handle:expr, |$pool:ident| $call:expr) => {
+        match $handle {
+            Self::One($pool) => $call,
+            Self::Many($pool) => $call,
         }
     };
 }
 
-lookups!(AnyWriter);
-lookups!(AnyReader);
+impl<O: Sealed, M: Sealed> Sealed for Either<O, M> {}
 
-impl BlockStore for AnyWriter {
+impl<O: Lookup, M: Lookup> Lookup for Either<O, M> {
     forward! {
-        mut:
-        fn commit(
-            keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-            num_new: usize,
-            out: &mut Vec<BlockId>
-        ) -> Result<usize, Exhausted>;
-        fn begin_registrations();
+        either, &self:
+        fn is_at_rest() -> bool;
+        fn lookup(key: &BlockKey) -> Option<BlockId>;
+        fn count_leading(keys: impl Iterator<Item = BlockKey> + Clone) -> usize;
+        fn evicts_in_order() -> bool;
+        fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
+        fn key_of(block: BlockId) -> BlockKey;
+        fn clock() -> &Clock;
+        fn epoch() -> Epoch;
+        fn num_blocks() -> usize;
+        fn num_free() -> usize;
+        fn band(key: &BlockKey) -> Option<Band>;
+        fn held_band(block: BlockId) -> Band;
+        fn marks(block: BlockId) -> Marks;
+        fn reuse_queue() -> Option<&ReuseQueue>;
+        fn event_log() -> Option<&EventLog>;
+        fn free_order() -> Vec<BlockId>;
+        fn cached_blocks() -> Vec<BlockId>;
+        fn stats() -> StoreStats;
+        fn num_holders(block: BlockId) -> usize;
+        fn validate() -> Result<(), Broken>;
+    }
+}
+
+impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
+    changes_through!(either);
+
+    forward! {
+        either, &mut self:
         fn take_hinted_change() -> Option<HintedChange>;
-        fn prefetch(key: &BlockKey);
-        fn register(block: BlockId, key: BlockKey, epoch: Epoch) -> Result<Registration, Misuse>;
         fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
         fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
-        fn release(blocks: &[BlockId]) -> Result<(), Misuse>;
-        fn release_to(blocks: &[BlockId], queue: Queue) -> Result<(), Misuse>;
-        fn release_unneeded(blocks: &[BlockId]) -> Result<(), Misuse>;
         fn set_durable(durable: bool);
-        fn mark(block: BlockId, marks: Marks);
-        fn clear_index();
-        fn pin(blocks: &[BlockId]) -> Result<usize, Misuse>;
-        fn unpin(blocks: &[BlockId]) -> Result<usize, Misuse>;
-        fn demote(count: usize) -> usize;
-        fn set_band(key: &BlockKey, held: BlockId, band: Band) -> bool;
         fn end_order();
-        fn resize(num_blocks: usize) -> Result<usize, ResizeError>;
-        fn begin_moves(num_blocks: usize, most: usize, moves: &mut Moves) -> Result<(), ResizeError>;
-        fn finish_moves(moves: &mut Moves) -> Result<usize, ResizeError>;
-        fn release_cached(count: usize) -> usize;
-        fn set_max_cached(blocks: Option<usize>);
-        fn defer_bound(defers: bool);
-        fn keep_bound();
     }
 }
 
 impl AnyReader {
     forward! {
+        either, &self:
         /// See [`MultiPool::listen`](super::MultiPool::listen).
         pub fn listen(capacity: usize, gap_bounds: &[Duration]) -> Result<(), ListenError>;
         /// See [`MultiPool::take_evictions`](super::MultiPool::take_evictions).

@@ -32,10 +32,11 @@ pub(super) struct FreeStack {
 pub(super) struct Chain {
     first: BlockId,
     last: BlockId,
+    len: usize,
 }
 
 impl Chain {
-    pub(super) const EMPTY: Self = Self { first: BlockId::NULL, last: BlockId::NULL };
+    pub(super) const EMPTY: Self = Self { first: BlockId::NULL, last: BlockId::NULL, len: 0 };
 
     /// Puts a block at the chain's end.
     #[inline]
@@ -47,6 +48,11 @@ impl Chain {
             blocks[self.last.index()].put_on(block);
         }
         self.last = block;
+        self.len += 1;
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
     }
 }
 

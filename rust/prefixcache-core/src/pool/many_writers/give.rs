@@ -1,15 +1,14 @@
-//! Giving blocks back, and moving them between the classes.
+//! Giving blocks back.
 
 use super::MultiPool;
-use super::block::{Block, GiveUp, Place, State, Ticket, Transition};
-use super::credits::Inside;
+use super::block::{Block, GiveUp, State, Ticket, Transition};
 use super::free_stack::Chain;
 use super::ring::Reservation;
 use crate::class::{ByClass, Class, ClassSet, Destination};
 use crate::error::Misuse;
 use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::policy::{ReuseQueue, Tick};
+use crate::policy::{Queue, ReuseQueue, Tick};
 use crate::store::FreeOrder;
 use crate::sync::{Fault, planted};
 
@@ -24,7 +23,6 @@ const COMPACTION_STEPS: usize = 4;
 struct Return {
     /// Blank blocks, which go to the front together at the end, in the order in which they came.
     front: Chain,
-    in_front: usize,
     tickets: ByClass<Reservation>,
     /// The classes of the chunk's tickets.
     classes: ClassSet,
@@ -38,20 +36,6 @@ struct Return {
 }
 
 impl Return {
-    fn new(append: bool, to: Destination) -> Self {
-        Self {
-            front: Chain::EMPTY,
-            in_front: 0,
-            tickets: [const { Reservation::NONE }; _],
-            classes: ClassSet::EMPTY,
-            queued: 0,
-            append,
-            to,
-            now: Tick::default(),
-            end: 0,
-        }
-    }
-
     /// The state by whose class the block joins its ring, from the one that it had with its last holder.
     #[inline]
     fn reclassed(&self, last: State) -> State {
@@ -63,14 +47,36 @@ impl Return {
 }
 
 impl MultiPool {
-    fn appends(&self) -> bool {
-        self.config.free_order == FreeOrder::Append
+    /// Gives up one hold of each block, in this order, up to the first that nobody holds.
+    pub(super) fn release(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back(ids, Destination::Same)
     }
 
-    /// Gives up one hold of each block, in this order, up to the first that nobody holds.
-    pub(super) fn give_back(&self, ids: &[BlockId], to: Destination) -> Result<(), Misuse> {
+    /// [`Self::release`], but content of the default band is evicted before all other.
+    pub(super) fn release_unneeded(&self, ids: &[BlockId]) -> Result<(), Misuse> {
+        self.give_back(ids, Destination::Front)
+    }
+
+    /// [`Self::release`], but content of the default band joins this queue.
+    pub(super) fn release_to(&self, ids: &[BlockId], queue: Queue) -> Result<(), Misuse> {
+        let queue = self.reuse.as_ref().map(|_| Destination::Queue(queue));
+        self.give_back(ids, queue.unwrap_or(Destination::Same))
+    }
+
+    fn give_back(&self, ids: &[BlockId], to: Destination) -> Result<(), Misuse> {
         self.report_release(ids);
-        self.give_back_as(ids, Return::new(self.appends(), to))
+        self.give_back_as(ids, self.appends(), to)
+    }
+
+    /// Gives up the holds of blocks that this call itself took, which were no uses.
+    #[cold]
+    pub(super) fn give_back_all(&self, ids: &[BlockId]) {
+        let outcome = self.give_back_as(ids, self.appends(), Destination::Same);
+        debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
+    }
+
+    fn appends(&self) -> bool {
+        self.config.free_order == FreeOrder::Append
     }
 
     /// The caller is about to give up its holds of these blocks, up to the first that nobody holds.
@@ -89,29 +95,25 @@ impl MultiPool {
         self.reuse.as_ref().map_or_else(Tick::default, ReuseQueue::now)
     }
 
-    /// Reads what stays the same until the call ends. The caller is inside.
-    #[inline]
-    fn begin_return(&self, batch: &mut Return) {
-        batch.now = self.tick();
-        batch.end = self.size.end();
-    }
-
-    fn give_back_as(&self, ids: &[BlockId], mut batch: Return) -> Result<(), Misuse> {
+    fn give_back_as(&self, ids: &[BlockId], append: bool, to: Destination) -> Result<(), Misuse> {
         let mut inside = self.credits.enter();
-        self.begin_return(&mut batch);
+        let mut batch = Return {
+            front: Chain::EMPTY,
+            tickets: [const { Reservation::NONE }; _],
+            classes: ClassSet::EMPTY,
+            queued: 0,
+            append,
+            to,
+            now: self.tick(),
+            end: self.size.end(),
+        };
         let outcome =
             ids.chunks(CHUNK).try_for_each(|chunk| self.give_back_chunk(chunk, &mut batch));
-        self.push_front(batch, &mut inside);
+        self.stack.push(self.records.blocks(), &batch.front);
+        inside.give_at_end(batch.front.len());
         drop(inside);
         self.keep_bound();
         outcome
-    }
-
-    /// Gives up the holds of blocks that this call itself took, which were no uses.
-    #[cold]
-    pub(super) fn give_back_all(&self, ids: &[BlockId]) {
-        let outcome = self.give_back_as(ids, Return::new(self.appends(), Destination::Same));
-        debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
     }
 
     fn give_back_chunk(&self, chunk: &[BlockId], batch: &mut Return) -> Result<(), Misuse> {
@@ -127,9 +129,8 @@ impl MultiPool {
     /// Gets tickets for the blocks that will need one by the look of them now.
     fn reserve(&self, chunk: &[BlockId], batch: &mut Return) {
         let mut wanted: ByClass<usize> = [0; _];
-        for state in
-            chunk.iter().filter_map(|id| self.records.blocks().get(id.index())).map(Block::state)
-        {
+        let blocks = chunk.iter().filter_map(|id| self.records.blocks().get(id.index()));
+        for state in blocks.map(Block::state) {
             if state.holders() == 1 && (state.is_hashed() || batch.append) {
                 let class = batch.reclassed(state).standing().class();
                 wanted[class.index()] += 1;
@@ -164,11 +165,6 @@ impl MultiPool {
         batch.queued = 0;
     }
 
-    fn push_front(&self, batch: Return, inside: &mut Inside<'_>) {
-        self.stack.push(self.records.blocks(), &batch.front);
-        inside.give_at_end(batch.in_front);
-    }
-
     /// Gives up one hold.
     #[inline]
     fn unhold(&self, id: BlockId, batch: &mut Return) -> Result<(), Misuse> {
@@ -188,30 +184,29 @@ impl MultiPool {
     /// more: its state is another then, and the caller looks again.
     fn let_go(&self, id: BlockId, last: State, batch: &mut Return) -> Transition {
         let block = self.block(id);
-        let above = id.index() >= batch.end;
-        let retired = above && self.records.is_retired(id);
-        if last.is_hashed() && (retired || !self.records.is_current(block)) {
-            let cause = if retired { Cause::Resized } else { Cause::Discarded };
-            return self.blank(id, last, cause);
-        }
-        if above && !last.is_hashed() {
-            return self.retire(id);
-        }
-        if last.is_hashed() || batch.append {
-            let joining = batch.reclassed(last);
-            let class = joining.standing().class();
-            if let Some(ticket) = self.ticket(class, batch) {
-                let place = Place { class, ticket };
-                return self.queue(id, last, joining.queued(ticket), place, batch);
-            }
-        }
+        let is_above = id.index() >= batch.end;
         if last.is_hashed() {
-            self.counters.drops.add(1);
-            return self.blank(id, last, Cause::Dropped);
+            if is_above && self.records.is_retired(id) {
+                return self.blank(id, last, Cause::Resized);
+            }
+            if !self.records.is_current(block) {
+                return self.blank(id, last, Cause::Discarded);
+            }
+            let step = self.queue(id, last, batch);
+            return step.unwrap_or_else(|| self.blank(id, last, Cause::Dropped));
+        }
+        if batch.append
+            && !is_above
+            && let Some(step) = self.queue(id, last, batch)
+        {
+            return step;
         }
         let step = block.transition_to_idle();
-        if step == Transition::Done {
-            self.append_to_front(id, batch);
+        if step == Transition::Done && is_above {
+            // It leaves the pool.
+            self.size.count_held_above(-1);
+        } else if step == Transition::Done {
+            batch.front.append(self.records.blocks(), id);
         }
         step
     }
@@ -221,27 +216,37 @@ impl MultiPool {
     #[cold]
     fn blank(&self, id: BlockId, last: State, cause: Cause) -> Transition {
         if self.block(id).transition_to_blank(last) == Transition::Done {
-            if last.standing().is_pinned() {
-                self.counters.ended_pins.add(1);
-            }
+            self.counters.drops.add(u64::from(cause == Cause::Dropped));
+            self.counters.ended_pins.add(u64::from(last.standing().is_pinned()));
             self.evict_all(&[id], cause, |_| last.standing().class());
         }
         Transition::Raced
     }
 
-    /// Gives up the last hold of a block without content that the pool has shrunk below, or is about to.
-    #[cold]
-    fn retire(&self, id: BlockId) -> Transition {
-        let outcome = self.block(id).transition_to_idle();
-        if outcome == Transition::Done {
-            self.size.count_release_above();
+    /// Lets the last holder put a block in line, unless the ring is full.
+    #[inline]
+    fn queue(&self, id: BlockId, last: State, batch: &mut Return) -> Option<Transition> {
+        let joining = batch.reclassed(last);
+        let class = joining.standing().class();
+        let ring = self.ring(class);
+        let ticket = self.ticket(class, batch)?;
+        if let Some(reuse) = &self.reuse {
+            // Before others can find the block in line.
+            reuse.stamp(id, batch.now);
         }
-        outcome
-    }
-
-    fn append_to_front(&self, id: BlockId, batch: &mut Return) {
-        batch.front.append(self.records.blocks(), id);
-        batch.in_front += 1;
+        if planted(Fault::SlotBeforeState) {
+            ring.fill(ticket, id);
+        }
+        let step = self.block(id).transition_to_queued(last, joining.queued(ticket));
+        if step == Transition::Done {
+            ring.fill(ticket, id);
+            batch.tickets[class.index()].advance();
+            match id.index() < batch.end {
+                true => batch.queued += 1,
+                false => self.size.count_rejoined(),
+            }
+        }
+        Some(step)
     }
 
     #[inline]
@@ -252,76 +257,25 @@ impl MultiPool {
         batch.tickets[class.index()].peek()
     }
 
-    #[inline]
-    fn queue(
-        &self,
-        id: BlockId,
-        last: State,
-        queued: State,
-        place: Place,
-        batch: &mut Return,
-    ) -> Transition {
-        let ring = self.ring(place.class);
-        if let Some(reuse) = &self.reuse {
-            // Before others can find the block in line.
-            reuse.stamp(id, batch.now);
-        }
-        let early = planted(Fault::SlotBeforeState);
-        if early {
-            ring.fill(place.ticket, id);
-        }
-        let step = self.block(id).transition_to_queued(last, queued);
-        if step == Transition::Done {
-            if !early {
-                ring.fill(place.ticket, id);
-            }
-            batch.tickets[place.class.index()].advance();
-            if id.index() >= batch.end {
-                self.size.count_rejoined();
-            } else {
-                batch.queued += 1;
-            }
-        }
-        step
-    }
-
-    // Pins.
-
-    /// Takes the pins off the oldest `count` blocks in the pinned line, which join those of their own
-    /// classes; how many.
-    pub(super) fn unpin_oldest(&self, count: usize) -> usize {
-        let at_once = if planted(Fault::GreedyDemotion) { count } else { 1 };
-        let mut moved = 0;
-        while moved < count {
-            let mut inside = self.credits.enter();
-            let more = self.unpin_next(at_once, &mut inside);
-            if more == 0 {
-                break;
-            }
-            moved += more;
-        }
-        moved
-    }
-
-    /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. For
-    /// one block at a time: an allocation meanwhile may count on all others.
-    fn unpin_next(&self, count: usize, inside: &mut Inside<'_>) -> usize {
-        let credits = self.credits.take_some(count);
+    /// Takes the pin off the oldest block in the pinned line, which joins that of its own class; whether there was
+    /// one.
+    ///
+    /// A block between two lines cannot be found by others, so a credit is held for it meanwhile. One
+    /// block at a time: an allocation meanwhile may count on all others.
+    pub(super) fn unpin_oldest(&self) -> bool {
+        let mut inside = self.credits.enter();
+        let wanted = if planted(Fault::GreedyDemotion) { usize::MAX } else { 1 };
+        let credits = self.credits.take_some(wanted);
         let mut ids = Vec::new();
         let take = |id, place| Some(self.block(id).transition_to_unpinned(place));
-        let moved =
-            self.ring(Class::PINNED).take_oldest(self.records.blocks(), credits, take, &mut ids);
+        let ring = self.ring(Class::PINNED);
+        ring.take_oldest(self.records.blocks(), credits.min(1), take, &mut ids);
         // No credit stands for a leaving block.
         let above = ids.iter().filter(|&&id| self.is_above(id)).count();
-        self.size.count_holds_above(above);
-        inside.give_at_end(credits - (moved - above));
-        let mut batch = Return::new(true, Destination::Same);
-        self.begin_return(&mut batch);
-        for chunk in ids.chunks(CHUNK) {
-            let outcome = self.give_back_chunk(chunk, &mut batch);
-            debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
-        }
-        self.push_front(batch, inside);
-        moved
+        self.size.count_held_above(above as i64);
+        inside.give_at_end(credits - (ids.len() - above));
+        let outcome = self.give_back_as(&ids, true, Destination::Same);
+        debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
+        !ids.is_empty()
     }
 }

@@ -7,7 +7,7 @@ use super::MultiWriter as Pool;
 use crate::band::Band;
 use crate::class::Class;
 use crate::evictions::Eviction;
-use crate::id::{BlockHash, BlockId, Epoch, GroupId};
+use crate::id::{BlockHash, BlockId, GroupId};
 use crate::policy::{EvictionPolicy, Queue};
 use crate::records::Content;
 use crate::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig, Registration};
@@ -58,10 +58,32 @@ fn held(pool: &mut Pool, number: u8) -> BlockId {
     block
 }
 
+/// A free block with content.
+fn cached(pool: &mut Pool, number: u8) -> BlockId {
+    let block = held(pool, number);
+    pool.release(&[block]).unwrap();
+    block
+}
+
+/// A free block with content that is pinned.
+fn pinned(pool: &mut Pool, number: u8) -> BlockId {
+    let block = held(pool, number);
+    assert_eq!(pool.pin(&[block]), Ok(1));
+    pool.release(&[block]).unwrap();
+    block
+}
+
+/// Takes a block for other content.
+fn recycle(pool: &mut Pool) -> Option<BlockId> {
+    let block = allocate(pool)?;
+    let _ = put(pool, block, 2);
+    Some(block)
+}
+
 /// At rest, with `held` in somebody's hands.
-fn check_rest(pool: &Pool, held: &[BlockId]) {
+fn check_rest(pool: &Pool, held: impl IntoIterator<Item = BlockId>) {
     pool.validate().expect("the pool is whole");
-    let mut distinct = held.to_vec();
+    let mut distinct = Vec::from_iter(held);
     distinct.sort_unstable();
     distinct.dedup();
     let free = pool.num_blocks() - 1 - distinct.len();
@@ -78,8 +100,7 @@ fn release_with_evict_and_touch() {
     releasing.join().unwrap();
     let evicted = evicting.join().unwrap();
     assert!(touched.is_none() || evicted.is_none(), "a block was handed out twice");
-    let held: Vec<BlockId> = touched.into_iter().chain(evicted).collect();
-    check_rest(&pool, &held);
+    check_rest(&pool, touched.into_iter().chain(evicted));
 }
 
 model!(release_with_evict_and_touch, fails with EvictHashed(""));
@@ -92,7 +113,7 @@ fn two_releases() {
     let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
     pool.release(&[block]).unwrap();
     releasing.join().unwrap();
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
     assert_eq!(touch(&mut pool, 1), Some(block), "content was lost");
 }
 
@@ -101,29 +122,22 @@ model!(two_releases, fails with ForgetLastHolder(""));
 /// A block is recycled for other content while one thread wants the old content and another looks.
 fn recycle_with_touch_and_lookup() {
     let mut pool = pool(1);
-    let block = held(&mut pool, 1);
-    pool.release(&[block]).unwrap();
+    cached(&mut pool, 1);
     let recycling = in_parallel(&pool, |pool| {
-        let block = allocate(pool)?;
-        let _ = put(pool, block, 2);
+        let block = recycle(pool)?;
         pool.release(&[block]).unwrap();
         Some(block)
     });
     let looking = in_parallel(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
     let touched = touch(&mut pool, 1);
-    if let Some(block) = touched {
-        let content = pool.block(block).content();
-        assert_eq!(content, Content::from(&key(1)), "a hit had other content");
-    }
+    let is_first = |block: BlockId| pool.block(block).content() == Content::from(&key(1));
+    assert!(touched.is_none_or(is_first), "a hit had other content");
     let recycled = recycling.join().unwrap();
     let (new, old) = looking.join().unwrap();
     assert!(new.is_none() || old.is_none(), "old content hit after new content did");
     assert!(new.is_none() || recycled.is_some());
-    assert!(
-        touched.is_none() || pool.block(block).content() == Content::from(&key(1)),
-        "a held block was recycled"
-    );
-    check_rest(&pool, &Vec::from_iter(touched));
+    assert!(touched.is_none_or(is_first), "a held block was recycled");
+    check_rest(&pool, touched);
 }
 
 model!(recycle_with_touch_and_lookup, fails with SkipRecheck("a hit had other content"), EvictHashed(""));
@@ -137,7 +151,7 @@ fn clear_with_register() {
     let _ = pool.register(block, key(1), epoch);
     clearing.join().unwrap();
     assert_eq!(pool.lookup(&key(1)), None, "content outlived the clearing");
-    check_rest(&pool, &[block]);
+    check_rest(&pool, [block]);
 }
 
 model!(clear_with_register, fails with EpochOfNow("content outlived the clearing"));
@@ -145,14 +159,13 @@ model!(clear_with_register, fails with EpochOfNow("content outlived the clearing
 /// A commit of one hit, misses and a new block needs two blocks, a concurrent allocation the third.
 fn commit_with_allocate() {
     let mut pool = pool(3);
-    let hit = held(&mut pool, 1);
-    pool.release(&[hit]).unwrap();
+    cached(&mut pool, 1);
     let allocating = in_parallel(&pool, allocate);
     let mut out = Vec::new();
     let hits = pool.commit([1, 2, 3].map(key).into_iter(), 1, &mut out);
     out.extend(allocating.join().unwrap());
     assert_eq!((hits, out.len()), (Ok(1), 3), "what fits was not served");
-    check_rest(&pool, &out);
+    check_rest(&pool, out);
 }
 
 model!(commit_with_allocate, fails with CreditsForMisses("what fits was not served"));
@@ -169,7 +182,7 @@ fn commit_with_release() {
     assert_eq!(out.len(), outcome.unwrap_or(0));
     pool.release(&out).unwrap();
     pool.release(&[kept]).unwrap();
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(commit_with_release, fails with KeepHitsOfFailure("blocks were lost or doubled"));
@@ -178,20 +191,19 @@ model!(commit_with_release, fails with KeepHitsOfFailure("blocks were lost or do
 /// while another block is registered, which may take the place of the entry.
 fn recycle_with_register_after_a_clear() {
     let mut pool = pool(3);
-    let old = held(&mut pool, 1);
-    pool.release(&[old]).unwrap();
+    cached(&mut pool, 1);
     pool.clear_index();
-    let [one, two] = [2, 3].map(|_| allocate(&mut pool).unwrap());
-    assert_eq!(put(&mut pool, one, 2), Registration::New);
+    let [first, second] = [2, 3].map(|_| allocate(&mut pool).unwrap());
+    assert_eq!(put(&mut pool, first, 2), Registration::New);
     let recycling = in_parallel(&pool, allocate);
-    let outcome = put(&mut pool, two, 3);
+    let outcome = put(&mut pool, second, 3);
     let recycled = recycling.join().unwrap();
     // One bucket is too small an index to try a place again that was emptied after the first look.
     let refused = outcome == Registration::Stale && pool.content_drops() == 1;
-    let found = pool.lookup(&key(3)) == Some(two);
-    assert!(found != refused, "content was lost");
-    assert_eq!(pool.lookup(&key(2)), Some(one), "content was lost");
-    check_rest(&pool, &[one, two, recycled.unwrap()]);
+    let hits = pool.lookup(&key(3)) == Some(second);
+    assert!(hits != refused, "content was lost");
+    assert_eq!(pool.lookup(&key(2)), Some(first), "content was lost");
+    check_rest(&pool, [first, second, recycled.unwrap()]);
 }
 
 model!(recycle_with_register_after_a_clear, fails with BlindRemoval("content was lost"));
@@ -199,18 +211,16 @@ model!(recycle_with_register_after_a_clear, fails with BlindRemoval("content was
 /// Two threads register the same content: exactly one is the first, and its block hits.
 fn two_registrations() {
     let mut pool = pool(2);
-    let (one, two) = (allocate(&mut pool).unwrap(), allocate(&mut pool).unwrap());
-    let other =
-        in_parallel(&pool, move |pool| put(pool, two, 1));
-    let outcome = put(&mut pool, one, 1);
-    let other = other.join().unwrap();
-    let first = match (outcome, other) {
-        (Registration::New, Registration::Duplicate(first)) if first == one => one,
-        (Registration::Duplicate(first), Registration::New) if first == two => two,
-        both => panic!("exactly one is the first: {both:?}"),
+    let [mine, others] = [(); 2].map(|()| allocate(&mut pool).unwrap());
+    let registering = in_parallel(&pool, move |pool| put(pool, others, 1));
+    let outcomes = (put(&mut pool, mine, 1), registering.join().unwrap());
+    let first = match outcomes {
+        (Registration::New, Registration::Duplicate(first)) if first == mine => mine,
+        (Registration::Duplicate(first), Registration::New) if first == others => others,
+        _ => panic!("exactly one is the first: {outcomes:?}"),
     };
     assert_eq!(pool.lookup(&key(1)), Some(first), "the first hits");
-    check_rest(&pool, &[one, two]);
+    check_rest(&pool, [mine, others]);
 }
 
 model!(
@@ -228,13 +238,12 @@ fn register_copy_with_recycle() {
     let recycling = in_parallel(&pool, allocate);
     let outcome = put(&mut pool, last, 1);
     assert_eq!(recycling.join().unwrap(), Some(surplus));
+    check_rest(&pool, [first, surplus, last]);
     if outcome == Registration::Stale {
         // One bucket is too small an index to try a place again that was emptied after the first look.
-        assert_eq!(pool.content_drops(), 1);
-        return check_rest(&pool, &[first, surplus, last]);
+        return assert_eq!(pool.content_drops(), 1);
     }
     assert_eq!(outcome, Registration::Duplicate(first));
-    check_rest(&pool, &[first, surplus, last]);
     pool.release(&[first]).unwrap();
     assert_eq!(allocate(&mut pool), Some(first));
     assert_eq!(pool.lookup(&key(1)), Some(last), "a copy was lost");
@@ -246,8 +255,7 @@ model!(register_copy_with_recycle, fails with BlindRemoval(""));
 /// release is in flight.
 fn resize_with_release() {
     let mut pool = pool(2);
-    let (kept, block) = (allocate(&mut pool).unwrap(), allocate(&mut pool).unwrap());
-    let _ = pool.register(block, key(1), Epoch::default());
+    let (kept, block) = (allocate(&mut pool).unwrap(), held(&mut pool, 1));
     let releasing = in_parallel(&pool, move |pool| pool.release(&[block]).unwrap());
     let shrunk = pool.resize(2);
     let hit = pool.lookup(&key(1));
@@ -255,7 +263,7 @@ fn resize_with_release() {
     releasing.join().unwrap();
     assert!(shrunk.is_err() || hit.is_none(), "a retired block hit");
     let _ = pool.resize(3).unwrap();
-    check_rest(&pool, &[kept]);
+    check_rest(&pool, [kept]);
 }
 
 model!(resize_with_release, fails with EnterResize(""));
@@ -271,12 +279,10 @@ fn resize_with_allocate() {
     let shrunk = pool.resize(2);
     let taken = allocating.join().unwrap();
     // Refused during the allocation, or after it, or before it.
-    assert!(
-        matches!((&shrunk, taken.len()), (Err(_) | Ok(1), 2) | (Ok(0), 0)),
-        "{shrunk:?} with {taken:?} taken"
-    );
+    let is_possible = matches!((&shrunk, taken.len()), (Err(_) | Ok(1), 2) | (Ok(0), 0));
+    assert!(is_possible, "{shrunk:?} with {taken:?} taken");
     pool.release(&taken).unwrap();
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(resize_with_allocate, fails with EnterResize(""));
@@ -284,16 +290,15 @@ model!(resize_with_allocate, fails with EnterResize(""));
 /// The pool shrinks below a held block that is being registered.
 fn resize_with_register() {
     let mut pool = pool(2);
-    let (kept, block) = (allocate(&mut pool).unwrap(), allocate(&mut pool).unwrap());
-    let registering =
-        in_parallel(&pool, move |pool| put(pool, block, 1));
+    let [kept, block] = [(); 2].map(|()| allocate(&mut pool).unwrap());
+    let registering = in_parallel(&pool, move |pool| put(pool, block, 1));
     assert_eq!(pool.resize(2), Ok(1));
     let outcome = registering.join().unwrap();
     assert!(matches!(outcome, Registration::Stale | Registration::New));
     pool.validate().expect("the pool is whole");
     assert_eq!(pool.lookup(&key(1)), None, "a retired block hit");
     pool.release(&[block]).unwrap();
-    check_rest(&pool, &[kept]);
+    check_rest(&pool, [kept]);
 }
 
 model!(resize_with_register, fails with RegisterRetired("retired and holds content"));
@@ -301,8 +306,8 @@ model!(resize_with_register, fails with RegisterRetired("retired and holds conte
 /// A free block with content leaves the pool and comes back for other content, while a reader looks.
 fn resize_with_lookup() {
     let mut pool = pool(2);
-    let (kept, block) = (allocate(&mut pool).unwrap(), held(&mut pool, 1));
-    pool.release(&[block]).unwrap();
+    let kept = allocate(&mut pool).unwrap();
+    cached(&mut pool, 1);
     let looking = in_parallel(&pool, |pool| (pool.lookup(&key(2)), pool.lookup(&key(1))));
     assert_eq!(pool.resize(2), Ok(0));
     assert_eq!(pool.resize(3), Ok(0));
@@ -311,7 +316,7 @@ fn resize_with_lookup() {
     let (new, old) = looking.join().unwrap();
     assert_eq!(left, None, "content outlived its block");
     assert!(new.is_none() || old.is_none(), "old content hit after new content did");
-    check_rest(&pool, &[kept, again]);
+    check_rest(&pool, [kept, again]);
 }
 
 model!(resize_with_lookup, fails with KeepRetired("content outlived its block"));
@@ -319,15 +324,12 @@ model!(resize_with_lookup, fails with KeepRetired("content outlived its block"))
 /// Of three free blocks one is being demoted: a concurrent allocation may count on the other two.
 fn demote_with_allocate() {
     let mut pool = pool(3);
-    let block = held(&mut pool, 1);
-    assert_eq!(pool.pin(&[block]), Ok(1));
-    pool.release(&[block]).unwrap();
+    pinned(&mut pool, 1);
     let demoting = in_parallel(&pool, |pool| pool.demote(3));
     let mut out = Vec::new();
-    let outcome = pool.allocate(2, &mut out);
-    assert_eq!(outcome, Ok(()), "what fits was not served");
+    assert_eq!(pool.allocate(2, &mut out), Ok(()), "what fits was not served");
     demoting.join().unwrap();
-    check_rest(&pool, &out);
+    check_rest(&pool, out);
 }
 
 model!(demote_with_allocate, fails with GreedyDemotion("what fits was not served"));
@@ -336,18 +338,15 @@ model!(demote_with_allocate, fails with GreedyDemotion("what fits was not served
 /// free, whose credit lets two of the three begin.
 fn demote_with_touch_and_evict() {
     let mut pool = pool(2);
-    let block = held(&mut pool, 1);
-    assert_eq!(pool.pin(&[block]), Ok(1));
-    pool.release(&[block]).unwrap();
+    pinned(&mut pool, 1);
     let demoting = in_parallel(&pool, |pool| pool.demote(1));
     let evicting = in_parallel(&pool, |pool| [allocate(pool), allocate(pool)]);
     let touched = touch(&mut pool, 1);
     demoting.join().unwrap();
-    let evicted = evicting.join().unwrap().into_iter().flatten();
-    let held = Vec::from_iter(touched.into_iter().chain(evicted));
-    let twice = touched.is_some_and(|block| held[1..].contains(&block));
+    let evicted = Vec::from_iter(evicting.join().unwrap().into_iter().flatten());
+    let twice = touched.is_some_and(|block| evicted.contains(&block));
     assert!(!twice, "a block was handed out twice");
-    check_rest(&pool, &held);
+    check_rest(&pool, evicted.into_iter().chain(touched));
 }
 
 model!(demote_with_touch_and_evict, fails with BlindDemotion(""));
@@ -361,11 +360,10 @@ fn pin_with_release_and_evict() {
         pool.release(&[block]).unwrap();
         allocate(pool)
     });
-    let pinned = pool.pin(&[block]);
-    assert_eq!(pinned, Ok(1));
+    assert_eq!(pool.pin(&[block]), Ok(1));
     pool.release(&[block]).unwrap();
     let evicted = releasing.join().unwrap();
-    check_rest(&pool, &Vec::from_iter(evicted));
+    check_rest(&pool, evicted);
 }
 
 model!(pin_with_release_and_evict, fails with BlindClass(""));
@@ -376,23 +374,14 @@ fn pin_copy_with_evict() {
     let mut pool = pool(2);
     let first = held(&mut pool, 1);
     let duplicate = allocate(&mut pool).unwrap();
-    let outcome = pool.register(duplicate, key(1), Epoch::default());
-    assert_eq!(outcome, Ok(Registration::Duplicate(first)));
+    assert_eq!(put(&mut pool, duplicate, 1), Registration::Duplicate(first));
     pool.release(&[first]).unwrap();
-    let evicting = in_parallel(&pool, |pool| {
-        let block = allocate(pool)?;
-        let _ = put(pool, block, 2);
-        Some(block)
-    });
-    let pinned = pool.pin(&[duplicate]).unwrap();
+    let evicting = in_parallel(&pool, recycle);
+    assert!(pool.pin(&[duplicate]).unwrap() <= 1);
     let evicted = evicting.join().unwrap();
     let class = |id| pool.block(id).state().standing().class();
-    if let Some(block) = evicted {
-        assert_eq!(class(block), Class::DEFAULT, "other content was pinned");
-    }
-    assert!(pinned <= 1);
-    let held: Vec<BlockId> = evicted.into_iter().chain([duplicate]).collect();
-    check_rest(&pool, &held);
+    assert!(evicted.is_none_or(|id| class(id) == Class::DEFAULT), "other content was pinned");
+    check_rest(&pool, evicted.into_iter().chain([duplicate]));
 }
 
 model!(pin_copy_with_evict, fails with SkipRecheck("other content was pinned"));
@@ -401,19 +390,16 @@ model!(pin_copy_with_evict, fails with SkipRecheck("other content was pinned"));
 /// other content, which has neither band nor pin.
 fn band_in_place_with_evict() {
     let mut pool = pool(1);
-    let block = held(&mut pool, 1);
-    assert_eq!(pool.pin(&[block]), Ok(1));
-    pool.release(&[block]).unwrap();
+    let block = pinned(&mut pool, 1);
     let evicting = in_parallel(&pool, |pool| {
-        let block = allocate(pool)?;
-        let _ = put(pool, block, 2);
+        let block = recycle(pool)?;
         pool.release(&[block]).unwrap();
         Some(block)
     });
     pool.set_band(&key(1), BlockId::NULL, Band::of(60));
     let evicted = evicting.join().unwrap();
     assert_eq!(evicted, Some(block), "what fits was not served");
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
     assert_eq!(pool.band(&key(2)), Some(Band::DEFAULT), "other content got the band");
 }
 
@@ -422,18 +408,15 @@ model!(band_in_place_with_evict, fails with LeaveOnce(""), BlindClass(""));
 /// The same of a block whose new content is pinned too, before its band is changed.
 fn band_in_place_with_evict_and_pin() {
     let mut pool = pool(1);
-    let block = held(&mut pool, 1);
-    assert_eq!(pool.pin(&[block]), Ok(1));
-    pool.release(&[block]).unwrap();
+    pinned(&mut pool, 1);
     let evicting = in_parallel(&pool, |pool| {
-        let Some(block) = allocate(pool) else { return };
-        let _ = put(pool, block, 2);
+        let Some(block) = recycle(pool) else { return };
         pool.pin(&[block]).unwrap();
         pool.release(&[block]).unwrap();
     });
     pool.set_band(&key(1), BlockId::NULL, Band::of(60));
     evicting.join().unwrap();
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
     assert_ne!(pool.band(&key(2)), Some(Band::of(60)), "other content got the band");
 }
 
@@ -446,8 +429,8 @@ fn stale_release_with_touch() {
     let touching = in_parallel(&pool, |pool| touch(pool, 1));
     pool.clear_index();
     pool.release(&[block]).unwrap();
-    let held: Vec<BlockId> = touching.join().unwrap().into_iter().collect();
-    check_rest(&pool, &held);
+    let touched = touching.join().unwrap();
+    check_rest(&pool, touched);
 }
 
 model!(stale_release_with_touch, fails with BlindBlank(""));
@@ -458,16 +441,15 @@ fn unneeded_with_touch_and_evict() {
     let mut pool = pool(2);
     let (needed, unneeded) = (held(&mut pool, 1), held(&mut pool, 2));
     pool.release(&[needed]).unwrap();
-    let evicting = in_parallel(&pool, |pool| allocate(pool));
+    let evicting = in_parallel(&pool, allocate);
     pool.release_unneeded(&[unneeded]).unwrap();
     let touched = touch(&mut pool, 2);
-    let taken = evicting.join().unwrap();
+    let evicted = evicting.join().unwrap();
     if let Some(hit) = touched {
         assert_eq!(hit, unneeded, "a hit had other content");
-        assert_ne!(taken, Some(hit), "a block was handed out twice");
+        assert_ne!(evicted, Some(hit), "a block was handed out twice");
     }
-    let held: Vec<BlockId> = touched.into_iter().chain(taken).collect();
-    check_rest(&pool, &held);
+    check_rest(&pool, touched.into_iter().chain(evicted));
 }
 
 model!(unneeded_with_touch_and_evict, fails with EvictHashed(""));
@@ -476,16 +458,15 @@ model!(unneeded_with_touch_and_evict, fails with EvictHashed(""));
 /// free, so that both may have what they want.
 fn evict_with_move_between_queues() {
     let mut pool = pool_with(2, EvictionPolicy::ReuseQueue);
-    let time = std::time::Duration::from_secs(1);
-    pool.reuse_queue().unwrap().set_time(time);
+    pool.set_time(std::time::Duration::from_secs(1));
     let blocks = [held(&mut pool, 1), held(&mut pool, 2)];
     pool.release_to(&blocks, Queue::new(0)).unwrap();
     let evicting = in_parallel(&pool, allocate);
     if let Some(block) = touch(&mut pool, 1) {
         pool.release_to(&[block], Queue::SHARED).unwrap();
     }
-    let held: Vec<BlockId> = evicting.join().unwrap().into_iter().collect();
-    check_rest(&pool, &held);
+    let evicted = evicting.join().unwrap();
+    check_rest(&pool, evicted);
 }
 
 model!(evict_with_move_between_queues, fails with IgnoreClass("the pool is whole"));
@@ -495,23 +476,17 @@ model!(evict_with_move_between_queues, fails with IgnoreClass("the pool is whole
 fn two_evictions_of_duplicates() {
     let mut pool = pool(2);
     pool.listen(2, &[]).unwrap();
-    let copies: Vec<BlockId> = (0..2)
-        .map(|_| {
-            let block = allocate(&mut pool).unwrap();
-            let outcome = pool.register(block, key(1), Epoch::default());
-            assert!(outcome.is_ok());
-            block
-        })
-        .collect();
+    let copies = [(); 2].map(|()| allocate(&mut pool).unwrap());
+    let _ = copies.map(|block| put(&mut pool, block, 1));
     pool.release(&copies).unwrap();
     let evicting = in_parallel(&pool, allocate);
-    let held: Vec<BlockId> = allocate(&mut pool).into_iter().chain(evicting.join().unwrap()).collect();
+    let held = [allocate(&mut pool), evicting.join().unwrap()];
     let mut evictions = Vec::new();
     pool.take_evictions(8, &mut evictions);
     let says_last = |loss: &Eviction| matches!(loss, Eviction::Block(block) if block.is_last);
     assert_eq!(evictions.len(), 2, "an eviction was reported twice or not at all");
     assert!(evictions.iter().any(says_last), "nobody tells of the end");
-    check_rest(&pool, &held);
+    check_rest(&pool, held.into_iter().flatten());
 }
 
 model!(two_evictions_of_duplicates, fails with LookBeforeErased("nobody tells of the end"));
@@ -520,26 +495,25 @@ model!(two_evictions_of_duplicates, fails with LookBeforeErased("nobody tells of
 /// Next to it, what their KV says.
 fn shrinking() -> (Pool, Arc<[AtomicU64; 3]>) {
     let mut pool = pool(2);
-    let memory = Arc::new([0, 2, 1].map(AtomicU64::new));
     let blocks = [2, 1].map(|number| held(&mut pool, number));
     assert_eq!(blocks, [1, 2].map(BlockId::new));
     pool.release(&blocks).unwrap();
-    (pool, memory)
+    (pool, Arc::new([0, 2, 1].map(AtomicU64::new)))
 }
 
 /// Moves content 1 to the first block, unless another thread is inside a call; how many moved.
 fn shrink(pool: &mut Pool, memory: &[AtomicU64]) -> usize {
     let mut moves = Moves::default();
-    if pool.begin_moves(2, 1, &mut moves).is_err() {
-        return 0;
+    match pool.begin_moves(2, 1, &mut moves) {
+        Ok(()) => copy_and_finish(pool, memory, &mut moves),
+        Err(_) => 0,
     }
-    copy_and_finish(pool, memory, &mut moves)
 }
 
 fn copy_and_finish(pool: &mut Pool, memory: &[AtomicU64], moves: &mut Moves) -> usize {
-    for one in &moves.in_flight {
-        let kv = memory[one.from.index()].load(Ordering::Relaxed);
-        memory[one.to.index()].store(kv, Ordering::Relaxed);
+    for step in &moves.in_flight {
+        let kv = memory[step.from.index()].load(Ordering::Relaxed);
+        memory[step.to.index()].store(kv, Ordering::Relaxed);
     }
     loop {
         match pool.finish_moves(moves) {
@@ -549,14 +523,18 @@ fn copy_and_finish(pool: &mut Pool, memory: &[AtomicU64], moves: &mut Moves) -> 
     }
 }
 
+/// What the KV of a block says.
+fn kv(memory: &[AtomicU64], block: BlockId) -> u64 {
+    memory[block.index()].load(Ordering::Relaxed)
+}
+
 /// Content moves while another thread looks for it and for what made way.
 fn move_with_lookup() {
     let (mut pool, memory) = shrinking();
     let seen = memory.clone();
     let looking = in_parallel(&pool, move |pool| {
         let kept = pool.lookup(&key(1)).expect("content is found all the time");
-        let kv = seen[kept.index()].load(Ordering::Relaxed);
-        assert_eq!(kv, 1, "a lookup found a block with other content");
+        assert_eq!(kv(&*seen, kept), 1, "a lookup found a block with other content");
         pool.lookup(&key(2))
     });
     assert_eq!(shrink(&mut pool, &*memory), 1);
@@ -565,7 +543,7 @@ fn move_with_lookup() {
     assert_eq!(pool.resize(2), Ok(0));
     assert_eq!(pool.lookup(&key(1)), Some(BlockId::new(1)), "content was lost");
     assert_eq!(pool.lookup(&key(2)), None);
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(
@@ -585,17 +563,14 @@ fn move_with_touch() {
     let touching = in_parallel(&pool, |pool| touch(pool, 1));
     let moved = copy_and_finish(&mut pool, &memory, &mut moves);
     let touched = touching.join().unwrap();
-    if let Some(block) = touched {
-        let kv = memory[block.index()].load(Ordering::Relaxed);
-        assert_eq!(kv, 1, "a hit had other content");
-    }
+    assert!(touched.is_none_or(|block| kv(&memory, block) == 1), "a hit had other content");
     // A hit during the move may be a miss, and holds the block that it found first.
     let moved_first = touched.is_none_or(|block| block == BlockId::new(1));
     assert_eq!(moved == 1, moved_first);
     pool.release(&Vec::from_iter(touched)).unwrap();
     assert!(pool.lookup(&key(1)).is_some(), "content was lost");
     assert_eq!(pool.resize(2), Ok(0));
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(move_with_touch, fails with BlindMove(""));
@@ -611,12 +586,10 @@ fn move_with_allocate() {
     });
     shrink(&mut pool, &*memory);
     allocating.join().unwrap();
-    if let Some(block) = pool.lookup(&key(1)) {
-        let kv = memory[block.index()].load(Ordering::Relaxed);
-        assert_eq!(kv, 1, "a block of the move was handed out");
-    }
+    let hit = pool.lookup(&key(1));
+    assert!(hit.is_none_or(|block| kv(&*memory, block) == 1), "a block of the move was handed out");
     assert!(pool.resize(2).is_ok());
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(move_with_allocate);
@@ -629,8 +602,7 @@ fn move_with_register() {
     let block = held(&mut pool, 1);
     let copy = allocate(&mut pool).unwrap();
     pool.release(&[block, blank]).unwrap();
-    let registering =
-        in_parallel(&pool, move |pool| put(pool, copy, 1));
+    let registering = in_parallel(&pool, move |pool| put(pool, copy, 1));
     assert_eq!(shrink(&mut pool, &memory), 1);
     let outcome = registering.join().unwrap();
     let is_duplicate = matches!(outcome, Registration::Duplicate(_));
@@ -638,7 +610,7 @@ fn move_with_register() {
     assert_eq!(pool.lookup(&key(1)), Some(blank), "the first hits");
     pool.release(&[copy]).unwrap();
     assert_eq!(pool.resize(2), Ok(0));
-    check_rest(&pool, &[]);
+    check_rest(&pool, []);
 }
 
 model!(move_with_register, fails with LookOnce("though there is a copy"));

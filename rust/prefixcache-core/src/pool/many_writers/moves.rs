@@ -18,10 +18,12 @@
 
 use super::MultiPool;
 use super::block::{Place, Transition};
+use super::take::Taking;
 use crate::class::Class;
 use crate::error::{ResizeError, require};
+use crate::evictions::Cause;
 use crate::id::BlockId;
-use crate::policy::ReuseQueue;
+use crate::policy::{Rank, ReuseQueue};
 use crate::records::Content;
 use crate::store::{Move, Moves, Plan};
 use crate::sync::{Fault, planted, prefetch};
@@ -31,7 +33,7 @@ const BATCH: usize = 64;
 
 impl MultiPool {
     /// Begins up to `most` moves of a shrink to `num_blocks`.
-    pub(super) fn plan_moves(
+    pub(super) fn begin_moves(
         &self,
         num_blocks: usize,
         most: usize,
@@ -48,7 +50,7 @@ impl MultiPool {
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };
-        self.set_time_of_batch();
+        self.begin_registrations();
         // No other thread evicts during a shrink.
         let evictions = self.counters.evictions.get();
         self.move_end(num_blocks);
@@ -73,68 +75,55 @@ impl MultiPool {
 
     /// Lists the cached blocks in line that are leaving, unless the list is as it would be now.
     fn plan(&self, plan: &mut Plan) {
-        let reuse = self.reuse.as_ref();
-        let updates = reuse.map_or(0, ReuseQueue::num_updates);
+        let updates = self.reuse.as_ref().map_or(0, ReuseQueue::num_updates);
         let now = (self.size.changes(), self.tick(), updates);
         if plan.made_from != Some(now) {
             plan.made_from = Some(now);
-            plan.leaving = self.leaving_in_order();
+            let lines = self.classes.used().map(|class| self.ring(class));
+            let queued = lines.flat_map(|ring| ring.walk(self.records.blocks()));
+            let leaving = queued.map(|(_, id)| id).filter(|&id| self.is_leaving(id));
+            plan.leaving = leaving.collect();
+            plan.leaving.sort_by_cached_key(|&id| self.order(id));
         }
     }
 
-    fn leaving_in_order(&self) -> Vec<BlockId> {
-        let mut all = Vec::new();
-        for class in self.classes.used() {
-            let line = self.ring(class).walk(self.records.blocks());
-            let leaving = line.filter(|&(_, id)| self.is_leaving(id));
-            all.extend(leaving.map(|(ticket, id)| {
-                let place = self.ring(class).place(ticket);
-                (class, self.rank_at(id, place), id)
-            }));
-        }
-        if self.reuse.is_some() {
-            // Stable: within a line the order is that of the line.
-            all.sort_by_key(|&(class, rank, _)| match class.queue() {
-                Some(_) => (Class::DEFAULT, rank),
-                None => (class, rank),
-            });
-        }
-        all.into_iter().map(|(_, _, id)| id).collect()
+    /// Where the block stands in the order in which blocks with a place go, the lowest first. To be compared while
+    /// nobody takes blocks.
+    fn order(&self, id: BlockId) -> Option<(Class, Rank, u64)> {
+        let Place { class, ticket } = self.block(id).state().place()?;
+        let behind = ticket.since(self.ring(class).head());
+        Some(match (&self.reuse, class.queue()) {
+            (Some(reuse), Some(queue)) => {
+                (Class::DEFAULT, reuse.rank(queue, id, reuse.now()), behind)
+            }
+            _ => (class, Rank::LAST, behind),
+        })
     }
 
     /// Adds up to `wanted` moves, of the last of those that are leaving to the first below which go before all
     /// of them; how many.
     fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
         let leaving = &mut moves.plan.leaving;
-        let from = self.last_leaving(wanted, leaving);
-        let Some((place, rank)) = from.last().map(|&(id, place)| (place, self.rank_at(id, place)))
-        else {
+        // One that came back is on the list that is made next.
+        let in_line = |&id: &BlockId| self.block(id).state().place().is_some();
+        let still = |id: &BlockId| in_line(id) && self.is_leaving(*id);
+        let from: Vec<_> =
+            std::iter::from_fn(|| leaving.pop()).filter(still).take(wanted).collect();
+        let Some(&last) = from.last() else {
             return 0;
         };
         let credits = self.credits.take_some(from.len());
         let mut to = Vec::with_capacity(credits);
-        self.take_for_moves(credits, &mut to, |id| self.goes_before(id, place, rank));
+        let mut taking = Taking { out: &mut to, end: credits, cause: Cause::Resized };
+        let goes_before = |id| self.order(id) < self.order(last);
+        while taking.left() > 0 && self.take_next(&mut taking, goes_before) {}
         self.credits.give(credits - to.len());
-        let pairs = from.iter().zip(&to);
-        moves.in_flight.extend(pairs.map(|(&(from, _), &to)| {
+        moves.in_flight.extend(from.iter().zip(&to).map(|(&from, &to)| {
             let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
             Move { from, to, key, epoch }
         }));
-        leaving.extend(from[to.len()..].iter().rev().map(|&(id, _)| id));
+        leaving.extend(from[to.len()..].iter().rev());
         to.len()
-    }
-
-    /// Takes up to `wanted` blocks off the list's end, those that were taken from the line since left aside.
-    fn last_leaving(&self, wanted: usize, leaving: &mut Vec<BlockId>) -> Vec<(BlockId, Place)> {
-        let mut last = Vec::with_capacity(wanted);
-        while last.len() < wanted
-            && let Some(id) = leaving.pop()
-        {
-            // One that came back is on the list that is made next.
-            let place = self.block(id).state().place();
-            last.extend(place.filter(|_| self.is_leaving(id)).map(|place| (id, place)));
-        }
-        last
     }
 
     /// Whether the block is leaving with content of this epoch.
@@ -143,7 +132,7 @@ impl MultiPool {
     }
 
     /// Ends the moves in flight; how many took place.
-    pub(super) fn end_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
+    pub(super) fn finish_moves(&self, moves: &mut Moves) -> Result<usize, ResizeError> {
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };

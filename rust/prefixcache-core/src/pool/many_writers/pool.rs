@@ -8,7 +8,6 @@ use super::free_stack::FreeStack;
 use super::register::Census;
 use super::ring::Ring;
 use super::size::Size;
-use super::words::exchange;
 use crate::class::{ByClass, Class, ClassSet};
 use crate::clock::Clock;
 use crate::error::{InvalidArgument, ListenError, Misuse, PoolError, require};
@@ -21,7 +20,7 @@ use crate::records::Records;
 use crate::store::{PoolConfig, StoreStats};
 use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, OnceLock, Ordering, OwnLine};
 
-use Ordering::Acquire;
+use Ordering::{AcqRel, Acquire};
 
 /// The shortest ring: with less, a releasing thread that loses its core costs cached content.
 const MIN_RING: usize = 1 << 18;
@@ -78,42 +77,31 @@ impl Classes {
     /// The classes whose rings may begin with blocks of an ended epoch.
     #[inline]
     pub(super) fn stale(&self) -> ClassSet {
-        ClassSet::from_bits((self.word() >> Self::STALE_SHIFT) as u16)
+        let word = self.word();
+        ClassSet::from_bits((word & word >> Self::STALE_SHIFT) as u16)
     }
 
     #[inline]
     pub(super) fn mark_used(&self, class: Class) {
         if !self.used().contains(class) {
-            self.update(|word| word | bit(class));
+            self.word.0.fetch_or(bits(ClassSet::EMPTY.with(class)), AcqRel);
         }
     }
 
     /// Says that all content in line has ended. Blocks of the default class and those below keep their
     /// places: they go soon in any case.
     pub(super) fn mark_stale(&self) {
-        self.update(|word| {
-            let above = ClassSet::from_bits(word as u16).above_default();
-            word | u64::from(above.bits()) << Self::STALE_SHIFT
-        });
+        let above = ClassSet::from_bits(u16::MAX).above_default();
+        self.word.0.fetch_or(bits(above) << Self::STALE_SHIFT, AcqRel);
     }
 
     pub(super) fn unmark_stale(&self, class: Class) {
-        self.update(|word| word & !(bit(class) << Self::STALE_SHIFT));
-    }
-
-    #[cold]
-    fn update(&self, change: impl Fn(u64) -> u64) {
-        loop {
-            let word = self.word();
-            if exchange(&self.word.0, word, change(word)).is_ok() {
-                return;
-            }
-        }
+        self.word.0.fetch_and(!(bits(ClassSet::EMPTY.with(class)) << Self::STALE_SHIFT), AcqRel);
     }
 }
 
-fn bit(class: Class) -> u64 {
-    ClassSet::EMPTY.with(class).bits().into()
+fn bits(classes: ClassSet) -> u64 {
+    classes.bits().into()
 }
 
 impl std::fmt::Debug for MultiPool {
@@ -227,9 +215,9 @@ impl MultiPool {
         stale.chain(self.stack.walk(blocks)).chain(queued).collect()
     }
 
-    /// A call begins that registers, hits, gives back or loses content.
+    /// A call begins that registers, hits, gives back or loses content: the log goes by this time.
     #[inline]
-    pub(super) fn set_time_of_batch(&self) {
+    pub(super) fn begin_registrations(&self) {
         if let Some(log) = self.eviction_log.get() {
             log.set_time(&self.clock);
         }

@@ -4,17 +4,17 @@ use super::MultiPool;
 use super::block::Transition::Done;
 use super::block::{Block, GiveUp, State, Transition};
 use super::entries::Entries;
-use super::words::{add, exchange, fence};
+use super::words::{add, fence};
 use crate::class::Class;
 use crate::error::Misuse;
 use crate::evictions::Cause;
 use crate::id::{BlockId, Epoch};
 use crate::records::index::{Only, Spot};
 use crate::records::{Content, Found, OPEN};
-use crate::store::{BlockKey, MAX_COPIES, Registration};
+use crate::store::{BlockKey, MAX_COPIES, Marks, Registration};
 use crate::sync::{AtomicU64, Fault, Ordering, OwnLine, planted};
 
-use Ordering::Acquire;
+use Ordering::{AcqRel, Acquire};
 
 /// Blocks that are forgotten together.
 const BATCH: usize = 32;
@@ -39,21 +39,15 @@ impl Census {
 
     /// Adds to the number of blocks with content of `epoch`, if it is not over.
     pub(super) fn count(&self, epoch: Epoch, change: i32) {
-        loop {
-            let census = self.0.0.cached.load(Acquire);
-            let (then, cached) = ((census >> 32) as u32, census as u32);
+        let _ = self.0.0.cached.fetch_update(AcqRel, Acquire, |census| {
             // Epochs wrap around: an earlier one is less than half the circle behind.
-            let behind = (epoch.get() as u32).wrapping_sub(then);
-            let cached = match behind {
-                0 => cached,
-                _ if behind < 1 << 31 => 0,
-                _ => return,
+            let cached = match (epoch.get() as u32).wrapping_sub((census >> 32) as u32) {
+                0 => census as u32,
+                behind if behind < 1 << 31 => 0,
+                _ => return None,
             };
-            let new = epoch.get() << 32 | u64::from(cached.wrapping_add_signed(change));
-            if exchange(&self.0.0.cached, census, new).is_ok() {
-                return;
-            }
-        }
+            Some(epoch.get() << 32 | u64::from(cached.wrapping_add_signed(change)))
+        });
     }
 
     /// How many blocks hold content of the epoch.
@@ -63,13 +57,34 @@ impl Census {
 }
 
 impl MultiPool {
+    /// Notes more of the content of a block that the caller holds.
+    pub(super) fn mark(&self, id: BlockId, marks: Marks) {
+        self.block(id).mark(marks);
+    }
+
+    /// Fetches the place of `key` in the index.
+    pub(super) fn prefetch(&self, key: &BlockKey) {
+        let spot = self.records.index.spot(&Content::from(key), self.records.epoch());
+        self.records.index.prefetch(spot);
+    }
+
+    /// Forgets every hash.
+    pub(super) fn clear_index(&self) {
+        self.records.end_epoch();
+        self.census.count(self.records.epoch(), 0);
+        if let Some(log) = self.eviction_log.get() {
+            log.note_clear();
+        }
+        self.classes.mark_stale();
+    }
+
     /// The changes of the index.
     pub(super) fn entries(&self) -> Entries<'_> {
         Entries(&self.records.index)
     }
 
     /// Lets a block that the caller holds be found under `key`.
-    pub(super) fn register_held(
+    pub(super) fn register(
         &self,
         id: BlockId,
         key: BlockKey,

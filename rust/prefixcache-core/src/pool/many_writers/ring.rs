@@ -35,7 +35,7 @@ mod walk;
 
 use super::block::{Block, Place, Ticket, Transition};
 use super::words::{add, add_short, exchange};
-use crate::class::{ByClass, Class};
+use crate::class::Class;
 use crate::id::BlockId;
 use crate::sync::{AtomicU32, AtomicU64, Fault, Ordering, OwnLine, planted, prefetch};
 use crate::zeroed::Zeroed;
@@ -87,26 +87,6 @@ impl Reservation {
     }
 }
 
-/// The slots that a call's blocks have vacated. Neighbours mostly are of one class.
-pub(super) struct Vacated<'a> {
-    rings: &'a ByClass<Ring>,
-    slots: VacatedSlots<'a>,
-}
-
-impl<'a> Vacated<'a> {
-    pub(super) fn new(rings: &'a ByClass<Ring>) -> Self {
-        Self { rings, slots: rings[Class::DEFAULT.index()].vacated_slots() }
-    }
-
-    #[inline]
-    pub(super) fn add(&mut self, place: Place) {
-        if place.class != self.slots.ring.class {
-            self.slots = self.rings[place.class.index()].vacated_slots();
-        }
-        self.slots.add(place.ticket);
-    }
-}
-
 /// Counts vacated slots and reports them a segment at a time: neighbours in line often leave together.
 #[derive(Debug)]
 pub(super) struct VacatedSlots<'a> {
@@ -117,10 +97,13 @@ pub(super) struct VacatedSlots<'a> {
     total: u64,
 }
 
-impl VacatedSlots<'_> {
+impl<'a> VacatedSlots<'a> {
     #[inline]
-    pub(super) fn add(&mut self, ticket: Ticket) {
-        let segment = self.ring.segment(ticket);
+    pub(super) fn add(&mut self, ring: &'a Ring, ticket: Ticket) {
+        if ring.class != self.ring.class {
+            *self = ring.vacated_slots();
+        }
+        let segment = ring.segment(ticket);
         if segment != self.segment {
             self.report();
             self.segment = segment;
@@ -178,16 +161,13 @@ impl std::fmt::Debug for Ring {
 impl Ring {
     /// A ring of `capacity` slots (a power of two), or nothing when there is no memory for it.
     pub(super) fn new(class: Class, capacity: usize) -> Option<Self> {
-        // The first lap is lap 1: the zeroes that the slots start with are then tickets of lap 0.
-        Self::starting_at(class, capacity, Ticket::new(capacity as u64))
-    }
-
-    fn starting_at(class: Class, capacity: usize, start: Ticket) -> Option<Self> {
         assert!(capacity.is_power_of_two());
         let capacity_bits = capacity.trailing_zeros();
         let segment_bits = SEGMENT.trailing_zeros().min(capacity_bits / 2);
         let laps = 1_u64 << (Ticket::BITS - capacity_bits);
         let count_mask = u32::try_from((laps << segment_bits) - 1).unwrap_or(u32::MAX);
+        // The first lap is lap 1: the zeroes that the slots start with are then tickets of lap 0.
+        let start = || OwnLine(AtomicU64::new(capacity as u64));
         Some(Self {
             class,
             slots: Zeroed::new(capacity)?,
@@ -196,9 +176,9 @@ impl Ring {
             capacity_bits,
             segment_bits,
             count_mask,
-            head: OwnLine(AtomicU64::new(start.get())),
-            tail: OwnLine(AtomicU64::new(start.get())),
-            num_vacated: OwnLine(AtomicU64::new(start.get())),
+            head: start(),
+            tail: start(),
+            num_vacated: start(),
             compactor: OwnLine(Compactor::default()),
         })
     }
@@ -307,7 +287,7 @@ impl Ring {
         while let Some(ticket) = reservation.peek() {
             reservation.advance();
             self.fill(ticket, BlockId::NULL);
-            self.vacated_slots().add(ticket);
+            self.vacated_slots().add(self, ticket);
         }
     }
 
@@ -320,36 +300,31 @@ impl Ring {
     }
 
     /// Takes up to `max` blocks from the front, by `take`, which may end this by None, and appends them to
-    /// `out`; how many.
+    /// `out`.
     pub(super) fn take_oldest(
         &self,
         blocks: &[Block],
         max: usize,
         take: impl Fn(BlockId, Place) -> Option<Transition>,
         out: &mut Vec<BlockId>,
-    ) -> usize {
-        let mut walk = Walk::new(self);
+    ) {
         let mut vacated = self.vacated_slots();
-        let mut taken = 0;
-        while taken < max
-            && let Some((ticket, slot)) = walk.next_slot()
-        {
-            self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
-            if let Slot::Names(block) = slot {
-                let Some(step) = take(block, self.place(ticket)) else {
-                    break;
-                };
-                if step == Transition::Done {
-                    vacated.add(ticket);
-                    out.push(block);
-                    taken += 1;
-                }
+        let end = out.len() + max;
+        self.walk_front(usize::MAX, |ticket, slot| {
+            if out.len() == end {
+                return false;
             }
-            walk.pass(slot);
-        }
-        drop(vacated);
-        walk.finish();
-        taken
+            self.prefetch_block(blocks, ticket.plus(PREFETCH_AHEAD));
+            let Slot::Names(block) = slot else {
+                return true;
+            };
+            let step = take(block, self.place(ticket));
+            if step == Some(Transition::Done) {
+                vacated.add(self, ticket);
+                out.push(block);
+            }
+            step.is_some()
+        });
     }
 
     #[inline]
@@ -361,30 +336,34 @@ impl Ring {
         }
     }
 
-    /// The block at the front, if any stands in line.
+    /// The block at the front, if any stands in line. Takes the head over what is vacant before it, so that the next
+    /// call does not look at that again.
     pub(super) fn oldest(&self, blocks: &[Block]) -> Option<BlockId> {
-        let mut walk = Walk::new(self);
         let mut oldest = None;
-        while let Some((ticket, slot)) = walk.next_slot() {
+        self.walk_front(usize::MAX, |ticket, slot| {
             if let Slot::Names(block) = slot
                 && !self.is_vacant(blocks, ticket, slot)
             {
                 oldest = Some(block);
-                break;
             }
-            walk.pass(slot);
-        }
-        // The head moves over vacant slots once, so that the next call does not look at them again.
-        walk.finish();
+            oldest.is_none()
+        });
         oldest
     }
 
     /// Moves the head over up to `budget` vacant slots and segments.
     fn skip_vacant(&self, blocks: &[Block], budget: usize) {
+        self.walk_front(budget, |ticket, slot| self.is_vacant(blocks, ticket, slot));
+    }
+
+    /// Looks at up to `budget` slots from the head on, which goes along, while `look` says that the slot is vacant or
+    /// pending.
+    #[inline]
+    fn walk_front(&self, budget: usize, mut look: impl FnMut(Ticket, Slot) -> bool) {
         let mut walk = Walk::new(self);
         for _ in 0..budget {
             match walk.next_slot() {
-                Some((ticket, slot)) if self.is_vacant(blocks, ticket, slot) => walk.pass(slot),
+                Some((ticket, slot)) if look(ticket, slot) => walk.pass(slot),
                 _ => break,
             }
         }
@@ -425,14 +404,14 @@ impl Ring {
     /// Whether every slot of the segment has been vacated in the lap of `ticket` (rule 4).
     #[inline]
     fn segment_is_vacant(&self, ticket: Ticket) -> bool {
-        // Acquire: from now on the states with which blocks vacated these slots can be seen.
-        self.still_occupied(ticket, Acquire) == 0
+        self.still_occupied(ticket) == 0
     }
 
-    fn still_occupied(&self, ticket: Ticket, order: Ordering) -> u32 {
+    fn still_occupied(&self, ticket: Ticket) -> u32 {
         let laps = ticket.get() >> self.capacity_bits;
         let all = (laps << self.segment_bits) as u32;
-        all.wrapping_sub(self.vacated[self.segment(ticket)].load(order)) & self.count_mask
+        // Acquire: from now on the states with which blocks vacated these slots can be seen.
+        all.wrapping_sub(self.vacated[self.segment(ticket)].load(Acquire)) & self.count_mask
     }
 
     // Looking.
@@ -457,33 +436,24 @@ impl Ring {
     /// What is wrong with the counts of vacated slots, at rest.
     pub(super) fn check_vacated(&self, blocks: &[Block]) -> Result<(), String> {
         let (head, tail) = (self.head(), self.tail());
-        let mut ticket = head;
-        while ticket != tail {
-            let start = self.segment_start(ticket);
-            let steps = (0..1_u64 << self.segment_bits).map(|step| start.plus(step));
-            let occupied = steps.filter(|&at| {
-                let handed_out = at.is_before(tail);
-                let passed = at.is_before(head);
-                !handed_out || !passed && !self.is_vacant(blocks, at, self.slot(at))
-            });
-            let occupied = occupied.count() as u32;
-            let counted = self.still_occupied(start, Acquire);
-            if occupied != counted {
-                return Err(format!(
-                    "{:?} ring: segment at {start:?} has {occupied} slots occupied and {counted} not counted as vacated",
-                    self.class
-                ));
+        let (first, segment) = (self.segment_start(head), 1 << self.segment_bits);
+        let wrong = |what| Err(format!("{:?} ring: {what}", self.class));
+        for start in (0..tail.since(first)).step_by(segment).map(|step| first.plus(step)) {
+            let slots = (0..segment as u64).map(|step| start.plus(step));
+            let is_occupied = |&at: &Ticket| {
+                let is_passed = at.is_before(head);
+                !at.is_before(tail) || !is_passed && !self.is_vacant(blocks, at, self.slot(at))
+            };
+            let (occupied, counted) =
+                (slots.filter(is_occupied).count(), self.still_occupied(start));
+            if occupied != counted as usize {
+                return wrong(format!("{occupied} slots of {start:?} are occupied, not {counted}"));
             }
-            let end = self.segment_end(ticket);
-            ticket = if end.is_before(tail) { end } else { tail };
         }
-        let (found, counted) = (self.walk(blocks).count(), self.len());
-        if found != counted {
-            return Err(format!(
-                "{:?} ring: {found} blocks in line, {counted} counted",
-                self.class
-            ));
+        let (in_line, counted) = (self.walk(blocks).count(), self.len());
+        match in_line == counted {
+            true => Ok(()),
+            false => wrong(format!("{in_line} blocks in line, {counted} counted")),
         }
-        Ok(())
     }
 }

@@ -11,7 +11,6 @@
 use super::MultiPool;
 use super::block::Transition;
 use super::free_stack::Chain;
-use super::ring::Vacated;
 use super::words::{add, fence};
 use crate::class::Class;
 use crate::error::ResizeError;
@@ -55,19 +54,14 @@ impl Size {
         self.changes.load(Acquire)
     }
 
-    /// Says that `blocks` free ones from the end on have got a holder.
-    pub(super) fn count_holds_above(&self, blocks: usize) {
-        add(&self.held_above, blocks as u64);
-    }
-
-    /// Says that the last holder of a block from the end on has given it up.
-    pub(super) fn count_release_above(&self) {
-        add(&self.held_above, 1_u64.wrapping_neg());
+    /// Says that so many more blocks from the end on have a holder, or fewer.
+    pub(super) fn count_held_above(&self, blocks: i64) {
+        add(&self.held_above, blocks.cast_unsigned());
     }
 
     /// Says that a block from the end on, which was held, stands in line again.
     pub(super) fn count_rejoined(&self) {
-        self.count_release_above();
+        self.count_held_above(-1);
         add(&self.changes, 1);
     }
 
@@ -78,17 +72,11 @@ impl Size {
     }
 }
 
-pub(super) fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> + Clone {
+fn ids(range: std::ops::Range<usize>) -> impl Iterator<Item = BlockId> {
     range.map(|index| BlockId::new(index as u32))
 }
 
 impl MultiPool {
-    /// Whether blocks are leaving.
-    #[inline]
-    pub(super) fn is_shrinking(&self) -> bool {
-        self.size.end() < self.records.num_blocks()
-    }
-
     /// Whether the block is not to be handed out any more: it is leaving or retired.
     #[inline]
     pub(super) fn is_above(&self, id: BlockId) -> bool {
@@ -96,12 +84,12 @@ impl MultiPool {
     }
 
     /// Sets the number of blocks; how many above it are still held. Refused while another thread writes.
-    pub(super) fn set_size(&self, num_blocks: usize) -> Result<usize, ResizeError> {
+    pub(super) fn resize(&self, num_blocks: usize) -> Result<usize, ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };
-        self.set_time_of_batch();
+        self.begin_registrations();
         let before = self.records.num_blocks();
         if num_blocks >= before {
             self.records.set_num_blocks(num_blocks);
@@ -142,7 +130,7 @@ impl MultiPool {
                 chain.append(self.records.blocks(), id);
             }
         }
-        self.size.count_holds_above(0_usize.wrapping_sub(held));
+        self.size.count_held_above(-(held as i64));
         self.stack.push(self.records.blocks(), &chain);
         self.credits.give(end - before - held);
     }
@@ -151,13 +139,13 @@ impl MultiPool {
     fn withhold(&self, end: usize, before: usize) {
         let (mut held, mut in_line) = (0, 0);
         for state in ids(end..before).map(|id| self.block(id).state()) {
-            held += usize::from(state.is_held());
+            held += i64::from(state.is_held());
             in_line += usize::from(state.place().is_some());
         }
         let free = self.unstack_from(end) + in_line;
         let taken = self.credits.take(free);
         debug_assert!(taken.is_ok(), "free blocks without credits: {taken:?}");
-        self.size.count_holds_above(held);
+        self.size.count_held_above(held);
     }
 
     /// Takes the leaving blocks out of the pool with what content they have; the held ones lose theirs.
@@ -166,7 +154,7 @@ impl MultiPool {
         // A registration that does not see the new size has its claim seen here.
         fence();
         let lost = self.unqueue_all(ids(num_blocks..before))
-            + ids(num_blocks..before).map(|id| self.forget_held(id, Cause::Resized)).sum::<u64>();
+            + ids(num_blocks..before).map(|id| self.forget_held(id)).sum::<u64>();
         self.counters.lost_to_resize.add(lost);
         self.counters.evictions.add(lost);
     }
@@ -174,15 +162,16 @@ impl MultiPool {
     /// Takes the queued ones of `ids` out of their lines and removes their content; how many held content of
     /// this epoch.
     fn unqueue_all(&self, ids: impl Iterator<Item = BlockId>) -> u64 {
-        let mut vacated = Vacated::new(&self.rings);
+        let mut vacated = self.ring(Class::DEFAULT).vacated_slots();
         let unqueued = ids.filter_map(|id| {
             let is_current = self.records.is_current(self.block(id));
             let left = self.block(id).transition_to_unqueued()?;
-            vacated.add(left.place()?);
+            let place = left.place()?;
+            vacated.add(self.ring(place.class), place.ticket);
             if left.standing().is_pinned() {
                 self.count_recycled_pin(is_current);
             }
-            Some((id, left.standing().class()))
+            Some((id, place.class))
         });
         let (unqueued, classes): (Vec<BlockId>, Vec<Class>) = unqueued.unzip();
         if planted(Fault::KeepRetired) {
@@ -193,7 +182,7 @@ impl MultiPool {
 
     /// Takes content and pin from a held block, once no other thread is registering it; how much of it was of
     /// this epoch. Of a block that nobody holds there is none.
-    pub(super) fn forget_held(&self, id: BlockId, cause: Cause) -> u64 {
+    fn forget_held(&self, id: BlockId) -> u64 {
         loop {
             let state = self.block(id).state();
             if state.is_claimed() {
@@ -202,7 +191,7 @@ impl MultiPool {
                 return 0;
             } else if self.claim(id, state) == Transition::Done {
                 self.report_release(&[id]);
-                let lost = self.evict_all(&[id], cause, |_| state.standing().class());
+                let lost = self.evict_all(&[id], Cause::Resized, |_| state.standing().class());
                 if state.standing().is_pinned() {
                     self.counters.pinned_evictions.add(lost);
                 }
@@ -214,36 +203,25 @@ impl MultiPool {
 
     /// Takes the blocks from `floor` on off the stack, and leaves the order of the others; how many.
     fn unstack_from(&self, floor: usize) -> usize {
+        let blocks = self.records.blocks();
         let mut stacked = Vec::new();
-        self.stack.pop(self.records.blocks(), usize::MAX, &mut stacked);
+        self.stack.pop(blocks, usize::MAX, &mut stacked);
         let mut rest = Chain::EMPTY;
-        let mut taken = 0;
-        for id in stacked {
-            if id.index() < floor {
-                rest.append(self.records.blocks(), id);
-            } else {
-                taken += 1;
-            }
-        }
-        self.stack.push(self.records.blocks(), &rest);
-        taken
+        stacked.iter().filter(|id| id.index() < floor).for_each(|&id| rest.append(blocks, id));
+        self.stack.push(blocks, &rest);
+        stacked.len() - rest.len()
     }
 
     /// Lets leaving blocks go that a call took from the line, where others were wanted.
     #[cold]
     pub(super) fn drop_leaving(&self, taken: &mut Vec<BlockId>, first: usize) {
-        let mut index = 0;
-        taken.retain(|&id| {
-            index += 1;
-            let drops = index > first && self.is_above(id);
-            if drops {
-                self.put_nowhere(id);
-            }
-            !drops
-        });
+        let new = taken.split_off(first);
+        let (leaving, staying): (Vec<_>, Vec<_>) = new.iter().partition(|&&id| self.is_above(id));
+        leaving.iter().for_each(|&id| self.put_nowhere(id));
+        taken.extend(staying);
     }
 
-    /// Gives up a leaving block that the caller took from the line and whose content is forgotten.
+    /// Gives up a block that the caller took from the line and whose content is forgotten.
     pub(super) fn put_nowhere(&self, id: BlockId) {
         let outcome = self.block(id).transition_to_idle();
         debug_assert_eq!(outcome, Transition::Done, "block {id} was shared");

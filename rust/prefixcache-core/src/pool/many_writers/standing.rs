@@ -10,6 +10,19 @@ use crate::records::Content;
 use crate::store::BlockKey;
 use crate::sync::{Fault, planted};
 
+/// How many of the blocks something was done with, up to the first that nobody holds.
+fn count_done(
+    ids: &[BlockId],
+    work: impl Fn(BlockId) -> Result<bool, Misuse>,
+) -> (usize, Result<(), Misuse>) {
+    let mut done = 0;
+    let outcome = ids.iter().try_for_each(|&id| {
+        done += usize::from(work(id)?);
+        Ok(())
+    });
+    (done, outcome)
+}
+
 impl MultiPool {
     pub(super) fn is_pinned(&self, id: BlockId) -> bool {
         self.block(id).state().standing().is_pinned()
@@ -29,9 +42,30 @@ impl MultiPool {
         self.counters.pinned_hits.add(pinned as u64);
     }
 
+    /// Pins the content of held blocks; how much of it was not pinned before.
+    pub(super) fn pin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+        let (pinned, outcome) = count_done(ids, |id| self.pin_content(id));
+        self.counters.pins.add(pinned as u64);
+        outcome.map(|()| pinned)
+    }
+
+    /// Takes the pins from the content of held blocks; how much of it was pinned.
+    pub(super) fn unpin(&self, ids: &[BlockId]) -> Result<usize, Misuse> {
+        let (unpinned, outcome) = count_done(ids, |id| self.unpin_content(id));
+        outcome.map(|()| unpinned)
+    }
+
+    /// Takes the pins off the oldest `count` blocks in the pinned line; how many there were.
+    pub(super) fn demote(&self, count: usize) -> usize {
+        let demoted = (0..count).take_while(|_| self.unpin_oldest()).count();
+        self.counters.ended_pins.add(demoted as u64);
+        self.counters.demotions.add(demoted as u64);
+        demoted
+    }
+
     /// Pins the content of a held block, which is that of the copy that hits: it is the one that later requests
     /// hold, and the others may go. Whether it was not pinned before.
-    pub(super) fn pin_content(&self, id: BlockId) -> Result<bool, Misuse> {
+    fn pin_content(&self, id: BlockId) -> Result<bool, Misuse> {
         self.check_held(id)?;
         if !self.records.is_cached(id) {
             return Ok(false);
@@ -42,7 +76,7 @@ impl MultiPool {
     }
 
     /// Takes the pins from a held block and all copies of its content; whether there were any.
-    pub(super) fn unpin_content(&self, id: BlockId) -> Result<bool, Misuse> {
+    fn unpin_content(&self, id: BlockId) -> Result<bool, Misuse> {
         self.check_held(id)?;
         let key = self.block(id).key();
         let mut copies = vec![id];
@@ -62,7 +96,7 @@ impl MultiPool {
 
     /// Gives the copy that hits for `key` this band, and a free one the last place of it; whether there
     /// is one. The caller may hold `held`.
-    pub(super) fn classify_hit(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
+    pub(super) fn set_band(&self, key: &BlockKey, held: BlockId, band: Band) -> bool {
         let hit = self.records.find(key);
         if let Some(hit) = hit {
             self.classify(hit, held, key, |standing| standing.in_band(band));
@@ -101,11 +135,11 @@ impl MultiPool {
         }
         drop(inside);
         // A hold takes a free block out of its line, and its release puts it into that of its new class.
-        let Some(hold) = self.hold_copy(id, key) else {
+        if !self.hold_copy(id, key) {
             return false;
-        };
-        let changed = self.block(hold).transition_to_classed(change);
-        self.give_back_all(&[hold]);
+        }
+        let changed = self.block(id).transition_to_classed(change);
+        self.give_back_all(&[id]);
         changed
     }
 }

@@ -3,20 +3,18 @@
 use std::ops::Deref;
 
 use super::MultiPool;
+use super::either::{changes_through, forward};
 use super::validate::validate;
 use crate::band::Band;
-use crate::class::Destination;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, Misuse, PoolError, ResizeError};
-use crate::evictions::Cause;
 use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
-use crate::records::Content;
 use crate::store::sealed::Sealed;
 use crate::store::{
     BlockKey, BlockStore, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats,
 };
-use crate::sync::{Arc, Ordering::Relaxed};
+use crate::sync::Arc;
 
 /// A right to change a pool that others have too: each thread clones its own.
 #[derive(Clone, Debug)]
@@ -135,127 +133,13 @@ impl<H: Deref<Target = MultiPool> + Sealed> Lookup for H {
     }
 }
 
-/// How many of the blocks something could be done with, up to the first that nobody holds.
-fn count_done(
-    blocks: &[BlockId],
-    work: impl Fn(BlockId) -> Result<bool, Misuse>,
-) -> (usize, Result<(), Misuse>) {
-    let mut done = 0;
-    let outcome = blocks.iter().try_for_each(|&id| {
-        done += usize::from(work(id)?);
-        Ok(())
-    });
-    (done, outcome)
+macro_rules! behind {
+    ($handle:expr, |$pool:ident| $call:expr) => {{
+        let $pool = &*$handle.0;
+        $call
+    }};
 }
 
 impl BlockStore for MultiWriter {
-    fn commit(
-        &mut self,
-        keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
-        num_new: usize,
-        out: &mut Vec<BlockId>,
-    ) -> Result<usize, Exhausted> {
-        self.take(keys, num_new, out)
-    }
-
-    fn begin_registrations(&mut self) {
-        self.set_time_of_batch();
-    }
-
-    fn prefetch(&mut self, key: &BlockKey) {
-        let spot = self.records.index.spot(&Content::from(key), self.epoch());
-        self.records.index.prefetch(spot);
-    }
-
-    fn register(
-        &mut self,
-        block: BlockId,
-        key: BlockKey,
-        epoch: Epoch,
-    ) -> Result<Registration, Misuse> {
-        self.register_held(block, key, epoch)
-    }
-
-    fn release(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks, Destination::Same)
-    }
-
-    fn release_to(&mut self, blocks: &[BlockId], queue: Queue) -> Result<(), Misuse> {
-        let queue = self.reuse.as_ref().map(|_| Destination::Queue(queue));
-        self.give_back(blocks, queue.unwrap_or(Destination::Same))
-    }
-
-    fn release_unneeded(&mut self, blocks: &[BlockId]) -> Result<(), Misuse> {
-        self.give_back(blocks, Destination::Front)
-    }
-
-    fn mark(&mut self, block: BlockId, marks: Marks) {
-        self.block(block).mark(marks);
-    }
-
-    fn clear_index(&mut self) {
-        self.records.end_epoch();
-        self.census.count(self.epoch(), 0);
-        if let Some(log) = self.eviction_log.get() {
-            log.note_clear();
-        }
-        self.classes.mark_stale();
-    }
-
-    fn pin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        let (pinned, outcome) = count_done(blocks, |id| self.pin_content(id));
-        self.counters.pins.add(pinned as u64);
-        outcome.map(|()| pinned)
-    }
-
-    fn unpin(&mut self, blocks: &[BlockId]) -> Result<usize, Misuse> {
-        let (unpinned, outcome) = count_done(blocks, |id| self.unpin_content(id));
-        outcome.map(|()| unpinned)
-    }
-
-    fn demote(&mut self, count: usize) -> usize {
-        let demoted = self.unpin_oldest(count);
-        self.counters.ended_pins.add(demoted as u64);
-        self.counters.demotions.add(demoted as u64);
-        demoted
-    }
-
-    fn set_band(&mut self, key: &BlockKey, held: BlockId, band: Band) -> bool {
-        self.classify_hit(key, held, band)
-    }
-
-    fn resize(&mut self, num_blocks: usize) -> Result<usize, ResizeError> {
-        self.set_size(num_blocks)
-    }
-
-    fn begin_moves(
-        &mut self,
-        num_blocks: usize,
-        most: usize,
-        moves: &mut Moves,
-    ) -> Result<(), ResizeError> {
-        self.plan_moves(num_blocks, most, moves)
-    }
-
-    fn finish_moves(&mut self, moves: &mut Moves) -> Result<usize, ResizeError> {
-        self.end_moves(moves)
-    }
-
-    fn release_cached(&mut self, count: usize) -> usize {
-        self.give_up(count, Cause::Evicted)
-    }
-
-    fn set_max_cached(&mut self, blocks: Option<usize>) {
-        // Relaxed, also below: see `MultiPool::keep_bound`.
-        self.max_cached.store(blocks.unwrap_or(usize::MAX), Relaxed);
-        MultiPool::keep_bound(self);
-    }
-
-    fn defer_bound(&mut self, defers: bool) {
-        self.defers_bound.store(defers, Relaxed);
-    }
-
-    fn keep_bound(&mut self) {
-        MultiPool::keep_bound(self);
-    }
+    changes_through!(behind);
 }

@@ -126,12 +126,6 @@ impl Ring {
         // A lost exchange means a later lap: nothing of this one is left to do.
         let _ = exchange(word, self.pending(ticket), Self::pack(ticket, block));
     }
-
-    /// Gives a reopened slot up.
-    fn vacate_reopened(&self, ticket: Ticket) {
-        self.fill_reopened(ticket, BlockId::NULL);
-        self.count_reopened(ticket, 1);
-    }
 }
 
 impl Pass<'_> {
@@ -157,22 +151,17 @@ impl Pass<'_> {
         }
         if ring.starts_segment(self.source.plus(1)) && ring.segment_is_vacant(self.source) {
             self.source = ring.segment_start(self.source).minus(1);
-            return Progress::Going;
-        }
-        if !self.is_occupied(self.source) {
+        } else if !self.is_occupied(self.source) {
             self.source = self.source.minus(1);
-            return Progress::Going;
-        }
-        if self.source == self.target {
+        } else if self.source == self.target {
             self.source = self.source.minus(1);
             self.target = self.source;
-            return Progress::Going;
-        }
-        if !ring.is_vacant(self.blocks, self.target, ring.slot(self.target)) {
+        } else if !ring.is_vacant(self.blocks, self.target, ring.slot(self.target)) {
             self.target = self.target.minus(1);
-            return Progress::Going;
+        } else {
+            return self.fill_target();
         }
-        self.fill_target()
+        Progress::Going
     }
 
     fn is_occupied(&self, ticket: Ticket) -> bool {
@@ -202,10 +191,11 @@ impl Pass<'_> {
             && self.blocks[block.index()].transition_to_moved(from, to) == Transition::Done
         {
             ring.fill_reopened(self.target, block);
-            ring.vacated_slots().add(self.source);
+            ring.vacated_slots().add(ring, self.source);
             self.target = self.target.minus(1);
         } else {
-            ring.vacate_reopened(self.target);
+            ring.fill_reopened(self.target, BlockId::NULL);
+            ring.count_reopened(self.target, 1);
         }
         self.source = self.source.minus(1);
     }

@@ -71,7 +71,7 @@ impl Line {
         }
         let touch = self.blocks[id as usize].transition_to_touched(true);
         if let Hold::TakenFromLine(place) = touch {
-            self.ring.vacated_slots().add(place.ticket);
+            self.ring.vacated_slots().add(&self.ring, place.ticket);
         } else {
             self.credits.give(1);
         }
@@ -82,8 +82,8 @@ impl Line {
         let mut out = Vec::new();
         let count = self.credits.take_some(count);
         let take = |id: BlockId, place| Some(self.blocks[id.index()].transition_to_evicted(place));
-        let taken = self.ring.take_oldest(&self.blocks, count, take, &mut out);
-        self.credits.give(count - taken);
+        self.ring.take_oldest(&self.blocks, count, take, &mut out);
+        self.credits.give(count - out.len());
         out
     }
 
@@ -93,8 +93,7 @@ impl Line {
 
     /// At rest: the blocks that are not among `held` are in line, and the vacated slots are counted.
     fn check(&self, held: &[BlockId]) {
-        let mut all: Vec<BlockId> =
-            self.ring.walk(&self.blocks).map(|(_, id)| id).collect();
+        let mut all: Vec<BlockId> = self.ring.walk(&self.blocks).map(|(_, id)| id).collect();
         all.extend(held);
         all.sort_unstable();
         let expected: Vec<BlockId> = (1..self.blocks.len() as u32).map(BlockId::new).collect();

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prefixcache.config.checked import PositiveFloat, PositiveInt, adapter, adapters, check
 from prefixcache.config.families import FAMILIES
-from prefixcache.config.family import Family, unrotated_layers
+from prefixcache.config.family import Family
 from prefixcache.config.hf_fields import CONV, FULL, LINEAR, SLIDING, HFFields, TokenId
 from prefixcache.exceptions import ConfigError, FieldError, UnsupportedModelError
 
@@ -105,13 +105,10 @@ def read_hf_config(source: Mapping[str, Any]) -> HFConfig:
     family = FAMILIES[architecture]
     _refuse_unsupported(family, source)
     source = {name: value for name, value in source.items() if name not in family.ignored}
-    given = read_fields(_readers(), source) | _given_ropes(family, source)
-    if "num_experts" in given:  # another spelling
-        given["num_local_experts"] = given.pop("num_experts")
+    given = _given_fields(family, source) | _given_ropes(family, source)
     # Null means that there is none, which families differ on where nothing is said.
     if "sliding_window" in source and source["sliding_window"] is None:
         given["sliding_window"] = None
-    given |= {ours: given[theirs] for theirs, ours in family.spellings.items() if theirs in given}
     if family.lone_parts:
         given |= _joined_layers(given)
     for name in family.required:
@@ -157,8 +154,13 @@ def read_fields(
         raise ConfigError(f"{error.field} in the model's config {error.problem}") from None
 
 
-def _readers() -> dict[str, TypeAdapter[Any]]:
-    return {name: kind for name, kind in adapters(HFFields).items() if name not in _READ_APART}
+def _given_fields(family: Family, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that the file has, by our names. Raises `ConfigError`."""
+    spellings = {"num_experts": "num_local_experts", **family.spellings}
+    ours = {name: kind for name, kind in adapters(HFFields).items() if name not in _READ_APART}
+    theirs = {name: ours[spelled] for name, spelled in spellings.items()}
+    given = read_fields(ours | theirs, source)
+    return given | {spellings[name]: given.pop(name) for name in theirs if name in given}
 
 
 def _read(hints: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,7 +344,7 @@ def _default_layer_types(family: Family, fields: HFFields) -> list[str]:
         return [SLIDING if (i + 1) % every else FULL for i in layers]
     if family.windows == "unrotated":
         is_on = fields.use_sliding_window and fields.sliding_window
-        slides = unrotated_layers(fields) if is_on else ()
+        slides = fields.unrotated_layers() if is_on else ()
         return [SLIDING if i in slides else FULL for i in layers]
     if family.windows == "switched":
         is_on = fields.sliding_window is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
 from prefixcache.config.checked import MAX_INT, Count, PositiveFloat, PositiveInt
+from prefixcache.exceptions import UnsupportedModelError
 
 NumLayers = Annotated[PositiveInt, Le(1 << 16)]
 TokenId = Annotated[int, Ge(-MAX_INT), Le(MAX_INT)]
@@ -19,6 +21,9 @@ LINEAR = "linear_attention"
 
 # The default of what only families read whose files or rows give it: None, whatever the type says.
 _GIVEN: Any = None
+
+# In each spelling of infinity.
+_NO_TIME_LIMITS = (None, [0, inf], [0, {"__float__": "Infinity"}])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,10 +45,8 @@ class HFFields:
 
     # The stream, and what its ends are multiplied by.
     rms_norm_eps: PositiveFloat = 1e-6
-    layer_norm_epsilon: PositiveFloat = _GIVEN
     norm_eps: PositiveFloat = _GIVEN
     tie_word_embeddings: bool = False
-    tie_embedding: bool = _GIVEN
     bos_token_id: TokenId | None = None
     embedding_multiplier: PositiveFloat = _GIVEN
     residual_multiplier: PositiveFloat = _GIVEN
@@ -61,7 +64,6 @@ class HFFields:
 
     # What each layer is. `bare_layers` have no MLP, and are counted from the file's layers.
     layer_types: list[str] = _GIVEN
-    layers_block_type: list[str] = _GIVEN
     hybrid_override_pattern: str = _GIVEN
     bare_layers: tuple[Count, ...] = ()
     full_attn_idxs: list[int] | None = None
@@ -97,9 +99,7 @@ class HFFields:
 
     # Experts.
     num_local_experts: Count = 0
-    num_experts: Count = _GIVEN
     num_experts_per_tok: PositiveInt = _GIVEN
-    top_k_experts: PositiveInt = _GIVEN
     enable_moe_block: bool = _GIVEN
     moe_intermediate_size: PositiveInt = _GIVEN
     shared_intermediate_size: Count = 0
@@ -116,7 +116,6 @@ class HFFields:
     # Short convolutions, and the size of MLPs next to them.
     conv_L_cache: PositiveInt = _GIVEN  # noqa: N815
     conv_bias: bool = _GIVEN
-    block_ff_dim: PositiveInt = _GIVEN
     block_auto_adjust_ff_dim: bool = _GIVEN
     block_ffn_dim_multiplier: PositiveFloat = _GIVEN
     block_multiple_of: PositiveInt = _GIVEN
@@ -131,7 +130,7 @@ class HFFields:
     linear_heads_tiled: bool = False
     linear_qkvz_apart: bool = False
 
-    # Mamba-2, in two spellings.
+    # Mamba-2.
     mamba_n_heads: PositiveInt = _GIVEN
     mamba_n_groups: PositiveInt = _GIVEN
     mamba_d_head: PositiveInt | Literal["auto"] = _GIVEN
@@ -141,13 +140,45 @@ class HFFields:
     mamba_conv_bias: bool = _GIVEN
     mamba_proj_bias: bool = _GIVEN
     time_step_limit: list[Any] | None = None
-    mamba_num_heads: PositiveInt = _GIVEN
-    mamba_head_dim: PositiveInt = _GIVEN
-    n_groups: PositiveInt = _GIVEN
-    ssm_state_size: PositiveInt = _GIVEN
-    conv_kernel: PositiveInt = _GIVEN
-    use_conv_bias: bool = _GIVEN
 
     def layers_of(self, kind: str) -> tuple[int, ...]:
         """The layers of this type."""
         return tuple(i for i, name in enumerate(self.layer_types) if name == kind)
+
+    def unrotated_layers(self) -> tuple[int, ...]:
+        """The layers that do not rotate."""
+        layers = range(self.num_hidden_layers)
+        if self.no_rope_layers is None:
+            return tuple(i for i in layers if (i + 1) % self.no_rope_layer_interval == 0)
+        return tuple(i for i in layers if not self.no_rope_layers[i])
+
+    def experts(self, intermediate_size: int, **more: Any) -> dict[str, Any]:
+        """The fields of `ExpertsConfig`, where there are experts."""
+        if not self.num_local_experts:
+            return {}
+        sizes = {
+            "count": self.num_local_experts,
+            "top_k": self.num_experts_per_tok,
+            "intermediate_size": intermediate_size,
+        }
+        return {"experts": sizes | more}
+
+    def mamba(self, head_dim: int | str) -> dict[str, Any]:
+        """The fields of `MambaConfig`, where layers have it. Raises `UnsupportedModelError`."""
+        layers = self.layers_of(LINEAR)
+        if not layers:
+            return {}
+        if self.time_step_limit not in _NO_TIME_LIMITS:
+            limits = f"time_step_limit {self.time_step_limit!r}"
+            raise UnsupportedModelError(f"{limits} is not supported. Supported: 0, infinity.")
+        mamba = {
+            "layers": layers,
+            "key_heads": self.mamba_n_groups,
+            "value_heads": self.mamba_n_heads,
+            "key_dim": self.mamba_d_state,
+            "value_dim": head_dim,
+            "taps": self.mamba_d_conv,
+            "conv_bias": self.mamba_conv_bias,
+            "bias": self.mamba_proj_bias,
+        }
+        return {"mamba": mamba}

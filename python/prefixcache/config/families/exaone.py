@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.config.family import Family
-from prefixcache.config.gguf_row import NORMS_AFTER, GgufRow, windows
+from prefixcache.config.family import NORMS_AFTER, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import FULL, HFFields
 
 
@@ -27,6 +26,6 @@ FAMILIES = {
         },
         windows="by_layer",
         flags=_flags,
-        gguf=GgufRow(architecture="exaone4", config=windows, modules=NORMS_AFTER),
+        gguf=GgufRow(architecture="exaone4", config=GgufModel.windows, modules=NORMS_AFTER),
     ),
 }

@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from prefixcache.config.family import Family, experts_flags
-from prefixcache.config.gguf_row import (
-    NORMS_AFTER,
-    GgufModel,
-    GgufRow,
-    experts_config,
-    layer_types,
-)
+from prefixcache.config.family import NORMS_AFTER, Family, GgufModel, GgufRow, layer_types
 from prefixcache.config.hf_fields import FULL, SLIDING, HFFields
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
 
@@ -79,7 +72,7 @@ def _gemma4_experts(fields: HFFields) -> dict[str, Any]:
         if not size:
             raise ConfigError(f"The model's config lacks {name}.")
     size = fields.moe_intermediate_size
-    return experts_flags(fields, size, renormalise=True, next_to_mlp=True)
+    return fields.experts(size, renormalise=True, next_to_mlp=True)
 
 
 def _gemma4_heads(fields: HFFields) -> dict[str, Any]:
@@ -114,7 +107,6 @@ def _gemma2_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     slides = [bool(window and (i + 1) % pattern) for i in range(num_layers)]
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": head_dim,
         **{name: cap for name in caps if (cap := model.shape(name, 0.0))},
         "sliding_window": window or None,
@@ -152,8 +144,7 @@ def _gemma4_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     sliding = next((i for i, has_window in enumerate(slides) if has_window), 0)
     return {
         "enable_moe_block": has_experts,
-        **(experts_config(model, renormalise=None) if has_experts else {}),
-        "hidden_activation": "gelu_pytorch_tanh",
+        **(model.experts(renormalise=None) if has_experts else {}),
         "head_dim": model.shape("attention.key_length_swa"),
         "global_head_dim": config["head_dim"],
         "num_key_value_heads": heads[sliding],

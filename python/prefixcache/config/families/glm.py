@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prefixcache.config.family import Family
-from prefixcache.config.gguf_row import GgufRow, partly_rotated
+from prefixcache.config.family import Family, GgufModel, GgufRow
 
 FAMILIES = {
     "Glm4ForCausalLM": Family(
@@ -27,7 +26,7 @@ FAMILIES = {
         pairs_heads=True,
         gguf=GgufRow(
             architecture="glm4",
-            config=partly_rotated,
+            config=GgufModel.partly_rotated,
             modules={
                 "post_attention_norm": "post_self_attn_layernorm",
                 "post_ffw_norm": "post_mlp_layernorm",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.config.family import Family, experts_flags
-from prefixcache.config.gguf_row import GgufModel, GgufRow
+from prefixcache.config.family import Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import HFFields
 from prefixcache.exceptions import UnsupportedModelError
 
@@ -17,7 +16,7 @@ def _flags(fields: HFFields) -> dict[str, Any]:
                 f"{name} {value!r} is not supported. Supported: {supported}."
             )
     size = fields.intermediate_size
-    experts = experts_flags(fields, size, renormalise=True, router_bias=True)
+    experts = fields.experts(size, renormalise=True, router_bias=True)
     return {"mlp_bias": True, "sinks": True, "activation": "clamped_swiglu"} | experts
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from prefixcache.config.family import OTHER_SIZES, Family, experts_flags, mamba_flags
-from prefixcache.config.gguf_row import (
-    GgufModel,
-    GgufRow,
-    experts_config,
-    layers_without_heads,
-    mamba_config,
-)
+from prefixcache.config.family import OTHER_SIZES, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import LINEAR, HFFields
 from prefixcache.exceptions import ConfigError
 
@@ -35,9 +28,7 @@ def _granite_flags(fields: HFFields) -> dict[str, Any]:
 
 def _moe_flags(fields: HFFields) -> dict[str, Any]:
     size, shared = fields.intermediate_size, fields.shared_intermediate_size
-    return _granite_flags(fields) | experts_flags(
-        fields, size, renormalise=True, shared_size=shared
-    )
+    return _granite_flags(fields) | fields.experts(size, renormalise=True, shared_size=shared)
 
 
 def _hybrid_flags(fields: HFFields) -> dict[str, Any]:
@@ -48,7 +39,7 @@ def _hybrid_flags(fields: HFFields) -> dict[str, Any]:
             f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) in the model's config must "
             f"be mamba_expand times hidden_size ({values})."
         )
-    flags = _moe_flags(fields) | mamba_flags(fields, head_dim)
+    flags = _moe_flags(fields) | fields.mamba(head_dim)
     if not fields.num_local_experts:
         flags["intermediate_size"] = fields.shared_intermediate_size
     if fields.position_embedding_type != "rope":
@@ -71,15 +62,15 @@ def _granite_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 def _hybrid_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     count = model.shape("expert_count", 0)
-    experts = experts_config(model, renormalise=True) if count else {}
+    experts = model.experts(renormalise=True) if count else {}
     multipliers = _multipliers(model)
     shared = model.shape("expert_shared_feed_forward_length", config["intermediate_size"])
     rotates = model.shape("rope.scaling.finetuned", True)
     return {
         **experts,
         **multipliers,
-        **layers_without_heads(model, config, LINEAR),
-        **mamba_config(model, config),
+        **model.layers_without_heads(config, LINEAR),
+        **model.mamba(config),
         "num_local_experts": count,
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if rotates else "nope",

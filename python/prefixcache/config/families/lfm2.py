@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from prefixcache.config.family import SIZES, Family, experts_flags
-from prefixcache.config.gguf_row import GgufModel, GgufRow, layers_without_heads
+from prefixcache.config.family import SIZES, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import CONV, HFFields
 
 
@@ -20,10 +19,6 @@ def _conv_flags(fields: HFFields) -> dict[str, Any]:
     }
 
 
-def _dense_flags(fields: HFFields) -> dict[str, Any]:
-    return _conv_flags(fields) | {"intermediate_size": _intermediate_size(fields)}
-
-
 def _intermediate_size(fields: HFFields) -> int:
     if not fields.block_auto_adjust_ff_dim:
         return fields.intermediate_size
@@ -33,8 +28,7 @@ def _intermediate_size(fields: HFFields) -> int:
 
 def _moe_flags(fields: HFFields) -> dict[str, Any]:
     dense = tuple(range(min(fields.num_dense_layers, fields.num_hidden_layers)))
-    experts = experts_flags(
-        fields,
+    experts = fields.experts(
         fields.moe_intermediate_size,
         scores="sigmoid",
         selection_bias=fields.use_expert_bias,
@@ -47,7 +41,7 @@ def _moe_flags(fields: HFFields) -> dict[str, Any]:
 
 
 def _gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return layers_without_heads(model, config, CONV) | {
+    return model.layers_without_heads(config, CONV) | {
         "conv_L_cache": model.shape("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
@@ -74,7 +68,7 @@ _LFM2 = Family(
     },
     convolves=True,
     spellings={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
-    flags=_dense_flags,
+    flags=lambda fields: _conv_flags(fields) | {"intermediate_size": _intermediate_size(fields)},
     names={
         "input_norm": "operator_norm",
         "q_norm": "self_attn.q_layernorm",

@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from prefixcache.config.family import Family, unrotated_layers
-from prefixcache.config.gguf_row import GgufModel, GgufRow
-from prefixcache.config.hf_fields import HFFields
-
-
-def _arcee_gguf(_model: GgufModel, _config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "relu2"}
-
-
-def _ernie_flags(fields: HFFields) -> dict[str, Any]:
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), fields.use_bias)
-
-
-def _ernie_gguf(_model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": config["mlp_bias"]}
-
-
-def _smollm3_flags(fields: HFFields) -> dict[str, Any]:
-    return {"unrotated_layers": unrotated_layers(fields)}
-
+from prefixcache.config.family import Family, GgufRow
 
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -39,7 +18,7 @@ FAMILIES = {
         heads_divide_hidden=True,
         activation=("hidden_act", "relu2"),
         flags=lambda _: {"activation": "squared_relu"},
-        gguf=GgufRow(architecture="arcee", config=_arcee_gguf, pairs_rows=True),
+        gguf=GgufRow(architecture="arcee", pairs_rows=True),
     ),
     "Ernie4_5ForCausalLM": Family(
         model_type="ernie4_5",
@@ -51,9 +30,13 @@ FAMILIES = {
             "rope_theta": 500_000.0,
             "use_bias": False,
         },
-        flags=_ernie_flags,
+        flags=lambda fields: dict.fromkeys(
+            ("qkv_bias", "output_bias", "mlp_bias"), fields.use_bias
+        ),
         pairs_heads=True,
-        gguf=GgufRow(architecture="ernie4_5", config=_ernie_gguf),
+        gguf=GgufRow(
+            architecture="ernie4_5", config=lambda _, config: {"use_bias": config["mlp_bias"]}
+        ),
     ),
     "HeliumForCausalLM": Family(
         model_type="helium",
@@ -86,7 +69,7 @@ FAMILIES = {
         },
         biases=("attention_bias", "mlp_bias"),
         windows="unrotated",
-        flags=_smollm3_flags,
+        flags=lambda fields: {"unrotated_layers": fields.unrotated_layers()},
         gguf=GgufRow(architecture="smollm3", pairs_rows=True),
     ),
 }

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from prefixcache.config.family import Family
-from prefixcache.config.gguf_row import GgufRow
-from prefixcache.config.hf_fields import HFFields
-
-
-def _ministral3_flags(fields: HFFields) -> dict[str, Any]:
-    return {"query_growth": fields.rope_parameters.get("llama_4_scaling_beta") or 0.0}
-
+from prefixcache.config.family import Family, GgufRow
 
 _MISTRAL = Family(
     model_type="mistral",
@@ -44,7 +36,9 @@ FAMILIES = {
         },
         windows="one",
         sees_images=True,
-        flags=_ministral3_flags,
+        flags=lambda fields: {
+            "query_growth": fields.rope_parameters.get("llama_4_scaling_beta") or 0.0
+        },
         gguf=GgufRow(architecture="mistral3", pairs_rows=True),
     ),
 }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.config.family import SIZES, Family, mamba_flags
-from prefixcache.config.gguf_row import GgufModel, GgufRow, layers_without_heads, mamba_config
+from prefixcache.config.family import SIZES, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import LINEAR, HFFields
 from prefixcache.exceptions import ModelLoadError
 
 
 def _flags(fields: HFFields) -> dict[str, Any]:
-    return mamba_flags(fields, fields.mamba_d_head) | {
+    return fields.mamba(fields.mamba_d_head) | {
         "activation": "squared_relu",
         "bare_layers": fields.bare_layers,
         "unrotated_layers": tuple(range(fields.num_hidden_layers)),
@@ -20,17 +19,16 @@ def _flags(fields: HFFields) -> dict[str, Any]:
 
 def _gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Layers of a feed-forward are MLPs, and have no heads either."""
-    mixers = layers_without_heads(model, config, LINEAR)
+    mixers = model.layers_without_heads(config, LINEAR)
     sizes = config["intermediate_size"]
     if not isinstance(sizes, list) or len(sizes) != config["num_hidden_layers"]:
         raise ModelLoadError("its nemotron_h.feed_forward_length has no number for each layer.")
     kinds = zip(mixers.pop("layer_types"), sizes, strict=True)
     return {
         **mixers,
-        **mamba_config(model, config),
+        **model.mamba(config),
         "intermediate_size": max(sizes),
         "layers_block_type": ["mlp" if size else kind for kind, size in kinds],
-        "mlp_hidden_act": "relu2",
     }
 
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.config.family import Family, experts_flags
-from prefixcache.config.gguf_row import NORMS_AFTER, GgufModel, GgufRow, windows
+from prefixcache.config.family import NORMS_AFTER, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import FULL, SLIDING, HFFields
-
-
-def _olmo2_flags(_fields: HFFields) -> dict[str, Any]:
-    norms = {"qk_norm": True, "whole_qk_norms": True, "input_norms": False}
-    return norms | {"sandwich_norms": True}
 
 
 def _olmoe_flags(fields: HFFields) -> dict[str, Any]:
     size, renormalise = fields.intermediate_size, fields.norm_topk_prob
-    norms = {"qk_norm": True, "whole_qk_norms": True}
-    return norms | experts_flags(fields, size, renormalise=renormalise)
+    return _QK_NORMS | fields.experts(size, renormalise=renormalise)
 
 
 def _olmo2_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """OLMo 3 is OLMo 2 with windows; their layers turn by the rope without its scaling."""
-    layers = windows(model, config)
+    layers = model.windows(config)
     if not layers["sliding_window"]:
         return {}
     rope = config["rope_parameters"]
@@ -33,13 +26,15 @@ def _olmo2_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_QK_NORMS = {"qk_norm": True, "whole_qk_norms": True}
+_OLMO2_FLAGS = _QK_NORMS | {"input_norms": False, "sandwich_norms": True}
 _OLMO2_GGUF = GgufRow(architecture="olmo2", config=_olmo2_gguf, modules=NORMS_AFTER)
 FAMILIES = {
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",
         defaults={"rms_norm_eps": 1e-5},
         biases=("attention_bias",),
-        flags=_olmo2_flags,
+        flags=lambda _: _OLMO2_FLAGS,
         gguf=_OLMO2_GGUF,
     ),
     "Olmo3ForCausalLM": Family(
@@ -56,7 +51,7 @@ FAMILIES = {
         ignored=("sliding_window_pattern", "rope_local_base_freq"),
         windows="by_layer",
         ropes_by_layer=True,
-        flags=_olmo2_flags,
+        flags=lambda _: _OLMO2_FLAGS,
         gguf=_OLMO2_GGUF,
     ),
     "OlmoeForCausalLM": Family(

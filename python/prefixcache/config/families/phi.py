@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.config.family import Family
-from prefixcache.config.gguf_row import GgufModel, GgufRow, partly_rotated
+from prefixcache.config.family import Family, GgufModel, GgufRow
 
 
 def _gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     window = model.shape("attention.sliding_window", 0) or None
-    return {"sliding_window": window} | partly_rotated(model, config)
+    return {"sliding_window": window} | model.partly_rotated(config)
 
 
 FAMILIES = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from prefixcache.config.family import OTHER_SIZES, Family, experts_flags
-from prefixcache.config.gguf_row import GgufModel, GgufRow, partly_rotated
+from prefixcache.config.family import OTHER_SIZES, Family, GgufModel, GgufRow
 from prefixcache.config.hf_fields import LINEAR, HFFields
 
 
@@ -16,20 +15,12 @@ def _experts(fields: HFFields, **more: Any) -> dict[str, Any]:
     step, named = fields.decoder_sparse_step, fields.mlp_only_layers
     dense = tuple(i for i in layers if i in named or (i + 1) % step)
     more |= {"renormalise": fields.norm_topk_prob, "dense_layers": dense}
-    experts = experts_flags(fields, fields.moe_intermediate_size, **more)
+    experts = fields.experts(fields.moe_intermediate_size, **more)
     return experts if len(dense) < len(layers) else {}
 
 
 def _weighed_expert(fields: HFFields) -> dict[str, Any]:
     return {"shared_size": fields.shared_expert_intermediate_size, "shared_weight": True}
-
-
-def _qwen2_moe_flags(fields: HFFields) -> dict[str, Any]:
-    return {"qkv_bias": fields.qkv_bias} | _experts(fields, **_weighed_expert(fields))
-
-
-def _qwen3_moe_flags(fields: HFFields) -> dict[str, Any]:
-    return {"qk_norm": True} | _experts(fields)
 
 
 def _qwen3_5_flags(fields: HFFields) -> dict[str, Any]:
@@ -49,7 +40,7 @@ def _qwen3_5_flags(fields: HFFields) -> dict[str, Any]:
 
 def _qwen3_5_moe_flags(fields: HFFields) -> dict[str, Any]:
     size, shared = fields.moe_intermediate_size, _weighed_expert(fields)
-    experts = experts_flags(fields, size, renormalise=True, **shared)
+    experts = fields.experts(size, renormalise=True, **shared)
     # No layer has an MLP of its own.
     return _qwen3_5_flags(fields) | experts | {"intermediate_size": shared["shared_size"]}
 
@@ -65,7 +56,7 @@ def _delta_gguf(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Layers that guess stand behind the others, and Qwen3.5's value heads of a key head apart."""
     value_heads = model.shape("ssm.time_step_rank")
     guessing = model.shape("nextn_predict_layers", 0)
-    return partly_rotated(model, config) | {
+    return model.partly_rotated(config) | {
         "num_hidden_layers": config["num_hidden_layers"] - guessing,
         "full_attention_interval": model.shape("full_attention_interval", 4),
         "linear_conv_kernel_dim": model.shape("ssm.conv_kernel"),
@@ -151,7 +142,9 @@ FAMILIES = {
         },
         refused=("use_sliding_window",),
         ignored=("sliding_window",),
-        flags=_qwen2_moe_flags,
+        flags=lambda fields: (
+            {"qkv_bias": fields.qkv_bias} | _experts(fields, **_weighed_expert(fields))
+        ),
         gguf=GgufRow(architecture="qwen2moe", renormalise=False),
     ),
     "Qwen3ForCausalLM": Family(
@@ -173,7 +166,7 @@ FAMILIES = {
         },
         biases=("attention_bias",),
         refused=("use_sliding_window",),
-        flags=_qwen3_moe_flags,
+        flags=lambda fields: {"qk_norm": True} | _experts(fields),
         gguf=GgufRow(architecture="qwen3moe", renormalise=True),
     ),
     "Qwen3NextForCausalLM": replace(

@@ -14,8 +14,7 @@ import numpy as np
 from gguf import LlamaFileType
 
 from prefixcache.config.families import FAMILIES, GGUF_ARCHITECTURES
-from prefixcache.config.family import Family
-from prefixcache.config.gguf_row import GgufModel, GgufRow, experts_config
+from prefixcache.config.family import Family, GgufModel, GgufRow
 from prefixcache.config.hf_config import read_hf_config
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models.gguf.header import (
@@ -161,10 +160,11 @@ def _config_of(parts: Sequence[GgufHeader], factors: Mapping[str, list[float]]) 
     """The first part has the metadata of all. `factors` are the numbers of `_FACTORS`."""
     names = {tensor.name for part in parts for tensor in part.tensors}
     model = GgufModel(parts[0].metadata, names, factors)
-    _, row = _family_of(model.architecture)
-    config: dict[str, Any] = _common_config(model) | _flags(names)
+    family, row = _family_of(model.architecture)
+    activation, kind, *_ = family.activation
+    config: dict[str, Any] = _common_config(model) | _flags(names) | {activation: kind}
     if row.renormalise is not None:
-        config |= experts_config(model, renormalise=row.renormalise)
+        config |= model.experts(renormalise=row.renormalise)
     config |= row.config(model, config)
     if factors and not row.reads_factors:
         config |= _long_rope(model, config["rope_parameters"])
@@ -227,7 +227,6 @@ def _common_config(model: GgufModel) -> dict[str, Any]:
         "architectures": [GGUF_ARCHITECTURES[model.architecture]],
         "model_type": model.architecture,
         "dtype": "float16",
-        "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": _feed_forward_size(model),
         "num_hidden_layers": model.shape("block_count"),

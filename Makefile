@@ -48,7 +48,7 @@ PYTEST   := $(BIN)/pytest --quiet $(SPREAD)
 
 .PHONY: help setup setup-dev environments rust-builds model serve test test-slow test-long test-lowest test-clients test-ray test-rust test-python test-wheel proofs format clean docs
 .PHONY: lint lint-rust lint-python lint-style lint-deploy dist audit licences nightly
-.PHONY: kills equality loom shuttle stress sanitize sanitize-kernels fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
+.PHONY: kills equality loom shuttle stress sanitize sanitize-kernels corpus fuzz fuzz-build fuzz-merge soak bench bench-row bench-restart bench-disk bench-peers bench-core bench-hybrid bench-elastic bench-replicas bench-fleet bench-eviction bench-gpu-dry
 
 help:                              ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -194,17 +194,25 @@ proofs:                            ## loom, sanitize and fuzz in parallel
 fuzz-build:
 	$(FUZZ_CARGO) build $(FUZZ_PROFILE)
 
-fuzz: fuzz-build                   ## libFuzzer on every target for FUZZ_SECONDS, from the committed corpus
+# A target's corpus is one archive of its inputs.
+CORPUS = fuzz/target/corpus
+corpus:
+	rm -rf $(CORPUS) && mkdir -p $(CORPUS)
+	for target in $(FUZZ_TARGETS); do tar -xzf fuzz/corpus/$$target.tar.gz -C $(CORPUS) || exit 1; done
+
+fuzz: fuzz-build corpus            ## libFuzzer on every target for FUZZ_SECONDS, from the committed corpus
 	$(PARALLEL) $(addprefix fuzz-run-,$(FUZZ_TARGETS))
 
 fuzz-run-%:
 	mkdir -p fuzz/target/found/$* fuzz/artifacts/$*
-	$(FUZZ_BIN)/$* fuzz/target/found/$* fuzz/corpus/$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=fuzz/artifacts/$*/
+	$(FUZZ_BIN)/$* fuzz/target/found/$* $(CORPUS)/$* -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=fuzz/artifacts/$*/
 
-fuzz-merge: fuzz-build             ## minimise the corpus with what runs here have found
+fuzz-merge: fuzz-build corpus      ## minimise the corpus with what runs here have found
 	for target in $(FUZZ_TARGETS); do rm -rf fuzz/target/merged && mkdir -p fuzz/target/merged fuzz/target/found/$$target && \
-	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged fuzz/corpus/$$target fuzz/target/found/$$target && \
-	  rm -rf fuzz/corpus/$$target && mv fuzz/target/merged fuzz/corpus/$$target || exit 1; done
+	  $(FUZZ_BIN)/$$target -merge=1 fuzz/target/merged $(CORPUS)/$$target fuzz/target/found/$$target && \
+	  rm -rf $(CORPUS)/$$target && mv fuzz/target/merged $(CORPUS)/$$target && \
+	  tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cz -f fuzz/corpus/$$target.tar.gz \
+	    -C $(CORPUS) $$target || exit 1; done
 
 kills: setup-dev                   ## kill -9: 100 servers and 10,000 small processes over a kept cache (KILLS=...)
 	$(BIN)/python tests/killed_server.py $(KILLS)

@@ -303,12 +303,10 @@ class Server(uvicorn.Server):
     def _speak_tls(self, certificates: Certificates, sockets: list[socket.socket]) -> None:
         loop, state = asyncio.get_running_loop(), self.server_state
 
-        def new_connection() -> Connection:
-            return Connection(self.config, state, {}, limits=self._limits, _loop=loop)
-
+        connect = partial(Connection, self.config, state, {}, limits=self._limits, _loop=loop)
         self._watching = loop.create_task(certificates.watch())
         self.servers: list[Any] = [
-            TlsListener(sock, new_connection, certificates, self._limits, state.connections)
+            TlsListener(sock, connect, certificates, self._limits, state.connections)
             for sock in sockets
         ]
         self.started = True

@@ -64,14 +64,22 @@ class ConnectionLimits:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 over one connection, within `limits`."""
+    """uvicorn's HTTP/1.1 over one connection, within `limits`.
 
-    def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
+    `before_made` is called when the connection is open, which under TLS is after the handshake.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        limits: ConnectionLimits,
+        before_made: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self.parser = RequestParser(self)
         self._limits = limits
-        self.before_made: Callable[[], None] | None = None
-        """Called when the connection is open, which under TLS is after the handshake."""
+        self._before_made = before_made
         self._timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
         self._num_unread_bytes = 0
@@ -81,8 +89,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Takes the connection, if need be in the place of another."""
-        if self.before_made is not None:
-            self.before_made()
+        self._before_made()
         super().connection_made(cast("Any", _WhileOpen(transport)))
         _notice_lost_clients(transport.get_extra_info("socket"), self._limits.write_seconds)
         self._await_request()

@@ -80,7 +80,7 @@ class TlsListener:
     def __init__(
         self,
         sock: socket.socket,
-        new_connection: Callable[[], Connection],
+        new_connection: Callable[..., Connection],
         certificates: Certificates,
         limits: ConnectionLimits,
         connections: set[Any],
@@ -130,17 +130,13 @@ class TlsListener:
             self._forget(pending)
 
     async def _shake_hands(self, pending: _Pending, accepted: socket.socket) -> None:
-        def new_connection() -> Connection:
-            connection = self._new_connection()
-            # Else it would count twice, and another would make room for it.
-            connection.before_made = partial(self._forget, pending)
-            return connection
-
+        # Else the connection would count twice, and another would make room for it.
+        forget = partial(self._forget, pending)
         # Any: `ssl_shutdown_timeout` is in uvloop and, from 3.11 on, in asyncio.
         connect: Any = self._loop.connect_accepted_socket
         try:
             await connect(
-                new_connection,
+                partial(self._new_connection, before_made=forget),
                 accepted,
                 ssl=self._certificates.context,
                 ssl_handshake_timeout=self._limits.read_seconds,

@@ -346,7 +346,7 @@ class Witness:
     def see(self, engine: Engine, plan: StepPlan, step: InFlightStep) -> None:
         """Looks at the blocks that a step has filled with tokens that count."""
         size = engine._cache.block_size
-        outputs = engine._runner.results(step).outputs if plan.drafts else ()
+        outputs = engine._steps._runner.results(step).outputs if plan.drafts else ()
         refused = {
             row: len(guesses) - len(outputs[row].after_drafts) for row, guesses in plan.drafts
         }
@@ -371,10 +371,10 @@ def _filled_blocks(sequence: ScheduledSequence, refused: int, size: int) -> rang
 
 def _bytes_of_layers(engine: Engine, row: int, index: int) -> dict[int, bytes]:
     """What each layer keeps in a sequence's block; states are not kept in null blocks."""
-    kv = engine._runner.kv  # type: ignore[attr-defined]
+    kv = engine._steps._runner.kv  # type: ignore[attr-defined]
     rows = kv.rows() if isinstance(kv, KVMemory) else _rows_of(kv)
     parts, blocks = dict[int, bytes](), list[int]()
-    for tables, group in zip(engine._runner.block_tables, kv.layout.groups, strict=True):
+    for tables, group in zip(engine._steps._runner.block_tables, kv.layout.groups, strict=True):
         page = tables.indptr[row] + index - tables.first_pages[row]
         blocks.append(block := int(tables.indices[page]))
         for number, layer in enumerate(() if group.state_tensors else group.layers):
@@ -441,7 +441,7 @@ class Bench:
         engine = self._engine(schedule, self._folder)
         if schedule.speculates:
             engine._scheduler.drafter = self._drafter(schedule, expected)
-        states = engine._runner.kv.layout.states  # type: ignore[attr-defined]
+        states = engine._steps._runner.kv.layout.states  # type: ignore[attr-defined]
         with late_masks(schedule.seed, held=bool(states)) as late:
             answers = run(engine, [request for request, _ in expected], schedule)
         different = sum(not answers[r.request_id].agrees(right) for r, right in expected)
@@ -491,7 +491,7 @@ class Bench:
         engine = make_engine(
             folder, self._dtype, self._invariant, schedule, self._activations, self._threads
         )
-        submit = engine._runner.submit
+        submit = engine._steps._runner.submit
 
         def watched(plan: StepPlan) -> InFlightStep:
             step = submit(plan)
@@ -499,7 +499,7 @@ class Bench:
             self._witness.see(engine, plan, step)
             return step
 
-        engine._runner.submit = watched  # type: ignore[method-assign]
+        engine._steps._runner.submit = watched  # type: ignore[method-assign]
         return engine
 
 
@@ -629,7 +629,7 @@ def interrupt(engine: Engine, kind: Interruption) -> None:
         engine.control.sleep()
         engine.control.wake_up()
     else:
-        engine._outbox += engine.abort([*engine._answers][:1])
+        engine.requests._outbox += engine.abort([*engine._answers][:1])
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from shapes import Shape
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.specs import kv_layout
 from prefixcache.models.replaceable import ReplaceableModel
@@ -126,9 +127,8 @@ class System:
             scheduler=scheduler,
             cache=cache,
             runner=runner,
+            rules=RequestRules(model.config.vocab_size),
             make_detokenizer=lambda _params: NoText(),
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=(),
             memory=memory,
         )
         self._scheduler = scheduler

@@ -32,6 +32,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.buffers import BlockTableBuffers
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.retention import Retention
@@ -251,8 +252,7 @@ def simulated(row: str) -> Engine:
         "cache": cache,
         "runner": NoRunner(1, 1, max_tokens=1, max_seqs=1, max_pages=1),
         "make_detokenizer": IdText,
-        "vocab_size": VOCAB,
-        "eos_token_ids": (),
+        "rules": RequestRules(VOCAB),
     }
     return Engine(**parts)
 

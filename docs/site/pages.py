@@ -103,6 +103,7 @@ def metrics() -> str:
     from prometheus_client.parser import text_string_to_metric_families
 
     from prefixcache import metrics as of
+    from prefixcache.diagnostics.room import CacheDiagnostics
     from prefixcache.engine.residency import BlockResidency
     from prefixcache.events.publisher import EventPublisher
     from prefixcache.kv.trace_writer import TraceWriter
@@ -120,11 +121,11 @@ def metrics() -> str:
     count, weights = {"x": 0}, WeightsInfo((), 0)
     parts["drafts"] = of.DraftCounts(drafts=0, drafted=count, accepted=count)
     gauges = of.Gauges(weights=weights, num_below_threshold=count, num_stale_tokens={1: 0}, **parts)
-    made = of.Metrics(lambda: gauges)
-    made.miss_counts = count
+    made = of.Metrics(lambda: gauges, of.resize_slices())
     made.finished["stop"] = 0
     cache = MagicMock(num_missed_evictions=0, reuse_gaps=lambda: ([0] * 22, 0.0))
     made.more = [
+        partial(CacheDiagnostics.families, MagicMock(miss_counts=count)),
         BlockResidency(cache, MagicMock()).families,
         partial(EventPublisher.families, MagicMock()),
         partial(TraceWriter.families, MagicMock()),

@@ -28,8 +28,8 @@ from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.config.vllm_flags import without_vllm_flags
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
-from prefixcache.engine.engine import KnownIds
 from prefixcache.engine.pool_watch import WATCH_SECONDS, PoolWatch, adjust_pool
+from prefixcache.engine.request_rules import CheckedIds
 from prefixcache.engine.weights.weights_push import Chunk
 from prefixcache.exceptions import wrong
 from prefixcache.text.chat.message import Message
@@ -187,12 +187,12 @@ class LLM:
         priorities = _for_each(0 if priority is None else priority, len(many), "priority")
         options = _for_each(cache_options or CacheOptions(), len(many), "cache_options")
         call = f"call-{next(self._calls)}"  # one job: its prompts start in their order
-        known = KnownIds()
+        checked = CheckedIds()
         jobs = [
-            self._job(call, known, *one)
+            self._job(call, checked, *one)
             for one in zip(many, params, priorities, options, strict=True)
         ]
-        self._run(jobs, known, show_progress=use_tqdm)
+        self._run(jobs, checked, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
     def chat(
@@ -303,7 +303,7 @@ class LLM:
     def _job(
         self,
         call: str,
-        known: KnownIds,
+        checked: CheckedIds,
         prompt: Prompt,
         params: SamplingParams | None,
         priority: int,
@@ -329,7 +329,7 @@ class LLM:
             for choice in range(params.n)
         ]
         for request in requests:
-            self._engine.check(request, known)
+            self._engine.check(request, checked)
         outputs = [
             CompletionOutput(choice, logprobs=None if params.logprobs is None else [])
             for choice in range(params.n)
@@ -347,7 +347,7 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
 
-    def _run(self, jobs: Sequence[_Job], known: KnownIds, *, show_progress: bool) -> None:
+    def _run(self, jobs: Sequence[_Job], checked: CheckedIds, *, show_progress: bool) -> None:
         """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
@@ -359,7 +359,7 @@ class LLM:
             try:
                 for job in jobs:
                     for request in job.requests:
-                        self._engine.add_request(request, known)
+                        self._engine.add_request(request, checked)
                 self._collect(places, show_progress)
                 while self._engine.has_work():  # memory that is still to go back
                     self._engine.step()

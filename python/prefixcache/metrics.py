@@ -231,23 +231,26 @@ class Histogram:
         )
 
 
+def resize_slices() -> Histogram:
+    """A histogram of how long slices of a resize take."""
+    return Histogram("kv_cache_resize_slice_seconds", "What a step waits for a resize.", _SECONDS)
+
+
 class Metrics(Collector):
     """What one engine counted; `registry` serves it to prometheus-client.
 
-    Each of `more` adds families, and `miss_counts` are requests by the reason of their miss, where
-    somebody looks them up.
+    Each of `more` adds families.
     """
 
-    def __init__(self, gauges: Callable[[], Gauges]) -> None:
+    def __init__(self, gauges: Callable[[], Gauges], *histograms: Histogram) -> None:
         self.gauges = gauges
         self.more: list[Callable[[], Iterable[Metric]]] = []
-        self.miss_counts: Mapping[str, int] | None = None
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.queue_full_refusals = 0
         self.key_limit_refusals = 0
         self.finished: Counter[FinishReason] = Counter()
-        self._histograms: list[Histogram] = []
+        self._histograms = list(histograms)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
         )
@@ -278,9 +281,6 @@ class Metrics(Collector):
         self.step_overhead = self._histogram(
             "step_overhead_seconds", "Time of a step outside the runner.", _OVERHEAD_SECONDS
         )
-        self.resize_slice = self._histogram(
-            "kv_cache_resize_slice_seconds", "What a step waits for a resize.", _SECONDS
-        )
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -310,16 +310,9 @@ class Metrics(Collector):
         )
         for name, documentation, value in rows:
             yield CounterMetricFamily(PREFIX + name, documentation, value=value)
-        yield _labelled_counter(
+        yield labelled_counter(
             "request_success", "Requests that ended.", "finished_reason", self.finished
         )
-        if self.miss_counts is not None:
-            yield _labelled_counter(
-                "prefix_cache_misses",
-                "Requests by why the first block that did not hit did not.",
-                "reason",
-                dict(self.miss_counts),
-            )
 
 
 class LabelledMetrics(Collector):
@@ -350,12 +343,13 @@ class LabelledMetrics(Collector):
         return self._prefix + name.removeprefix(PREFIX)
 
 
-def _labelled_counter(
+def labelled_counter(
     name: str,
     documentation: str,
     label: str,
     counts: Mapping[FinishReason, int] | Mapping[str, int],
 ) -> CounterMetricFamily:
+    """A counter with a value for each of `counts`, by the label."""
     family = CounterMetricFamily(PREFIX + name, documentation, labels=[label])
     for value, count in sorted(counts.items()):
         family.add_metric([value], count)
@@ -370,24 +364,24 @@ def _families(values: DataclassInstance | None) -> Iterator[Metric]:
 
 
 def _labelled_families(gauges: Gauges) -> Iterator[Metric]:
-    yield _labelled_counter(
+    yield labelled_counter(
         "cache_threshold_refusals",
         "Requests that ended below a cache hit threshold.",
         "source",
         gauges.num_below_threshold,
     )
     if gauges.num_stale_tokens:
-        yield _labelled_counter(
+        yield labelled_counter(
             "prefix_cache_stale_hits",
             "Tokens hit that older weights had computed, by updates of the weights since.",
             "updates",
             {str(age): count for age, count in gauges.num_stale_tokens.items()},
         )
     if (drafts := gauges.drafts) is not None:
-        yield _labelled_counter(
+        yield labelled_counter(
             "spec_decode_num_draft_tokens", "Tokens that were guessed.", "source", drafts.drafted
         )
-        yield _labelled_counter(
+        yield labelled_counter(
             "spec_decode_num_accepted_tokens", "Guesses that were right.", "source", drafts.accepted
         )
 

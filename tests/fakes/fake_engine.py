@@ -13,6 +13,7 @@ from fakes.late_runner import LateRunner
 from fakes.plain_runner import VOCAB_SIZE
 from prefixcache.config.engine_config import SchedulerConfig
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.request_rules import RequestRules
 from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.retention import Retention
 from prefixcache.scheduler.drafts import Drafter
@@ -61,6 +62,7 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     eos_token_ids: Sequence[int] = (),
+    seed: int = 0,
     share_in_flight: bool = False,
     merge_twins: bool = False,
     ahead: bool = False,
@@ -126,8 +128,7 @@ def make_engine(
         "runner": runner,
         "memory": make_memory(runner),
         "make_detokenizer": IdText,
-        "vocab_size": VOCAB_SIZE,
-        "eos_token_ids": eos_token_ids,
+        "rules": RequestRules(VOCAB_SIZE, eos_token_ids, seed=seed),
         "pool": None if max_blocks is None else make_pool(cache, runner, **(pool_options or {})),
     }
     return Engine(**(all_parts | parts)), runner, cache

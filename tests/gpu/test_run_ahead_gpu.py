@@ -32,7 +32,7 @@ def test_answers_do_not_depend_on_run_ahead(
     answers = []
     for ahead in (False, True):
         assert resolve.call_count == 0
-        llm._engine._runner.steps.runs_ahead = ahead
+        llm._engine._steps._runner.steps.runs_ahead = ahead
         llm.control.reset_prefix_cache()
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])

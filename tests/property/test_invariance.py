@@ -287,7 +287,7 @@ def test_a_layer_that_reads_others_keys_through_another_block_table_is_found(
 
     def faulty(schedule: Schedule, folder: Path) -> Any:
         engine = make(schedule, folder)
-        groups = engine._runner._steps._kernels.layer_groups
+        groups = engine._steps._runner._steps._kernels.layer_groups
         assert groups[4] == groups[3] != groups[1]
         groups[4] = groups[1]
         return engine

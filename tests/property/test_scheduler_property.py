@@ -352,12 +352,12 @@ class Run:
 
     def change_weights(self) -> None:
         """Tokens do not depend on them, but nothing that was computed may be found."""
-        self.engine.drain()
+        self.engine.requests.drain()
         self.check_new_plans()
         self.take(self.engine.take_outputs())
         self.cache.new_weight_version()
         if self.setup.in_flight == "recompute":
-            self.engine.restart_all()
+            self.engine.requests.restart_all()
             self.take(self.engine.take_outputs())
             self.decoding = set()
             self.decoding = set()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
-from prefixcache.engine.engine import Engine
+from prefixcache.engine.steps import Steps
 from prefixcache.types.step_plan import StepPlan
 
 T = TypeVar("T")
@@ -93,16 +93,16 @@ _STEP_SECONDS, _TOKEN_SECONDS = 1e-3, 1e-6
 @pytest.fixture(scope="session", autouse=True)
 def _step_costs_are_given() -> Generator[None, None, None]:
     """For chunks, drafts and loads. Tests that bring a clock of their own measure with it."""
-    measure = Engine._observe_time
+    measure = Steps._observe_time
 
-    def observe(self: Engine, plan: StepPlan, since: float) -> None:
+    def observe(self: Steps, plan: StepPlan, since: float) -> None:
         if self._clock is time.perf_counter:
             seconds = _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens
-            self._last_read = self._clock()
+            self.last_read = self._clock()
             self._scheduler.observe_time(plan, seconds)
         else:
             measure(self, plan, since)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_observe_time", observe)
+        patch.setattr(Steps, "_observe_time", observe)
         yield

@@ -6,12 +6,16 @@ import dataclasses
 import threading
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
 
 from prefixcache.diagnostics.evictions import EvictedBlocks, EvictionReader, Evictions
 from prefixcache.diagnostics.history import PromptHistory, RememberedPrompt
 from prefixcache.diagnostics.reasons import Asked, Explanation, Reasons
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.metrics import labelled_counter
 
 # Seconds for which reasons are looked up without a chance for others to have the interpreter.
 _LONGEST_TURN = 1e-3
@@ -63,6 +67,15 @@ class CacheDiagnostics:
             cache, self.history, self._evictions, caches_prefixes=caches_prefixes
         )
         evictions.listen(self._take)
+
+    def families(self) -> Iterator[Metric]:
+        """The counts as a metric."""
+        yield labelled_counter(
+            "prefix_cache_misses",
+            "Requests by why the first block that did not hit did not.",
+            "reason",
+            dict(self.miss_counts),
+        )
 
     def begin(self, name: str, prompt: RememberedPrompt) -> None:
         """A prompt goes to the engine; `name` is unique. Where memory is short it is forgotten."""

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 from prefixcache.config.logs import SHOWS_ERROR
 from prefixcache.engine.control import Control
-from prefixcache.engine.engine import Engine, KnownIds
+from prefixcache.engine.engine import Engine
 from prefixcache.engine.pool_watch import PoolWatch
+from prefixcache.engine.request_rules import CheckedIds
 from prefixcache.exceptions import (
     EngineDeadError,
     InvalidRequestError,
@@ -63,10 +64,10 @@ class _Stream:
     """
 
     def __init__(
-        self, requests: Sequence[Request], known: KnownIds, most_unread: int | None
+        self, requests: Sequence[Request], checked: CheckedIds, most_unread: int | None
     ) -> None:
         self.requests = requests
-        self.known = known
+        self.checked = checked
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
@@ -259,9 +260,9 @@ class AsyncEngine:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
         self._check(request, None)
 
-    def _check(self, request: Request, known: KnownIds | None) -> None:
+    def _check(self, request: Request, checked: CheckedIds | None) -> None:
         self._raise_if_dead()
-        self._engine.check(request, known)
+        self._engine.check(request, checked)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
@@ -271,9 +272,9 @@ class AsyncEngine:
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
-        known = KnownIds()
-        self._check(request, known)
-        return _without_index(_one_by_one(self._open([request], known)))
+        checked = CheckedIds()
+        self._check(request, checked)
+        return _without_index(_one_by_one(self._open([request], checked)))
 
     async def generate_all(
         self, requests: Sequence[Request]
@@ -300,19 +301,19 @@ class AsyncEngine:
         """
         if len({request.job for request in requests}) != 1:
             raise InvalidRequestError("Requests of one stream need one job_id.", param="job_id")
-        end, known = 0, KnownIds()
+        end, checked = 0, CheckedIds()
         while end < len(requests):
             if end:
                 await asyncio.sleep(0)
             begin, end = end, _end_of_part(requests, end)
             for request in requests[begin:end]:
-                self._check(request, known)
+                self._check(request, checked)
             self._queue.raise_if_full(requests[0])
-        return self._open(requests, known, deadline, max_unread)
+        return self._open(requests, checked, deadline, max_unread)
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
-        return self._engine.find_grammar(output)
+        return self._engine.rules.find_grammar(output)
 
     def compile(
         self,
@@ -329,7 +330,7 @@ class AsyncEngine:
         """
         self._raise_if_dead()
         sandbox = self._sandboxes.quick if quick else self._sandboxes.thorough
-        return self._engine.compile(output, sandbox, cancelled)
+        return self._engine.rules.compile(output, sandbox, cancelled)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt that are cached now, in full blocks; see `Engine.probe`.
@@ -391,25 +392,25 @@ class AsyncEngine:
     def _open(
         self,
         requests: Sequence[Request],
-        known: KnownIds,
+        checked: CheckedIds,
         deadline: float | None = None,
         max_unread: int | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The stream of checked requests."""
         self._queue.raise_if_full(requests[0])
-        outputs = self._outputs(requests, known, deadline, max_unread)
+        outputs = self._outputs(requests, checked, deadline, max_unread)
         self._queue.let_in(requests[0], outputs)
         return outputs
 
     async def _outputs(
         self,
         requests: Sequence[Request],
-        known: KnownIds,
+        checked: CheckedIds,
         deadline: float | None,
         max_unread: int | None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         most_unread = None if max_unread is None else max_unread * len(requests)
-        stream = _Stream(requests, known, most_unread)
+        stream = _Stream(requests, checked, most_unread)
         self._send(partial(self._add, stream))
         timer = self._end_at(deadline, stream)
         num_open = len(requests)
@@ -518,7 +519,7 @@ class AsyncEngine:
         request = stream.requests[index]
         try:
             self._raise_if_ending(is_new_job=index == 0)
-            self._engine.add_request(request, stream.known)
+            self._engine.add_request(request, stream.checked)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._abandon(stream)
             self._deliver([(stream, error)])

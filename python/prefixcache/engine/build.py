@@ -19,8 +19,8 @@ from prefixcache.config.engine_config import (
     SpeculationConfig,
 )
 from prefixcache.config.model_config import ModelConfig
-from prefixcache.diagnostics.evictions import EvictionReader
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.request_rules import RequestRules
 from prefixcache.engine.residency import BlockResidency
 from prefixcache.engine.runners import choose_runner, needs_torch
 from prefixcache.engine.sizing.elastic import SelfSizing
@@ -110,7 +110,6 @@ def build(
     if kv.disk is not None:
         cache.stage_evicted(kv.disk)
     arithmetic = _all_arithmetic(config, model, spec)
-    evictions = EvictionReader(cache)
     scheduler = _make_scheduler(config, model, cache, runner, spec.max_model_len)
     pool = ElasticPool(
         cache,
@@ -126,23 +125,25 @@ def build(
         scheduler=scheduler,
         cache=cache,
         runner=runner,
-        make_detokenizer=Detokenizers(tokenizer),
-        vocab_size=model.vocab_size,
-        eos_token_ids=tokens_that_end(tokenizer, model),
-        suppressed=SuppressedTokens.of(
-            model.generation.suppress_tokens,
-            model.generation.begin_suppress_tokens,
+        rules=RequestRules(
             model.vocab_size,
+            tokens_that_end(tokenizer, model),
+            suppressed=SuppressedTokens.of(
+                model.generation.suppress_tokens,
+                model.generation.begin_suppress_tokens,
+                model.vocab_size,
+            ),
+            grammars=Grammars(partial(vocabulary_of, tokenizer, model)),
+            seed=config.seed,
         ),
-        seed=config.seed,
+        make_detokenizer=Detokenizers(tokenizer),
         memory=runner.memory,
         pool=pool,
         self_sizing=sizing,
-        residency=BlockResidency(cache, evictions) if config.cache.kv_cache_metrics else None,
-        evictions=evictions,
-        grammars=Grammars(partial(vocabulary_of, tokenizer, model)),
         records=_request_records(config, arithmetic | {"max_model_len": spec.max_model_len}),
     )
+    if config.cache.kv_cache_metrics:
+        engine.metrics.more.append(BlockResidency(cache, engine.evictions).families)
     if writer is not None:
         engine.metrics.more.append(writer.families)
     if model.generation.not_obeyed:

@@ -11,7 +11,7 @@ from prefixcache.config.checked import shown
 from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.exceptions import EngineHaltedError, InvalidRequestError, ModelLoadError
 from prefixcache.runner.base import ModelMemory
-from prefixcache.types.modes import InFlightMode, WeightsInfo
+from prefixcache.types.modes import WeightsInfo
 
 RunBetweenSteps = Callable[[Callable[[], Any]], Any]
 """Takes a call to the thread that runs the steps, and waits for it."""
@@ -47,30 +47,6 @@ def endpoint(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return command
 
     return mark
-
-
-class InFlightRequests(Protocol):
-    """The part of `Engine` that commands need. Named here, since `Engine` imports this module."""
-
-    def drain(self) -> None:
-        """Waits until no step is in flight."""
-        ...
-
-    def abort_all(self) -> None:
-        """Ends them."""
-        ...
-
-    def requeue_all(self) -> None:
-        """Takes their blocks back; what they generated stays."""
-        ...
-
-    def restart_all(self) -> None:
-        """Takes their blocks back and restarts their answers."""
-        ...
-
-    def change_weights(self, mode: InFlightMode) -> None:
-        """Each keeps its blocks, restarts or ends, as it says itself, or else as `mode` does."""
-        ...
 
 
 class EngineState:

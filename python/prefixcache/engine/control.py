@@ -24,7 +24,6 @@ from typing import Any, Literal, get_args
 
 from prefixcache.engine.commands import (
     EngineState,
-    InFlightRequests,
     RunBetweenSteps,
     between_steps,
     check_choice,
@@ -32,6 +31,7 @@ from prefixcache.engine.commands import (
 )
 from prefixcache.engine.sizing.resizing import Resizing
 from prefixcache.engine.stats import PrefixCacheStats, PrefixHashInfo
+from prefixcache.engine.steps import InFlightRequests
 from prefixcache.engine.weights.weight_updates import WeightUpdates
 from prefixcache.kv.cache_manager import HASH_FORMAT, CacheManager
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
@@ -190,7 +190,7 @@ class Control:
         """Computes nothing until `resume`. Requests that come meanwhile wait."""
         check_choice("mode", mode, InFlightMode)
         self._requests.drain()
-        self._interrupt(mode)
+        self._requests.interrupt(mode)
         self._state.pause()
 
     @endpoint("/resume")
@@ -217,12 +217,12 @@ class Control:
         if level == 2:
             self._state.versions.renew()
             if mode == "abort":
-                self._requests.abort_all()
+                self._requests.interrupt("abort")
             else:
                 self._requests.restart_all()
             memory.weights.give_up()
         else:
-            self._interrupt(mode)
+            self._requests.interrupt(mode)
             self._cache.reset()
         memory.give_up_kv()
         if self._pool is not None:
@@ -255,9 +255,3 @@ class Control:
             if self._pool is not None and not memory.has_kv:
                 self._pool.fall_asleep()  # A resize waits on.
             memory.settle()
-
-    def _interrupt(self, mode: InFlightMode) -> None:
-        if mode == "recompute":
-            self._requests.requeue_all()
-        elif mode == "abort":
-            self._requests.abort_all()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from prefixcache.engine.weight_versions import WeightVersions
 from prefixcache.metrics import Metrics
 from prefixcache.scheduler.state import RequestState
 from prefixcache.text.tokenization.detokenizer import IncrementalDetokenizer
 from prefixcache.types.request import Ending, FinishReason, Request, RequestOutput, TokenLogprobs
-from prefixcache.types.step_plan import SequenceOutput
+from prefixcache.types.sampling_params import SamplingParams
+from prefixcache.types.step_plan import SequenceOutput, StepPlan
 from prefixcache.types.weight_spans import ShownVersion
+
+if TYPE_CHECKING:
+    from prefixcache.kv.request_records import RequestRecords
+
+logger = logging.getLogger(__name__)
+
+MakeDetokenizer = Callable[[SamplingParams], IncrementalDetokenizer]
 
 
 class Answer:
@@ -180,3 +192,91 @@ class Answer:
         if self.request.params.prompt_logprobs is None:
             return None
         return tuple(self._prompt_logprobs)
+
+
+class Answers:
+    """The answers of all requests that an engine has. `records` takes them down."""
+
+    def __init__(
+        self,
+        make_detokenizer: MakeDetokenizer,
+        eos_token_ids: Collection[int],
+        metrics: Metrics,
+        records: RequestRecords | None,
+    ) -> None:
+        self.make_detokenizer = make_detokenizer
+        self._eos_token_ids = eos_token_ids
+        self._metrics = metrics
+        self._records = records
+        self._answers: dict[str, Answer] = {}
+
+    def __getitem__(self, request_id: str) -> Answer:
+        return self._answers[request_id]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._answers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._answers)
+
+    def make(self, request: Request, max_model_len: int) -> Answer:
+        """The answer to a request that is still to be added."""
+        most = request.params.max_tokens
+        return Answer(
+            request,
+            self.make_detokenizer(request.params),
+            eos_token_ids=self._eos_token_ids,
+            max_tokens=max_model_len - len(request.prompt_token_ids) if most is None else most,
+        )
+
+    def add(self, answer: Answer, seed: int) -> None:
+        """The request of an answer is there; it is sampled with this seed."""
+        self._answers[answer.request.request_id] = answer
+        if self._records is not None:
+            self._records.add(answer.request, seed)
+
+    def begin(self, plan: StepPlan, versions: WeightVersions) -> None:
+        """A step with these requests is about to be submitted."""
+        now = time.monotonic()
+        for sequence in plan.sequences:
+            self._answers[sequence.request_id].begin(now)
+        if self._records is not None:
+            ids = (sequence.request_id for sequence in plan.sequences)
+            self._records.compute(ids, versions.number, versions.name)
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Counts and records outputs that callers get, and forgets the answers that they end."""
+        now = time.monotonic()
+        for output in outputs:
+            self._answers[output.request_id].observe(output, now, self._metrics)
+            if self._records is not None:
+                self._records.push(output)
+            if output.finished:
+                del self._answers[output.request_id]
+
+    def end(self, request_id: str, ending: Ending) -> RequestOutput:
+        """The last output of a request, which is forgotten."""
+        answer = self._answers[request_id]
+        try:
+            output = answer.end(ending)
+        except Exception as error:
+            logger.exception("Request %s failed.", request_id)
+            output = answer.end(failed(error))
+        self.deliver([output])
+        return output
+
+    def restart(self, request_ids: Iterable[str]) -> None:
+        """What was recorded of these requests is void."""
+        if self._records is not None:
+            self._records.restart(request_ids)
+
+    def forget_all(self) -> None:
+        """There is no request any more."""
+        self._answers.clear()
+        if self._records is not None:
+            self._records.forget_all()
+
+
+def failed(error: Exception) -> Ending:
+    """Names the error alone: its text may quote another request of the step."""
+    return Ending("error", error=f"{type(error).__name__}, of which the log says more")

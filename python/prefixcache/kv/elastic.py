@@ -19,7 +19,7 @@ from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError
 from prefixcache.kv.cache_manager import Blocks, CacheManager
 from prefixcache.kv.specs import PoolSizes
 from prefixcache.kv.unused_memory import Pages, UnusedMemory
-from prefixcache.metrics import PoolGauges, ResizeCounts
+from prefixcache.metrics import PoolGauges, ResizeCounts, resize_slices
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,10 @@ class ElasticPool:
         self.wanted = self._size = self._target = sizes.start
         self.limit = sizes.ceiling
         self.counts = ResizeCounts()
+        self.slice_seconds = resize_slices()
         self.has_slices = False
         self._cache = cache
         self._grows_by_itself = grows_by_itself
-        self.observe: Callable[[float], None] = lambda _: None
         self._clock = clock
         self._is_asleep = False
         self._is_moving = False  # the cache hands out no block above the target any more
@@ -255,7 +255,7 @@ class ElasticPool:
         seconds = self._clock() - begun
         lost = self._cache.stats()["lost_to_resize_blocks"] - lost_before
         self._count(blocks_lost=lost, seconds=seconds)
-        self.observe(seconds)
+        self.slice_seconds.observe(seconds)
         pace.adapt(seconds, is_full=is_full)
         if not self.has_slices:
             self._log()

@@ -57,7 +57,7 @@ async def test_a_resize_is_answered_with_how_far_it_is(tiny_checkpoint):
             refused = await client.post(PATH, json=body)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == param
-        gate = StepGate(engine._engine._runner)
+        gate = StepGate(engine._engine._steps._runner)
         gate.hold_after(1)
         answer = asyncio.create_task(text_of(client, completion([*range(5, 205)], 150)))
         await gate.until_held()

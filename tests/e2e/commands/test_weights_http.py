@@ -24,7 +24,7 @@ class Server:
     def __init__(self, client: httpx.AsyncClient, engine: AsyncEngine) -> None:
         self.client = client
         self.engine = engine
-        self.gate = StepGate(engine._engine._runner)
+        self.gate = StepGate(engine._engine._steps._runner)
 
     async def post(self, path: str, **options: Any) -> httpx.Response:
         return await self.client.post(path, **options)

@@ -57,7 +57,7 @@ def test_state_dict_and_chunks(folders: tuple[Path, Path]) -> None:
 def test_sleep_and_wake_up(folders: tuple[Path, Path], level: int) -> None:
     llm = make_llm(folders[0])
     first = answer(llm)
-    model = weakref.ref(llm._engine._runner.memory.weights.loaded)
+    model = weakref.ref(llm._engine._steps._runner.memory.weights.loaded)
     kv = llm._engine._pool.memory
     mapped = kv.num_mapped_bytes()
     llm.control.sleep(level)

@@ -37,7 +37,7 @@ class Served:
 def served(tiny_checkpoint: Callable[..., Path]) -> Generator[Served, None, None]:
     """A pool of 40 blocks: eight long answers do not fit at once."""
     app, engine = serve_folder(tiny_checkpoint(), num_blocks=41, max_num_seqs=8)
-    gate = StepGate(engine._engine._runner)  # pyright: ignore[reportArgumentType]
+    gate = StepGate(engine._engine._steps._runner)  # pyright: ignore[reportArgumentType]
     with running(app) as url:
         yield Served(url, engine, gate)
     engine.close()

@@ -212,7 +212,7 @@ def test_what_spans_an_update_is_marked(tmp_path: Path) -> None:
         recorded.add(mode, on_weight_update=mode)
     recorded.run(3)
     recorded.cache.next_weight_version("tag:new")
-    recorded.engine.change_weights("recompute")
+    recorded.engine.requests.change_weights("recompute")
     recorded.add("after")
     recorded.run()
     found = recorded.end()

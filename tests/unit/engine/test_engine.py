@@ -235,7 +235,7 @@ def test_an_answer_that_cannot_begin_again_fails_alone(caplog: pytest.LogCapture
     engine.add_request(make_request("good"))
     engine.step()
     with caplog.at_level(logging.CRITICAL):
-        engine.restart_all()
+        engine.requests.restart_all()
     failed, restarted = engine.take_outputs()
     assert (failed.request_id, failed.error) == ("bad", "RuntimeError, of which the log says more")
     assert (restarted.request_id, restarted.restarted) == ("good", True)

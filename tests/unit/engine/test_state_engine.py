@@ -149,14 +149,14 @@ def test_a_long_prompt_holds_a_chunk_of_convolutions_and_leaves_its_anchors(
     most = 251 + 64 // BLOCK + 3
     engine = built(conv_folder, num_blocks=1 + most, max_model_len=4008)
     prompt, held = tokens(4000), list[int]()
-    submit = engine.engine._runner.submit
+    submit = engine.engine._steps._runner.submit
 
     def watched(plan: StepPlan) -> InFlightStep:
         cache = engine.engine._cache
         held.append(cache.num_usable_blocks - cache.num_free_blocks)
         return submit(plan)
 
-    engine.engine._runner.submit = watched  # type: ignore[method-assign]
+    engine.engine._steps._runner.submit = watched  # type: ignore[method-assign]
     said, _ = answer(engine, prompt, num_tokens=8)
     assert max(held) <= most
     # Another request takes what no anchor needs.
@@ -172,7 +172,7 @@ def test_blocks_that_are_too_small_are_refused_by_name(conv_folder: Path) -> Non
 def test_a_prompt_leaves_snapshots_at_anchors_and_where_steps_end(folder: Path) -> None:
     engine = built(folder)
     said, _ = answer(engine, tokens(300), num_tokens=1)
-    num_states = len(engine.engine._runner.kv.layout.groups) - 1
+    num_states = len(engine.engine._steps._runner.kv.layout.groups) - 1
     # Steps of four blocks, the last one eight tokens before the last, and all of attention.
     assert engine.engine.control.stats()["cached_blocks"] == 18 + num_states * (4 + 1)
     parting = tokens(300)[:150] + tokens(60, seed=1)
@@ -204,7 +204,7 @@ def test_bits_do_not_depend_on_how_many_states_begin_in_a_block(folder: Path) ->
     """With 128 tokens all of them begin in one block of two tensors, with 16 in three."""
     said, _ = answer(built(folder), tokens(300))
     large = built(folder, num_blocks=40, state_block_size=128)
-    assert len(large.engine._runner.kv.layout.groups) == 2
+    assert len(large.engine._steps._runner.kv.layout.groups) == 2
     assert answer(large, tokens(300)) == (said, 0)
     assert answer(large, tokens(300)) == (said, 256)
 
@@ -268,7 +268,7 @@ def test_another_process_resumes_from_kept_blocks(any_folder: Path, tmp_path: Pa
         engine = built(any_folder, kv_cache_dir=str(tmp_path / "kept"), cpu_instructions=form)
         said.append(answer(engine, prompt))
         assert said[-1][1] == cached
-        file = engine.engine._runner.kv_specs().file
+        file = engine.engine._steps._runner.kv_specs().file
         assert file is not None
         new = engine.engine.control.stats()["cached_blocks"] - file.num_restored
         while file.core.counts()["kept"] < new:
@@ -282,7 +282,7 @@ def test_the_start_line_names_what_layers_keep(
     folder: Path, conv_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "prefixcache")
-    groups = built(folder).engine._runner.kv.layout.groups
+    groups = built(folder).engine._steps._runner.kv.layout.groups
     built(conv_folder)
     states = f"(full 1, window 0, state {len(groups) - 1};"
     assert f"for {len(groups)} groups of layers {states}" in caplog.text
@@ -363,7 +363,7 @@ def test_a_block_that_is_given_back_too_early_is_found(
 
 def _exchange(engine: BuiltEngine) -> None:
     """The first two layers read what the other one keeps."""
-    kernels, other = engine.engine._runner._steps._kernels, {0: 1, 1: 0}
+    kernels, other = engine.engine._steps._runner._steps._kernels, {0: 1, 1: 0}
     if kernels.states:
         kernels.states[:] = [(other.get(layer, layer), *rest) for layer, *rest in kernels.states]
     else:
@@ -372,7 +372,7 @@ def _exchange(engine: BuiltEngine) -> None:
 
 def _shift(engine: BuiltEngine) -> None:
     """Every block has the inputs of each convolution one token late."""
-    kv = engine.engine._runner.kv
+    kv = engine.engine._steps._runner.kv
     group = kv.layout.groups[1]
     for number in range(len(group.layers)):
         tensor, part = group.part(number)
@@ -382,7 +382,7 @@ def _shift(engine: BuiltEngine) -> None:
 
 
 def _plant(engine: BuiltEngine, fault: str) -> None:
-    kv = engine.engine._runner.kv
+    kv = engine.engine._steps._runner.kv
     delta = engine.model.delta
     assert isinstance(kv, KVMemory)
     assert delta is not None

@@ -338,7 +338,7 @@ def test_the_table_of_evictions_keeps_the_last_ones() -> None:
 
 def test_a_reader_ends_with_its_engine() -> None:
     room = Room()
-    reader = room.engine._evictions
+    reader = room.engine.evictions
     seen = []
     reader.listen(seen.append)
     reader.read()

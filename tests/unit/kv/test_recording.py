@@ -109,12 +109,12 @@ class Recorded:
         self.engine.control.resize(num_blocks=self._random.randrange(most - 26, most + 1))
 
     def new_weights(self) -> None:
-        self.engine.drain()
+        self.engine.requests.drain()
         self.engine._scheduler.restart([*self.engine._scheduler._states])
         self.cache.new_weight_version()
 
     def requeue(self) -> None:
-        self.engine.drain()
+        self.engine.requests.drain()
         self.engine._scheduler.requeue_running()
 
     def end(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from prefixcache._core import DraftIndex
 from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.steps import Steps
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.runner.cpu import sampler
@@ -151,7 +152,7 @@ def test_nothing_is_guessed_beyond_the_last_token_or_a_stop_token() -> None:
     answer = answer_alone(PROMPT, LONG)
     engine = drafting_engine()
     serve(engine, make_request("a", PROMPT, max_tokens=LONG))
-    runner: Any = engine._runner
+    runner: Any = engine._steps._runner
     runner.plans.clear()
     found, _ = serve(engine, make_request("b", PROMPT, max_tokens=LONG, stop_token_ids=[answer[9]]))
     ends = [s.start + s.num_tokens for plan in runner.plans for s in plan.sequences]
@@ -164,7 +165,7 @@ def test_a_restarted_answer_begins_a_new_text() -> None:
     engine.add_request(make_request("a", PROMPT, max_tokens=LONG))
     for _ in range(10):
         engine.step()
-    engine.restart_all()
+    engine.requests.restart_all()
     engine.take_outputs()
     outputs: list[RequestOutput] = []
     while engine.has_unfinished():
@@ -547,9 +548,9 @@ def _publish_the_last_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _publish_what_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    within = Engine._within_end
+    within = Steps._within_end
     monkeypatch.setattr(
-        Engine, "_within_end", lambda self, *args: (within(self, *args)[0], args[-1])
+        Steps, "_within_end", lambda self, *args: (within(self, *args)[0], args[-1])
     )
 
 

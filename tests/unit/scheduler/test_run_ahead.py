@@ -148,7 +148,7 @@ def test_requests_are_not_requeued_while_a_step_is_in_flight() -> None:
     engine.add_request(make_request())
     engine.step()
     with pytest.raises(RuntimeError, match="in flight"):
-        engine.requeue_all()
+        engine.requests.interrupt("recompute")
 
 
 def test_a_step_that_fails_late_takes_the_one_on_top_with_it(caplog):
@@ -212,7 +212,7 @@ def test_real_answers_do_not_depend_on_run_ahead(tiny_checkpoint, num_blocks, mo
     for ahead in (False, True):
         assert resolve.call_count == 0
         llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=num_blocks)
-        llm._engine._runner.steps.runs_ahead = ahead
+        llm._engine._steps._runner.steps.runs_ahead = ahead
         alone = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in (0, 2, 4, 7)]
         crowd = llm.generate(prompts, params, use_tqdm=False)
         answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in (*alone, *crowd)])
@@ -226,7 +226,7 @@ def test_every_option_is_planned_ahead(tiny_checkpoint, options, monkeypatch):
     resolve = mock.Mock(side_effect=resolve_pending)
     monkeypatch.setattr("prefixcache.runner.cuda.batch.resolve_pending", resolve)
     llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, num_blocks=50)
-    llm._engine._runner.steps.runs_ahead = True
+    llm._engine._steps._runner.steps.runs_ahead = True
     given = {"max_tokens": 9, "temperature": 0.0, "ignore_eos": True} | options
     (output,) = llm.generate(["Que sera"], SamplingParams(**given), use_tqdm=False)
     assert resolve.call_count >= len(output.outputs[0].token_ids) - 1 > 0
@@ -240,7 +240,7 @@ def test_log_probabilities_of_a_prompt_are_planned_ahead(tiny_checkpoint, monkey
     for ahead in (False, True):
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 50}
         llm = LLM(str(tiny_checkpoint("qwen3")), **ON_TORCH, **small)
-        runner, is_known = llm._engine._runner.steps, []
+        runner, is_known = llm._engine._steps._runner.steps, []
         runner.runs_ahead = ahead
         start = runner.submit
 

@@ -412,8 +412,8 @@ def request(name: str, output: StructuredOutput | None, **params: Any) -> Reques
 
 def test_one_late_mask_keeps_nobody_else_from_steps(tiny_checkpoint: Checkpoint) -> None:
     engine, workers = tiny_engine(tiny_checkpoint), SlowWorkers()
-    assert engine._grammars is not None
-    engine._grammars._workers = workers
+    assert engine.rules._grammars is not None
+    engine.rules._grammars._workers = workers
     engine.add_request(request("late", StructuredOutput("regex", "[a-z]{30}")))
     engine.add_request(request("free", None))
     tokens: dict[str, list[int]] = {"late": [], "free": []}
@@ -448,7 +448,7 @@ def test_answers_with_a_grammar_stay_out_of_steps_ahead(tiny_checkpoint: Checkpo
     answers = []
     for runs_ahead in (False, True):
         engine = tiny_engine(tiny_checkpoint, attention="torch")
-        engine._runner.steps.runs_ahead = runs_ahead
+        engine._steps._runner.steps.runs_ahead = runs_ahead
         for number, output in enumerate(grammars):
             engine.add_request(request(f"{number}", output, logprobs=None))
         tokens: dict[str, list[int]] = {f"{number}": [] for number in range(3)}
@@ -471,7 +471,7 @@ def test_an_answer_that_restarts_restarts_its_grammar(tiny_checkpoint: Checkpoin
     for _ in range(5):
         text += "".join(output.text for output in engine.step())
     assert text.startswith("x")
-    engine.restart_all()
+    engine.requests.restart_all()
     restarted = engine.take_outputs()
     assert [output.restarted for output in restarted] == [True]
     text = ""

@@ -8,7 +8,8 @@ from threading import Lock
 
 from prefixcache.config.checked import shown
 from prefixcache.config.engine_config import parse_memory
-from prefixcache.engine.commands import EngineState, InFlightRequests, RunBetweenSteps
+from prefixcache.engine.commands import EngineState, RunBetweenSteps
+from prefixcache.engine.steps import InFlightRequests
 from prefixcache.exceptions import InvalidRequestError, OutOfMemoryError, wrong
 from prefixcache.kv.elastic import ElasticPool, ResizeStatus
 

@@ -45,11 +45,6 @@ class StagedTensors:
         return self._size
 
     @property
-    def room(self) -> int:
-        """Bytes that may still come."""
-        return self._most_bytes - self._size
-
-    @property
     def names(self) -> list[str]:
         """The tensors that have come."""
         return list(self._ranges)
@@ -63,15 +58,14 @@ class StagedTensors:
         end = self._size
         try:
             for piece in pieces:
-                end = self.append(piece, end)
-            return self.accept(end)
+                end = self._append(piece, end)
+            return self._accept(end)
         except BaseException:
-            self.drop_unaccepted()
+            self._file.truncate(self._size)
             raise
 
-    def append(self, piece: bytes | memoryview, at: int | None = None) -> int:
+    def _append(self, piece: bytes | memoryview, at: int) -> int:
         """Keeps a part of the next chunk at byte `at`; where the part after it goes."""
-        at = self._size if at is None else at
         if at + len(piece) > self._most_bytes:
             raise ModelLoadError(
                 f"the chunks have more than {self._most_bytes} bytes, which is more than the "
@@ -83,7 +77,7 @@ class StagedTensors:
             view, at = view[written:], at + written
         return at
 
-    def accept(self, end: int) -> int:
+    def _accept(self, end: int) -> int:
         """Takes what was appended up to byte `end` as a whole chunk; how many tensors it has."""
         ranges = self._read_header(end)
         again = next((one.name for one in ranges if one.name in self._ranges), None)
@@ -95,10 +89,6 @@ class StagedTensors:
         self._size = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # numbers are aligned in every chunk
         self._file.truncate(self._size)
         return len(ranges)
-
-    def drop_unaccepted(self) -> None:
-        """Frees what was appended since the last chunk that was accepted."""
-        self._file.truncate(self._size)
 
     def digest(self, threads: int = 1) -> str:
         """That of a checkpoint with these tensors: see `read_checkpoint`."""

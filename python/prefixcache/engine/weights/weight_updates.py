@@ -9,12 +9,12 @@ from typing import Any
 
 from prefixcache.engine.commands import (
     EngineState,
-    InFlightRequests,
     RunBetweenSteps,
     between_steps,
     blaming,
     check_choice,
 )
+from prefixcache.engine.steps import InFlightRequests
 from prefixcache.engine.weight_versions import check_tag, content_name, tag_name
 from prefixcache.engine.weights.staged import StagedTensors
 from prefixcache.engine.weights.weights_push import DEFAULT_TIMEOUT, Chunk, WeightsPush

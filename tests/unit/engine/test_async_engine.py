@@ -16,10 +16,11 @@ import pytest
 
 from fakes.fake_engine import make_engine, make_request
 from fakes.fake_runner import StepGate, answer_alone, loop_passes
-from prefixcache.engine import async_engine
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.control import Control
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.threads import streams
+from prefixcache.engine.threads.engine_thread import EngineThread
 from prefixcache.exceptions import (
     EngineDeadError,
     InvalidRequestError,
@@ -402,7 +403,7 @@ async def test_a_job_is_checked_as_a_whole_before_it_starts(serve: Make) -> None
 
 
 async def test_steps_go_on_while_a_long_job_is_added(serve, monkeypatch):
-    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    monkeypatch.setattr(streams, "_AT_ONCE", 1)
     served = serve(max_num_seqs=8)
     running = await start_held(served)
     steps: list[int] = []
@@ -422,7 +423,7 @@ async def test_steps_go_on_while_a_long_job_is_added(serve, monkeypatch):
 
 @pytest.mark.parametrize("drain", [False, True])
 async def test_a_shutdown_meets_a_job_that_is_still_added(serve, monkeypatch, drain):
-    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    monkeypatch.setattr(streams, "_AT_ONCE", 1)
     served = serve(max_num_seqs=2)
     served.gate.hold_after(1)
     job = asyncio.create_task(collect_all(served.engine, job_of([PROMPT] * 9)))
@@ -440,7 +441,7 @@ async def test_a_shutdown_meets_a_job_that_is_still_added(serve, monkeypatch, dr
 
 
 async def test_a_job_that_is_closed_while_it_is_added_adds_no_more(serve, monkeypatch):
-    monkeypatch.setattr(async_engine, "_AT_ONCE", 1)
+    monkeypatch.setattr(streams, "_AT_ONCE", 1)
     served = serve()
     served.gate.hold_after(2)
     stream = await served.engine.generate_all(job_of([PROMPT] * 40, max_tokens=50))
@@ -563,13 +564,13 @@ async def test_a_dead_engine_tells_everybody(serve, caplog, monkeypatch):
 class _DyingInbox:
     """A queue whose engine dies between a caller's look at it and the caller's `put`."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._error, engine._error = engine._error, None
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._error, thread.error = thread.error, None
         self._commands: list[Callable[[], None]] = []
 
     def put(self, command: Callable[[], None]) -> None:
-        self._engine._error = self._error
+        self._thread.error = self._error
         self._commands.append(command)
 
     def qsize(self) -> int:
@@ -585,7 +586,8 @@ class _DyingInbox:
 async def test_a_caller_that_meets_the_engine_dying_is_answered(serve: Make, call: str) -> None:
     engine = serve().engine
     await engine.shutdown()
-    inbox, engine._inbox = engine._inbox, _DyingInbox(engine)  # type: ignore[assignment]
+    thread = engine._thread
+    inbox, thread._inbox = thread._inbox, _DyingInbox(thread)  # type: ignore[assignment]
     waiting = (
         collect(engine, make_request())
         if call == "generate"
@@ -593,7 +595,7 @@ async def test_a_caller_that_meets_the_engine_dying_is_answered(serve: Make, cal
     )
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(waiting, 60)
-    engine._inbox = inbox
+    thread._inbox = inbox
 
 
 def test_streams_of_two_event_loops(serve: Make) -> None:

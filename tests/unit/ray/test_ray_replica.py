@@ -467,7 +467,7 @@ async def test_a_replica_that_hangs_holds_no_command_up(monkeypatch, folder, oth
         handle.targets += [first, second]
         old, hangs = await root_of(first), threading.Event()
         # The loop that computes steps waits for something that does not come.
-        second._engine._submit(hangs.wait)
+        second._engine._thread.submit(hangs.wait)
         try:
             state, done = await commands.run(update_to(other_weights))
             assert isinstance(done, Done)

@@ -151,7 +151,7 @@ async def test_probes_of_many_threads_next_to_a_busy_engine() -> None:
             request = make_request(f"{turn}", [20 + turn % 6] * 40, max_tokens=1)
             assert await answer(engine, request) in range(0, 40, 4)
 
-    await asyncio.wrap_future(engine._submit(hold))
+    await asyncio.wrap_future(engine._thread.submit(hold))
     with ThreadPoolExecutor(3) as executor:
         probes = [executor.submit(probe, number) for number in (20, 21, 22)]
         try:

@@ -1,0 +1,1 @@
+"""What an engine needs to run in a thread of its own, for any number of event loops."""

@@ -347,10 +347,10 @@ class DecoderShape:
         """The shape of the model that the config describes."""
         name = "" if config.tie_word_embeddings else "lm_head"
         turns = [_rotations_of(config, layer) for layer in range(config.num_layers)]
-        rotations = tuple(dict.fromkeys(one for both in turns for one in both))
+        rotations = tuple(dict.fromkeys(rotation for both in turns for rotation in both))
         numbers = [tuple(map(rotations.index, both)) for both in turns]
         return cls(
-            layers=tuple(_layer(config, *each) for each in enumerate(numbers)),
+            layers=tuple(_layer(config, layer, ropes) for layer, ropes in enumerate(numbers)),
             rotations=rotations,
             own_inputs=_own_inputs(config) if config.own_input_size else None,
             norm=NormShape(config.hidden_size, {f"model.{_names(config)['norm']}": 1}),

@@ -208,7 +208,8 @@ def _factors(
 
 def _flags(names: set[str]) -> dict[str, bool]:
     """What the file's tensors say of the model; Qwen2 ignores the flag of its biases."""
-    biases = {name.rpartition(".")[0].rpartition(".")[2] for name in names if name.endswith("bias")}
+    matches = map(_LAYER_NAME.fullmatch, names)
+    biases = {match[2] for match in matches if match is not None and match[3] == "bias"}
     return {
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "attn_q" in biases,

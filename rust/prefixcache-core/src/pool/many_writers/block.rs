@@ -51,35 +51,28 @@ impl Ticket {
     pub(super) const BITS: u32 = 39;
     const MASK: u64 = (1 << Self::BITS) - 1;
 
-    /// The ticket `number`, of which the low 39 bits count.
-    #[inline]
     pub(super) const fn new(number: u64) -> Self {
         Self(number & Self::MASK)
     }
 
-    #[inline]
     pub(super) const fn get(self) -> u64 {
         self.0
     }
 
-    #[inline]
     pub(super) const fn plus(self, count: u64) -> Self {
         Self::new(self.0.wrapping_add(count))
     }
 
-    #[inline]
     pub(super) const fn minus(self, count: u64) -> Self {
         Self::new(self.0.wrapping_sub(count))
     }
 
     /// How many places lie from `earlier` to here; no ring is long enough for this to be ambiguous.
-    #[inline]
     pub(super) const fn since(self, earlier: Self) -> u64 {
         self.minus(earlier.0).0
     }
 
     /// Whether this place comes before `other`: less than half the circle behind it.
-    #[inline]
     pub(super) const fn is_before(self, other: Self) -> bool {
         self.0 != other.0 && other.since(self) < 1 << (Self::BITS - 1)
     }
@@ -116,24 +109,19 @@ impl State {
     /// Held by one, without content.
     pub(super) const HELD_ONCE: Self = Self(1);
 
-    /// The state of the block when it stands at this place in the ring of its class.
-    #[inline]
     pub(super) fn queued(self, ticket: Ticket) -> Self {
         Self(QUEUED | ticket.get() << TICKET_SHIFT | self.0 & KEPT)
     }
 
-    /// The state of the block taken from its place with its content.
     #[inline]
     fn taken(self) -> Self {
         Self(1 | self.0 & KEPT)
     }
 
-    #[inline]
     fn with_hash(self, set: bool) -> Self {
         Self(if set { self.0 | HASHED } else { self.0 & !HASHED })
     }
 
-    #[inline]
     pub(super) fn with_standing(self, standing: Standing) -> Self {
         Self(self.0 & !STANDING | u64::from(standing.bits()) << STANDING_SHIFT)
     }
@@ -143,7 +131,6 @@ impl State {
         Standing::from_bits((self.0 >> STANDING_SHIFT) as u8)
     }
 
-    #[inline]
     pub(super) fn holders(self) -> u64 {
         self.0 & HOLDERS
     }
@@ -153,13 +140,11 @@ impl State {
         self.holders() > 0
     }
 
-    #[inline]
     pub(super) fn is_hashed(self) -> bool {
         self.0 & HASHED != 0
     }
 
     /// Whether one thread is registering or forgetting the content of the block.
-    #[inline]
     pub(super) fn is_claimed(self) -> bool {
         self.0 & REGISTERING != 0
     }
@@ -173,10 +158,8 @@ impl State {
 
     #[inline]
     fn is_at(self, place: Place) -> bool {
-        if planted(Fault::IgnoreClass) {
-            return self.place().map(|own| own.ticket) == Some(place.ticket);
-        }
-        self.place() == Some(place)
+        let is_of_class = |own: Place| own.class == place.class || planted(Fault::IgnoreClass);
+        self.place().is_some_and(|own| own.ticket == place.ticket && is_of_class(own))
     }
 }
 
@@ -294,9 +277,6 @@ impl Block {
         Transition::Raced
     }
 
-    // Taking a hold.
-
-    /// Takes a hold on a block with content.
     #[inline]
     pub(super) fn transition_to_touched(&self, has_credit: bool) -> Hold {
         self.update(|state| {
@@ -327,15 +307,13 @@ impl Block {
         self.leave(place, held)
     }
 
-    /// Gives an idle block, which the caller has unlinked and nobody else can reach, its first hold.
+    /// Of an idle block that the caller has unlinked, so that nobody else can reach it.
     #[inline]
     pub(super) fn transition_to_allocated(&self) {
         debug_assert!(self.state() == State::IDLE);
         // Release: as the exchanges, so that whoever sees this state sees what came before it.
         self.state.store(State::HELD_ONCE.0, Release);
     }
-
-    // Giving up a hold.
 
     /// Gives up one hold, unless it is the last: that one stays with the caller.
     #[inline]
@@ -384,9 +362,6 @@ impl Block {
         })
     }
 
-    // Changing where a block stands or will stand.
-
-    /// Moves a queued block to another place of its class.
     pub(super) fn transition_to_moved(&self, from: Place, to: Place) -> Transition {
         debug_assert!(from.class == to.class);
         self.leave(from, |state| state.queued(to.ticket))
@@ -411,8 +386,6 @@ impl Block {
         self.exchange(queued, new, Some(Fault::BlindClass))
     }
 
-    // Content.
-
     /// Claims the content of a held block, and takes it and the class from the block. The claim is a hold: nobody
     /// else may register or forget the block until it is given up.
     pub(super) fn transition_to_claimed(&self, held: State) -> Transition {
@@ -426,13 +399,11 @@ impl Block {
     pub(super) fn transition_to_unclaimed(&self, hashed: bool) -> GiveUp {
         self.update(|state| {
             debug_assert!(state.is_held() && state.is_claimed());
-            let holders = (state.holders() - 1).max(1);
-            let held = State(holders).with_hash(hashed);
-            let outcome = match state.holders() {
-                1 => GiveUp::LastHolder(held),
-                _ => GiveUp::StillHeld,
-            };
-            (outcome, Some(held))
+            let held = |holders| State(holders).with_hash(hashed);
+            match state.holders() {
+                1 => (GiveUp::LastHolder(held(1)), Some(held(1))),
+                holders => (GiveUp::StillHeld, Some(held(holders - 1))),
+            }
         })
     }
 
@@ -456,18 +427,14 @@ impl Block {
         same.then_some(seq)
     }
 
-    /// What was noted of the content.
     pub(super) fn marks(&self) -> Marks {
         // Relaxed, also below: see `write_content`.
         Marks(self.marks.load(Relaxed))
     }
 
-    /// Notes more of the content.
     pub(super) fn mark(&self, marks: Marks) {
         self.marks.fetch_or(marks.0, Relaxed);
     }
-
-    // The free stack.
 
     /// The block below on the free stack, if this one was ever put there.
     #[inline]

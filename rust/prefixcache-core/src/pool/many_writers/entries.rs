@@ -177,73 +177,68 @@ mod models {
     const OLD: Epoch = Epoch::new(0);
     const NOW: Epoch = Epoch::new(1);
 
-    /// Contents whose chains start at the same bucket of a table of two; block `i + 1` holds number `i`.
+    /// The spots of blocks from 1 on, which start at the same bucket of a table of two.
     struct Table {
         index: Index,
         spots: Vec<Spot>,
     }
 
     impl Table {
-        /// A table that holds `blocks` already, each registered in its epoch.
-        fn new(blocks: &[Epoch]) -> Arc<Self> {
+        /// A table that holds the first blocks already, each registered in its epoch.
+        fn new(epochs: &[Epoch]) -> Arc<Self> {
             let index = Index::new(2 * BLOCKS_PER_BUCKET).unwrap();
             let contents = (0..).map(|number| Content { hash: [number; 4], group: 0 });
             let at_home = contents.filter(|content| index.spot(content, OLD).home == 0);
-            let epochs = blocks.iter().copied().chain(std::iter::repeat(NOW));
-            let spots = at_home.zip(epochs).map(|(content, epoch)| index.spot(&content, epoch));
-            let spots = spots.take(blocks.len() + 2).collect();
+            let epochs_of_all = epochs.iter().copied().chain([NOW; 2]);
+            let spots = at_home.zip(epochs_of_all);
+            let spots = spots.map(|(content, epoch)| index.spot(&content, epoch)).collect();
             let table = Self { index, spots };
-            for (number, _) in blocks.iter().enumerate() {
+            for block in 1..=epochs.len() as u32 {
                 // Nothing has ended while the table is filled.
-                let (spot, block) = (table.spots[number], Self::block(number));
-                assert!(Entries(&table.index).insert(spot, block, |_| None));
+                table.enter(block, |_| None);
             }
             Arc::new(table)
-        }
-
-        fn block(number: usize) -> BlockId {
-            BlockId::new(number as u32 + 1)
         }
 
         fn spot_of(&self, block: BlockId) -> Spot {
             self.spots[block.index() - 1]
         }
 
-        fn insert(&self, number: usize) {
-            let ended = |block: BlockId| {
-                let spot = self.spot_of(block);
-                (u64::from(spot.tag >> FINGERPRINT_BITS) == OLD.get()).then_some(spot)
-            };
-            let (spot, block) = (self.spots[number], Self::block(number));
-            assert!(Entries(&self.index).insert(spot, block, ended));
+        fn enter(&self, block: u32, ended: impl Fn(BlockId) -> Option<Spot>) {
+            let block = BlockId::new(block);
+            assert!(Entries(&self.index).insert(self.spot_of(block), block, ended));
         }
 
-        fn remove(&self, number: usize) {
-            Entries(&self.index).remove(self.spots[number], Self::block(number));
+        fn insert(&self, block: u32) {
+            let is_old = |spot: &Spot| u64::from(spot.tag >> FINGERPRINT_BITS) == OLD.get();
+            self.enter(block, |block| Some(self.spot_of(block)).filter(is_old));
         }
 
-        fn finds(&self, number: usize) -> bool {
-            let mut found = false;
-            self.index
-                .for_each_candidate(self.spots[number], |id| found |= id == Self::block(number));
-            found
+        fn remove(&self, block: u32) {
+            let block = BlockId::new(block);
+            Entries(&self.index).remove(self.spot_of(block), block);
         }
 
-        /// Looks for number 0, which is always there, and twice for `new`.
-        fn look(&self, new: usize) {
-            assert!(self.finds(0), "an entry was overlooked");
+        fn finds(&self, block: u32) -> bool {
+            let block = BlockId::new(block);
+            let mut finds = false;
+            self.index.for_each_candidate(self.spot_of(block), |id| finds |= id == block);
+            finds
+        }
+
+        /// Looks for block 1, which is always there, and twice for `new`.
+        fn look(&self, new: u32) {
+            assert!(self.finds(1), "an entry was overlooked");
             let before = self.finds(new);
             assert!(self.finds(new) || !before, "an entry was overlooked");
         }
 
         /// At rest, with these in the table.
-        fn check_rest(&self, left: &[usize]) {
-            let mut blocks: Vec<BlockId> = self.index.walk().collect();
+        fn check_rest(&self, left: &[u32]) {
+            let mut blocks: Vec<u32> = self.index.walk().map(BlockId::get).collect();
             blocks.sort_unstable();
-            let left = Vec::from_iter(left.iter().map(|&number| Self::block(number)));
             assert_eq!(blocks, left, "an entry was lost or left");
-            let spot_of = |block| self.spot_of(block);
-            self.index.check(NOW, spot_of).expect("the table is whole");
+            self.index.check(NOW, |block| self.spot_of(block)).expect("the table is whole");
         }
     }
 
@@ -251,12 +246,12 @@ mod models {
     /// removes the third, and a reader looks.
     fn insert_with_remove_and_lookup() {
         let table = Table::new(&[NOW; 3]);
-        let inserting = in_parallel(&table, |table| table.insert(3));
-        let removing = in_parallel(&table, |table| table.remove(2));
-        table.look(3);
+        let inserting = in_parallel(&table, |table| table.insert(4));
+        let removing = in_parallel(&table, |table| table.remove(3));
+        table.look(4);
         inserting.join().unwrap();
         removing.join().unwrap();
-        table.check_rest(&[0, 1, 3]);
+        table.check_rest(&[1, 2, 4]);
     }
 
     model!(insert_with_remove_and_lookup, fails with CountLate("overlooked"));
@@ -266,15 +261,15 @@ mod models {
     /// while their blocks are recycled and a reader looks.
     fn replace_with_remove_and_lookup() {
         let table = Table::new(&[NOW, OLD, OLD]);
-        let inserting = in_parallel(&table, |table| table.insert(3));
+        let inserting = in_parallel(&table, |table| table.insert(4));
         let removing = in_parallel(&table, |table| {
-            table.remove(1);
             table.remove(2);
+            table.remove(3);
         });
-        table.look(3);
+        table.look(4);
         inserting.join().unwrap();
         removing.join().unwrap();
-        table.check_rest(&[0, 3]);
+        table.check_rest(&[1, 4]);
     }
 
     model!(
@@ -285,12 +280,12 @@ mod models {
     /// Two keys are entered at once where one place has an ended entry.
     fn two_replacements() {
         let table = Table::new(&[NOW, OLD]);
-        let other = in_parallel(&table, |table| table.insert(3));
-        table.insert(2);
-        assert!(table.finds(2), "an entry was overlooked");
-        other.join().unwrap();
+        let other = in_parallel(&table, |table| table.insert(4));
+        table.insert(3);
         assert!(table.finds(3), "an entry was overlooked");
-        table.check_rest(&[0, 2, 3]);
+        other.join().unwrap();
+        assert!(table.finds(4), "an entry was overlooked");
+        table.check_rest(&[1, 3, 4]);
     }
 
     model!(two_replacements);

@@ -26,10 +26,7 @@ use crate::id::BlockId;
 use crate::policy::{Rank, ReuseQueue};
 use crate::records::Content;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, planted, prefetch};
-
-/// Blocks that are moved together.
-const BATCH: usize = 64;
+use crate::sync::{Fault, planted};
 
 impl MultiPool {
     /// Begins up to `most` moves of a shrink to `num_blocks`.
@@ -55,17 +52,11 @@ impl MultiPool {
         let evictions = self.counters.evictions.get();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
-        while moves.in_flight.len() < most {
-            let wanted = BATCH.min(most - moves.in_flight.len());
-            // Fewer than asked for: blocks below are left that go before some of the batch alone.
-            if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
-                break;
-            }
-        }
+        while moves.in_flight.len() < most && self.add_move(moves) {}
         let lost = self.counters.evictions.get() - evictions;
         self.counters.lost_to_resize.add(lost);
         if planted(Fault::MoveEarly) {
-            moves.in_flight.iter().for_each(|one| self.carry(one));
+            moves.in_flight.iter().for_each(|step| self.carry(step));
         }
         drop(resizing);
         // As of a resize: fewer may be leaving than before.
@@ -100,30 +91,27 @@ impl MultiPool {
         })
     }
 
-    /// Adds up to `wanted` moves, of the last of those that are leaving to the first below which go before all
-    /// of them; how many.
-    fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
+    /// Adds the move of the last block that is leaving to the first below, if that goes before it; whether it does.
+    fn add_move(&self, moves: &mut Moves) -> bool {
         let leaving = &mut moves.plan.leaving;
         // One that came back is on the list that is made next.
-        let in_line = |&id: &BlockId| self.block(id).state().place().is_some();
-        let still = |id: &BlockId| in_line(id) && self.is_leaving(*id);
-        let from: Vec<_> =
-            std::iter::from_fn(|| leaving.pop()).filter(still).take(wanted).collect();
-        let Some(&last) = from.last() else {
-            return 0;
+        let in_line = |&id: &BlockId| self.order(id).is_some() && self.is_leaving(id);
+        let Some(from) = std::iter::from_fn(|| leaving.pop()).find(in_line) else {
+            return false;
         };
-        let credits = self.credits.take_some(from.len());
-        let mut to = Vec::with_capacity(credits);
-        let mut taking = Taking { out: &mut to, end: credits, cause: Cause::Resized };
-        let goes_before = |id| self.order(id) < self.order(last);
+        let credits = self.credits.take_some(1);
+        let mut out = Vec::new();
+        let mut taking = Taking { out: &mut out, end: credits, cause: Cause::Resized };
+        let goes_before = |id| self.order(id) < self.order(from);
         while taking.left() > 0 && self.take_next(&mut taking, goes_before) {}
-        self.credits.give(credits - to.len());
-        moves.in_flight.extend(from.iter().zip(&to).map(|(&from, &to)| {
-            let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
-            Move { from, to, key, epoch }
-        }));
-        leaving.extend(from[to.len()..].iter().rev());
-        to.len()
+        self.credits.give(credits - out.len());
+        let Some(&to) = out.first() else {
+            leaving.push(from);
+            return false;
+        };
+        let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
+        moves.in_flight.push(Move { from, to, key, epoch });
+        true
     }
 
     /// Whether the block is leaving with content of this epoch.
@@ -137,15 +125,12 @@ impl MultiPool {
             return Err(ResizeError::Busy);
         };
         let (mut moved, mut failed) = (0, Vec::new());
-        for batch in moves.in_flight.chunks(BATCH) {
-            batch.iter().for_each(|one| self.prefetch_move(one));
-            for one in batch {
-                if planted(Fault::MoveEarly) || self.can_finish(one) {
-                    self.carry(one);
-                    moved += 1;
-                } else {
-                    failed.push(one.to);
-                }
+        for step in &moves.in_flight {
+            if planted(Fault::MoveEarly) || self.can_finish(step) {
+                self.carry(step);
+                moved += 1;
+            } else {
+                failed.push(step.to);
             }
         }
         moves.in_flight.clear();
@@ -159,24 +144,17 @@ impl MultiPool {
         Ok(moved)
     }
 
-    fn prefetch_move(&self, one: &Move) {
-        let spot = self.records.index.spot(&Content::from(&one.key), one.epoch);
-        self.records.index.prefetch(spot);
-        prefetch(self.block(one.from));
-        prefetch(self.block(one.to));
-    }
-
     /// Whether what was copied is what the block still holds, in line, and the other one is still to get it.
-    fn can_finish(&self, one: &Move) -> bool {
-        let block = self.block(one.from);
+    fn can_finish(&self, step: &Move) -> bool {
+        let block = self.block(step.from);
         let in_line = block.state().place().is_some() || planted(Fault::BlindMove);
-        let same = block.epoch() == one.epoch && block.content() == Content::from(&one.key);
-        in_line && same && self.is_leaving(one.from) && !self.is_above(one.to)
+        let same = block.epoch() == step.epoch && block.content() == Content::from(&step.key);
+        in_line && same && self.is_leaving(step.from) && !self.is_above(step.to)
     }
 
     /// Moves content from a block in line, and its place, to one that the caller alone holds.
-    fn carry(&self, one: &Move) {
-        let (from, to) = (self.block(one.from), self.block(one.to));
+    fn carry(&self, step: &Move) {
+        let (from, to) = (self.block(step.from), self.block(step.to));
         let (content, state) = (from.content(), from.state());
         let Some(place) = state.place() else {
             return;
@@ -184,17 +162,17 @@ impl MultiPool {
         to.write_content(&content, from.epoch(), from.seq());
         to.mark(from.marks());
         if let Some(reuse) = &self.reuse {
-            reuse.take_place(one.from, one.to);
+            reuse.take_place(step.from, step.to);
         }
         if let Some(log) = self.eviction_log.get() {
-            log.moved(one.from, one.to);
+            log.moved(step.from, step.to);
         }
         let replaced = to.transition_to_replacing(state);
-        debug_assert_eq!(replaced, Transition::Done, "block {} was shared", one.to);
-        self.ring(place.class).replace(place.ticket, one.from, one.to);
+        debug_assert_eq!(replaced, Transition::Done, "block {} was shared", step.to);
+        self.ring(place.class).replace(place.ticket, step.from, step.to);
         // A copy too many has no entry, nor has content of an ended epoch that made room.
         let spot = self.records.index.spot(&content, from.epoch());
-        self.entries().replace(spot, one.from, one.to);
+        self.entries().replace(spot, step.from, step.to);
         from.erase();
         from.transition_to_unqueued();
     }

@@ -166,7 +166,6 @@ impl MultiPool {
         &self.rings[class.index()]
     }
 
-    /// Fails unless somebody holds the block.
     pub(super) fn check_held(&self, id: BlockId) -> Result<(), Misuse> {
         if id.is_null() {
             return Err(Misuse::Null);
@@ -202,7 +201,6 @@ impl MultiPool {
         }
     }
 
-    /// The free line, what goes first of it first.
     pub(super) fn free_order(&self) -> Vec<BlockId> {
         let blocks = self.records.blocks();
         let line = |class| self.ring(class).walk(blocks).map(|(_, block)| block);

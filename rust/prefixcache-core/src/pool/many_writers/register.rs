@@ -57,18 +57,15 @@ impl Census {
 }
 
 impl MultiPool {
-    /// Notes more of the content of a block that the caller holds.
     pub(super) fn mark(&self, id: BlockId, marks: Marks) {
         self.block(id).mark(marks);
     }
 
-    /// Fetches the place of `key` in the index.
     pub(super) fn prefetch(&self, key: &BlockKey) {
         let spot = self.records.index.spot(&Content::from(key), self.records.epoch());
         self.records.index.prefetch(spot);
     }
 
-    /// Forgets every hash.
     pub(super) fn clear_index(&self) {
         self.records.end_epoch();
         self.census.count(self.records.epoch(), 0);
@@ -78,7 +75,6 @@ impl MultiPool {
         self.classes.mark_stale();
     }
 
-    /// The changes of the index.
     pub(super) fn entries(&self) -> Entries<'_> {
         Entries(&self.records.index)
     }
@@ -244,20 +240,15 @@ impl MultiPool {
     /// is free in the default class.
     #[cold]
     fn excess_copy(&self, spot: Spot, content: &Content) -> Option<BlockId> {
-        let (mut copies, mut first, mut last_free) = (0, None::<Found>, None::<Found>);
-        self.records.for_each_copy(spot, content, |copy| {
-            copies += 1;
-            if first.is_none_or(|first| copy.seq < first.seq) {
-                first = Some(copy);
-            }
+        let mut copies = Vec::new();
+        self.records.for_each_copy(spot, content, |copy| copies.push(copy));
+        copies.sort_unstable_by_key(|copy| copy.seq);
+        let is_free = |copy: &&Found| {
             let place = self.block(copy.id).state().place();
-            let is_free = place.is_some_and(|place| place.class.is_of_default_band());
-            if is_free && last_free.is_none_or(|last| last.seq < copy.seq) {
-                last_free = Some(copy);
-            }
-        });
-        let surplus = last_free.filter(|last| first.is_some_and(|first| first.seq < last.seq))?;
-        (copies >= MAX_COPIES).then_some(surplus.id)
+            place.is_some_and(|place| place.class.is_of_default_band())
+        };
+        let surplus = copies.iter().skip(1).rev().find(is_free)?;
+        (copies.len() >= MAX_COPIES).then_some(surplus.id)
     }
 
     // Forgetting.

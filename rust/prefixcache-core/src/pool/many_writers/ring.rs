@@ -75,12 +75,10 @@ impl Reservation {
     pub(super) const NONE: Self = Self { next: Ticket::new(0), left: 0 };
 
     /// The next ticket; it stays the next until [`Self::advance`].
-    #[inline]
     pub(super) fn peek(&self) -> Option<Ticket> {
         (self.left > 0).then_some(self.next)
     }
 
-    #[inline]
     pub(super) fn advance(&mut self) {
         self.next = self.next.plus(1);
         self.left -= 1;
@@ -88,7 +86,6 @@ impl Reservation {
 }
 
 /// Counts vacated slots and reports them a segment at a time: neighbours in line often leave together.
-#[derive(Debug)]
 pub(super) struct VacatedSlots<'a> {
     ring: &'a Ring,
     segment: usize,
@@ -152,12 +149,6 @@ pub(super) struct Ring {
     compactor: OwnLine<Compactor>,
 }
 
-impl std::fmt::Debug for Ring {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Ring").field("class", &self.class).finish_non_exhaustive()
-    }
-}
-
 impl Ring {
     /// A ring of `capacity` slots (a power of two), or nothing when there is no memory for it.
     pub(super) fn new(class: Class, capacity: usize) -> Option<Self> {
@@ -187,12 +178,10 @@ impl Ring {
         self.mask + 1
     }
 
-    #[inline]
     pub(super) fn place(&self, ticket: Ticket) -> Place {
         Place { class: self.class, ticket }
     }
 
-    #[inline]
     fn word(&self, ticket: Ticket) -> &AtomicU64 {
         &self.slots[(ticket.get() & self.mask) as usize]
     }
@@ -201,12 +190,10 @@ impl Ring {
         ticket.get() << ID_BITS | u64::from(block.get())
     }
 
-    #[inline]
     fn unpack(word: u64) -> (Ticket, BlockId) {
         (Ticket::new(word >> ID_BITS), BlockId::new((word & ID_MASK) as u32))
     }
 
-    #[inline]
     fn slot(&self, ticket: Ticket) -> Slot {
         // Acquire: with the word comes the state that was published before it.
         match Self::unpack(self.word(ticket).load(Acquire)) {
@@ -217,14 +204,12 @@ impl Ring {
     }
 
     /// The oldest ticket that may live.
-    #[inline]
     pub(super) fn head(&self) -> Ticket {
         // Acquire: pairs with `Walk::finish`, so that a slot is given to the next lap only after the
         // walk that let it go has read it.
         Ticket::new(self.head.0.load(Acquire))
     }
 
-    #[inline]
     pub(super) fn tail(&self) -> Ticket {
         // Acquire: pairs with the exchange in `reserve`, so that the tail is never behind a head that
         // was read before.
@@ -237,8 +222,6 @@ impl Ring {
         let vacated = Ticket::new(self.num_vacated.0.load(Acquire));
         self.tail().since(vacated) as usize
     }
-
-    // Joining the line.
 
     /// Hands out up to `wanted` tickets, fewer when the ring is full.
     #[inline]
@@ -290,8 +273,6 @@ impl Ring {
             self.vacated_slots().add(self, ticket);
         }
     }
-
-    // Leaving the line.
 
     /// A count of vacated slots, which is reported when it is dropped.
     #[inline]
@@ -380,14 +361,10 @@ impl Ring {
         }
     }
 
-    // Segments.
-
-    #[inline]
     fn segment(&self, ticket: Ticket) -> usize {
         ((ticket.get() & self.mask) >> self.segment_bits) as usize
     }
 
-    #[inline]
     fn starts_segment(&self, ticket: Ticket) -> bool {
         ticket.get() & ((1 << self.segment_bits) - 1) == 0
     }
@@ -402,7 +379,6 @@ impl Ring {
     }
 
     /// Whether every slot of the segment has been vacated in the lap of `ticket` (rule 4).
-    #[inline]
     fn segment_is_vacant(&self, ticket: Ticket) -> bool {
         self.still_occupied(ticket) == 0
     }
@@ -413,8 +389,6 @@ impl Ring {
         // Acquire: from now on the states with which blocks vacated these slots can be seen.
         all.wrapping_sub(self.vacated[self.segment(ticket)].load(Acquire)) & self.count_mask
     }
-
-    // Looking.
 
     /// The blocks in line, oldest first. Exact only at rest.
     pub(super) fn walk<'a>(

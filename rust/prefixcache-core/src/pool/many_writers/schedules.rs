@@ -142,17 +142,14 @@ fn three_threads(free_order: FreeOrder, ring: usize) {
 }
 
 #[test]
-fn random_schedules_unhashed_first() {
-    shuttle::check_random(|| three_threads(FreeOrder::UnhashedFirst, 32), schedules());
+fn random_schedules() {
+    for (order, ring) in [(FreeOrder::UnhashedFirst, 32), (FreeOrder::Append, 32)] {
+        shuttle::check_random(move || three_threads(order, ring), schedules());
+    }
 }
 
 #[test]
-fn random_schedules_append() {
-    shuttle::check_random(|| three_threads(FreeOrder::Append, 32), schedules());
-}
-
-#[test]
-fn random_schedules_on_rings_that_fill_up() {
+fn schedules_on_rings_that_fill_up() {
     shuttle::check_random(|| three_threads(FreeOrder::Append, 4), schedules());
 }
 
@@ -161,25 +158,19 @@ fn schedules_with_rare_preemptions() {
     shuttle::check_pct(|| three_threads(FreeOrder::UnhashedFirst, 16), schedules(), 3);
 }
 
-fn fails_with(fault: Fault) {
-    faults::plant(fault);
-    shuttle::check_random(|| three_threads(FreeOrder::UnhashedFirst, 32), schedules());
+macro_rules! schedules_find {
+    ($($test:ident: $fault:ident),+) => {$(
+        #[test]
+        #[should_panic]
+        fn $test() {
+            faults::plant(Fault::$fault);
+            shuttle::check_random(|| three_threads(FreeOrder::UnhashedFirst, 32), schedules());
+        }
+    )+};
 }
 
-#[test]
-#[should_panic]
-fn random_schedules_find_passed_slots() {
-    fails_with(Fault::PassPending);
-}
-
-#[test]
-#[should_panic]
-fn random_schedules_find_a_forgotten_last_holder() {
-    fails_with(Fault::ForgetLastHolder);
-}
-
-#[test]
-#[should_panic]
-fn random_schedules_find_slots_before_states() {
-    fails_with(Fault::SlotBeforeState);
+schedules_find! {
+    schedules_find_passed_slots: PassPending,
+    schedules_find_a_forgotten_last_holder: ForgetLastHolder,
+    schedules_find_slots_before_states: SlotBeforeState
 }

@@ -44,7 +44,6 @@ impl Size {
         self.end.load(Acquire)
     }
 
-    /// How many blocks from the end on are held still.
     pub(super) fn held_above(&self) -> usize {
         self.held_above.load(Acquire) as usize
     }

@@ -26,15 +26,6 @@ pub(super) struct Compactor {
     target: AtomicU64,
 }
 
-/// What a step of a pass came to.
-#[derive(Debug, PartialEq, Eq)]
-enum Progress {
-    Going,
-    Finished,
-    /// No credit, or the head has come near: go on another time.
-    Stopped,
-}
-
 /// The cursors while one thread has them.
 struct Pass<'a> {
     ring: &'a Ring,
@@ -42,6 +33,7 @@ struct Pass<'a> {
     credits: &'a Credits,
     source: Ticket,
     target: Ticket,
+    finished: bool,
 }
 
 impl Ring {
@@ -89,7 +81,7 @@ impl Ring {
             return None;
         };
         let (source, target) = (Ticket::new(source), Ticket::new(target));
-        Some(Pass { ring: self, blocks, credits, source, target })
+        Some(Pass { ring: self, blocks, credits, source, target, finished: false })
     }
 
     /// Makes a vacant slot pending again (rule 5); not if it belongs to a later lap by now.
@@ -130,26 +122,19 @@ impl Ring {
 
 impl Pass<'_> {
     fn run(mut self, steps: usize, compactor: &Compactor) {
-        let mut progress = Progress::Going;
-        for _ in 0..steps {
-            progress = self.step();
-            if progress != Progress::Going {
-                break;
-            }
-        }
+        let _ = (0..steps).all(|_| self.step());
         // Relaxed: see `resume`.
-        compactor.running.store(progress != Progress::Finished, Relaxed);
+        compactor.running.store(!self.finished, Relaxed);
         compactor.source.store(self.source.get(), Relaxed);
         compactor.target.store(self.target.get(), Relaxed);
     }
 
-    /// Looks at one slot, or at one segment if it is vacant.
-    fn step(&mut self) -> Progress {
+    /// Looks at one slot, or at one segment if it is vacant; whether to go on.
+    fn step(&mut self) -> bool {
         let ring = self.ring;
         if self.source.is_before(ring.head()) {
-            return Progress::Finished;
-        }
-        if ring.starts_segment(self.source.plus(1)) && ring.segment_is_vacant(self.source) {
+            self.finished = true;
+        } else if ring.starts_segment(self.source.plus(1)) && ring.segment_is_vacant(self.source) {
             self.source = ring.segment_start(self.source).minus(1);
         } else if !self.is_occupied(self.source) {
             self.source = self.source.minus(1);
@@ -161,7 +146,7 @@ impl Pass<'_> {
         } else {
             return self.fill_target();
         }
-        Progress::Going
+        !self.finished
     }
 
     fn is_occupied(&self, ticket: Ticket) -> bool {
@@ -169,10 +154,11 @@ impl Pass<'_> {
         slot != Slot::Pending && !self.ring.is_vacant(self.blocks, ticket, slot)
     }
 
-    /// Moves the block at `source` to `target`, which is vacant and lies behind it.
-    fn fill_target(&mut self) -> Progress {
+    /// Moves the block at `source` to `target`, which is vacant and lies behind it, if there is a credit; whether to
+    /// go on.
+    fn fill_target(&mut self) -> bool {
         if self.credits.take(1).is_err() {
-            return Progress::Stopped;
+            return false;
         }
         let reopened = planted(Fault::MoveUnopened) || self.ring.reopen(self.target);
         if reopened {
@@ -180,7 +166,8 @@ impl Pass<'_> {
         }
         self.credits.give(1);
         // If not, the head has passed the target, so no queued block is left before it.
-        if reopened { Progress::Going } else { Progress::Finished }
+        self.finished = !reopened;
+        reopened
     }
 
     /// Moves the block at `source` to `target`, which is pending.

@@ -16,6 +16,7 @@
 //! All of it is bounded, and O(1) in the number of cached blocks. Its words are atomics that order nothing: from
 //! several threads a count or a mark may be lost, and the order of eviction is then another, as good one.
 
+mod ages;
 mod names;
 mod reuse;
 mod scores;
@@ -122,6 +123,7 @@ pub struct ReuseQueue {
     children: Zeroed<AtomicU64>,
     turns: turns::Turns,
     reuse: reuse::Reuse,
+    trial: trial::Trial,
     scores: scores::Scores,
     requests: AtomicU64,
 }
@@ -145,6 +147,7 @@ impl ReuseQueue {
             children: Zeroed::new((CHILDREN * max_blocks).next_power_of_two())?,
             turns: turns::Turns::new()?,
             reuse: reuse::Reuse::new(max_blocks)?,
+            trial: trial::Trial::new(max_blocks as f64 / reuse::one_in(max_blocks) as f64)?,
             scores: scores::Scores::new()?,
             requests: AtomicU64::new(0),
         })
@@ -164,7 +167,7 @@ impl ReuseQueue {
     /// A request asks for these blocks, all that its tokens fill: which turn of its conversation it is.
     pub fn begin(&self, hashes: &[BlockHash]) -> Turn {
         let now = self.now();
-        self.reuse.used(hashes, now);
+        self.reuse.used(hashes, now, |queue, age| self.trial.used(queue, age));
         // Relaxed, as everywhere here: see the module.
         if self.requests.fetch_add(1, Relaxed) % Self::INTERVAL == Self::INTERVAL - 1 {
             self.update(now);
@@ -176,7 +179,7 @@ impl ReuseQueue {
     fn update(&self, now: Tick) {
         let waiting = self.reuse.waiting(now);
         let scores = scores::scores(&self.reuse.take_counts(&waiting));
-        let yields = self.reuse.trial.update(&scores, &waiting);
+        let yields = self.trial.update(&scores, &waiting);
         self.scores.set(if yields { &scores::NONE } else { &scores });
     }
 

@@ -1,6 +1,6 @@
 //! How long blocks of each queue wait until they are used again, counted over a sample of them.
 
-use super::trial::{Trial, Waiting};
+use super::ages::{BUCKETS, Counts, Waiting, Waits, bucket};
 use super::{Queue, Tick, word};
 use crate::id::BlockHash;
 use crate::sync::{AtomicU64, Ordering::Relaxed};
@@ -12,44 +12,8 @@ const SLOTS: usize = if cfg!(loom) { 2 } else { 1 << 14 };
 /// How many pools' worth of blocks the sample stands for: what was evicted is waited for too.
 const POOLS: usize = 16;
 
-/// Half octaves of age, from an eighth of a second to six hours.
-pub(super) const BUCKETS: usize = if cfg!(loom) { 2 } else { 36 };
-
 /// What one wait counts, so that counts can fade in whole numbers.
 const ONE: u64 = 256;
-
-/// The bucket of an age in ticks: 0, 1, 2, 3, 4 and 5, 6 and 7, 8 to 11, 12 to 15, ...
-#[inline]
-pub(super) fn bucket(age: u32) -> usize {
-    let Some(octave) = age.checked_ilog2().filter(|&octave| octave > 0) else {
-        return age as usize;
-    };
-    let upper_half = age >> (octave - 1) & 1;
-    ((2 * octave + upper_half) as usize).min(BUCKETS - 1)
-}
-
-/// The first age of a bucket.
-pub(super) fn start(bucket: usize) -> u64 {
-    match bucket {
-        0 | 1 => bucket as u64,
-        _ => (2 + (bucket as u64 & 1)) << (bucket / 2 - 1),
-    }
-}
-
-/// Something for each bucket.
-pub(super) type Row = [f64; BUCKETS];
-
-/// Waits of one queue by their age.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Waits {
-    /// Those that ended with a use.
-    pub(super) used: [f64; BUCKETS],
-    /// Those that went on for so long, and of which no more is known.
-    pub(super) open: [f64; BUCKETS],
-}
-
-/// The waits of each queue.
-pub(super) type Counts = [Waits; Queue::COUNT];
 
 /// A sampled block that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +41,11 @@ impl Wait {
     }
 }
 
+/// One block in so many is in the sample of a pool.
+pub(super) fn one_in(max_blocks: usize) -> u64 {
+    (max_blocks * POOLS / SLOTS).next_power_of_two() as u64
+}
+
 /// The sample and its counts.
 pub(super) struct Reuse {
     /// A table in which a newer block takes the place of an older one.
@@ -85,17 +54,14 @@ pub(super) struct Reuse {
     sampled: u64,
     /// For each queue the used waits of each bucket, then the open ones; each counts [`ONE`].
     counts: Zeroed<AtomicU64>,
-    pub(super) trial: Trial,
 }
 
 impl Reuse {
     pub(super) fn new(max_blocks: usize) -> Option<Self> {
-        let one_in = (max_blocks * POOLS / SLOTS).next_power_of_two() as u64;
         Some(Self {
             slots: Zeroed::new(SLOTS)?,
-            sampled: (one_in - 1) << 16,
+            sampled: (one_in(max_blocks) - 1) << 16,
             counts: Zeroed::new(Queue::COUNT * BUCKETS * 2)?,
-            trial: Trial::new(max_blocks as f64 / one_in as f64)?,
         })
     }
 
@@ -112,13 +78,14 @@ impl Reuse {
         self.counts[place].fetch_add(ONE, Relaxed);
     }
 
-    /// These blocks are used: the waits of those that waited have ended.
-    pub(super) fn used(&self, hashes: &[BlockHash], now: Tick) {
+    /// These blocks are used: the waits of those that waited have ended. Calls `ended` with the queue of each and the
+    /// bucket of its age.
+    pub(super) fn used(&self, hashes: &[BlockHash], now: Tick, ended: impl Fn(Queue, usize)) {
         for (slot, name) in self.sample(hashes) {
             if let Some(wait) = Wait::unpack(slot.load(Relaxed)).filter(|wait| wait.name == name) {
                 slot.store(0, Relaxed);
                 self.count(wait, true, now);
-                self.trial.used(wait.queue, bucket(now.since(wait.since)));
+                ended(wait.queue, bucket(now.since(wait.since)));
             }
         }
     }
@@ -170,15 +137,6 @@ impl Reuse {
 mod tests {
     use super::*;
 
-    #[test]
-    fn buckets_begin_where_they_say() {
-        for at in 1..BUCKETS {
-            let first = u32::try_from(start(at)).unwrap();
-            assert_eq!((bucket(first), bucket(first - 1)), (at, at - 1));
-        }
-        assert_eq!(bucket(u32::MAX), BUCKETS - 1);
-    }
-
     fn hash(number: u8) -> BlockHash {
         let mut bytes = [0; 32];
         (bytes[0], bytes[7]) = (number, number);
@@ -191,8 +149,8 @@ mod tests {
         let (first, third) = (Queue::new(0), Queue::new(2));
         reuse.released(&[hash(1), hash(2)], first, Tick::new(10));
         reuse.released(&[hash(3)], third, Tick::new(10));
-        reuse.used(&[hash(1), hash(3), hash(9)], Tick::new(18));
-        reuse.used(&[hash(1)], Tick::new(30));
+        reuse.used(&[hash(1), hash(3), hash(9)], Tick::new(18), |_, _| {});
+        reuse.used(&[hash(1)], Tick::new(30), |_, _| {});
         let counts = reuse.take_counts(&reuse.waiting(Tick::new(14)));
         let mut expected = [Waits { used: [0.0; BUCKETS], open: [0.0; BUCKETS] }; Queue::COUNT];
         expected[0].used[bucket(8)] = 1.0;
@@ -210,7 +168,7 @@ mod tests {
         other[7] = 9;
         reuse.released(&[one], Queue::new(1), Tick::new(0));
         reuse.released(&[BlockHash::from_bytes(other)], Queue::new(1), Tick::new(6));
-        reuse.used(&[one], Tick::new(9));
+        reuse.used(&[one], Tick::new(9), |_, _| {});
         let counts = reuse.take_counts(&reuse.waiting(Tick::new(6)));
         assert_eq!(counts[1].used, [0.0; BUCKETS]);
         assert_eq!((counts[1].open[bucket(6)], counts[1].open[0]), (1.0, 1.0));

@@ -1,7 +1,7 @@
 //! What keeping a block is worth, by its queue and its age.
 
 use super::Queue;
-use super::reuse::{BUCKETS, Counts, Row, bucket, start};
+use super::ages::{BUCKETS, Counts, Row, Waits, bucket, start};
 use crate::sync::{AtomicU32, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
 
@@ -78,7 +78,7 @@ fn last_worth_keeping(counts: &Counts) -> usize {
 
 /// Of the waits of all queues that reach a bucket, the share that ends there with a use.
 fn pooled_hazard(counts: &Counts) -> Row {
-    let total = |of: fn(&super::reuse::Waits) -> &Row| -> Row {
+    let total = |of: fn(&Waits) -> &Row| -> Row {
         std::array::from_fn(|at| counts.iter().map(|waits| of(waits)[at]).sum())
     };
     let (used, open) = (total(|waits| &waits.used), total(|waits| &waits.open));
@@ -117,7 +117,6 @@ fn highest(scores: impl Iterator<Item = f64>) -> f64 {
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
-    use super::super::reuse::Waits;
     use super::*;
 
     const NO_WAITS: Waits = Waits { used: [0.0; BUCKETS], open: [0.0; BUCKETS] };

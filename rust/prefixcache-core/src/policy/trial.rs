@@ -5,7 +5,7 @@
 //! of each order that would have kept the block for so long.
 
 use super::Queue;
-use super::reuse::{BUCKETS, Row};
+use super::ages::{BUCKETS, Waiting};
 use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::zeroed::Zeroed;
 
@@ -17,9 +17,6 @@ const MEMORY: u64 = 32;
 
 /// LRU is taken unless the scores' order has more hits by one in this many, as the sample errs by as much.
 const MARGIN: u64 = 64;
-
-/// Sampled blocks that wait, by queue and bucket of age.
-pub(super) type Waiting = [Row; Queue::COUNT];
 
 /// One order's hits.
 struct Order {

@@ -28,10 +28,10 @@ use prefixcache_cpu::{
 use crate::bytes::bytes_of;
 use crate::dense::PackedDense;
 use crate::int8::{Int8Weight, QuantizedRows};
-use crate::panel::{MAX_TASK_ROWS, PANEL, Sums, TaskRows};
+use crate::panel::{Line, MAX_TASK_ROWS, PANEL, Sums, TaskRows, words_of};
 use crate::part::{Activations, Part, Storage};
 use crate::quant::blocks::Format;
-use crate::quant::packed::{Line, PackedBlocks, words_of};
+use crate::quant::packed::PackedBlocks;
 use crate::rowwise::{Gate, GatedPart, gated};
 
 pub use groups::RowGroup;

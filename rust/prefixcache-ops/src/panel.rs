@@ -1,5 +1,7 @@
 //! Panels: the columns of a weight that one task computes with.
 
+use std::mem::MaybeUninit;
+
 use prefixcache_cpu::{Element, Rows};
 
 /// Output columns of a panel.
@@ -10,6 +12,24 @@ pub const MAX_TASK_ROWS: usize = 192;
 
 /// A row's sums for the columns of a panel.
 pub type Sums = [f32; PANEL];
+
+/// A word of each column of a panel.
+#[repr(C, align(64))]
+pub struct Line([MaybeUninit<u32>; PANEL]);
+
+impl Line {
+    /// One that is not written yet.
+    pub const UNWRITTEN: Self = Self([MaybeUninit::uninit(); PANEL]);
+}
+
+/// The words of some lines.
+///
+/// # Safety
+/// All of them were written.
+pub unsafe fn words_of(lines: &[Line]) -> &[u32] {
+    // SAFETY: a line is 64 words, which were written, as the caller vouches.
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * PANEL) }
+}
 
 /// What a panel of blocks is multiplied with: some rows, as words.
 #[derive(Clone, Copy)]

@@ -4,5 +4,9 @@
 //! minus a minimum. The product is exact in `f32` and the sum is rounded once, so the number is the same however it is
 
 pub mod blocks;
-mod columns;
+pub(crate) mod formats;
+mod kernels;
+mod layout;
 pub mod packed;
+mod strips;
+mod tiles;

@@ -192,7 +192,7 @@ class LLM:
             self._job(call, checked, *one)
             for one in zip(many, params, priorities, options, strict=True)
         ]
-        self._run(jobs, checked, show_progress=use_tqdm)
+        self._run(jobs, show_progress=use_tqdm)
         return [job.result for job in jobs]
 
     def chat(
@@ -347,7 +347,7 @@ class LLM:
             return prompt, self._tokenizer.encode(prompt)
         return None, as_token_ids(prompt)
 
-    def _run(self, jobs: Sequence[_Job], checked: CheckedIds, *, show_progress: bool) -> None:
+    def _run(self, jobs: Sequence[_Job], *, show_progress: bool) -> None:
         """Steps until all jobs are done; no request is left in the engine, even after an error."""
         places = {
             request.request_id: (job.result, job.result.outputs[choice])
@@ -359,7 +359,7 @@ class LLM:
             try:
                 for job in jobs:
                     for request in job.requests:
-                        self._engine.add_request(request, checked)
+                        self._engine.add_request(request, is_checked=True)
                 self._collect(places, show_progress)
                 while self._engine.has_work():  # memory that is still to go back
                     self._engine.step()

@@ -21,6 +21,7 @@ from prefixcache.engine.pool_watch import PoolWatch
 from prefixcache.engine.request_rules import CheckedIds
 from prefixcache.engine.threads.engine_thread import EngineThread
 from prefixcache.engine.threads.streams import (
+    Batch,
     Inbox,
     Item,
     OpenStreams,
@@ -108,11 +109,8 @@ class AsyncEngine:
 
     def check(self, request: Request) -> None:
         """Raises `InvalidRequestError`, or `EngineHaltedError` while the engine sleeps."""
-        self._check(request, None)
-
-    def _check(self, request: Request, checked: CheckedIds | None) -> None:
         self._thread.raise_if_dead()
-        self._engine.check(request, checked)
+        self._engine.check(request)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Streams what each step adds to the request; closing the stream aborts the request.
@@ -122,9 +120,8 @@ class AsyncEngine:
         whose engine dies raises `EngineDeadError`. An output that is `restarted` takes back all
         before it.
         """
-        checked = CheckedIds()
-        self._check(request, checked)
-        return _without_index(_one_by_one(self._open([request], checked)))
+        self.check(request)
+        return _without_index(_one_by_one(self._open([request])))
 
     async def generate_all(
         self, requests: Sequence[Request]
@@ -142,7 +139,7 @@ class AsyncEngine:
         *,
         deadline: float | None = None,
         max_unread: int | None = None,
-    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    ) -> AsyncGenerator[Batch, None]:
         """As `generate_all`, with all that has come since the reader looked last at once.
 
         The requests are aborted, and the stream ends with `RequestTimeoutError`, at `deadline`, in
@@ -157,9 +154,10 @@ class AsyncEngine:
                 await asyncio.sleep(0)
             begin, end = end, end_of_part(requests, end)
             for request in requests[begin:end]:
-                self._check(request, checked)
+                self._thread.raise_if_dead()
+                self._engine.check(request, checked)
             self._queue.raise_if_full(requests[0])
-        return self._open(requests, checked, deadline, max_unread)
+        return self._open(requests, deadline, max_unread)
 
     def find_grammar(self, output: StructuredOutput) -> Grammar | None:
         """The grammar of such answers, if it is compiled already."""
@@ -243,25 +241,23 @@ class AsyncEngine:
     def _open(
         self,
         requests: Sequence[Request],
-        checked: CheckedIds,
         deadline: float | None = None,
         max_unread: int | None = None,
-    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    ) -> AsyncGenerator[Batch, None]:
         """The stream of checked requests."""
         self._queue.raise_if_full(requests[0])
-        outputs = self._outputs(requests, checked, deadline, max_unread)
+        outputs = self._outputs(requests, deadline, max_unread)
         self._queue.let_in(requests[0], outputs)
         return outputs
 
     async def _outputs(
         self,
         requests: Sequence[Request],
-        checked: CheckedIds,
         deadline: float | None,
         max_unread: int | None,
-    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    ) -> AsyncGenerator[Batch, None]:
         most_unread = None if max_unread is None else max_unread * len(requests)
-        stream = Stream(requests, checked, most_unread)
+        stream = Stream(requests, most_unread)
         self._thread.send(partial(self._streams.add, stream))
         timer = self._end_at(deadline, stream)
         num_open = len(requests)
@@ -289,9 +285,9 @@ class AsyncEngine:
 
 def _until_error(
     items: Sequence[Item],
-) -> tuple[list[tuple[int, RequestOutput]], Exception | None]:
+) -> tuple[Batch, Exception | None]:
     """The outputs before the first error, and that."""
-    outputs: list[tuple[int, RequestOutput]] = []
+    outputs: Batch = []
     for item in items:
         if isinstance(item, Exception):
             return outputs, item
@@ -300,7 +296,7 @@ def _until_error(
 
 
 async def _one_by_one(
-    batches: AsyncGenerator[list[tuple[int, RequestOutput]], None],
+    batches: AsyncGenerator[Batch, None],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     async with aclosing(batches):
         async for batch in batches:

@@ -157,12 +157,16 @@ class Engine:
         """Makes the calling thread the loop's; the one before it must have stopped."""
         self._cache.adopt_writer()
 
-    def add_request(self, request: Request, checked: CheckedIds | None = None) -> None:
+    def add_request(self, request: Request, *, is_checked: bool = False) -> None:
         """Lets the request wait for its turn. Raises what `check` does.
 
+        Of one that `is_checked` only what changes while the engine serves is looked at again.
         Whatever it raises, nothing of the request stays behind.
         """
-        self.check(request, checked)
+        self.state.raise_if_sleeping()
+        if not is_checked:
+            self.rules.check(request)
+        self._scheduler.check(request)
         if request.request_id in self._answers:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use.", param="request_id"

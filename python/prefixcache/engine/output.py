@@ -204,7 +204,7 @@ class Answers:
         metrics: Metrics,
         records: RequestRecords | None,
     ) -> None:
-        self.make_detokenizer = make_detokenizer
+        self._make_detokenizer = make_detokenizer
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
         self._records = records
@@ -224,7 +224,7 @@ class Answers:
         most = request.params.max_tokens
         return Answer(
             request,
-            self.make_detokenizer(request.params),
+            self._make_detokenizer(request.params),
             eos_token_ids=self._eos_token_ids,
             max_tokens=max_model_len - len(request.prompt_token_ids) if most is None else most,
         )
@@ -265,10 +265,20 @@ class Answers:
         self.deliver([output])
         return output
 
-    def restart(self, request_ids: Iterable[str]) -> None:
-        """What was recorded of these requests is void."""
+    def restart(self, request_ids: Sequence[str], begun: Iterable[str]) -> list[RequestOutput]:
+        """Restarts answers, of which those in `begun` had tokens; what their callers get."""
         if self._records is not None:
             self._records.restart(request_ids)
+        outputs = map(self._restarted, begun)
+        return [output for output in outputs if output is not None]
+
+    def _restarted(self, request_id: str) -> RequestOutput | None:
+        answer = self._answers[request_id]
+        try:
+            return answer.restart(self._make_detokenizer(answer.request.params))
+        except Exception as error:
+            logger.exception("Request %s failed.", request_id)
+            return self.end(request_id, failed(error))
 
     def forget_all(self) -> None:
         """There is no request any more."""

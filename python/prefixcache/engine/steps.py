@@ -244,22 +244,10 @@ class InFlightRequests:
 
     def _restart(self, request_ids: Sequence[str]) -> None:
         begun = self._scheduler.restart(request_ids)
-        self._answers.restart(request_ids)
-        for request_id in begun:
-            output = self._restarted(request_id)
-            if output is not None:
-                self._outbox.append(output)
+        outputs = self._answers.restart(request_ids, begun)
+        self._scheduler.finish([output.request_id for output in outputs if output.finished])
+        self._outbox += outputs
         self.note_usage()
-
-    def _restarted(self, request_id: str) -> RequestOutput | None:
-        """Restarts an answer; what its caller gets, if anything."""
-        answer = self._answers[request_id]
-        try:
-            return answer.restart(self._answers.make_detokenizer(answer.request.params))
-        except Exception as error:
-            logger.exception("Request %s failed.", request_id)
-            self._scheduler.finish([request_id])
-            return self._answers.end(request_id, failed(error))
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened to requests between steps since the last call."""

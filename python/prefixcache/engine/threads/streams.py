@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from prefixcache.engine.engine import Engine
-from prefixcache.engine.request_rules import CheckedIds
 from prefixcache.exceptions import EngineDeadError, QueueFullError, RateLimitError, SlowReaderError
 from prefixcache.types.request import Request, RequestOutput
 
@@ -28,6 +27,9 @@ _REQUEST_COST = 256
 
 _TOO_SLOW = "The answer was read so slowly that its work was cancelled."
 
+Batch = list[tuple[int, RequestOutput]]
+"""Outputs with the indices of their requests."""
+
 Item = tuple[int, RequestOutput] | Exception
 Inbox = queue.SimpleQueue[Callable[[], None]]
 """What the engine's thread is to do between two steps."""
@@ -39,11 +41,8 @@ class Stream:
     Its methods are called in that event loop alone.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], checked: CheckedIds, most_unread: int | None
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], most_unread: int | None) -> None:
         self.requests = requests
-        self.checked = checked
         self.is_open = True
         self.sent = time.monotonic()
         self.loop = asyncio.get_running_loop()
@@ -195,7 +194,7 @@ class OpenStreams:
         request = stream.requests[index]
         try:
             self._raise_if_ending(is_new_job=index == 0)
-            self._engine.add_request(request, stream.checked)
+            self._engine.add_request(request, is_checked=True)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self.abandon(stream)
             self._deliver([(stream, error)])

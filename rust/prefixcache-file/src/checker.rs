@@ -32,7 +32,7 @@ impl Checker {
     }
 }
 
-fn work(table: &Table) {
+pub(crate) fn work(table: &Table) {
     space::yield_to_others();
     loop {
         table.sync();

@@ -23,7 +23,7 @@ use prefixcache_oracle::random::Random;
 
 use crate::faults::Fault;
 use crate::layout::{Layout, OpenError};
-use crate::{FORMAT_VERSION, KvFile, describe};
+use crate::{FORMAT_VERSION, KvFile, checker, describe};
 
 pub(crate) const NUM_BLOCKS: usize = 12;
 const BLOCK_BYTES: u64 = 24;
@@ -632,4 +632,15 @@ fn the_writer_leaves_a_clear_to_the_thread_and_its_failure_is_counted() {
         assert!(!kv.table().has_pending());
         assert_eq!(kv.counts().failed_syncs, u64::from(fault.is_some()));
     }
+}
+
+#[test]
+fn at_the_end_nobody_waits_for_reads() {
+    let (_file, kv) = restored_pair();
+    let blocks = || [1, 2].map(BlockId::new).into_iter();
+    assert!(kv.store().reads_first(&mut blocks(), 0));
+    kv.table().stopped.store(true, Relaxed);
+    checker::work(kv.table());
+    assert_eq!((kv.num_asked(), kv.counts().checked), (2, 0));
+    assert!(!kv.store().reads_first(&mut blocks(), 0), "they would wait for ever");
 }

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,7 +16,7 @@ from prefixcache.events.config import KVEventsConfig
 from prefixcache.events.form import CacheSnapshot, WireForm
 from prefixcache.events.sockets import EventSockets
 from prefixcache.events.wire import DISK_MEDIUM, EventBatch, encode
-from prefixcache.kv.events import CacheEvents
+from prefixcache.kv.events import CacheEvents, CoreEvent
 from prefixcache.metrics import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ class EventPublisher:
         self._next = 0
         self._num_blocks = {"stored": 0, "removed": 0, "cleared": 0}
         self._num_replays = 0
+        # What failed last; and whether the last try failed.
+        self._problem = ""
+        self._is_failing = False
         self._publishing = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -87,8 +90,8 @@ class EventPublisher:
         """What `/metrics` tells of events. From any thread."""
         yield GaugeMetricFamily(
             PREFIX + "kv_events_publishing",
-            "1 while KV events are published, 0 once that has stopped.",
-            value=int(self._thread.is_alive()),
+            "1 while KV events are published, 0 while that fails and once it has stopped.",
+            value=int(self._thread.is_alive() and not self._is_failing),
         )
         blocks = CounterMetricFamily(
             PREFIX + "kv_event_blocks", "Blocks that KV events reported.", labels=["type"]
@@ -114,17 +117,32 @@ class EventPublisher:
             self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
+        while not self._closing.is_set():
+            self._try(self._go_round)
+        self._try(self._publish_rest)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Whatever fails is tried again a moment later, and logged once."""
         try:
-            while not self._closing.is_set():
-                self._answer_replays()
-                with self._publishing:
-                    is_idle = not self._publish()
-                if is_idle:
-                    self._sockets.wait(_PERIOD)
-            with self._publishing:
-                self._publish_all()
-        except Exception:
-            logger.exception("KV events are published no more.")
+            action()
+            self._is_failing = False
+        except Exception as error:
+            self._is_failing = True
+            if repr(error) != self._problem:
+                logger.exception("KV events could not be published. The next try comes soon.")
+            self._problem = repr(error)
+            self._closing.wait(_PERIOD)
+
+    def _go_round(self) -> None:
+        self._answer_replays()
+        with self._publishing:
+            is_idle = not self._publish()
+        if is_idle:
+            self._sockets.wait(_PERIOD)
+
+    def _publish_rest(self) -> None:
+        with self._publishing:
+            self._publish_all()
 
     def _publish_all(self) -> None:
         while self._publish():
@@ -136,6 +154,17 @@ class EventPublisher:
         events = self._events.take(_BLOCKS_AT_ONCE)
         if not on_disk and not events:
             return False
+        sequence, self._next = self._next, self._next + 1
+        try:
+            self._send(sequence, on_disk, events)
+        except Exception:
+            self._buffer.skip()
+            raise
+        return True
+
+    def _send(
+        self, sequence: int, on_disk: Sequence[CoreEvent], events: Sequence[CoreEvent]
+    ) -> None:
         sent = [self._form.event(event, DISK_MEDIUM) for event in on_disk]
         sent += [self._form.event(event) for event in events]
         payload = encode(EventBatch(time.time(), sent, 0))
@@ -143,10 +172,8 @@ class EventPublisher:
             self._num_blocks[kind] += len(hashes)
             if kind == "cleared":
                 self._events.report_disk_again()
-        self._sockets.send(self._next, payload)
+        self._sockets.send(sequence, payload)
         self._buffer.append(payload)
-        self._next += 1
-        return True
 
     def _answer_replays(self) -> None:
         for client, start in self._sockets.replay_requests():
@@ -187,6 +214,12 @@ class _ReplayBuffer:
         self._next += 1
         while len(self._batches) > self._most or self._bytes > _MOST_BUFFER_BYTES:
             self._bytes -= len(self._batches.popleft())
+
+    def skip(self) -> None:
+        """The next batch is lost. None before it is kept, so that readers of them begin again."""
+        self._batches.clear()
+        self._bytes = 0
+        self._next += 1
 
     def batches(self, start: int, most: int) -> list[tuple[int, bytes]]:
         """Up to `most` batches from the sequence `start` on, or from the first that is left."""

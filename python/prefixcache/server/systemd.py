@@ -43,13 +43,19 @@ class Notifier:
 
     async def _keep_alive(self, seconds: float) -> None:
         """Three times in the time that systemd waits."""
-        try:
-            while True:
+        problem = ""
+        while True:
+            try:
                 await self._loop_passes()
                 self._report("WATCHDOG=1")
-                await asyncio.sleep(seconds / 3)
-        except EngineDeadError as error:
-            self._report(f"STATUS={error}".splitlines()[0])
+            except EngineDeadError as error:
+                self._report(f"STATUS={error}".splitlines()[0])
+                return
+            except Exception as error:
+                if repr(error) != problem:
+                    logger.exception("It is not known whether the step loop is alive.")
+                problem = repr(error)
+            await asyncio.sleep(seconds / 3)
 
     def _report(self, state: str) -> None:
         if not self._address:

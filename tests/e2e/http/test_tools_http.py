@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall
 
+from prefixcache.server.openai import response_tools
 from prefixcache.server.openai.response_tools import InputText
 from prefixcache.server.options.limits import MAX_GRAMMAR_CHARACTERS
 from support.chat_models import CLOCK, QUESTION, TOOLS, assistant, with_special_tokens
@@ -395,10 +397,14 @@ def test_what_is_wrong_with_such_tools_is_named_where_it_stands(smollm2, fields,
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_a_count_of_tokens_names_a_wrong_tool_where_it_stands(smollm2):
-    body = {"input": "a", "tools": [SEARCH, {**SHELL, "name": "a b"}]}
-    answer = httpx.post(f"{smollm2}/v1/responses/input_tokens", json=body, timeout=300)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[1].name")
+def test_a_count_of_tokens_names_wrong_tools_and_those_left_out(smollm2):
+    def count(tool: dict[str, Any]) -> httpx.Response:
+        body = {"input": "a", "tools": [SEARCH, tool]}
+        return httpx.post(f"{smollm2}/v1/responses/input_tokens", json=body, timeout=300)
+
+    wrong = count({**SHELL, "name": "a b"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tools[1].name")
+    assert count(SHELL).headers["x-prefixcache-warning"] == "tools left out: web_search"
 
 
 @pytest.mark.parametrize("syntax", ["lark", "regex"])
@@ -428,6 +434,25 @@ def test_the_text_of_a_custom_call_comes_in_any_pieces(arguments, text, size):
     reader = InputText()
     pieces = [reader.push(arguments[at : at + size]) for at in range(0, len(arguments), size)]
     assert "".join(pieces) + reader.end() == text
+
+
+@pytest.mark.parametrize("begin", ["", '{"input": "', '{"input": "a", "', '{"input": "\\ud83d'])
+def test_a_piece_of_a_custom_call_costs_its_own_length(begin, monkeypatch):
+    lengths: list[int] = []
+
+    def counted(pattern: re.Pattern[str]) -> Any:
+        def match(text: str) -> re.Match[str] | None:
+            lengths.append(len(text))
+            return pattern.match(text)
+
+        return mock.Mock(match=match)
+
+    for name in ("_BEGIN", "_CERTAIN"):
+        monkeypatch.setattr(response_tools, name, counted(getattr(response_tools, name)))
+    reader = InputText()
+    for piece in [begin, *["word "] * 2_000]:
+        reader.push(piece)
+    assert sum(lengths) < 20_000
 
 
 def test_the_expression_of_a_custom_tool_is_kept_to(smollm2):

@@ -16,6 +16,7 @@ import zmq
 from prefixcache.core import PrefixCache
 from prefixcache.events import wire
 from prefixcache.events.config import KVEventsConfig, parse_kv_events
+from prefixcache.events.form import WireForm
 from prefixcache.events.publisher import EventPublisher
 from prefixcache.events.sockets import EventSockets
 from prefixcache.events.start import event_sockets
@@ -267,6 +268,29 @@ def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
             assert values["kv_event_batches_total",] == 5
             assert values["kv_event_blocks_total", "stored"] == 5
             assert values["kv_events_publishing",] == 1
+
+
+def test_publishing_goes_on_after_a_failure_and_readers_begin_again(context, caplog):
+    def is_publishing() -> bool:
+        (gauge,) = next(iter(publisher.families())).samples
+        return bool(gauge.value)
+
+    cache = PrefixCache(40, SIZE)
+    with published(cache) as publisher:
+        with mock.patch.object(EventSockets, "replay_requests", side_effect=OSError("no")) as asked:
+            wait_until(lambda: asked.call_count > 3)
+            assert not is_publishing()
+        wait_until(is_publishing)
+        assert caplog.text.count("could not be published") == 1
+        serve(cache, [1] * SIZE)
+        publisher.snapshot()
+        with mock.patch.object(WireForm, "event", side_effect=KeyError("lost")):
+            serve(cache, [2] * SIZE)
+            wait_until(lambda: caplog.text.count("could not be published") == 2)
+        serve(cache, [3] * SIZE)
+        header, known = read_snapshot(publisher)
+        assert (header.sequence, len(known.blocks)) == (2, 3)
+        assert list(replayed(context, publisher.endpoints["replay_endpoint"], 0)) == [2]
 
 
 def test_a_peer_that_asks_without_end_leaves_time_to_publish(context):

@@ -76,6 +76,20 @@ async def test_the_watchdog_hears_nothing_while_the_step_loop_hangs(systemd: soc
     assert sent == "STATUS=The engine was shut down."
 
 
+async def test_the_watchdog_goes_on_after_a_failure_that_nobody_expected(systemd, caplog):
+    failures = iter([OSError("once"), OSError("once")])
+
+    async def loop_passes() -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    environment = {"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "30000"}
+    Notifier(loop_passes, environment).ready("well")
+    assert (await hear(systemd)).startswith("READY=1")
+    assert await hear(systemd) == WATCHDOG
+    assert caplog.text.count("not known whether the step loop is alive") == 1
+
+
 @pytest.mark.parametrize("pid", ["", "1"])
 async def test_only_the_process_that_is_meant_is_watched(systemd: socket.socket, pid: str) -> None:
     asked = asyncio.Event()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.exceptions import ModelLoadError
 from prefixcache.models.gguf.special_tokens import end_token_ids, suppressed_token_ids
 from prefixcache.models.hub import resolve_model
 from prefixcache.text.grammar.vocabulary import vocabulary_of
@@ -80,9 +81,33 @@ def test_ends_are_named_or_found_by_their_text(tokens, values, ends):
     assert end_token_ids({f"tokenizer.ggml.{key}": value for key, value in named.items()}) == ends
 
 
-def test_a_file_may_suppress_tokens() -> None:
-    metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.suppress_tokens": [1, 7, -1]}
-    assert suppressed_token_ids(metadata) == [1]
+def test_a_file_may_suppress_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "home"))
+    ids = {"suppress_tokens": [5, VOCAB_SIZE, -1]}
+    file = write_gguf(tmp_path / "tiny.gguf", make_model("smollm2"), tokenizer=ids)
+    model = ModelConfig.from_hf(resolve_model(str(file)))
+    assert model.generation.suppress_tokens == (5,)
     assert suppressed_token_ids({}) == []
-    with pytest.raises(ValueError, match="suppress_tokens is no list"):
-        suppressed_token_ids(metadata | {"tokenizer.ggml.suppress_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("eos_token_ids", 3, "must be a list of integers, is int"),
+        ("eos_token_ids", "3", "must be a list of integers, is str"),
+        ("eos_token_ids", ["3"], "must be a list of integers, is list of str"),
+        ("suppress_tokens", [1.5], "must be a list of integers, is list of float"),
+        ("eos_token_id", "</s>", "must be an integer, is str"),
+        ("eot_token_id", [1], "must be an integer, is list of int"),
+        ("bos_token_id", True, "must be an integer, is bool"),
+        ("padding_token_id", "0", "must be an integer, is str"),
+        ("unknown_token_id", "0", "must be an integer, is str"),
+    ],
+)
+def test_a_value_that_is_no_id_is_refused_by_its_key(
+    key: str, value: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "home"))
+    file = write_gguf(tmp_path / "tiny.gguf", make_model("smollm2"), tokenizer={key: value})
+    with pytest.raises(ModelLoadError, match=f"its tokenizer.ggml.{key} {problem}$"):
+        resolve_model(str(file))

@@ -36,10 +36,13 @@ _FORMATS_WITH_PARTS = (
 
 
 def token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that a config.json has: of BOS, padding, and all that end an answer."""
+    """The ids that a config.json has: of BOS, padding, and all that end an answer.
+
+    Raises `ValueError` for values that are no ids, as all that read ids here do.
+    """
     named = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
-    ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}") for ours, theirs in named.items()}
-    named_ids = {key: int(value) for key, value in ids.items() if value is not None}
+    ids = {ours: token_id(metadata, theirs) for ours, theirs in named.items()}
+    named_ids = {key: value for key, value in ids.items() if value is not None}
     ends = end_token_ids(metadata)
     return named_ids | ({"eos_token_id": ends if ends[1:] else ends[0]} if ends else {})
 
@@ -62,12 +65,31 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def suppressed_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that the file says are never to be sampled. Raises `ValueError` for other values."""
-    ids = metadata.get("tokenizer.ggml.suppress_tokens", [])
-    if not isinstance(ids, list):
-        raise ValueError("its tokenizer.ggml.suppress_tokens is no list")
+    """Tokens that the file says are never to be sampled."""
     size = len(metadata.get("tokenizer.ggml.tokens", ()))
-    return [i for i in ids if isinstance(i, int) and 0 <= i < size]
+    return [i for i in _id_list(metadata, "suppress_tokens") if 0 <= i < size]
+
+
+def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id that a key of `tokenizer.ggml` has, None without the key."""
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if value is not None and type(value) is not int:
+        raise _wrong(name, "an integer", value)
+    return value
+
+
+def _id_list(metadata: Mapping[str, Any], name: str) -> list[int]:
+    values = metadata.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(values, list) or any(type(i) is not int for i in values):
+        raise _wrong(name, "a list of integers", values)
+    return values
+
+
+def _wrong(name: str, expected: str, value: Any) -> ValueError:
+    kind = type(value).__name__
+    if isinstance(value, list):
+        kind += f" of {', '.join(sorted({type(item).__name__ for item in value}))}"
+    return ValueError(f"its tokenizer.ggml.{name} must be {expected}, is {kind}")
 
 
 def log_ends(name: str, metadata: Mapping[str, Any]) -> None:
@@ -81,7 +103,7 @@ def log_ends(name: str, metadata: Mapping[str, Any]) -> None:
 
 def _named_ends(metadata: Mapping[str, Any], size: int) -> Iterator[int]:
     keys = (*_KEYS_OF_ENDS, *_KEYS_OF_FILL_ENDS)
-    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    ids = [token_id(metadata, key) for key in keys]
     # Ollama's converter writes all of them so.
-    ids[1:1] = metadata.get("tokenizer.ggml.eos_token_ids", ())
+    ids[1:1] = _id_list(metadata, "eos_token_ids")
     yield from dict.fromkeys(i for i in ids if i is not None and 0 <= i < size)

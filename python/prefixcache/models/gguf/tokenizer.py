@@ -27,7 +27,7 @@ from tokenizers import (
 )
 
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
-from prefixcache.models.gguf.special_tokens import CONTROL, end_token_ids
+from prefixcache.models.gguf.special_tokens import CONTROL, end_token_ids, token_id
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Vocabulary:
         longest = max(map(len, self._tokens))
         if longest > _MAX_TOKEN_LENGTH:
             raise ValueError(f"a token has {longest} characters, more than {_MAX_TOKEN_LENGTH}")
-        ids = {name: self._get(key) for name, key in _NAMED_TOKENS.items()}
+        ids = {name: token_id(metadata, key) for name, key in _NAMED_TOKENS.items()}
         self.named = {name: self._token(name, i) for name, i in ids.items() if i is not None}
 
     def _get(self, key: str, default: Any = None) -> Any:

@@ -44,12 +44,15 @@ _INPUT = "input"
 # Of one request: each is compiled by itself.
 _MAX_GRAMMARS = 16
 
+# Characters before a text, spaces and line breaks among them; behind more it comes at its end.
+_MOST_BEFORE = 64
 _BEGIN = re.compile(rf'\s*\{{\s*"{_INPUT}"\s*:\s*"')
 # A character may be written as two escapes, which must not be parted.
 _CERTAIN = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
 )
+_LONGEST_CHARACTER = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,24 +184,30 @@ class InputText:
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        self._held: str | None = None
+        # What is not certain yet; None where no text is to come any more.
+        self._held: str | None = ""
+        self._has_begun = False
         self._length = 0
 
     def push(self, arguments: str) -> str:
         """The text that is certain with these further arguments; none after what is no JSON."""
         self._arguments.append(arguments)
-        if self._held is not None:
-            self._held += arguments
-        elif begin := _BEGIN.match(text := "".join(self._arguments)):
-            self._held = text[begin.end() :]
-        certain = _CERTAIN.match(self._held or "")
-        if self._held is None or certain is None:
+        if self._held is None:
             return ""
-        self._held = self._held[certain.end() :]
+        held = self._held + arguments
+        if not self._has_begun and (begin := _BEGIN.match(held)):
+            self._has_begun, held = True, held[begin.end() :]
+        if not self._has_begun:
+            self._held = held if len(held) <= _MOST_BEFORE else None
+            return ""
+        certain = _CERTAIN.match(held)
+        end = certain.end() if certain else 0
+        rest = held[end:]
+        self._held = None if rest.startswith('"') or len(rest) >= _LONGEST_CHARACTER else rest
         try:
-            text = json.loads(f'"{certain[0]}"', strict=False)
+            text = json.loads(f'"{held[:end]}"', strict=False)
         except ValueError:
-            self._held = '"'
+            self._held = None
             return ""
         self._length += len(text)
         return text

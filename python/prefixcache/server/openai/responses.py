@@ -237,9 +237,11 @@ def responses_router(maker: JobMaker, store: ResponseStore) -> APIRouter:
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(request: Request) -> dict[str, Any]:
         fields, size = await read_fields(request, maker.workers, ResponsesRequest)
-        fields, before = response_before(store, fields, new_call(request, "count"))
+        call = new_call(request, "count")
+        fields, before = response_before(store, fields, call)
         size += before.size
         chat = await maker.workers.run(size, lambda: _chat_fields(fields, before))
+        _tell_left_out(fields, call)
         with fields_named(_names(fields)):
             count = await count_chat(maker, chat, size)
         return {"object": "response.input_tokens", "input_tokens": count}
@@ -281,13 +283,17 @@ async def response_job(
         return chat, dataclasses.replace(controls, earlier=fields.earlier_hints)
 
     chat, controls = await maker.workers.run(size, read)
-    tools = fields.read_tools
-    if tools.left_out:
-        call.outcome.warn(f"tools left out: {', '.join(tools.left_out)}")
-    for place, grammar in tools.grammars.items():
+    _tell_left_out(fields, call)
+    for place, grammar in fields.read_tools.grammars.items():
         await maker.grammar(grammar, place, call)
     with fields_named(_names(fields)):
         return await chat_job(maker, chat, size, call, controls)
+
+
+def _tell_left_out(fields: ResponsesRequest, call: Call) -> None:
+    """Lets the answer's head name the tools that nobody runs here."""
+    if left_out := fields.read_tools.left_out:
+        call.outcome.warn(f"tools left out: {', '.join(left_out)}")
 
 
 def _names(fields: ResponsesRequest) -> dict[str, str]:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from fakes.plain_runner import VOCAB_SIZE, next_token
 from prefixcache.engine.engine import Engine
 from prefixcache.exceptions import EngineDeadError, InvalidRequestError
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler import loading
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.sampling_params import SamplingParams
 
@@ -362,17 +364,27 @@ class _SlowFile(CacheManager):
 def test_a_request_whose_blocks_are_read_waits_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = mock.Mock(wraps=time, sleep=mock.Mock())
+    monkeypatch.setattr(loading, "time", clock)
     engine, _, cache = make_engine(make_cache=_SlowFile)
     engine.add_request(make_request("long"))
     engine.add_request(make_request("given up"))
     assert tokens_of(run_until(engine, make_request("short"))) == answer_alone(PROMPT, 4)
     value = engine.metrics.registry.get_sample_value
     assert value("prefixcache:num_requests_waiting") == 2
+    assert not clock.sleep.called
+    engine.step()
+    assert clock.sleep.called, "a step without rows does not ask again at once"
     assert cache.num_free_blocks == cache.num_blocks - 1
     engine.abort(["given up"])
     assert value("prefixcache:num_requests_waiting") == 1
     monkeypatch.setattr(_SlowFile, "num_reads", 0)
     assert tokens_of(run(engine)["long"]) == answer_alone(PROMPT, 4)
+    monkeypatch.setattr(_SlowFile, "num_reads", 3)
+    engine.add_request(make_request("forgotten"))
+    engine.step()
+    engine.forget_all()
+    assert value("prefixcache:num_requests_waiting") == 0
 
 
 def run_until(engine: Engine, request: Request) -> list[RequestOutput]:

@@ -357,7 +357,12 @@ class _SlowFile(CacheManager):
 
     num_reads = 3
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.asking: list[str] = []
+
     def reads_first(self, request_id: str, hit_tokens: int) -> bool:
+        self.asking.append(request_id)
         return self.num_reads > 0 and not request_id.startswith("short")
 
 
@@ -375,6 +380,7 @@ def test_a_request_whose_blocks_are_read_waits_and_others_go_on(
     assert not clock.sleep.called
     engine.step()
     assert clock.sleep.called, "a step without rows does not ask again at once"
+    assert cache.asking.count("long") == 1
     assert cache.num_free_blocks == cache.num_blocks - 1
     engine.abort(["given up"])
     assert value("prefixcache:num_requests_waiting") == 1

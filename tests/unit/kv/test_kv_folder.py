@@ -141,6 +141,22 @@ def test_a_long_hit_is_read_before_its_commit(folder, prompt):
     assert file.core.counts()["failed"] == 1
 
 
+def test_what_a_commit_may_read_itself_is_bounded(folder):
+    """4 MiB, as docs/guides/restart.md says."""
+    file = opened(folder)
+    assert file.commit_blocks * 2 * _BLOCK_BYTES == 4 << 20
+    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a")
+    manager.keep_in(file)
+    core, file.core = mock.Mock(), mock.Mock(num_asked=3)
+    with (
+        mock.patch.object(manager, "_cache", core),
+        mock.patch.dict(manager._sequences, {"a": mock.sentinel.sequence}),
+    ):
+        assert manager.reads_first("a", 64) is core.reads_first.return_value
+    core.reads_first.assert_called_once_with(mock.sentinel.sequence, 64, file.commit_blocks)
+    assert manager.num_reads == 3
+
+
 def test_a_reset_that_the_disk_does_not_take_is_logged(folder, caplog):
     file = opened(folder)
     counts = file.core.counts() | {"failed_syncs": 1}

@@ -407,6 +407,9 @@ def test_each_field_of_a_generation_config_is_obeyed_warned_of_or_without_effect
     generation = ModelConfig.from_hf(llama(), others | values).generation
     expected = values | {name: (*ids,) for name, ids in lists.items()}
     assert asdict(generation) == expected | {"not_obeyed": ()}
+    for name in ("max_new_tokens", *lists):
+        del expected[name]
+    assert generation.sampling_options() == expected
 
 
 @pytest.mark.parametrize("name", CHANGING_NOTHING)

@@ -5,6 +5,7 @@
 //! module again or resize an array. So arguments are read into values of their own first; what is
 //! lent to a call, an array's memory or a sequence, is borrowed after that.
 
+use std::borrow::Cow;
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -179,16 +180,14 @@ pub trait Word: Copy + 'static {
 }
 
 /// An argument that is one of a few words.
+#[derive(Clone, Copy)]
 pub struct OneOf<T>(pub T);
 
 impl<'a, 'py, T: Word> FromPyObject<'a, 'py> for OneOf<T> {
     type Error = Failure;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self> {
-        let Ok(text) = value.cast::<PyString>() else {
-            return Err(wrong_type(T::ARGUMENT.into(), "a string", &value));
-        };
-        let text = text.to_string_lossy();
+        let text = text(T::ARGUMENT.into(), &value)?;
         let found = T::WORDS.iter().find(|(word, _)| *word == text);
         found.map(|&(_, value)| Self(value)).ok_or_else(|| {
             let words = T::WORDS.iter().map(|(word, _)| format!("{word:?}"));
@@ -197,6 +196,12 @@ impl<'a, 'py, T: Word> FromPyObject<'a, 'py> for OneOf<T> {
             out_of_range(T::ARGUMENT, reason)
         })
     }
+}
+
+/// A string.
+pub fn text<'a>(argument: Argument, value: &'a Bound<'_, PyAny>) -> Result<Cow<'a, str>> {
+    let text = value.cast::<PyString>().map_err(|_| wrong_type(argument, "a string", value))?;
+    Ok(text.to_string_lossy())
 }
 
 pub fn wrong_type(argument: Argument, wanted: &str, value: &Bound<'_, PyAny>) -> Failure {

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Array, Number, OneOf, Real};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
 
@@ -26,24 +26,20 @@ pub struct PlannedStep {
 }
 
 fn checked_slots(slots: &[i64], limit: usize) -> Result<Vec<i64>> {
-    let inside = |&slot: &i64| usize::try_from(slot).is_ok_and(|slot| slot < limit);
-    match slots.iter().find(|slot| !inside(slot)) {
-        None => Ok(slots.to_vec()),
-        Some(slot) => {
-            let reason = format!("must be from 0 to {}, not {slot}", limit.saturating_sub(1));
-            Err(out_of_range("slot_mapping", reason))
-        }
+    let most = limit.saturating_sub(1);
+    for &slot in slots {
+        let is_inside = usize::try_from(slot).is_ok_and(|slot| slot < limit);
+        ensure!(is_inside, "slot_mapping", "must be from 0 to {most}, not {slot}");
     }
+    Ok(slots.to_vec())
 }
 
 fn check_num_queries(qo_indptr: &[i32], num_slots: usize) -> Result<()> {
-    match qo_indptr.last() {
-        Some(&queries) if usize::try_from(queries) != Ok(num_slots) => {
-            let reason = format!("must have {queries} slots, one a query, not {num_slots}");
-            Err(out_of_range("slot_mapping", reason))
-        }
-        _ => Ok(()),
+    if let Some(&queries) = qo_indptr.last() {
+        let same = usize::try_from(queries) == Ok(num_slots);
+        ensure!(same, "slot_mapping", "must have {queries} slots, one a query, not {num_slots}");
     }
+    Ok(())
 }
 
 impl PagedAttention {
@@ -127,9 +123,7 @@ impl PagedAttention {
         first_pages: Option<Array<'_, names::FirstPages, i32>>,
     ) -> Result<()> {
         let (num_pages, block_size) = (num_pages.0, block_size.0);
-        if block_size == 0 {
-            return Err(out_of_range("block_size", "must be positive"));
-        }
+        ensure!(block_size > 0, "block_size", "must be positive");
         let num_slots = self.num_slots(num_pages, block_size)?;
         // Attached to the interpreter until they are read: nobody's code runs that could resize them.
         let (qo_indptr, kv_indptr) = (qo_indptr.read()?, kv_indptr.read()?);

@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{Blocks, Group, List, Number, One, OneOf, ids_of, or};
 use crate::detach::run;
-use crate::errors::{Result, bad_blocks, out_of_range};
+use crate::errors::{Result, bad_blocks, ensure};
 use crate::names;
 use crate::prefix_cache::{pool_config, store_stats};
 use crate::writer::{Threads, Writer};
@@ -23,11 +23,8 @@ pub struct BlockPool {
 /// Fails for more blocks than the pool has at all.
 fn check_count(pool: &impl Lookup, name: &'static str, count: usize) -> Result<()> {
     let most = pool.num_blocks() - 1;
-    if count <= most {
-        return Ok(());
-    }
-    let reason = format!("must be at most {most}, the blocks of the pool, not {count}");
-    Err(out_of_range(name, reason))
+    ensure!(count <= most, name, "must be at most {most}, the blocks of the pool, not {count}");
+    Ok(())
 }
 
 fn keys(
@@ -85,8 +82,6 @@ max_blocks=None)"
     }
 
     /// Take the blocks of the leading `hashes` that hit, then `num_new` new ones, all or none.
-    ///
-    /// Returns how many hits there are and all blocks, hits first; None when blocks are lacking.
     #[pyo3(
         signature = (hashes, num_new=None, group=None),
         text_signature = "($self, hashes, num_new=0, group=0)"
@@ -122,10 +117,6 @@ max_blocks=None)"
     }
 
     /// Let held blocks be found under `hashes`, one for each.
-    ///
-    /// `epoch` is the value of `epoch` from before the blocks were allocated: nothing is registered if
-    /// the index was cleared since. Returns, for each block, the block that already holds the same
-    /// content and hits, or None.
     #[pyo3(
         signature = (blocks, hashes, epoch, group=None),
         text_signature = "($self, blocks, hashes, epoch, group=0)"
@@ -139,16 +130,11 @@ max_blocks=None)"
         group: Option<Group>,
     ) -> Result<Vec<Option<u32>>> {
         let most = Epoch::new(u64::MAX).get();
-        if epoch.0 > most {
-            return Err(out_of_range("epoch", format!("must be at most {most}, not {}", epoch.0)));
-        }
+        ensure!(epoch.0 <= most, "epoch", "must be at most {most}, not {}", epoch.0);
         let (blocks, epoch) = (blocks.0, Epoch::new(epoch.0));
         let keys = keys(&hashes.0, group);
-        if blocks.len() != keys.len() {
-            let reason =
-                format!("must be one for each of {} blocks, not {}", blocks.len(), keys.len());
-            return Err(out_of_range("hashes", reason));
-        }
+        let (count, given) = (blocks.len(), keys.len());
+        ensure!(count == given, "hashes", "must be one for each of {count} blocks, not {given}");
         let pool = &mut *self.writer.write()?;
         let register = |(&block, key)| match pool.register(block, key, epoch) {
             Ok(Registration::Duplicate(holder)) => Ok(Some(holder.get())),
@@ -160,8 +146,6 @@ max_blocks=None)"
     }
 
     /// Give up one hold of each block; those without a holder join the free blocks in this order.
-    ///
-    /// At a block that cannot be released it raises: those before it are released, the rest is not.
     fn release(&self, py: Python<'_>, blocks: Blocks) -> Result<()> {
         let pool = &mut *self.writer.write()?;
         run(py, blocks.0.len(), || pool.release(&blocks.0)).map_err(bad_blocks)

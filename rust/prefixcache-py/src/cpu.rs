@@ -6,11 +6,10 @@ use prefixcache_cpu::team::MAX_THREADS;
 use prefixcache_cpu::{Bf16, Element, Form, Rows, RowsMut, Team, WeightMemory};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
 
-use crate::arguments::{Number, One, Value, Word, wrong_type};
+use crate::arguments::{Number, One, Value, Word, text};
 use crate::detach;
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure, out_of_range};
 use crate::names::{self, Name};
 
 /// The threads and the instruction set that kernels run with, and the memory of their weights.
@@ -32,10 +31,8 @@ impl Cpu {
         instructions: Option<One<names::Instructions, Form>>,
     ) -> Result<Self> {
         let threads = threads.0;
-        if !(1..=MAX_THREADS).contains(&threads) {
-            let reason = format!("must be from 1 to {MAX_THREADS}, not {threads}");
-            return Err(out_of_range("threads", reason));
-        }
+        let fits = (1..=MAX_THREADS).contains(&threads);
+        ensure!(fits, "threads", "must be from 1 to {MAX_THREADS}, not {threads}");
         let team = detach::run(py, threads, || Team::new(threads)).map_err(|error| {
             let reason = "the system does not give";
             PyRuntimeError::new_err(format!("{reason} {threads} threads; ask for fewer: {error}"))
@@ -68,10 +65,7 @@ impl Cpu {
 
 impl Value for Form {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
-        let Ok(name) = value.cast::<PyString>() else {
-            return Err(wrong_type(argument, "a string", value));
-        };
-        let form = name.to_string_lossy().parse();
+        let form = text(argument, value)?.parse();
         form.map_err(|error: UnknownForm| out_of_range(argument, error.to_string()))
     }
 }
@@ -143,16 +137,15 @@ impl Matrix {
         if self.rows == 0 || self.width == 0 {
             return Ok((std::ptr::NonNull::dangling().as_ptr(), 0));
         }
-        let wrong = |reason| Err(out_of_range(self.name, reason));
-        if self.address == 0 || !self.address.is_multiple_of(align_of::<E>()) {
-            return wrong("must be the address of its numbers");
-        }
-        if self.rows > 1 && self.stride < self.width {
-            return wrong("must not have rows that overlap");
-        }
-        if !self.ends_in_memory::<E>() {
-            return wrong("must not have more numbers than memory has");
-        }
+        let is_address = self.address != 0 && self.address.is_multiple_of(align_of::<E>());
+        let are_apart = self.rows == 1 || self.stride >= self.width;
+        ensure!(is_address, self.name, "must be the address of its numbers");
+        ensure!(are_apart, self.name, "must not have rows that overlap");
+        ensure!(
+            self.ends_in_memory::<E>(),
+            self.name,
+            "must not have more numbers than memory has"
+        );
         let start = std::ptr::with_exposed_provenance_mut(self.address);
         Ok((start, self.stride))
     }

@@ -12,7 +12,7 @@ use crate::arguments::{
 use crate::attention::{PagedAttention, PlannedStep};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::delta::{StatePlace, sees_states};
-use crate::errors::{Failure, Result, out_of_range};
+use crate::errors::{Failure, Result, ensure, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::layer::{DecoderLayer, Guard};
 use crate::linear::LayerElement;
@@ -178,7 +178,7 @@ impl DecoderStack {
     /// Numbers of a token that pass the states of each layer.
     fn inputs_of_states(&self) -> Vec<usize> {
         let deltas = self.layers.iter().map(|layer| layer.get().delta());
-        deltas.map(|delta| delta.map_or(0, |delta| delta.heads.inputs())).collect()
+        deltas.map(|delta| delta.map_or(0, |delta| delta.heads().inputs())).collect()
     }
 
     /// The attention of each layer has its heads; all are of one type.
@@ -194,10 +194,9 @@ impl DecoderStack {
             let fits = |(layer, &group): (&Py<DecoderLayer>, &usize)| {
                 group != index || layer.get().has_heads_of(attention)
             };
-            if !same || !layers.all(fits) {
-                let reason = "must have the type and the heads of the layers";
-                return Err(out_of_range(Argument::element("attentions", index), reason));
-            }
+            let argument = Argument::element("attentions", index);
+            let fit = same && layers.all(fits);
+            ensure!(fit, argument, "must have the type and the heads of the layers");
         }
         Ok(())
     }
@@ -206,19 +205,17 @@ impl DecoderStack {
     fn check_places(&self, layer_groups: &[usize], caches: usize, groups: usize) -> Result<()> {
         let layers = self.layers.len();
         for (name, count) in [("layer_groups", layer_groups.len()), ("caches", caches)] {
-            if count != layers {
-                let reason = format!("must have one for each of {layers} layers, not {count}");
-                return Err(out_of_range(name, reason));
-            }
+            ensure!(
+                count == layers,
+                name,
+                "must have one for each of {layers} layers, not {count}"
+            );
         }
-        match layer_groups.iter().position(|&group| group >= groups) {
-            None => Ok(()),
-            Some(layer) => {
-                let argument = Argument::element("layer_groups", layer);
-                let reason = format!("must be below {groups}, the number of attentions");
-                Err(out_of_range(argument, reason))
-            }
+        for (layer, &group) in layer_groups.iter().enumerate() {
+            let argument = Argument::element("layer_groups", layer);
+            ensure!(group < groups, argument, "must be below {groups}, the number of attentions");
         }
+        Ok(())
     }
 
     /// The places of each layer's state, in parts of pages that its tokens alone are written to.
@@ -231,35 +228,28 @@ impl DecoderStack {
         let mut states = vec![Vec::new(); self.layers.len()];
         let mut left: Vec<_> = self.layers.iter().map(|layer| layer.get().state()).collect();
         for (number, place) in places.iter().enumerate() {
-            let wrong = |reason| Err(out_of_range(Argument::element("states", number), reason));
-            let (Some(attention), Some(left)) =
-                (attentions.get(place.group), left.get_mut(place.layer))
-            else {
-                return wrong("must be of a layer and of a group that there are");
+            let argument = Argument::element("states", number);
+            let places = (attentions.get(place.group), left.get_mut(place.layer));
+            let (Some(attention), Some(left)) = places else {
+                let reason = "must be of a layer and of a group that there are";
+                return Err(out_of_range(argument, reason));
             };
             let step = steps[place.group];
-            if !step.plan.has_sequences_of(&steps[0].plan) || !step.plan.writes_apart() {
-                return wrong(
-                    "must have pages for the sequences of the first group, each of one alone",
-                );
-            }
-            if !sees_states(&attention.attention) {
-                return wrong("must be of a group whose window is 2 tokens or more");
-            }
-            if place.numbers > *left {
-                return wrong("must have no more numbers than the layer's state");
-            }
+            let has_pages = step.plan.has_sequences_of(&steps[0].plan) && step.plan.writes_apart();
+            let reason = "must have pages for the sequences of the first group, each of one alone";
+            ensure!(has_pages, argument, "{reason}");
+            let is_seen = sees_states(&attention.attention);
+            ensure!(is_seen, argument, "must be of a group whose window is 2 tokens or more");
+            let fits = place.numbers <= *left;
+            ensure!(fits, argument, "must have no more numbers than the layer's state");
             *left -= place.numbers;
             let pages = attention.state_parts(step, place.address, place.numbers);
             states[place.layer].push((place.group, pages));
         }
-        match left.iter().position(|&left| left > 0) {
-            None => Ok(states),
-            Some(layer) => {
-                let reason = format!("must have all numbers of the state of layer {layer}");
-                Err(out_of_range("states", reason))
-            }
+        for (layer, &left) in left.iter().enumerate() {
+            ensure!(left == 0, "states", "must have all numbers of the state of layer {layer}");
         }
+        Ok(states)
     }
 
     /// The numbers of a head that each rotation turns: even ones, and of heads that are there.
@@ -271,10 +261,8 @@ impl DecoderStack {
     ) -> Result<Vec<usize>> {
         let whole = heads.iter().copied().max().unwrap_or(0);
         let rotated = given.unwrap_or_else(|| vec![whole; rotations]);
-        if rotated.len() != rotations {
-            let reason = format!("must have one for each of {rotations} rotations");
-            return Err(out_of_range("rotated", reason));
-        }
+        let same = rotated.len() == rotations;
+        ensure!(same, "rotated", "must have one for each of {rotations} rotations");
         for (layer, &head) in self.layers.iter().zip(heads) {
             for rope in layer.get().ropes() {
                 let Some(&turned) = rotated.get(rope) else {
@@ -282,10 +270,8 @@ impl DecoderStack {
                         format!("must have one for rope {rope} of a layer, not {rotations}");
                     return Err(out_of_range("rotations", reason));
                 };
-                if turned == 0 || turned > head || turned % 2 == 1 {
-                    let reason = format!("must be even, and from 2 to {head}, not {turned}");
-                    return Err(out_of_range("rotated", reason));
-                }
+                let turns = (2..=head).contains(&turned) && turned % 2 == 0;
+                ensure!(turns, "rotated", "must be even, and from 2 to {head}, not {turned}");
             }
         }
         Ok(rotated)
@@ -311,10 +297,9 @@ impl DecoderStack {
     ) -> Result<Self> {
         let (dtype, hidden, eps, layers) = (dtype.0, hidden.0, eps.0, layers.0);
         for (number, layer) in layers.iter().enumerate() {
-            if !layer.get().fits(hidden, dtype) {
-                let reason = "must have linears that fit the stream and each other";
-                return Err(out_of_range(Argument::element("layers", number), reason));
-            }
+            let (argument, fits) =
+                (Argument::element("layers", number), layer.get().fits(hidden, dtype));
+            ensure!(fits, argument, "must have linears that fit the stream and each other");
         }
         Ok(Self { cpu, dtype, eps, hidden, layers, guessed: Exclusive::new(Guessed::default()) })
     }
@@ -341,9 +326,7 @@ impl DecoderStack {
     ) -> Result<()> {
         let attentions: Vec<_> = attentions.0.iter().map(Py::get).collect();
         let layer_groups = layer_groups.0;
-        if attentions.is_empty() {
-            return Err(out_of_range("attentions", "must have one for each group"));
-        }
+        ensure!(!attentions.is_empty(), "attentions", "must have one for each group");
         self.check_places(&layer_groups, caches.0.len(), attentions.len())?;
         self.check_attentions(&attentions, &layer_groups)?;
         let planned = planned(&attentions)?;
@@ -373,14 +356,11 @@ impl DecoderStack {
             Ok(Matrix::strided(address, shape, or(page_stride, page)))
         };
         let own_inputs = own_inputs.map(|own| Matrix::dense(own, rows, self.own_width()));
-        if own_inputs.is_none() && self.own_width() > 0 {
-            return Err(out_of_range("own_inputs", "must be given for these layers"));
-        }
+        let are_given = own_inputs.is_some() || self.own_width() == 0;
+        ensure!(are_given, "own_inputs", "must be given for these layers");
         let guesses = or_empty(guesses);
-        if !steps[0].plan.has_guesses(&guesses) {
-            let reason = "must have a number for each sequence, of its rows at most";
-            return Err(out_of_range("guesses", reason));
-        }
+        let fit = steps[0].plan.has_guesses(&guesses);
+        ensure!(fit, "guesses", "must have a number for each sequence, of its rows at most");
         let mut guessed = self.guessed.use_as("the decoder")?;
         guessed.counts = guesses;
         let places = self.layers.iter().zip(&layer_groups).zip(caches.0);
@@ -422,11 +402,10 @@ impl DecoderStack {
         let (counts, accepted) = (guessed.counts.clone(), accepted.0);
         let pairs = || accepted.iter().zip(&counts);
         let are_there = |step: &&PlannedStep| step.plan.has_guesses(&counts);
-        let fit = accepted.len() == counts.len() && pairs().all(|(some, all)| some <= all);
-        if !fit || !steps.first().is_some_and(are_there) {
-            let reason = "must have a number for each sequence, of its guesses at most";
-            return Err(out_of_range("accepted", reason));
-        }
+        let fit = accepted.len() == counts.len()
+            && pairs().all(|(some, all)| some <= all)
+            && steps.first().is_some_and(are_there);
+        ensure!(fit, "accepted", "must have a number for each sequence, of its guesses at most");
         let states = self.states(&states.0, &attentions, &steps)?;
         let rows = guessed.rows(&self.inputs_of_states(), self.dtype)?;
         let counts = (counts.as_slice(), accepted.as_slice());
@@ -452,10 +431,12 @@ fn groups<'a>(steps: &[&'a PlannedStep]) -> Result<Vec<Group<'a>>> {
     let group = |(index, step): (usize, &&'a PlannedStep)| {
         let PlannedStep { plan, slots } = step;
         let planned = plan.num_queries();
-        if planned != rows {
-            let reason = format!("must have planned {rows} rows, as the first, not {planned}");
-            return Err(out_of_range(Argument::element("attentions", index), reason));
-        }
+        let argument = Argument::element("attentions", index);
+        ensure!(
+            planned == rows,
+            argument,
+            "must have planned {rows} rows, as the first, not {planned}"
+        );
         Ok(Group { plan, slots })
     };
     steps.iter().enumerate().map(group).collect()

@@ -10,34 +10,17 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Number, One, Real, Value, or, whole_numbers};
 use crate::cpu::{Matrix, numbers_at, numbers_if_given};
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure};
+use crate::layer::parts;
 use crate::linear::{LayerElement, PackedLinear};
 use crate::names;
 
-/// The gated delta rule, or Mamba-2, of a layer on the CPU: its weights.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct DeltaMixer {
-    in_proj: Py<PackedLinear>,
-    pub heads: DeltaHeads,
-    conv: Number<names::Conv>,
-    conv_bias: Option<Number<names::ConvBias>>,
-    decay: Number<names::Decay>,
-    time_bias: Number<names::TimeBias>,
-    norm: Number<names::Norm>,
-    skip: Option<Number<names::Skip>>,
-    eps: f32,
-    out: Py<PackedLinear>,
-}
-
-#[pymethods]
-impl DeltaMixer {
-    /// The rule between these linears, with float32 at these addresses.
-    #[new]
-    #[pyo3(signature = (
+parts! {
+    /// The gated delta rule, or Mamba-2, of a layer on the CPU: its linears, and float32 at these addresses.
+    DeltaMixer(
         *, in_proj, key_heads, value_heads, key_dim, value_dim, taps, tiled=false, alike=None, conv,
         conv_bias=None, decay, time_bias, norm, skip=None, eps, out
-    ))]
-    fn new(
+    ) {
         in_proj: Py<PackedLinear>,
         key_heads: Number<names::KeyHeads>,
         value_heads: Number<names::ValueHeads>,
@@ -54,43 +37,49 @@ impl DeltaMixer {
         skip: Option<Number<names::Skip>>,
         eps: Real<names::Eps>,
         out: Py<PackedLinear>,
-    ) -> Result<Self> {
-        let heads = DeltaHeads {
-            key_heads: key_heads.0,
-            value_heads: value_heads.0,
-            key_dim: key_dim.0,
-            value_dim: value_dim.0,
-            taps: taps.0,
-            tiled,
-            alike: or(alike, 1),
-            corrects: skip.is_none(),
-        };
-        if !heads.are_sound() {
-            let reason = format!(
-                "must be a multiple of key_heads and these of alike, with key_dim and value_dim multiples of \
-                 {HEAD_STEP} and taps from 1 to {MAX_TAPS}"
-            );
-            return Err(out_of_range("value_heads", reason));
-        }
-        let eps = eps.0;
-        Ok(Self { in_proj, heads, conv, conv_bias, decay, time_bias, norm, skip, eps, out })
     }
+    check
 }
 
 impl DeltaMixer {
+    pub fn heads(&self) -> DeltaHeads {
+        DeltaHeads {
+            key_heads: self.key_heads.0,
+            value_heads: self.value_heads.0,
+            key_dim: self.key_dim.0,
+            value_dim: self.value_dim.0,
+            taps: self.taps.0,
+            tiled: self.tiled,
+            alike: or(self.alike, 1),
+            corrects: self.skip.is_none(),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        ensure!(
+            self.heads().are_sound(),
+            "value_heads",
+            "must be a multiple of key_heads and these of alike, with key_dim and value_dim multiples of \
+             {HEAD_STEP} and taps from 1 to {MAX_TAPS}"
+        );
+        Ok(())
+    }
+
     pub fn linears(&self) -> [&PackedLinear; 2] {
         [self.in_proj.get(), self.out.get()]
     }
 
     pub fn fits(&self, hidden: usize) -> bool {
         let [in_proj, out] = self.linears();
-        let of_heads = [self.heads.inputs(), self.heads.values()] == [in_proj.outputs, out.inputs];
+        let of_heads =
+            [self.heads().inputs(), self.heads().values()] == [in_proj.outputs, out.inputs];
         of_heads && [in_proj.inputs, out.outputs] == [hidden; 2]
     }
 
     /// Numbers of the norm's weight.
     fn normed(&self) -> usize {
-        if self.heads.corrects { self.heads.value_dim } else { self.heads.values() }
+        let heads = self.heads();
+        if heads.corrects { heads.value_dim } else { heads.values() }
     }
 
     /// # Safety
@@ -101,14 +90,14 @@ impl DeltaMixer {
         guessed: RowsMut<'a, E>,
         next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
     ) -> Result<decoder::DeltaMixer<'a, E>> {
-        let heads = self.heads;
+        let heads = self.heads();
         // SAFETY: the caller's promise.
         let rule = unsafe { self.rule()? };
         let norm = RmsNorm {
             weight: rule.norm,
             offset: 0.0,
             group: heads.values() / heads.key_heads * heads.alike,
-            eps: self.eps,
+            eps: self.eps.0,
         };
         Ok(decoder::DeltaMixer {
             in_proj: next(),
@@ -123,7 +112,7 @@ impl DeltaMixer {
     /// # Safety
     /// The weights are addresses of numbers of float32.
     pub unsafe fn rule<'a>(&self) -> Result<DeltaRule<'a>> {
-        let (heads, value_heads) = (self.heads, self.heads.value_heads);
+        let (heads, value_heads) = (self.heads(), self.value_heads.0);
         // SAFETY: the caller's promise.
         unsafe {
             let skip = numbers_if_given(self.skip, value_heads)?;
@@ -135,7 +124,7 @@ impl DeltaMixer {
                 time_bias: numbers_at(self.time_bias, value_heads)?,
                 norm: numbers_at(self.norm, self.normed())?,
                 skip: skip.unwrap_or(&[]),
-                eps: self.eps,
+                eps: self.eps.0,
             })
         }
     }

@@ -15,16 +15,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments::{List, Number, Value, whole_numbers};
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure, out_of_range};
 use crate::names;
 
 /// (start, end) in bytes.
 impl Value for Range<u64> {
     fn read(argument: Argument, value: &Bound<'_, PyAny>) -> Result<Self> {
         let [start, end] = whole_numbers(argument, "(start, end) in bytes", value)?;
-        if start > end {
-            return Err(out_of_range(argument, "must not end before its start"));
-        }
+        ensure!(start <= end, argument, "must not end before its start");
         Ok(start..end)
     }
 }

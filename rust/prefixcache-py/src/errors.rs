@@ -93,6 +93,16 @@ pub fn out_of_range(argument: impl Into<Argument>, reason: impl Into<String>) ->
     InvalidArgument::new(argument, reason).into()
 }
 
+/// Fails, by the argument's name, unless a condition holds.
+macro_rules! ensure {
+    ($holds:expr, $argument:expr, $($reason:tt)+) => {
+        if !$holds {
+            return Err($crate::errors::out_of_range($argument, format_args!($($reason)+).to_string()));
+        }
+    };
+}
+pub(crate) use ensure;
+
 /// A value that a call has left in the middle of a change.
 pub fn panicked(argument: impl Into<Argument>) -> Failure {
     let argument = argument.into();

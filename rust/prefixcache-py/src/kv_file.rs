@@ -2,14 +2,18 @@
 
 use std::os::fd::RawFd;
 
-use prefixcache_file::{Counts, KvFile, Layout, OpenError, describe, duplicate};
+use prefixcache_file::{KvFile, Layout, OpenError, describe, duplicate};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::arguments::{Number, One, or};
-use crate::errors::{Failure, Result, out_of_range};
+use crate::dicts::set_fields;
+use crate::errors::{Failure, Result, ensure};
 use crate::names;
+
+type Start = Number<names::Start, u64>;
+type Length = Number<names::Length, u64>;
 
 /// An open file of KV blocks, which the caller has locked.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -59,30 +63,17 @@ impl KVFile {
     /// Where a tensor begins, in bytes; that after the last is the end of the file.
     fn tensor_at(&self, tensor: Number<names::TensorIndex, u32>) -> Result<u64> {
         let most = self.0.layout().num_tensors;
-        if tensor.0 > most {
-            let reason = format!("must be at most {most}, not {}", tensor.0);
-            return Err(out_of_range("tensor", reason));
-        }
+        ensure!(tensor.0 <= most, "tensor", "must be at most {most}, not {}", tensor.0);
         Ok(self.0.tensor_at(tensor.0))
     }
 
     /// Gives bytes space on the disk, so that writing to them cannot fail. Raises OSError.
-    fn allocate(
-        &self,
-        py: Python<'_>,
-        start: Number<names::Start, u64>,
-        length: Number<names::Length, u64>,
-    ) -> Result<()> {
+    fn allocate(&self, py: Python<'_>, start: Start, length: Length) -> Result<()> {
         Ok(py.detach(|| self.0.allocate(start.0, length.0))?)
     }
 
     /// Gives space back; the bytes read as zero. Raises OSError.
-    fn punch(
-        &self,
-        py: Python<'_>,
-        start: Number<names::Start, u64>,
-        length: Number<names::Length, u64>,
-    ) -> Result<()> {
+    fn punch(&self, py: Python<'_>, start: Start, length: Length) -> Result<()> {
         Ok(py.detach(|| self.0.punch(start.0, length.0))?)
     }
 
@@ -98,17 +89,11 @@ impl KVFile {
         self.0.num_asked()
     }
 
-    /// What this process did: blocks kept, restored ones that were checked, those that failed, and clears that the
-    /// disk did not take. Any thread.
+    /// Blocks kept, restored ones checked, those that failed, and clears that the disk did not take. Any thread.
     fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let Counts { kept, checked, failed, failed_syncs } = self.0.counts();
-        let counts = [
-            ("kept", kept),
-            ("checked", checked),
-            ("failed", failed),
-            ("failed_syncs", failed_syncs),
-        ];
-        Ok(counts.into_py_dict(py)?)
+        let (counts, dict) = (self.0.counts(), PyDict::new(py));
+        set_fields!(dict, counts; kept, checked, failed, failed_syncs);
+        Ok(dict)
     }
 }
 
@@ -122,11 +107,7 @@ pub fn describe_kv_file(
 ) -> Result<Bound<'_, PyDict>> {
     let layout = describe(&duplicate(descriptor.0)?)?;
     let dict = PyDict::new(py);
-    dict.set_item("digest", pyo3::types::PyBytes::new(py, &layout.digest))?;
-    dict.set_item("num_tensors", layout.num_tensors)?;
-    dict.set_item("block_bytes", layout.block_bytes)?;
-    dict.set_item("capacity", layout.capacity)?;
-    dict.set_item("about", layout.about)?;
-    dict.set_item("block_tokens", layout.block_tokens)?;
+    dict.set_item("digest", PyBytes::new(py, &layout.digest))?;
+    set_fields!(dict, layout; num_tensors, block_bytes, capacity, about, block_tokens);
     Ok(dict)
 }

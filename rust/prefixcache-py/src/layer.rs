@@ -16,23 +16,53 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, One, OneOf, Real, Value, Word, or, wrong_type};
 use crate::cpu::{DType, Matrix, numbers_at, numbers_if_given};
 use crate::delta::{DeltaMixer, sees_states};
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure};
 use crate::linear::{Layer, LayerElement, PackedLinear};
 use crate::names::{self, Name};
 
-/// Attention of a layer on the CPU: its weights, and the rotations of its queries and keys.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct AttentionMixer {
-    qkv: Py<PackedLinear>,
-    makes: Makes,
-    gated: bool,
-    qk_norm: Option<Number<names::QkNorm>>,
-    whole_norms: bool,
-    value_norm: Option<Number<names::ValueNorm>>,
-    sinks: Option<Number<names::Sinks>>,
-    out: Py<PackedLinear>,
-    rope: usize,
-    query_rope: usize,
+/// A Python class of parts of a layer: each a keyword of its constructor, which may `check` them, and a field.
+macro_rules! parts {
+    (
+        $(#[$doc:meta])*
+        $name:ident $signature:tt { $($field:ident: $type:ty,)+ } $($check:ident)?
+    ) => {
+        $(#[$doc])*
+        #[pyclass(frozen, module = "prefixcache._core")]
+        pub struct $name {
+            $($field: $type,)+
+        }
+
+        #[pymethods]
+        impl $name {
+            #[new]
+            #[pyo3(signature = $signature)]
+            fn new($($field: $type,)+) -> Result<Self> {
+                let parts = Self { $($field,)+ };
+                $(parts.$check()?;)?
+                Ok(parts)
+            }
+        }
+    };
+}
+pub(crate) use parts;
+
+parts! {
+    /// Attention of a layer on the CPU: its weights, and the rotations of its queries and keys.
+    AttentionMixer(
+        *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
+        out, rope, query_rope=None
+    ) {
+        qkv: Py<PackedLinear>,
+        gated: bool,
+        makes: Option<OneOf<Makes>>,
+        qk_norm: Option<Number<names::QkNorm>>,
+        whole_norms: bool,
+        value_norm: Option<Number<names::ValueNorm>>,
+        sinks: Option<Number<names::Sinks>>,
+        out: Py<PackedLinear>,
+        rope: Number<names::Rope>,
+        query_rope: Option<Number<names::QueryRope>>,
+    }
 }
 
 impl Word for Makes {
@@ -44,33 +74,16 @@ impl Word for Makes {
     ];
 }
 
-#[pymethods]
 impl AttentionMixer {
-    /// Attention with these linears, and norms at these addresses.
-    #[new]
-    #[pyo3(signature = (
-        *, qkv, gated=false, makes=None, qk_norm=None, whole_norms=false, value_norm=None, sinks=None,
-        out, rope, query_rope=None
-    ))]
-    fn new(
-        qkv: Py<PackedLinear>,
-        gated: bool,
-        makes: Option<OneOf<Makes>>,
-        qk_norm: Option<Number<names::QkNorm>>,
-        whole_norms: bool,
-        value_norm: Option<Number<names::ValueNorm>>,
-        sinks: Option<Number<names::Sinks>>,
-        out: Py<PackedLinear>,
-        rope: Number<names::Rope>,
-        query_rope: Option<Number<names::QueryRope>>,
-    ) -> Self {
-        let makes = makes.map_or(Makes::All, |makes| makes.0);
-        let (rope, query_rope) = (rope.0, or(query_rope, rope.0));
-        Self { qkv, makes, gated, qk_norm, whole_norms, value_norm, sinks, out, rope, query_rope }
+    fn makes(&self) -> Makes {
+        self.makes.map_or(Makes::All, |makes| makes.0)
     }
-}
 
-impl AttentionMixer {
+    /// The numbers of the rotations of keys and queries.
+    fn ropes(&self) -> [usize; 2] {
+        [self.rope.0, or(self.query_rope, self.rope.0)]
+    }
+
     fn linears(&self) -> [&PackedLinear; 2] {
         [self.qkv.get(), self.out.get()]
     }
@@ -84,7 +97,7 @@ impl AttentionMixer {
         let [qkv, out] = self.linears();
         let (queries, keys) = (attention.heads(), attention.kv_heads());
         let (gates, dims) = (usize::from(self.gated) * queries, attention.head_dim());
-        let made = match self.makes {
+        let made = match self.makes() {
             Makes::All => queries + 2 * keys,
             Makes::QueriesAndKeys => queries + keys,
             Makes::Queries => queries,
@@ -93,37 +106,26 @@ impl AttentionMixer {
     }
 }
 
-/// A short convolution of a layer on the CPU: its weights.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct ShortConvMixer {
-    in_proj: Py<PackedLinear>,
-    taps: usize,
-    weight: Number<names::Weight>,
-    bias: Option<Number<names::Bias>>,
-    out: Py<PackedLinear>,
-}
-
-#[pymethods]
-impl ShortConvMixer {
-    /// A convolution over the last `taps` tokens, channel by channel, between these linears.
-    #[new]
-    #[pyo3(signature = (*, in_proj, taps, weight, bias=None, out))]
-    fn new(
+parts! {
+    /// A short convolution of a layer on the CPU, channel by channel over the last `taps` tokens.
+    ShortConvMixer(*, in_proj, taps, weight, bias=None, out) {
         in_proj: Py<PackedLinear>,
         taps: Number<names::Taps>,
         weight: Number<names::Weight>,
         bias: Option<Number<names::Bias>>,
         out: Py<PackedLinear>,
-    ) -> Result<Self> {
-        if !(1..=MAX_TAPS).contains(&taps.0) {
-            let reason = format!("must be from 1 to {MAX_TAPS}, not {}", taps.0);
-            return Err(out_of_range("taps", reason));
-        }
-        Ok(Self { in_proj, taps: taps.0, weight, bias, out })
     }
+    check
 }
 
 impl ShortConvMixer {
+    fn check(&self) -> Result<()> {
+        let taps = self.taps.0;
+        let fits = (1..=MAX_TAPS).contains(&taps);
+        ensure!(fits, "taps", "must be from 1 to {MAX_TAPS}, not {taps}");
+        Ok(())
+    }
+
     fn linears(&self) -> [&PackedLinear; 2] {
         [self.in_proj.get(), self.out.get()]
     }
@@ -136,7 +138,7 @@ impl ShortConvMixer {
 
     /// Whether the plans of this attention list the pages that it needs.
     fn is_seen_by(&self, attention: &Attention) -> bool {
-        attention.window_left.is_none_or(|left| left >= self.taps - 1)
+        attention.window_left.is_none_or(|left| left >= self.taps.0 - 1)
     }
 
     /// # Safety
@@ -149,7 +151,7 @@ impl ShortConvMixer {
     ) -> Result<decoder::ShortConvMixer<'a, E>> {
         // SAFETY: the caller's promise.
         let (weight, bias) = unsafe {
-            let weight = Matrix::dense(self.weight, self.taps, hidden).rows()?;
+            let weight = Matrix::dense(self.weight, self.taps.0, hidden).rows()?;
             (weight, numbers_if_given(self.bias, hidden)?)
         };
         let conv = ShortConv { weight, bias };
@@ -157,21 +159,12 @@ impl ShortConvMixer {
     }
 }
 
-/// An MLP of a layer on the CPU, gated or not.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct DenseFeedForward {
-    gate_up: Py<PackedLinear>,
-    gate: Gate,
-    down: Py<PackedLinear>,
-}
-
-#[pymethods]
-impl DenseFeedForward {
-    /// The MLP of these linears.
-    #[new]
-    #[pyo3(signature = (*, gate_up, gate, down))]
-    fn new(gate_up: Py<PackedLinear>, gate: OneOf<Gate>, down: Py<PackedLinear>) -> Self {
-        Self { gate_up, gate: gate.0, down }
+parts! {
+    /// An MLP of a layer on the CPU, gated or not.
+    DenseFeedForward(*, gate_up, gate, down) {
+        gate_up: Py<PackedLinear>,
+        gate: OneOf<Gate>,
+        down: Py<PackedLinear>,
     }
 }
 
@@ -183,43 +176,23 @@ impl DenseFeedForward {
     fn fits(&self, hidden: usize) -> bool {
         let [gate_up, down] = self.linears();
         let stream = [gate_up.inputs, down.outputs];
-        stream == [hidden; 2] && gate_up.outputs == self.gate.width() * down.inputs
+        stream == [hidden; 2] && gate_up.outputs == self.gate.0.width() * down.inputs
     }
 
     fn read<'a, E: LayerElement>(
         &self,
         next: &mut impl FnMut() -> &'a ops::PackedLinear<E>,
     ) -> decoder::Dense<'a, E> {
-        decoder::Dense { gate_up: next(), gate: self.gate, down: next() }
+        decoder::Dense { gate_up: next(), gate: self.gate.0, down: next() }
     }
 }
 
-/// A mixture of experts of a layer on the CPU.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct ExpertsFeedForward {
-    router: Py<PackedLinear>,
-    scores: Scores,
-    selection_bias: Option<Number<names::SelectionBias>>,
-    top_k: usize,
-    renormalise: Option<f32>,
-    scale: f32,
-    expert_scales: Option<Number<names::ExpertScales>>,
-    gate_up: Py<PackedLinear>,
-    gate: Gate,
-    down: Py<PackedLinear>,
-    shared: Option<Py<DenseFeedForward>>,
-    shared_weight: Option<Py<PackedLinear>>,
-}
-
-#[pymethods]
-impl ExpertsFeedForward {
-    /// The experts of these linears, as many as the router has outputs.
-    #[new]
-    #[pyo3(signature = (
+parts! {
+    /// A mixture of experts of a layer on the CPU, as many as the router has outputs.
+    ExpertsFeedForward(
         *, router, scores, selection_bias=None, top_k, renormalise=None, scale=None, expert_scales=None,
         gate_up, gate, down, shared=None, shared_weight=None
-    ))]
-    fn new(
+    ) {
         router: Py<PackedLinear>,
         scores: OneOf<Scores>,
         selection_bias: Option<Number<names::SelectionBias>>,
@@ -232,30 +205,8 @@ impl ExpertsFeedForward {
         down: Py<PackedLinear>,
         shared: Option<Py<DenseFeedForward>>,
         shared_weight: Option<Py<PackedLinear>>,
-    ) -> Result<Self> {
-        if shared.is_none() && shared_weight.is_some() {
-            return Err(out_of_range("shared_weight", "needs what it weighs, shared"));
-        }
-        let experts = router.get().outputs;
-        if !(1..=experts).contains(&top_k.0) {
-            let reason = format!("must be from 1 to {experts}, not {}", top_k.0);
-            return Err(out_of_range("top_k", reason));
-        }
-        Ok(Self {
-            router,
-            scores: scores.0,
-            selection_bias,
-            top_k: top_k.0,
-            renormalise: renormalise.map(|more| more.0),
-            scale: or(scale, 1.0),
-            expert_scales,
-            gate_up,
-            gate: gate.0,
-            down,
-            shared,
-            shared_weight,
-        })
     }
+    check
 }
 
 impl Word for Scores {
@@ -265,6 +216,15 @@ impl Word for Scores {
 }
 
 impl ExpertsFeedForward {
+    fn check(&self) -> Result<()> {
+        let weighs = self.shared_weight.is_none() || self.shared.is_some();
+        ensure!(weighs, "shared_weight", "needs what it weighs, shared");
+        let (top_k, experts) = (self.top_k.0, self.router.get().outputs);
+        let fits = (1..=experts).contains(&top_k);
+        ensure!(fits, "top_k", "must be from 1 to {experts}, not {top_k}");
+        Ok(())
+    }
+
     /// Those of all routed experts, of the shared one, and of its weight.
     fn linears(&self) -> Vec<&PackedLinear> {
         let mut linears = vec![self.router.get(), self.gate_up.get(), self.down.get()];
@@ -277,7 +237,7 @@ impl ExpertsFeedForward {
         let shared = self.shared.as_ref().map(Py::get);
         let weight = self.shared_weight.as_ref().map(Py::get);
         self.routed_fit(hidden)
-            && shared.is_none_or(|shared| shared.gate.width() == 2 && shared.fits(hidden))
+            && shared.is_none_or(|shared| shared.gate.0.width() == 2 && shared.fits(hidden))
             && weight.is_none_or(|one| [one.inputs, one.outputs] == [hidden, 1])
     }
 
@@ -287,7 +247,7 @@ impl ExpertsFeedForward {
         let outputs = [gate_up.outputs, down.outputs];
         let wanted = [2 * inner, hidden].map(|one| one.checked_mul(experts));
         [router.inputs, gate_up.inputs] == [hidden; 2]
-            && (self.gate.width() == 2 && outputs.map(Some) == wanted)
+            && (self.gate.0.width() == 2 && outputs.map(Some) == wanted)
             && (gate_up.has_parts_of(experts, 2 * inner) && down.has_parts_of(experts, hidden))
     }
 
@@ -306,19 +266,19 @@ impl ExpertsFeedForward {
         Ok(Experts {
             router: Router {
                 linear: next(),
-                scores: self.scores,
+                scores: self.scores.0,
                 selection_bias,
-                top_k: self.top_k,
-                renormalise: self.renormalise,
-                scale: self.scale,
+                top_k: self.top_k.0,
+                renormalise: self.renormalise.map(|most| most.0),
+                scale: or(self.scale, 1.0),
                 expert_scales,
             },
             gate_up: next(),
-            gate: self.gate,
+            gate: self.gate.0,
             down: next(),
             shared: self.shared.as_ref().map(|shared| SharedExpert {
                 gate_up: next(),
-                gate: shared.get().gate,
+                gate: shared.get().gate.0,
                 down: next(),
                 weight: self.shared_weight.as_ref().map(|_| next()),
             }),
@@ -326,26 +286,11 @@ impl ExpertsFeedForward {
     }
 }
 
-/// A gated MLP and experts next to it of a layer on the CPU, whose results are added.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct DenseAndExperts {
-    dense: Py<DenseFeedForward>,
-    experts: Py<ExpertsFeedForward>,
-    dense_norm: Number<names::DenseNorm>,
-    dense_out_norm: Number<names::DenseOutNorm>,
-    router_norm: Number<names::RouterNorm>,
-    experts_norm: Number<names::ExpertsNorm>,
-    experts_out_norm: Number<names::ExpertsOutNorm>,
-}
-
-#[pymethods]
-impl DenseAndExperts {
-    /// These two, and norms at these addresses.
-    #[new]
-    #[pyo3(signature = (
+parts! {
+    /// A gated MLP and experts next to it of a layer on the CPU, whose results are added.
+    DenseAndExperts(
         *, dense, experts, dense_norm, dense_out_norm, router_norm, experts_norm, experts_out_norm
-    ))]
-    fn new(
+    ) {
         dense: Py<DenseFeedForward>,
         experts: Py<ExpertsFeedForward>,
         dense_norm: Number<names::DenseNorm>,
@@ -353,40 +298,16 @@ impl DenseAndExperts {
         router_norm: Number<names::RouterNorm>,
         experts_norm: Number<names::ExpertsNorm>,
         experts_out_norm: Number<names::ExpertsOutNorm>,
-    ) -> Self {
-        Self {
-            dense,
-            experts,
-            dense_norm,
-            dense_out_norm,
-            router_norm,
-            experts_norm,
-            experts_out_norm,
-        }
     }
 }
 
-/// What takes a layer's own input into the stream, on the CPU.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct OwnInput {
-    gate: Py<PackedLinear>,
-    activation: Gate,
-    out: Py<PackedLinear>,
-    norm: Number<names::Norm>,
-}
-
-#[pymethods]
-impl OwnInput {
-    /// What gates, made of the stream, let pass of the layer's own input, through a linear and a norm.
-    #[new]
-    #[pyo3(signature = (*, gate, activation, out, norm))]
-    fn new(
+parts! {
+    /// What takes a layer's own input into the stream, on the CPU: gates, a linear and a norm.
+    OwnInput(*, gate, activation, out, norm) {
         gate: Py<PackedLinear>,
         activation: OneOf<Gate>,
         out: Py<PackedLinear>,
         norm: Number<names::Norm>,
-    ) -> Self {
-        Self { gate, activation: activation.0, out, norm }
     }
 }
 
@@ -397,7 +318,7 @@ impl OwnInput {
 
     fn fits(&self, hidden: usize) -> bool {
         let [gate, out] = self.linears();
-        let doubles = self.activation.width() == 2;
+        let doubles = self.activation.0.width() == 2;
         doubles && [gate.inputs, out.outputs] == [hidden; 2] && gate.outputs == out.inputs
     }
 }
@@ -479,29 +400,12 @@ impl Value for FeedForward {
     }
 }
 
-/// A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them.
-#[pyclass(frozen, module = "prefixcache._core")]
-pub struct DecoderLayer {
-    input_norm: Option<Number<names::InputNorm>>,
-    mixer: Mixer,
-    mixer_out_norm: Option<Number<names::MixerOutNorm>>,
-    mlp_norm: Option<Number<names::MlpNorm>>,
-    feed_forward: Option<FeedForward>,
-    mlp_out_norm: Option<Number<names::MlpOutNorm>>,
-    norm_offset: f32,
-    own_input: Option<Py<OwnInput>>,
-    stream_scale: Option<Number<names::StreamScale>>,
-}
-
-#[pymethods]
-impl DecoderLayer {
-    /// A layer of these parts, and of norms at these addresses.
-    #[new]
-    #[pyo3(signature = (
+parts! {
+    /// A layer of a decoder on the CPU: a mixer and a feed-forward, and the norms around them.
+    DecoderLayer(
         *, input_norm=None, mixer, mixer_out_norm=None, mlp_norm=None, feed_forward=None,
         mlp_out_norm=None, norm_offset, own_input=None, stream_scale=None
-    ))]
-    fn new(
+    ) {
         input_norm: Option<Number<names::InputNorm>>,
         mixer: One<names::Mixer, Mixer>,
         mixer_out_norm: Option<Number<names::MixerOutNorm>>,
@@ -511,27 +415,15 @@ impl DecoderLayer {
         norm_offset: Real<names::NormOffset>,
         own_input: Option<Py<OwnInput>>,
         stream_scale: Option<Number<names::StreamScale>>,
-    ) -> Self {
-        Self {
-            input_norm,
-            mixer: mixer.0,
-            mixer_out_norm,
-            mlp_norm,
-            feed_forward: feed_forward.map(|one| one.0),
-            mlp_out_norm,
-            norm_offset: norm_offset.0,
-            own_input,
-            stream_scale,
-        }
     }
 }
 
 impl DecoderLayer {
     /// In the order in which [`Self::read`] takes them.
     fn linears(&self) -> Vec<&PackedLinear> {
-        let feed_forward = self.feed_forward.iter().flat_map(FeedForward::linears);
+        let feed_forward = self.feed_forward.iter().flat_map(|one| one.0.linears());
         let own = self.own_input.iter().flat_map(|own| own.get().linears());
-        self.mixer.linears().into_iter().chain(feed_forward).chain(own).collect()
+        self.mixer.0.linears().into_iter().chain(feed_forward).chain(own).collect()
     }
 
     /// The linears, which nobody writes meanwhile.
@@ -544,14 +436,14 @@ impl DecoderLayer {
         let feed_forward = self.feed_forward.as_ref();
         let own = self.own_input.as_ref();
         self.linears().iter().all(|linear| linear.dtype == dtype)
-            && self.mixer.fits(hidden)
-            && feed_forward.is_none_or(|one| one.fits(hidden, self.mlp_out_norm.is_some()))
+            && self.mixer.0.fits(hidden)
+            && feed_forward.is_none_or(|one| one.0.fits(hidden, self.mlp_out_norm.is_some()))
             && own.is_none_or(|own| own.get().fits(hidden))
     }
 
     /// Whether the layer can compute with this attention.
     pub fn has_heads_of(&self, attention: &Attention) -> bool {
-        match &self.mixer {
+        match &self.mixer.0 {
             Mixer::Attention(mixer) => mixer.get().has_heads_of(attention),
             Mixer::ShortConv(mixer) => mixer.get().is_seen_by(attention),
             Mixer::Delta(_) => sees_states(attention),
@@ -560,20 +452,20 @@ impl DecoderLayer {
 
     /// The numbers of the rotations that the layer takes.
     pub fn ropes(&self) -> Vec<usize> {
-        match &self.mixer {
-            Mixer::Attention(mixer) => vec![mixer.get().rope, mixer.get().query_rope],
+        match &self.mixer.0 {
+            Mixer::Attention(mixer) => mixer.get().ropes().into(),
             Mixer::ShortConv(_) | Mixer::Delta(_) => Vec::new(),
         }
     }
 
     /// Numbers of the layer's state; 0 where it has none.
     pub fn state(&self) -> usize {
-        self.delta().map_or(0, |delta| delta.heads.state())
+        self.delta().map_or(0, |delta| delta.heads().state())
     }
 
     /// The delta rule of the layer, where it has one.
     pub fn delta(&self) -> Option<&DeltaMixer> {
-        match &self.mixer {
+        match &self.mixer.0 {
             Mixer::Delta(mixer) => Some(mixer.get()),
             Mixer::Attention(_) | Mixer::ShortConv(_) => None,
         }
@@ -587,9 +479,9 @@ impl DecoderLayer {
 
     /// Tokens whose inputs a block must keep, where the layer is a convolution.
     pub fn least_kept(&self, block_size: usize) -> Option<usize> {
-        match &self.mixer {
+        match &self.mixer.0 {
             Mixer::Attention(_) | Mixer::Delta(_) => None,
-            Mixer::ShortConv(mixer) => Some((mixer.get().taps - 1).clamp(1, block_size)),
+            Mixer::ShortConv(mixer) => Some((mixer.get().taps.0 - 1).clamp(1, block_size)),
         }
     }
 
@@ -613,10 +505,10 @@ impl DecoderLayer {
             E::of(linear).expect("types were checked with the shapes")
         };
         let next = &mut next;
-        let norms = Norms { offset: self.norm_offset, eps, hidden };
+        let norms = Norms { offset: self.norm_offset.0, eps, hidden };
         // SAFETY: the caller's promise.
         unsafe {
-            let mixer = match &self.mixer {
+            let mixer = match &self.mixer.0 {
                 Mixer::Attention(mixer) => {
                     decoder::Mixer::Attention(mixer.get().read(norms, (group, attention), next)?)
                 }
@@ -627,7 +519,7 @@ impl DecoderLayer {
                     decoder::Mixer::Delta(mixer.get().read(states, guessed, next)?)
                 }
             };
-            let feed_forward = self.feed_forward.as_ref().map(|one| one.read(norms, next));
+            let feed_forward = self.feed_forward.as_ref().map(|one| one.0.read(norms, next));
             let feed_forward = feed_forward.transpose()?;
             let own_input = self.own_input.as_ref().map(|own| own.get().read(norms, next));
             let scale = numbers_if_given(self.stream_scale, 1)?;
@@ -705,7 +597,7 @@ impl AttentionMixer {
     ) -> Result<decoder::AttentionMixer<'a, E>> {
         let dims = attention.head_dim();
         let (queries, keys) = (attention.heads() * dims, attention.kv_heads() * dims);
-        let turned = match self.makes {
+        let turned = match self.makes() {
             Makes::All | Makes::QueriesAndKeys => queries + keys,
             Makes::Queries => queries,
         };
@@ -726,9 +618,10 @@ impl AttentionMixer {
             let value_norm = self.value_norm.map(|address| norms.of(address, keys, dims));
             (value_norm.transpose()?, numbers_if_given(self.sinks, attention.heads())?)
         };
+        let [rope, query_rope] = self.ropes();
         Ok(decoder::AttentionMixer {
             qkv: next(),
-            makes: self.makes,
+            makes: self.makes(),
             gated: self.gated,
             qk_norm,
             key_norm,
@@ -736,8 +629,8 @@ impl AttentionMixer {
             sinks,
             out: next(),
             group,
-            rope: self.rope,
-            query_rope: self.query_rope,
+            rope,
+            query_rope,
         })
     }
 }
@@ -783,7 +676,7 @@ impl OwnInput {
         let (gate, out) = (next(), next());
         // SAFETY: the caller's promise.
         let norm = unsafe { norms.of_stream(self.norm)? };
-        Ok(decoder::OwnInput { gate, activation: self.activation, out, norm })
+        Ok(decoder::OwnInput { gate, activation: self.activation.0, out, norm })
     }
 }
 

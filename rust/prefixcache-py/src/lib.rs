@@ -19,6 +19,7 @@ mod cpu;
 mod decoder;
 mod delta;
 mod detach;
+mod dicts;
 mod digests;
 mod drafts;
 mod errors;
@@ -54,50 +55,31 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use crate::attention::PagedAttention;
-    #[pymodule_export]
-    use crate::block_hashes::BlockHashes;
-    #[pymodule_export]
-    use crate::block_pool::BlockPool;
-    #[pymodule_export]
-    use crate::cpu::Cpu;
-    #[pymodule_export]
-    use crate::decoder::DecoderStack;
-    #[pymodule_export]
-    use crate::delta::DeltaMixer;
-    #[pymodule_export]
-    use crate::digests::{derive_digest, hash_file_ranges};
-    #[pymodule_export]
-    use crate::drafts::{DraftIndex, DraftStream};
-    #[pymodule_export]
-    use crate::events::EventSnapshot;
-    #[pymodule_export]
-    use crate::json::parse_json;
-    #[pymodule_export]
-    use crate::kv_file::{KVFile, describe_kv_file};
-    #[pymodule_export]
-    use crate::layer::{
-        AttentionMixer, DecoderLayer, DenseAndExperts, DenseFeedForward, ExpertsFeedForward,
-        OwnInput, ShortConvMixer,
+    use crate::{
+        attention::PagedAttention,
+        block_hashes::BlockHashes,
+        block_pool::BlockPool,
+        cpu::Cpu,
+        decoder::DecoderStack,
+        delta::DeltaMixer,
+        digests::{derive_digest, hash_file_ranges},
+        drafts::{DraftIndex, DraftStream},
+        events::EventSnapshot,
+        json::parse_json,
+        kv_file::{KVFile, describe_kv_file},
+        layer::{
+            AttentionMixer, DecoderLayer, DenseAndExperts, DenseFeedForward, ExpertsFeedForward,
+            OwnInput, ShortConvMixer,
+        },
+        linear::{LaidOutFile, PackedLinear},
+        prefix_cache::PrefixCache,
+        recording::{BlockPseudonyms, replay_recording},
+        replay::{TraceReader, TraceReplay},
+        routing::{ReplicaChooser, ReplicaIndex},
+        rowwise::RowOps,
+        sampler::{Sampler, SamplerRow},
+        sequence::Sequence,
+        staging::BlockStaging,
+        stop_strings::{StopStream, StopStrings},
     };
-    #[pymodule_export]
-    use crate::linear::{LaidOutFile, PackedLinear};
-    #[pymodule_export]
-    use crate::prefix_cache::PrefixCache;
-    #[pymodule_export]
-    use crate::recording::{BlockPseudonyms, replay_recording};
-    #[pymodule_export]
-    use crate::replay::{TraceReader, TraceReplay};
-    #[pymodule_export]
-    use crate::routing::{ReplicaChooser, ReplicaIndex};
-    #[pymodule_export]
-    use crate::rowwise::RowOps;
-    #[pymodule_export]
-    use crate::sampler::{Sampler, SamplerRow};
-    #[pymodule_export]
-    use crate::sequence::Sequence;
-    #[pymodule_export]
-    use crate::staging::BlockStaging;
-    #[pymodule_export]
-    use crate::stop_strings::{StopStream, StopStrings};
 }

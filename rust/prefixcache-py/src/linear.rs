@@ -15,9 +15,14 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, Numbers, OneOf, Word};
 use crate::cpu::{Cpu, DType, Matrix};
 use crate::detach::run_on_numbers;
-use crate::errors::{Failure, Result, out_of_range};
+use crate::errors::{Failure, Result, ensure, out_of_range};
 use crate::exclusive::unusable;
 use crate::names;
+
+type Start = Number<names::Start>;
+type Address = Number<names::Address>;
+type RowCount = Number<names::RowCount>;
+type Count = Number<names::Count>;
 
 /// A linear layer, its weight packed for the kernels of the CPU.
 #[pyclass(frozen, module = "prefixcache._core")]
@@ -80,22 +85,19 @@ pub trait LayerElement: Element {
     fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>>;
 }
 
-impl LayerElement for Bf16 {
-    fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>> {
-        match layer {
-            Layer::Bf16(layer) => Some(layer),
-            Layer::F32(_) => None,
-        }
-    }
+macro_rules! layer_elements {
+    ($($element:ty => $of:ident;)+) => {
+        $(impl LayerElement for $element {
+            fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>> {
+                if let Layer::$of(layer) = layer { Some(layer) } else { None }
+            }
+        })+
+    };
 }
 
-impl LayerElement for f32 {
-    fn of(layer: &Layer) -> Option<&ops::PackedLinear<Self>> {
-        match layer {
-            Layer::F32(layer) => Some(layer),
-            Layer::Bf16(_) => None,
-        }
-    }
+layer_elements! {
+    Bf16 => Bf16;
+    f32 => F32;
 }
 
 impl PackedLinear {
@@ -145,13 +147,9 @@ impl PackedLinear {
 
     fn check_outputs(&self, start: usize, count: usize) -> Result<()> {
         let end = start.checked_add(count);
-        match end.is_some_and(|end| end <= self.outputs) {
-            true => Ok(()),
-            false => {
-                let reason = format!("must leave room for {count} of {} outputs", self.outputs);
-                Err(out_of_range("start", reason))
-            }
-        }
+        let fits = end.is_some_and(|end| end <= self.outputs);
+        ensure!(fits, "start", "must leave room for {count} of {} outputs", self.outputs);
+        Ok(())
     }
 }
 
@@ -206,17 +204,13 @@ impl PackedLinear {
         let activations = activations.map_or_else(Activations::default, |word| word.0);
         let (inputs, outputs, dtype) = (inputs.0, outputs.0, dtype.0);
         let per_word = if dtype == DType::Bf16 { 2 } else { 1 };
-        if inputs == 0 || !inputs.is_multiple_of(per_word) {
-            return Err(out_of_range("inputs", "must be positive, and even for bfloat16"));
-        }
-        if outputs == 0 {
-            return Err(out_of_range("outputs", "must be positive"));
-        }
+        let fit = inputs > 0 && inputs.is_multiple_of(per_word);
+        ensure!(fit, "inputs", "must be positive, and even for bfloat16");
+        ensure!(outputs > 0, "outputs", "must be positive");
         let parts = parts.map_or_else(|| vec![outputs], |parts| parts.0);
         let sum = parts.iter().try_fold(0_usize, |sum, part| sum.checked_add(*part));
-        if parts.contains(&0) || sum != Some(outputs) {
-            return Err(out_of_range("parts", format!("must be positive, and {outputs} together")));
-        }
+        let fit = !parts.contains(&0) && sum == Some(outputs);
+        ensure!(fit, "parts", "must be positive, and {outputs} together");
         // Only the bias takes memory yet.
         let layer = run_on_numbers(py, outputs, || match dtype {
             DType::Bf16 => ops::PackedLinear::new(inputs, &parts, bias)
@@ -232,9 +226,9 @@ impl PackedLinear {
     fn copy_rows(
         &self,
         py: Python<'_>,
-        start: Number<names::Start>,
-        address: Number<names::Address>,
-        rows: Number<names::RowCount>,
+        start: Start,
+        address: Address,
+        rows: RowCount,
     ) -> Result<()> {
         let (start, rows) = (start.0, rows.0);
         self.check_outputs(start, rows)?;
@@ -250,9 +244,9 @@ impl PackedLinear {
     fn copy_blocks(
         &self,
         py: Python<'_>,
-        start: Number<names::Start>,
-        address: Number<names::Address>,
-        rows: Number<names::RowCount>,
+        start: Start,
+        address: Address,
+        rows: RowCount,
         format: OneOf<Format>,
     ) -> Result<()> {
         let (start, rows, format) = (start.0, rows.0, format.0);
@@ -273,7 +267,7 @@ impl PackedLinear {
         &self,
         py: Python<'_>,
         ids: Number<names::Ids>,
-        count: Number<names::Count>,
+        count: Count,
         out: Number<names::Out>,
     ) -> Result<()> {
         let count = count.0;
@@ -294,7 +288,7 @@ impl PackedLinear {
     }
 
     /// What the part that starts at output `start` is kept as.
-    fn format_at(&self, start: Number<names::Start>) -> Result<&'static str> {
+    fn format_at(&self, start: Start) -> Result<&'static str> {
         let number = self.part_at(start.0)?;
         let layer = self.read()?;
         let format = with_layer!(&*layer, layer => layer.formats().nth(number).flatten());
@@ -306,7 +300,7 @@ impl PackedLinear {
     fn write_laid_out(
         &self,
         py: Python<'_>,
-        start: Number<names::Start>,
+        start: Start,
         descriptor: Number<names::Descriptor, RawFd>,
         offset: Number<names::Offset, u64>,
     ) -> Result<usize> {
@@ -321,7 +315,7 @@ impl PackedLinear {
     #[pyo3(signature = (start, file, offset, num_bytes, format=None))]
     fn map_laid_out(
         &self,
-        start: Number<names::Start>,
+        start: Start,
         file: &LaidOutFile,
         offset: Number<names::Offset>,
         num_bytes: Number<names::NumBytes>,
@@ -337,19 +331,13 @@ impl PackedLinear {
     }
 
     /// Write `count` biases, from output `start` on, from dense numbers at an address.
-    fn copy_bias(
-        &self,
-        start: Number<names::Start>,
-        address: Number<names::Address>,
-        count: Number<names::Count>,
-    ) -> Result<()> {
+    fn copy_bias(&self, start: Start, address: Address, count: Count) -> Result<()> {
         let (start, count) = (start.0, count.0);
         self.check_outputs(start, count)?;
         let bias = Matrix::dense(address, 1, count);
         let mut layer = self.write()?;
-        if !with_layer!(&*layer, layer => layer.has_bias()) {
-            return Err(out_of_range("bias", "cannot be written: the layer has none"));
-        }
+        let has_bias = with_layer!(&*layer, layer => layer.has_bias());
+        ensure!(has_bias, "bias", "cannot be written: the layer has none");
         // SAFETY: the caller gives the address of biases of the layer's type, and keeps them.
         unsafe {
             with_layer!(&mut *layer, layer => layer.copy_bias(start, bias.rows()?.row(0)));
@@ -366,7 +354,7 @@ impl PackedLinear {
         &self,
         py: Python<'_>,
         x: Number<names::X>,
-        rows: Number<names::RowCount>,
+        rows: RowCount,
         x_stride: Number<names::XStride>,
         out: Number<names::Out>,
         residual: Option<Number<names::Residual>>,

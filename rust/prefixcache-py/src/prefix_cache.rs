@@ -164,12 +164,12 @@ retention_budget=0.2, max_cached_blocks=None)"
 
     /// Make the calling thread the one that may write; for a shared cache that changes nothing.
     fn adopt_writer(&self) -> Result<()> {
-        self.0.adopt_writer()
+        self.0.writer.adopt()
     }
 
     /// End the cache: every later call raises RuntimeError.
     fn close(&self) {
-        self.0.close();
+        self.0.writer.close();
     }
 }
 

@@ -12,6 +12,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::arguments::{Number, One, Word};
 use crate::detach::run_on_tokens;
+use crate::dicts::set_fields;
 use crate::errors::{Failure, Result};
 use crate::names;
 use crate::tokens::Tokens;
@@ -72,17 +73,13 @@ pub fn replay_recording(py: Python<'_>, path: PathBuf) -> Result<Bound<'_, PyDic
     })?;
     let dict = PyDict::new(py);
     dict.set_item("agrees", outcome.agrees())?;
-    dict.set_item("difference", &outcome.difference)?;
-    dict.set_item("ended", &outcome.ended)?;
-    dict.set_item("parts", outcome.parts)?;
-    dict.set_item("requests", outcome.requests)?;
-    dict.set_item("events", outcome.events)?;
-    dict.set_item("checks", outcome.checks)?;
-    dict.set_item("unchecked_events", outcome.unchecked)?;
+    set_fields!(
+        dict, outcome;
+        difference, ended, parts, requests, events, checks, unchecked as "unchecked_events",
+    );
+    set_fields!(dict, outcome.header; block_size, num_blocks);
     dict.set_item("live", outcome.live.named().into_py_dict(py)?)?;
     dict.set_item("replayed", outcome.replayed.named().into_py_dict(py)?)?;
-    dict.set_item("block_size", outcome.header.block_size)?;
-    dict.set_item("num_blocks", outcome.header.num_blocks)?;
     let policy = outcome.header.eviction_policy;
     let mut words = EvictionPolicy::WORDS.iter();
     let word = words.find_map(|&(word, named)| (named == policy).then_some(word));

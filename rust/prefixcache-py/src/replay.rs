@@ -18,7 +18,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{List, Number, Numbers, One, OneOf, Word, or_empty};
-use crate::errors::{Failure, Result, out_of_range};
+use crate::dicts::set_fields;
+use crate::errors::{Failure, Result, ensure};
 use crate::exclusive::Exclusive;
 use crate::names::{self, Name};
 
@@ -318,26 +319,21 @@ fn history_of(replay: &Replay) -> Result<&History> {
 
 fn milliseconds<N: Name>(value: One<N, f64>) -> Result<f64> {
     let value = value.0;
-    if value.is_finite() && value >= 0.0 {
-        return Ok(value);
-    }
-    let reason = format!("must be milliseconds from 0, not {value}");
-    Err(out_of_range(N::NAME, reason))
+    let fits = value.is_finite() && value >= 0.0;
+    ensure!(fits, N::NAME, "must be milliseconds from 0, not {value}");
+    Ok(value)
 }
 
 fn set_hits(dict: &Bound<'_, PyDict>, hits: Hits) -> Result<()> {
-    dict.set_item("hit_requests", hits.requests)?;
-    Ok(dict.set_item("hit_tokens", hits.tokens)?)
+    set_fields!(dict, hits; requests as "hit_requests", tokens as "hit_tokens");
+    Ok(())
 }
 
 fn set_outcome(dict: &Bound<'_, PyDict>, outcome: &Outcome) -> Result<()> {
-    dict.set_item("requests", outcome.requests)?;
-    dict.set_item("input_tokens", outcome.input_tokens)?;
-    dict.set_item("hit_requests", outcome.hit_requests)?;
-    dict.set_item("hit_tokens", outcome.hit_tokens)?;
-    dict.set_item("evictions", outcome.evictions)?;
-    dict.set_item("disk_tokens", outcome.disk_tokens)?;
-    dict.set_item("disk_writes", outcome.disk_writes)?;
+    set_fields!(
+        dict, outcome;
+        requests, input_tokens, hit_requests, hit_tokens, evictions, disk_tokens, disk_writes,
+    );
     for percentile in PERCENTILES {
         let computed = outcome.computed.at(percentile);
         dict.set_item(format!("computed_p{percentile}"), computed)?;
@@ -350,8 +346,6 @@ fn set_latency(dict: &Bound<'_, PyDict>, latency: &Latency) -> Result<()> {
         let ttft = latency.ttft_us.at(percentile) as f64 / 1e3;
         dict.set_item(format!("ttft_ms_p{percentile}"), ttft)?;
     }
-    dict.set_item("good_requests", latency.good)?;
-    dict.set_item("start_ms", latency.start_ms)?;
-    dict.set_item("end_ms", latency.end_ms)?;
-    Ok(dict.set_item("most_waiting", latency.most_waiting)?)
+    set_fields!(dict, latency; good as "good_requests", start_ms, end_ms, most_waiting);
+    Ok(())
 }

@@ -9,7 +9,7 @@ use prefixcache_routing::replica::ReplicaId;
 use pyo3::prelude::*;
 
 use crate::arguments::{Array, Number, One, or};
-use crate::errors::{Failure, Result, out_of_range};
+use crate::errors::{Failure, Result, ensure, out_of_range};
 use crate::names::{self, Name};
 
 /// Blocks of one call after which another call may come in between.
@@ -173,13 +173,11 @@ impl ReplicaChooser {
     ) -> Result<Vec<u16>> {
         let hit_tokens = hit_tokens.read()?.slice()?.to_vec();
         let loads = loads.read()?.slice()?.to_vec();
-        if hit_tokens.len() != loads.len() {
-            let reason = format!("must have {} items, not {}", loads.len(), hit_tokens.len());
-            return Err(out_of_range(names::HitTokens::NAME, reason));
-        }
-        if let Some(load) = loads.iter().find(|load| !(0.0..=f64::INFINITY).contains(*load)) {
-            let reason = format!("must be numbers from 0, not {load}");
-            return Err(out_of_range(names::Loads::NAME, reason));
+        let (count, given) = (loads.len(), hit_tokens.len());
+        ensure!(count == given, names::HitTokens::NAME, "must have {count} items, not {given}");
+        for load in &loads {
+            let fits = (0.0..=f64::INFINITY).contains(load);
+            ensure!(fits, names::Loads::NAME, "must be numbers from 0, not {load}");
         }
         let prompt = Prompt {
             num_tokens: prompt_tokens.0,

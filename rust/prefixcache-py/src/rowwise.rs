@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, OneOf, Real, Word, or};
 use crate::cpu::{Cpu, DType, Matrix, with_dtype};
 use crate::detach::run_on_numbers;
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure, out_of_range};
 use crate::names::{self, Name};
 
 /// Norms, gates and rotary positions, row by row, of tensors of one type.
@@ -17,10 +17,9 @@ pub struct RowOps {
 }
 
 fn check_divides(name: &'static str, part: usize, whole: usize) -> Result<()> {
-    match part > 0 && whole.is_multiple_of(part) {
-        true => Ok(()),
-        false => Err(out_of_range(name, format!("must divide {whole}, not be {part}"))),
-    }
+    let divides = part > 0 && whole.is_multiple_of(part);
+    ensure!(divides, name, "must divide {whole}, not be {part}");
+    Ok(())
 }
 
 fn doubled<N: Name>(half: &Number<N>) -> Result<usize> {

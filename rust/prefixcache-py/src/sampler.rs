@@ -12,7 +12,7 @@ use pyo3::types::PyTuple;
 use crate::arguments::{Array, List, Number, Numbers, One, Reading, Real, or, or_empty};
 use crate::cpu::Cpu;
 use crate::detach::run_on_numbers;
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure};
 use crate::names::{self, Name};
 
 /// What a row of logits is sampled with.
@@ -34,14 +34,9 @@ fn rows_of<'a>(array: &'a Reading<'_, names::Logits, f32, Ix2>) -> Result<Rows<'
 }
 
 fn check<N: Name>(value: f64, range: RangeInclusive<f64>) -> Result<f64> {
-    match range.contains(&value) {
-        true => Ok(value),
-        false => {
-            let (least, most) = range.into_inner();
-            let reason = format!("must be from {least} to {most}, not {value}");
-            Err(out_of_range(N::NAME, reason))
-        }
-    }
+    let (least, most) = (range.start(), range.end());
+    ensure!(range.contains(&value), N::NAME, "must be from {least} to {most}, not {value}");
+    Ok(value)
 }
 
 fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> Result<Option<Vec<i32>>> {
@@ -49,13 +44,9 @@ fn integers<N: Name>(array: Option<Array<'_, N, i32>>) -> Result<Option<Vec<i32>
 }
 
 fn paired(tokens: Vec<usize>, values: Vec<f32>) -> Result<Vec<(usize, f32)>> {
-    match tokens.len() == values.len() {
-        true => Ok(tokens.into_iter().zip(values).collect()),
-        false => {
-            let reason = format!("must have {} numbers, one a token", tokens.len());
-            Err(out_of_range("bias", reason))
-        }
-    }
+    let (count, given) = (tokens.len(), values.len());
+    ensure!(count == given, "bias", "must have {count} numbers, one a token");
+    Ok(tokens.into_iter().zip(values).collect())
 }
 
 #[pymethods]

@@ -12,7 +12,7 @@ use pyo3::types::PyBytes;
 
 use crate::arguments::{List, Number, ids_of, or};
 use crate::detach;
-use crate::errors::{Result, out_of_range};
+use crate::errors::{Result, ensure, out_of_range};
 use crate::exclusive::{Exclusive, Using};
 use crate::names;
 use crate::shared_cache::Cache;
@@ -80,9 +80,6 @@ impl Sequence {
     }
 
     /// The same tokens under the weights of another version, with which the new sequence stays.
-    ///
-    /// None for a version that has not been, or whose content was forgotten; once it is, calls that count, commit or
-    /// pin the new sequence raise RuntimeError. It holds nothing.
     fn at_version(
         &self,
         py: Python<'_>,
@@ -95,11 +92,6 @@ impl Sequence {
     }
 
     /// Say which of the blocks that it drops keep their content.
-    ///
-    /// `interval` None: all. Otherwise those of anchors alone, among which are all multiples of
-    /// `interval` tokens if it is not 0; with `pin` they are pinned, but for anchors fewer than
-    /// `min_pin_blocks` past the last pinned one, and with `pin_prefix` so is all before them in groups that
-    /// need it.
     #[pyo3(
         signature = (interval, *, pin=false, min_pin_blocks=None, pin_prefix=true),
         text_signature = "($self, interval, *, pin=False, min_pin_blocks=0, pin_prefix=True)"
@@ -134,8 +126,6 @@ impl Sequence {
     }
 
     /// Say how dear ranges of the tokens are: (start, end or None, priority, TTL in seconds or None).
-    ///
-    /// They act at the release, on what was published. `owner` is whose share of the pool it counts against.
     fn set_hints(&self, owner: &str, hints: List<names::Hints, Hint>) -> Result<()> {
         let hints = Hints::new(Owner::named(owner), hints.0)?;
         if self.cache.upgrade().is_some_and(|cache| cache.writer.is_shared()) {
@@ -170,10 +160,8 @@ impl Sequence {
     fn block_table(&self, group: Option<Number<names::GroupIndex>>) -> Result<Vec<u32>> {
         let group = or(group, 0);
         let sequence = self.use_as("sequence")?;
-        if group >= sequence.num_groups() {
-            let reason = format!("must be below {}, not {group}", sequence.num_groups());
-            return Err(out_of_range("group", reason));
-        }
+        let groups = sequence.num_groups();
+        ensure!(group < groups, "group", "must be below {groups}, not {group}");
         Ok(ids_of(sequence.block_table(group)))
     }
 

@@ -1,7 +1,7 @@
 //! A cache in either form of its pool, shared between the Python object and the sequences it made.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use prefixcache_core::PrefixCache;
 use prefixcache_core::error::InvalidArgument;
@@ -32,7 +32,6 @@ pub struct Cache {
     reader: Reader,
     pub writer: Writer<Core>,
     pub hints: HintCounts,
-    closed: AtomicBool,
     /// The slice of a shrink that is in flight.
     pub moves: Exclusive<Moves>,
     /// The reader of what can be found, where somebody wants to know.
@@ -82,7 +81,6 @@ impl Cache {
             reader,
             writer,
             hints: HintCounts::default(),
-            closed: AtomicBool::new(false),
             moves: Exclusive::new(Moves::default()),
             events: OnceLock::new(),
         })
@@ -91,10 +89,6 @@ impl Cache {
     /// The cache, to look at.
     pub fn reader(&self) -> Result<&Reader> {
         self.writer.check_open()?;
-        // Relaxed: the flag orders nothing; the pool itself outlives every call.
-        if self.closed.load(Ordering::Relaxed) {
-            return Err(PyRuntimeError::new_err("the cache is closed").into());
-        }
         Ok(&self.reader)
     }
 
@@ -108,7 +102,6 @@ impl Cache {
 
     /// The cache, to change.
     pub fn write(&self) -> Result<Writing<'_, Core>> {
-        self.reader()?;
         let mut writing = self.writer.write()?;
         writing.reclaim();
         self.receive_late_events(&writing);
@@ -130,16 +123,9 @@ impl Cache {
 
     /// The cache, which no single writer changes meanwhile.
     pub fn pause(&self) -> Result<Writing<'_, Core>> {
-        self.reader()?;
         let mut writing = self.writer.pause()?;
         writing.reclaim();
         Ok(writing)
-    }
-
-    /// Makes the calling thread the one that writes.
-    pub fn adopt_writer(&self) -> Result<()> {
-        self.reader()?;
-        self.writer.adopt()
     }
 
     /// Calls `work`, which changes the cache, and publishes what has become of hints.
@@ -157,11 +143,6 @@ impl Cache {
         let events = self.events.get().ok_or_else(missing)?;
         events.check("the reader of events")?;
         Ok(events)
-    }
-
-    /// Refuses every later call.
-    pub fn close(&self) {
-        self.closed.store(true, Ordering::Relaxed);
     }
 
     /// Takes the blocks of collected sequences back, unless another thread is the writer, or a call is writing:

@@ -13,12 +13,16 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::{Blocks, List, Number, Value, wrong_type};
+use crate::arguments::{Blocks, Group, List, Number, Value, wrong_type};
+use crate::dicts::set_fields;
 use crate::errors::{Result, out_of_range};
 use crate::events::Event;
 use crate::names::{self, Name};
 
 type Keys = List<names::Keys, BlockKey>;
+
+type MaxBlocks = Number<names::MaxBlocks>;
+type Era = Number<names::Era, u64>;
 
 /// A key and the bytes of its block, with their checksum.
 type Taken<'py> = (Bound<'py, PyBytes>, Bound<'py, PyArray1<u8>>);
@@ -50,7 +54,7 @@ impl BlockStaging {
     fn new(
         addresses: List<names::Addresses, usize>,
         block_bytes: Number<names::BlockBytes>,
-        max_blocks: Number<names::MaxBlocks>,
+        max_blocks: MaxBlocks,
         capacity: Number<names::Capacity>,
         min_uses: Number<names::MinUses, u32>,
         owner: Py<PyAny>,
@@ -90,12 +94,7 @@ impl BlockStaging {
     }
 
     /// Take up to `max_blocks` evicted blocks, the oldest first, and none of another era. Any thread.
-    fn take<'py>(
-        &self,
-        py: Python<'py>,
-        max_blocks: Number<names::MaxBlocks>,
-        era: Number<names::Era, u64>,
-    ) -> Vec<Taken<'py>> {
+    fn take<'py>(&self, py: Python<'py>, max_blocks: MaxBlocks, era: Era) -> Vec<Taken<'py>> {
         let taken = py.detach(|| match self.0.take(max_blocks.0, era.0) {
             taken if taken.is_empty() => self.0.take_ahead(max_blocks.0, era.0),
             taken => taken,
@@ -107,7 +106,7 @@ impl BlockStaging {
     }
 
     /// The tier holds these from now on, unless another era has begun. Any thread.
-    fn add_stored(&self, keys: Keys, era: Number<names::Era, u64>) {
+    fn add_stored(&self, keys: Keys, era: Era) {
         self.0.add_stored(&keys.0, era.0);
     }
 
@@ -122,7 +121,7 @@ impl BlockStaging {
     }
 
     /// Take what KV events are to report of up to `max_blocks` blocks that the tier got or lost. Any thread.
-    fn take_events(&self, max_blocks: Number<names::MaxBlocks>) -> Vec<Event> {
+    fn take_events(&self, max_blocks: MaxBlocks) -> Vec<Event> {
         let mut blocks = BTreeMap::<_, Vec<u64>>::new();
         for (key, is_stored) in self.0.take_changed(max_blocks.0) {
             let named = blocks.entry((is_stored, key.group.get())).or_default();
@@ -141,13 +140,9 @@ impl BlockStaging {
     }
 
     /// The short hashes of all blocks of a group that KV events report as held by the tier. Any thread.
-    fn reported<'py>(
-        &self,
-        py: Python<'py>,
-        group: Number<names::GroupIndex, u16>,
-    ) -> Bound<'py, PyArray1<u64>> {
+    fn reported<'py>(&self, py: Python<'py>, group: Group) -> Bound<'py, PyArray1<u64>> {
         let keys = py.detach(|| self.0.reported()).into_iter();
-        let of_group = keys.filter(|key| key.group.get() == group.0);
+        let of_group = keys.filter(|key| key.group == group.0);
         let hashes: Vec<_> = of_group.map(|key| ShortHash::from(&key.hash).0).collect();
         hashes.into_pyarray(py)
     }
@@ -177,10 +172,7 @@ impl BlockStaging {
     /// Lifetime counts of blocks: staged, dropped, skipped (not worth it) and damaged. Any thread.
     fn counts<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let (counts, dict) = (self.0.counts(), PyDict::new(py));
-        dict.set_item("staged", counts.staged)?;
-        dict.set_item("dropped", counts.dropped)?;
-        dict.set_item("skipped", counts.skipped)?;
-        dict.set_item("damaged", counts.damaged)?;
+        set_fields!(dict, counts; staged, dropped, skipped, damaged);
         Ok(dict)
     }
 }

@@ -1,7 +1,7 @@
 //! Which threads may change a cache: any, or one at a time; a second one gets an error.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use std::thread::{self, ThreadId};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -10,12 +10,14 @@ use crate::arguments::Word;
 use crate::errors::{Failure, Result};
 use crate::exclusive::{Exclusive, Using};
 
-/// What changes a cache or a pool, until a call panics meanwhile: what that leaves may be half done.
+/// What changes a cache or a pool, until that is closed: also by a call that panics, since what it leaves may be half
+/// done.
 pub struct Writer<T> {
     /// What it changes, for messages.
     name: &'static str,
     right: Right<T>,
-    has_panicked: AtomicBool,
+    /// The end of a message, once it is closed.
+    closed: OnceLock<&'static str>,
 }
 
 enum Right<T> {
@@ -34,7 +36,7 @@ pub struct Lent<T> {
 /// A writer until it is dropped.
 pub struct Writing<'a, T> {
     right: RightInUse<'a, T>,
-    has_panicked: &'a AtomicBool,
+    closed: &'a OnceLock<&'static str>,
     /// Whether a panic was on its way before.
     was_panicking: bool,
 }
@@ -67,8 +69,7 @@ impl<T> DerefMut for Writing<'_, T> {
 impl<T> Drop for Writing<'_, T> {
     fn drop(&mut self) {
         if thread::panicking() && !self.was_panicking {
-            // Relaxed: the flag orders nothing; the pool itself outlives every call.
-            self.has_panicked.store(true, Ordering::Relaxed);
+            let _ = self.closed.set("is closed: a call that was changing it panicked");
         }
     }
 }
@@ -97,7 +98,7 @@ impl<T> Writer<T> {
     }
 
     fn new(name: &'static str, right: Right<T>) -> Self {
-        Self { name, right, has_panicked: AtomicBool::new(false) }
+        Self { name, right, closed: OnceLock::new() }
     }
 
     /// Whether any thread may write at any time.
@@ -105,14 +106,15 @@ impl<T> Writer<T> {
         matches!(self.right, Right::Many(_))
     }
 
-    /// Fails once a call has panicked that was changing it.
+    /// Refuses every later call.
+    pub fn close(&self) {
+        let _ = self.closed.set("is closed");
+    }
+
+    /// Fails once it is closed.
     pub fn check_open(&self) -> Result<()> {
-        // Relaxed: as where it is set.
-        if !self.has_panicked.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let reason = "is closed: a call that was changing it panicked";
-        Err(PyRuntimeError::new_err(format!("{} {reason}", self.name)).into())
+        let closed = |reason| PyRuntimeError::new_err(format!("{} {reason}", self.name)).into();
+        self.closed.get().map_or(Ok(()), |reason| Err(closed(reason)))
     }
 
     /// The writer; the first thread to ask for the only one is the one that has it.
@@ -148,7 +150,7 @@ impl<T> Writer<T> {
             Right::Many(make) => RightInUse::Many(make()),
         };
         let was_panicking = thread::panicking();
-        Some(Writing { right, has_panicked: &self.has_panicked, was_panicking })
+        Some(Writing { right, closed: &self.closed, was_panicking })
     }
 
     /// Makes the calling thread the one that writes.

@@ -12,6 +12,7 @@ use pyo3::types::PyDict;
 use super::PrefixCache;
 use crate::arguments::{List, Number, ids_of, or_empty};
 use crate::detach::run;
+use crate::dicts::set_fields;
 use crate::errors::{Result, out_of_range};
 use crate::events::{Event, EventSnapshot, event};
 use crate::evictions;
@@ -46,9 +47,7 @@ impl PrefixCache {
     fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let core = self.0.counted()?;
         let dict = store_stats(py, core.store())?;
-        let stats = core.stats();
-        dict.set_item("queries", stats.queries)?;
-        dict.set_item("hits", stats.hits)?;
+        set_fields!(dict, core.stats(); queries, hits);
         let [hinted, demoted, expired] = self.0.hints.get();
         dict.set_item("hinted_blocks", hinted)?;
         dict.set_item("hints_demoted", demoted)?;
@@ -163,20 +162,12 @@ impl PrefixCache {
 pub fn store_stats<'py>(py: Python<'py>, store: &impl Lookup) -> Result<Bound<'py, PyDict>> {
     let stats = store.stats();
     let dict = PyDict::new(py);
-    dict.set_item("evictions", stats.evictions)?;
-    dict.set_item("allocations", stats.allocations)?;
-    dict.set_item("touches", stats.touches)?;
-    dict.set_item("pins", stats.pins)?;
-    dict.set_item("demotions", stats.demotions)?;
-    dict.set_item("pinned_evictions", stats.pinned_evictions)?;
-    dict.set_item("pinned_hits", stats.pinned_hits)?;
-    dict.set_item("cached_blocks", stats.cached)?;
-    dict.set_item("blocks_in_use", stats.in_use)?;
-    dict.set_item("held_above_blocks", stats.held_above)?;
-    dict.set_item("moved_blocks", stats.moved)?;
-    dict.set_item("lost_to_resize_blocks", stats.lost_to_resize)?;
-    dict.set_item("free_blocks", stats.free)?;
-    dict.set_item("pinned_blocks", stats.pinned)?;
-    dict.set_item("pinned_free_blocks", stats.pinned_free)?;
+    set_fields!(
+        dict, stats;
+        evictions, allocations, touches, pins, demotions, pinned_evictions, pinned_hits,
+        cached as "cached_blocks", in_use as "blocks_in_use", held_above as "held_above_blocks",
+        moved as "moved_blocks", lost_to_resize as "lost_to_resize_blocks", free as "free_blocks",
+        pinned as "pinned_blocks", pinned_free as "pinned_free_blocks",
+    );
     Ok(dict)
 }

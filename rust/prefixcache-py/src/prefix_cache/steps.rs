@@ -17,6 +17,13 @@ use crate::sequence::{Batch, Sequence};
 use crate::shared_cache::Core;
 use crate::tokens::Tokens;
 
+type HitTokens = Number<names::HitTokens>;
+type NumTokens = Number<names::NumTokens>;
+type Chunk = Number<names::Chunk>;
+type Counts = Numbers<names::Counts>;
+type Starts = Numbers<names::Starts>;
+type Upto = Numbers<names::Upto>;
+
 /// Blocks, and of each its key and its place.
 type Missing = (Vec<u32>, Vec<Py<PyBytes>>, Vec<usize>);
 
@@ -28,9 +35,9 @@ impl PrefixCache {
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        hit_tokens: Number<names::HitTokens>,
-        num_tokens: Number<names::NumTokens>,
-        chunk: Option<Number<names::Chunk>>,
+        hit_tokens: HitTokens,
+        num_tokens: NumTokens,
+        chunk: Option<Chunk>,
     ) -> Result<Option<usize>> {
         let (hit_tokens, num_tokens) = (hit_tokens.0, num_tokens.0);
         let chunk = or(chunk, num_tokens);
@@ -44,9 +51,9 @@ impl PrefixCache {
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        hit_tokens: Number<names::HitTokens>,
-        num_tokens: Number<names::NumTokens>,
-        chunk: Number<names::Chunk>,
+        hit_tokens: HitTokens,
+        num_tokens: NumTokens,
+        chunk: Chunk,
     ) -> Result<Option<Missing>> {
         let work = hit_tokens.0.saturating_add(num_tokens.0);
         let missing = self.commit(py, sequence, work, |core, sequence| {
@@ -63,24 +70,14 @@ impl PrefixCache {
     }
 
     /// Give each sequence `counts[i]` more slots, in order; how many leading ones got all of theirs.
-    fn append_slots(
-        &self,
-        py: Python<'_>,
-        sequences: Batch,
-        counts: Numbers<names::Counts>,
-    ) -> Result<usize> {
+    fn append_slots(&self, py: Python<'_>, sequences: Batch, counts: Counts) -> Result<usize> {
         self.on_batch(&sequences, |core, batch| {
             run_on_tokens(py, saturating_sum(&counts.0), || core.append_slots(batch, &counts.0))
         })
     }
 
     /// Give each sequence slots in every group for its first `upto[i]` tokens; how many leading ones have theirs.
-    fn ensure_slots(
-        &self,
-        py: Python<'_>,
-        sequences: Batch,
-        upto: Numbers<names::Upto>,
-    ) -> Result<usize> {
+    fn ensure_slots(&self, py: Python<'_>, sequences: Batch, upto: Upto) -> Result<usize> {
         self.on_batch(&sequences, |core, batch| {
             let ready = batch.iter().map(|one| one.num_ready_slots()).sum();
             let work = saturating_sum(&upto.0).saturating_sub(ready);
@@ -89,23 +86,14 @@ impl PrefixCache {
     }
 
     /// Give blocks to the snapshots of states from `starts[i]` on that are worth keeping; how many got theirs.
-    fn keep_snapshots(
-        &self,
-        py: Python<'_>,
-        sequences: Batch,
-        starts: Numbers<names::Starts>,
-    ) -> Result<usize> {
+    fn keep_snapshots(&self, py: Python<'_>, sequences: Batch, starts: Starts) -> Result<usize> {
         self.on_batch(&sequences, |core, batch| {
             run(py, batch.len(), || core.keep_snapshots(batch, &starts.0))
         })
     }
 
     /// The most blocks that a sequence of `num_tokens` holds at once, computed `chunk` tokens at a time.
-    fn most_blocks(
-        &self,
-        num_tokens: Number<names::NumTokens>,
-        chunk: Number<names::Chunk>,
-    ) -> Result<usize> {
+    fn most_blocks(&self, num_tokens: NumTokens, chunk: Chunk) -> Result<usize> {
         Ok(self.0.reader()?.most_blocks(num_tokens.0, chunk.0))
     }
 
@@ -121,7 +109,7 @@ impl PrefixCache {
         &self,
         py: Python<'_>,
         sequences: Batch,
-        upto: Numbers<names::Upto>,
+        upto: Upto,
     ) -> Result<Vec<(usize, u16, usize, u32)>> {
         let duplicates = self.on_batch(&sequences, |core, batch| {
             let filled = batch.iter().map(|sequence| sequence.num_filled()).sum();
@@ -136,12 +124,7 @@ impl PrefixCache {
     }
 
     /// Drop the blocks that no token from `upto[i]` on needs; how many.
-    fn drop_unneeded(
-        &self,
-        py: Python<'_>,
-        sequences: Batch,
-        upto: Numbers<names::Upto>,
-    ) -> Result<usize> {
+    fn drop_unneeded(&self, py: Python<'_>, sequences: Batch, upto: Upto) -> Result<usize> {
         self.on_batch(&sequences, |core, batch| {
             run(py, batch.len(), || core.drop_unneeded(batch, &upto.0))
         })
@@ -174,8 +157,8 @@ impl PrefixCache {
     fn fill_block_tables(
         &self,
         sequences: Batch,
-        starts: Numbers<names::Starts>,
-        counts: Numbers<names::Counts>,
+        starts: Starts,
+        counts: Counts,
         group: Group,
         indptr: Array<'_, names::Indptr, i32>,
         indices: Array<'_, names::Indices, i32>,

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 
 from prefixcache.core import BlockPool, PrefixCache  # noqa: E402
 
-cache = PrefixCache(9, 4)
+cache = PrefixCache(9, 4, model="m")
 tokens = np.arange(10, dtype=np.int32)
 assert cache.probe(cache.compute_block_hashes(tokens)) == 0
 first = cache.new_sequence(tokens)

@@ -60,7 +60,7 @@ class Tiered:
         self.staging = BlockStaging(
             addresses, BLOCK_BYTES, NUM_BLOCKS, queue_bytes, min_uses, self.kv
         )
-        self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights, retention_budget=1.0)
+        self.cache = PrefixCache(NUM_BLOCKS, 16, weights=weights, retention_budget=1.0, model="m")
         self.cache.stage_evicted(self.staging)
         self.now = 0.0
         self.tier = DiskTier(

@@ -70,8 +70,10 @@ class World:
         self.choose = choose
         threads: Any = choose.choice(["single_writer", "shared"])
         groups: Any = choose.choice([["full"], ["full", ("sliding_window", 6)]])
-        self.cache = _core.PrefixCache(17, BLOCK, groups=groups, threads=threads, max_blocks=33)
-        self.other_cache = _core.PrefixCache(9, BLOCK)
+        self.cache = _core.PrefixCache(
+            17, BLOCK, groups=groups, threads=threads, max_blocks=33, model="m"
+        )
+        self.other_cache = _core.PrefixCache(9, BLOCK, model="m")
         self.pool = _core.BlockPool(9, threads=threads, max_blocks=17)
         self.hashes = self.cache.compute_block_hashes(range(24))
         self.sequences = [self.cache.new_sequence(range(size)) for size in (0, 7, 24)]
@@ -108,7 +110,7 @@ class World:
         self.arrays = [np.zeros(size, kind) for size in (2, 6, 24) for kind in ("i4", "i8")]
 
     def kept_events(self) -> Any:
-        cache = _core.PrefixCache(9, BLOCK)
+        cache = _core.PrefixCache(9, BLOCK, model="m")
         cache.keep_events()
         return cache.snapshot_events()
 

@@ -39,7 +39,7 @@ class KilledCache:
             FileMemory(file, tensor, NUM_BLOCKS * BLOCK_BYTES).rows(NUM_BLOCKS)
             for tensor in range(NUM_TENSORS)
         ]
-        self.cache = PrefixCache(NUM_BLOCKS, 16, weights="blake3:test")
+        self.cache = PrefixCache(NUM_BLOCKS, 16, weights="blake3:test", model="m")
         restored, _ = self.cache.keep_in(file.core)
         shared[8:16] = (self.read(8) + restored).to_bytes(8, "little")
 

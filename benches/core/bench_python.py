@@ -279,7 +279,7 @@ def report_large_pool(threads: Any) -> None:
     count = 1_000_000
     before = resident_bytes()
     start = time.thread_time_ns()
-    cache = PrefixCache(count + 1, BLOCK, threads=threads)
+    cache = PrefixCache(count + 1, BLOCK, threads=threads, model="m")
     built = (time.thread_time_ns() - start) / MICROSECOND / 1_000
     fresh = resident_bytes() - before
     for seed in range(count // 2_000):
@@ -307,7 +307,9 @@ def main() -> None:
     for row in ROWS:
         core = measure(
             row,
-            lambda n, groups=None: PrefixCache(n, BLOCK, groups=groups, threads=arguments.threads),
+            lambda n, groups=None: PrefixCache(
+                n, BLOCK, groups=groups, threads=arguments.threads, model="m"
+            ),
             arguments.repeats,
         )
         slow = ""

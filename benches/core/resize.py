@@ -54,7 +54,7 @@ class Timed:
 
 
 def cached_pool(num_blocks: int, page_bytes: int) -> tuple[CacheManager, KVMemory]:
-    cache = CacheManager(num_blocks, BLOCK, max_blocks=num_blocks)
+    cache = CacheManager(num_blocks, BLOCK, max_blocks=num_blocks, model="m")
     kv = KVMemory(
         layout=LAYOUT,
         num_blocks=num_blocks,

@@ -99,7 +99,7 @@ class System:
             model, partial(_empty_model, model.config, model.device, setup.max_model_len), None
         )
         layout = kv_layout(model.config)
-        cache = CacheManager(num_blocks, BLOCK_SIZE, groups=layout.kinds)
+        cache = CacheManager(num_blocks, BLOCK_SIZE, groups=layout.kinds, model="m")
         scheduler = Scheduler(
             config.scheduler,
             cache,

@@ -242,6 +242,7 @@ def simulated(row: str) -> Engine:
     cache = TablelessCache(
         NUM_BLOCKS,
         BLOCK,
+        model="m",
         groups=groups,
         retention=Retention.of(config, groups),
         merge_twins=config.cache.merge_duplicate_blocks,

@@ -174,7 +174,7 @@ def restore_ms(folder: Path) -> Times:
         begun = time.perf_counter()
         file = open_kept_file(folder, layout, NUM_BLOCKS + 1, None)
         assert file is not None
-        cache = PrefixCache(NUM_BLOCKS + 1, 16, weights="blake3:bench")
+        cache = PrefixCache(NUM_BLOCKS + 1, 16, weights="blake3:bench", model="m")
         restored, _ = cache.keep_in(file.core)
         times["restore"] = (time.perf_counter() - begun) * 1000
         cache.keep_events()

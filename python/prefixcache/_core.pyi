@@ -283,11 +283,12 @@ class PrefixCache:
         computes with) enter every hash, and so does what the weights are called: `weights`, a kind,
         a colon and a name as in "tag:step-1200", or how often they were changed. `max_blocks` is
         the most that `resize` may reach, and `max_cached_blocks` bounds what is cached and free
-        (`set_max_cached_blocks`). `groups` names the kind of each group of layers, one of full
-        attention by default, as `num_groups` counts them where all are. A window is at least 1
-        token. `eviction_policy` says which free block goes first: the one unused for longest, or
-        the one that promises the fewest hits. `retention_budget`, from 0 to 1, is the share of the
-        present blocks that each owner of hints may raise (`Sequence.set_hints`).
+        (`set_max_cached_blocks`). Warns (UserWarning) without a `model`. `groups` names the kind of
+        each group of layers, one of full attention by default, as `num_groups` counts them where
+        all are. A window is at least 1 token. `eviction_policy` says which free block goes first:
+        the one unused for longest, or the one that promises the fewest hits. `retention_budget`,
+        from 0 to 1, is the share of the present blocks that each owner of hints may raise
+        (`Sequence.set_hints`).
         """
     def root_hash(self, *, cache_salt: str | None = None, lora: str | None = None) -> bytes:
         """The 32 bytes before the first block's hash under the current weights. Any thread.
@@ -582,10 +583,10 @@ class PrefixCache:
 
         `capacity` is rounded up to a power of two. The gaps between uses of content are counted by
         `gap_bounds`, in seconds that rise. Once in a cache's life, RuntimeError after that. From
-        any thread, as `take_losses`, `missed_losses` and `reuse_gaps`.
+        any thread, as `take_evictions`, `missed_evictions` and `reuse_gaps`.
         """
-    def take_losses(self, max_losses: int) -> dict[str, npt.NDArray[Any]]:
-        """Take up to `max_losses` evictions out of the log, the oldest first.
+    def take_evictions(self, max_evictions: int) -> dict[str, npt.NDArray[Any]]:
+        """Take up to `max_evictions` evictions out of the log, the oldest first.
 
         An eviction is one row in each of the arrays, all of length n: hash (n x 32 uint8), group
         (uint16), cause (uint8: 0 the index was cleared, one row for everything; 1 evicted;
@@ -597,8 +598,13 @@ class PrefixCache:
         that a clear left behind are reported by its row alone.
         """
     @property
-    def missed_losses(self) -> int:
+    def missed_evictions(self) -> int:
         """How many evictions the log had no room for."""
+    def take_losses(self, max_losses: int) -> dict[str, npt.NDArray[Any]]:
+        """`take_evictions`, by its first name."""
+    @property
+    def missed_losses(self) -> int:
+        """`missed_evictions`, by its first name."""
     def reuse_gaps(self) -> tuple[list[int], float]:
         """How many gaps between uses lie up to each bound, above the last, and their sum (s).
 

@@ -91,6 +91,7 @@ def make_engine(
     cache = make_cache(
         num_blocks,
         block_size,
+        model="m",
         groups=groups,
         retention=retention,
         retention_budget=retention_budget,

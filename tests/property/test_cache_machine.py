@@ -78,6 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
             free_order=order,
             threads=threads,
             max_blocks=MAX_BLOCKS,
+            model="m",
         )
         self.slow = ReferenceCache(num_blocks, block_size, groups, order, MAX_BLOCKS)
         self.pairs: list[Pair] = []

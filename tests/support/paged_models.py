@@ -51,7 +51,7 @@ class PagedServer:
         step_sizes: Sequence[int] = (),
     ) -> None:
         layout = kv_layout(model.config)
-        self.cache = CacheManager(num_blocks, block_size, groups=layout.kinds)
+        self.cache = CacheManager(num_blocks, block_size, groups=layout.kinds, model="m")
         config = SchedulerConfig(max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
         self.scheduler = Scheduler(config, self.cache, max_model_len=max_model_len)
         self.attention = grouped_attention(model, make_attention)

@@ -52,7 +52,8 @@ _READ_AT_ONCE = 4096
 class Evictions(NamedTuple):
     """What was evicted between two times, in seconds of `time.monotonic`.
 
-    `rows` are the arrays of the core's `take_losses`, `weight_version` that after they were taken.
+    `rows` are the arrays of the core's `take_evictions`, `weight_version` that after they were
+    taken.
     """
 
     rows: Mapping[str, npt.NDArray[Any]]
@@ -109,7 +110,7 @@ class EvictionReader:
     def _read_all(self) -> None:
         since, self._read_at = self._read_at, time.monotonic()
         for _ in range(max(self._capacity // _READ_AT_ONCE, 1)):
-            rows = self._cache.take_losses(_READ_AT_ONCE)
+            rows = self._cache.take_evictions(_READ_AT_ONCE)
             evictions = Evictions(rows, since, self._read_at, self._cache.weight_version)
             for listener in self._listeners:
                 listener(evictions)

@@ -124,7 +124,7 @@ class CacheManager:
         num_blocks: int,
         block_size: int,
         *,
-        model: str = "",
+        model: str,
         revision: str = "",
         weights: str | None = None,
         kv_dtype: str = "",
@@ -268,9 +268,9 @@ class CacheManager:
         """Logs what is lost from now on, once: see the core's `PrefixCache.listen`."""
         self._cache.listen(capacity, gap_bounds)
 
-    def take_losses(self, most: int) -> dict[str, npt.NDArray[Any]]:
+    def take_evictions(self, most: int) -> dict[str, npt.NDArray[Any]]:
         """Up to `most` evictions, each one row of the arrays of the core. From any thread."""
-        return self._cache.take_losses(most)
+        return self._cache.take_evictions(most)
 
     def keep_events(self) -> CacheEvents:
         """What is stored and removed from now on, for any thread: before anything is cached."""
@@ -280,7 +280,7 @@ class CacheManager:
     @property
     def num_missed_evictions(self) -> int:
         """Evictions for which the log had no room. From any thread."""
-        return self._cache.missed_losses
+        return self._cache.missed_evictions
 
     def reuse_gaps(self) -> tuple[list[int], float]:
         """Counts of the gaps between uses by the bounds of `listen`, and their sum in seconds."""
@@ -753,7 +753,8 @@ def fitting_tokens(
 
     `num_blocks` counts the null block; at most `chunk` tokens at a time are computed.
     """
-    cache = PrefixCache(2, block_size, groups=groups)  # Made to count, it holds nothing.
+    # Made to count, it holds nothing.
+    cache = PrefixCache(2, block_size, model="any", groups=groups)
     return bisect.bisect_right(
         range(1, most + 1), num_blocks - 1, key=lambda tokens: cache.most_blocks(tokens, chunk)
     )

@@ -1,4 +1,4 @@
-//! What was lost, as arrays.
+//! Evictions, as arrays.
 
 use numpy::{IntoPyArray, PyArray1, PyArrayMethods};
 use prefixcache_core::evictions::{EvictedBlock, Eviction};
@@ -8,16 +8,16 @@ use pyo3::types::PyDict;
 use crate::errors::Result;
 
 /// The code of a cause; 0 stands for a cleared index.
-fn cause(loss: &Eviction) -> u8 {
-    match loss {
+fn cause(eviction: &Eviction) -> u8 {
+    match eviction {
         Eviction::Everything => 0,
         Eviction::Block(block) => 1 + block.cause as u8,
     }
 }
 
-/// The arrays that `take_losses` returns, by name.
+/// The arrays that `take_evictions` returns, by name.
 pub fn arrays<'py>(py: Python<'py>, evictions: &[Eviction]) -> Result<Bound<'py, PyDict>> {
-    let block = |loss: &Eviction| match loss {
+    let block = |eviction: &Eviction| match eviction {
         Eviction::Block(block) => Some(block.clone()),
         Eviction::Everything => None,
     };

@@ -56,7 +56,7 @@ names! {
     GapBounds, Groups, Guesses, Half, Hashes, HeadDim, Hidden, Hints, HitTokens, Ids, Index, Indices, Indptr,
     InputNorm, Inputs, Instructions, Interval, KeptTokens, KeyDim, KeyHeads, Key, KeyStride, Keys, KvIndices,
     KvIndptr, LastPageLen, LayerGroups, Layers, Length, Loads, Logits, Logprobs, Mask, MaxBlocks, MaxCachedBlocks,
-    MaxDelayMs, MaxMoves, MaxNumbers, MaxOthers, MaxTokens, MinP, MinPinBlocks, MinUses, Mixer, MixerOutNorm,
+    MaxDelayMs, MaxEvictions, MaxMoves, MaxNumbers, MaxOthers, MaxTokens, MinP, MinPinBlocks, MinUses, Mixer, MixerOutNorm,
     MlpNorm, MlpOutNorm, Most, MsPerRequest, MsPerToken, Norm, NormOffset, NumBlocks, NumBytes, NumGroups,
     NumHeads, NumKvHeads, NumNew, NumPages, NumTensors, NumTokens, ObjectiveMs, Offset, Out, Outputs,
     OverlapWeight, OwnInputs, PageStride, Parts, Position, Presence, Prompt, PromptTokens, QkNorm, QoIndptr,
@@ -66,5 +66,5 @@ names! {
     StreamScale, Taps, Temperature, TimeBias, TokenIds, Tokens, TopK, TopP, Upto, ValueDim, ValueHeads,
     ValueNorm, ValueStride, Values, Version, Weight, WeightWidth, Weights, Width, Window, WindowLeft,
     WindowTokens, X, XStride, EpochBefore = "epoch", FirstBlock = "first", GroupIndex = "group", GroupWidth = "group",
-    MaxEvictions = "max_losses", RowCount = "rows", SampledRows = "rows", TensorIndex = "tensor", ThreadCount = "threads",
+    OldMaxEvictions = "max_losses", RowCount = "rows", SampledRows = "rows", TensorIndex = "tensor", ThreadCount = "threads",
 }

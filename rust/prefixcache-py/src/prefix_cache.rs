@@ -6,6 +6,7 @@ mod reports;
 mod retention;
 mod steps;
 
+use std::ffi::CStr;
 use std::sync::Arc;
 
 use prefixcache_core::error::{CacheError, ResizeError};
@@ -15,6 +16,7 @@ use prefixcache_core::policy::EvictionPolicy;
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::{FreeOrder, Lookup, Moves};
 use prefixcache_core::weights::WeightsName;
+use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
 
 pub use self::arguments::pool_config;
@@ -37,6 +39,10 @@ pub struct PrefixCache(Arc<Cache>);
 /// The share of the pool that each owner of hints may raise, unless another is given.
 const RETENTION_BUDGET: f64 = 0.2;
 
+const NO_MODEL: &CStr =
+    c"the cache has no model: blocks of two such models look equal to routers and in kept \
+files; pass model=, a name or a digest of the model's files";
+
 #[pymethods]
 impl PrefixCache {
     /// A cache of `num_blocks` blocks (block 0, the null block, counted) of `block_size` tokens.
@@ -53,6 +59,7 @@ arithmetic='', num_groups=None, groups=None, free_order='unhashed_first', evicti
 retention_budget=0.2, max_cached_blocks=None)"
     )]
     fn new(
+        py: Python<'_>,
         num_blocks: Number<names::NumBlocks>,
         block_size: Option<Number<names::BlockSize>>,
         model: &str,
@@ -87,6 +94,9 @@ retention_budget=0.2, max_cached_blocks=None)"
         let cache = Cache::new(hashing, weights, pool, threads.0, share)?;
         // The calling thread does not become the writer.
         cache.pause()?.set_max_cached(max_cached_blocks.map(|most| most.0));
+        if model.is_empty() {
+            PyErr::warn(py, &py.get_type::<PyUserWarning>(), NO_MODEL, 1)?;
+        }
         Ok(Self(Arc::new(cache)))
     }
 

@@ -24,7 +24,7 @@ FREE, CACHED, PINNED, HELD = range(4)
 
 
 def test_a_map_tells_states_and_ages_of_cells() -> None:
-    cache = PrefixCache(12, BLOCK)
+    cache = PrefixCache(12, BLOCK, model="m")
     cache.set_time(100)
     cache.listen(4)
     sequences = [
@@ -55,7 +55,7 @@ def test_a_map_tells_states_and_ages_of_cells() -> None:
 
 
 def test_a_map_that_cannot_be_is_refused() -> None:
-    cache = PrefixCache(5, BLOCK)
+    cache = PrefixCache(5, BLOCK, model="m")
     for cells, ages, name in [(0, [], "cells"), (2**17, [], "cells"), (4, [2, 2], "age_bounds")]:
         with pytest.raises(ValueError, match=f"^{name}"):
             cache.block_map(cells, ages)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ THREADS = ["single_writer", "shared"]
 
 @pytest.fixture(params=THREADS)
 def cache(request: pytest.FixtureRequest) -> Iterator[PrefixCache]:
-    cache = PrefixCache(17, 4, threads=request.param, max_blocks=33)
+    cache = PrefixCache(17, 4, threads=request.param, max_blocks=33, model="m")
     yield cache
     cache.validate()
 
@@ -78,7 +79,7 @@ def test_sizes_of_a_cache(arguments: tuple[int, ...], keywords: dict[str, Any], 
 def test_wrong_types_of_a_cache() -> None:
     for arguments in [("8",), (8.0,), (None,), (8, "16")]:
         with pytest.raises(TypeError, match=r"num_blocks|block_size"):
-            PrefixCache(*arguments)
+            PrefixCache(*arguments, model="m")
 
 
 TOKENS = [5, 0, 2**31 - 1, 7, 9]
@@ -104,7 +105,7 @@ TOKENS = [5, 0, 2**31 - 1, 7, 9]
 def test_every_kind_of_tokens(tokens: Any) -> None:
     if isinstance(tokens, str):
         tokens = pytest.importorskip("torch").tensor(TOKENS)
-    cache = PrefixCache(4, 1)
+    cache = PrefixCache(4, 1, model="m")
     expected = cache.new_sequence(TOKENS).block_hashes()
     assert cache.new_sequence(tokens).block_hashes() == expected
     hashes = cache.compute_block_hashes(tokens)
@@ -119,13 +120,13 @@ def test_tokens_that_are_not_aligned(dtype: type) -> None:
     aligned = np.array(TOKENS, dtype)
     tokens = np.frombuffer(b"-" + aligned.tobytes(), dtype, offset=1)
     assert not tokens.flags.aligned
-    hashes = PrefixCache(4, 1).new_sequence(tokens).block_hashes()
-    assert hashes == PrefixCache(4, 1).new_sequence(aligned).block_hashes()
+    hashes = PrefixCache(4, 1, model="m").new_sequence(tokens).block_hashes()
+    assert hashes == PrefixCache(4, 1, model="m").new_sequence(aligned).block_hashes()
 
 
 @pytest.mark.parametrize("empty", [[], (), np.array([]), np.array([], np.int32)])
 def test_no_tokens(empty: Any) -> None:
-    cache = PrefixCache(4)
+    cache = PrefixCache(4, model="m")
     assert len(cache.compute_block_hashes(empty)) == 0
     assert cache.new_sequence(empty).num_tokens == 0
 
@@ -210,7 +211,7 @@ def batch_calls(cache: PrefixCache) -> dict[str, Callable[[Any], Any]]:
 @pytest.mark.parametrize("call", ["append_slots", "mark_blocks_filled", "release"])
 def test_sequences_that_a_batch_refuses(cache: PrefixCache, call: str) -> None:
     good, idle = committed(cache), cache.new_sequence(range(10))
-    foreign = committed(PrefixCache(17, 4))
+    foreign = committed(PrefixCache(17, 4, model="m"))
     before = state(cache)
     method = batch_calls(cache)[call]
     with pytest.raises(RuntimeError, match=r"sequences\[1\] holds no blocks"):
@@ -228,7 +229,7 @@ def test_sequences_that_a_batch_refuses(cache: PrefixCache, call: str) -> None:
 
 def test_sequences_that_single_calls_refuse(cache: PrefixCache) -> None:
     sequence = committed(cache)
-    foreign = PrefixCache(17, 4).new_sequence(range(10))
+    foreign = PrefixCache(17, 4, model="m").new_sequence(range(10))
     before = state(cache)
     with pytest.raises(RuntimeError, match="sequence holds blocks already"):
         cache.commit_prefix_plan(sequence, 0, 1)
@@ -295,12 +296,12 @@ def test_duplicates_are_reported_once_and_can_be_swapped(cache: PrefixCache) -> 
 @pytest.mark.parametrize("kind", [("sliding_window",), ("sliding_window", 4, 4), 4, None])
 def test_kinds_of_groups_of_the_wrong_type(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"groups\[0\] must be "):
-        PrefixCache(8, groups=[kind])
+        PrefixCache(8, groups=[kind], model="m")
 
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_calls_about_windows(threads: Any) -> None:
-    cache = PrefixCache(9, 4, groups=["full", ("sliding_window", 5)], threads=threads)
+    cache = PrefixCache(9, 4, groups=["full", ("sliding_window", 5)], threads=threads, model="m")
     sequence = cache.new_sequence(range(16))
     for call in (cache.drop_unneeded, cache.ensure_slots):
         with pytest.raises(RuntimeError, match=r"sequences\[0\] holds no blocks"):
@@ -366,7 +367,7 @@ print({kind.__name__}(16).num_blocks)
     assert shown.stdout == "max_blocks asks for more memory than there is: 16777216\n16\n"
 
 
-@pytest.mark.parametrize("kind", [BlockPool, PrefixCache])
+@pytest.mark.parametrize("kind", [BlockPool, partial(PrefixCache, model="m")])
 def test_a_resize_during_another_threads_call_is_refused(kind: Any) -> None:
     num_blocks, taken = 2**15, 2**14
     pool = kind(num_blocks, threads="shared")
@@ -522,7 +523,7 @@ def test_looking_at_a_sequence(cache: PrefixCache) -> None:
 
 
 def test_use_after_close() -> None:
-    cache = PrefixCache(17, 4)
+    cache = PrefixCache(17, 4, model="m")
     sequence, hashes = committed(cache), cache.compute_block_hashes([])
     cache.close()
     cache.close()

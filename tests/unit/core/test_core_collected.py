@@ -19,7 +19,7 @@ THREADS = ["single_writer", "shared"]
 
 @pytest.fixture(params=THREADS)
 def cache(request: pytest.FixtureRequest) -> Iterator[PrefixCache]:
-    cache = PrefixCache(33, BLOCK, threads=request.param)
+    cache = PrefixCache(33, BLOCK, threads=request.param, model="m")
     yield cache
     assert cache.num_free_blocks == cache.num_blocks - 1
     cache.validate()
@@ -33,7 +33,7 @@ def committed(cache: PrefixCache, num_tokens: int = 4 * BLOCK) -> Sequence:
 
 
 def test_as_a_release_does(cache: PrefixCache) -> None:
-    released = PrefixCache(33, BLOCK)
+    released = PrefixCache(33, BLOCK, model="m")
     sequence = committed(released)
     released.release([sequence])
     committed(cache)
@@ -80,7 +80,7 @@ def test_in_another_thread(cache: PrefixCache, name: str) -> None:
 def test_what_was_counted_is_taken_though_others_are_collected(seed: int) -> None:
     """A bound on what is cached is kept once the hits of the commit are taken."""
     pick = random.Random(seed)
-    cache = PrefixCache(33, BLOCK, max_cached_blocks=4)
+    cache = PrefixCache(33, BLOCK, max_cached_blocks=4, model="m")
     live: list[list[Sequence]] = []
     with ThreadPoolExecutor(1) as executor:
         for _ in range(400):
@@ -105,7 +105,7 @@ def test_what_was_counted_is_taken_though_others_are_collected(seed: int) -> Non
 
 @pytest.mark.parametrize("close", [False, True])
 def test_after_its_cache(close: bool) -> None:
-    cache = PrefixCache(33, BLOCK)
+    cache = PrefixCache(33, BLOCK, model="m")
     sequence = committed(cache)
     if close:
         cache.close()
@@ -118,7 +118,7 @@ def test_after_its_cache(close: bool) -> None:
 def test_while_the_writer_is_inside(threads: str) -> None:
     """One thread writes, in calls that let the other run, which drops what it is handed."""
     long = 4_096
-    cache = PrefixCache(4 * long + 1, BLOCK, threads=threads)  # type: ignore[arg-type]
+    cache = PrefixCache(4 * long + 1, BLOCK, threads=threads, model="m")  # type: ignore[arg-type]
     handed: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
 
     def drop_all() -> None:

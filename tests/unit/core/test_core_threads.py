@@ -41,7 +41,7 @@ def publish(cache: PrefixCache, tokens: Any) -> None:
 
 
 def test_a_second_writer_is_refused_and_can_take_over() -> None:
-    cache = PrefixCache(17, BLOCK)
+    cache = PrefixCache(17, BLOCK, model="m")
     publish(cache, range(8))
     for write in (
         lambda: publish(cache, range(8)),
@@ -80,7 +80,7 @@ def test_a_pool_has_one_writer_too() -> None:
 
 
 def test_any_thread_writes_to_a_shared_cache(seed: int) -> None:
-    cache = PrefixCache(257, BLOCK, threads="shared")
+    cache = PrefixCache(257, BLOCK, threads="shared", model="m")
 
     def work(thread: int) -> None:
         pick = random.Random(seed + thread)
@@ -96,7 +96,7 @@ def test_any_thread_writes_to_a_shared_cache(seed: int) -> None:
 
 @pytest.mark.parametrize("threads", ["single_writer", "shared"])
 def test_probes_in_parallel_with_the_writer(threads: Any) -> None:
-    cache = PrefixCache(LONG // BLOCK + 65, BLOCK, threads=threads)
+    cache = PrefixCache(LONG // BLOCK + 65, BLOCK, threads=threads, model="m")
     kept = cache.new_sequence(range(64 * BLOCK))
     assert cache.commit_prefix_plan(kept, 0, 64 * BLOCK) == 0
     cache.mark_blocks_filled([kept], [64 * BLOCK])
@@ -127,7 +127,7 @@ def test_probes_in_parallel_with_the_writer(threads: Any) -> None:
 
 def test_a_sequence_serves_one_thread_at_a_time() -> None:
     """Four threads use one sequence until one has come second; it gets an error."""
-    cache = PrefixCache(2 * LONG // BLOCK, BLOCK, threads="shared")
+    cache = PrefixCache(2 * LONG // BLOCK, BLOCK, threads="shared", model="m")
     sequence = cache.new_sequence([0] * LONG)
     refused: list[str] = []
 
@@ -225,7 +225,7 @@ class Calls:
 def cache_calls(num_blocks: int) -> dict[str, Callable[[], Any]]:
     """Calls about `num_blocks` blocks of a cache; whatever else they do is short."""
     num_tokens = num_blocks * BLOCK
-    cache = PrefixCache(2 * num_blocks + 1, BLOCK, threads="shared")
+    cache = PrefixCache(2 * num_blocks + 1, BLOCK, threads="shared", model="m")
     tokens = np.arange(num_tokens, dtype=np.int32)
     sequence, hashes = cache.new_sequence(tokens), cache.compute_block_hashes(tokens)
     cache.commit_prefix_plan(sequence, 0, num_tokens)
@@ -314,7 +314,7 @@ def test_a_forked_child_drops_what_has_threads_in_its_parent_quietly(in_child: s
 PANICS = """
 import sys
 from prefixcache import _core
-cache = _core.PrefixCache(64, threads="{threads}")
+cache = _core.PrefixCache(64, threads="{threads}", model="m")
 # An array is made while the cache is being changed, and without numpy that is a panic.
 for name in ("numpy", "numpy._core.multiarray", "numpy.core.multiarray"):
     sys.modules[name] = None

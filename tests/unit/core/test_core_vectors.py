@@ -94,7 +94,7 @@ def test_vllm_order(threads: Any, kind: str, number: int) -> None:
     replay = Replay(
         ReferenceCache(*size, groups=groups)
         if slow
-        else PrefixCache(*size, groups=groups, threads=threads)
+        else PrefixCache(*size, groups=groups, threads=threads, model="m")
     )
     for index, row in enumerate(operations):
         try:
@@ -112,6 +112,7 @@ def test_hash_vectors_are_those_of_the_reference() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the cache has no model")
 @pytest.mark.parametrize("vector", json.loads((VECTORS / "prefix_hashes.json").read_text()))
 def test_block_hashes(vector: dict[str, Any]) -> None:
     root = vector["root"]

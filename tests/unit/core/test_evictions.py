@@ -33,7 +33,7 @@ def serve_named(cache: PrefixCache, first: int, num_blocks: int) -> list[bytes]:
 
 @pytest.mark.parametrize("threads", ["single_writer", "shared"])
 def test_each_evicted_block_is_reported_once_with_its_metadata(threads: str) -> None:
-    cache = PrefixCache(5, BLOCK, threads=threads, max_blocks=9)  # type: ignore[arg-type]
+    cache = PrefixCache(5, BLOCK, threads=threads, max_blocks=9, model="m")  # type: ignore[arg-type]
     cache.set_time(10)
     serve(cache, 0, 2)
     cache.set_time(20)
@@ -42,7 +42,7 @@ def test_each_evicted_block_is_reported_once_with_its_metadata(threads: str) -> 
     names = serve_named(cache, 0, 3)
     cache.set_time(23.5)
     others = serve_named(cache, 500, 4)
-    lost = cache.take_losses(100)
+    lost = cache.take_evictions(100)
     assert lost["cause"].tolist() == [EVICTED] * 3
     assert [bytes(row) for row in lost["hash"]] == names[::-1]
     # The first two are from before the listening, which is as far back as ages go.
@@ -53,32 +53,44 @@ def test_each_evicted_block_is_reported_once_with_its_metadata(threads: str) -> 
     assert set(lost["band"]) == {2}
     assert set(lost["group"]) == {0}
     assert cache.reuse_gaps() == ([0, 2, 0, 0], 4.0)
-    assert len(cache.take_losses(100)["hash"]) == 0
+    assert len(cache.take_evictions(100)["hash"]) == 0
 
     cache.resize(3)
     cache.clear_cache_index()
-    lost = cache.take_losses(100)
+    lost = cache.take_evictions(100)
     assert lost["cause"].tolist() == [RESIZED] * 2 + [CLEARED]
     assert {bytes(row) for row in lost["hash"][:2]} < set(others)
     cache.resize(5)
     serve(cache, 900, 4)
-    assert len(cache.take_losses(100)["hash"]) == 0, "cleared content was reported again"
+    assert len(cache.take_evictions(100)["hash"]) == 0, "cleared content was reported again"
 
 
 def test_a_full_log_counts_what_it_does_not_hold() -> None:
-    cache = PrefixCache(17, BLOCK)
-    assert cache.missed_losses == 0
-    assert len(cache.take_losses(9)["hash"]) == 0
+    cache = PrefixCache(17, BLOCK, model="m")
+    assert cache.missed_evictions == 0
+    assert len(cache.take_evictions(9)["hash"]) == 0
     cache.listen(3)  # Rounded up to 4.
     for first in range(0, 3000, 1000):
         serve(cache, first, 16)
-    assert len(cache.take_losses(3)["hash"]) == 3
-    assert len(cache.take_losses(100)["hash"]) == 1
-    assert cache.missed_losses == 32 - 4
+    assert len(cache.take_evictions(3)["hash"]) == 3
+    assert len(cache.take_evictions(100)["hash"]) == 1
+    assert cache.missed_evictions == 32 - 4
+
+
+def test_the_first_names_of_evictions_still_work() -> None:
+    cache = PrefixCache(17, BLOCK, model="m")
+    cache.listen(2)
+    for first in range(0, 2000, 1000):
+        serve(cache, first, 16)
+    assert cache.missed_losses == cache.missed_evictions == 16 - 2
+    assert len(cache.take_losses(max_losses=1)["hash"]) == 1
+    assert len(cache.take_evictions(max_evictions=9)["hash"]) == 1
+    with pytest.raises(ValueError, match="max_evictions"):
+        cache.take_evictions(-1)
 
 
 def test_bad_listeners_are_rejected_with_a_reason() -> None:
-    cache = PrefixCache(17, BLOCK)
+    cache = PrefixCache(17, BLOCK, model="m")
     for capacity in (0, -1, 2**40):
         with pytest.raises(ValueError, match="capacity"):
             cache.listen(capacity)
@@ -95,7 +107,7 @@ def test_bad_listeners_are_rejected_with_a_reason() -> None:
 @pytest.mark.parametrize("policy", ["lru", "reuse-queue"])
 @pytest.mark.parametrize("threads", ["single_writer", "shared"])
 def test_a_cache_serves_in_any_order_of_eviction(policy: str, threads: str) -> None:
-    cache = PrefixCache(17, BLOCK, eviction_policy=policy, threads=threads)  # type: ignore[arg-type]
+    cache = PrefixCache(17, BLOCK, eviction_policy=policy, threads=threads, model="m")  # type: ignore[arg-type]
     for first in range(0, 4000, 1000):
         assert serve(cache, first, 5) == 0
     assert serve(cache, 3000, 6) == 5 * BLOCK
@@ -104,7 +116,7 @@ def test_a_cache_serves_in_any_order_of_eviction(policy: str, threads: str) -> N
 
 
 def test_dialogues_in_queues_of_their_own_survive_a_clear_and_a_resize() -> None:
-    cache = PrefixCache(33, BLOCK, eviction_policy="reuse-queue", max_blocks=65)
+    cache = PrefixCache(33, BLOCK, eviction_policy="reuse-queue", max_blocks=65, model="m")
     for turn in range(1, 12):
         serve(cache, 0, turn)
         serve(cache, 5000 * turn, 7)

@@ -158,7 +158,7 @@ def check_hits(cache: PrefixCache, prompts: list[list[int]], known: Known) -> No
 def test_all_consumers_know_what_is_cached(context, subscribe, groups, seed):
     """One reads from the beginning, one from a snapshot on."""
     choose = random.Random(seed)
-    cache = PrefixCache(40, SIZE, groups=groups)
+    cache = PrefixCache(40, SIZE, groups=groups, model="m")
     prompts = [[choose.randrange(2) for _ in range(choose.randrange(60))] for _ in range(12)]
     with published(cache, groups) as publisher:
         socket = subscribe(publisher.endpoints["endpoint"])
@@ -190,7 +190,7 @@ def test_all_consumers_know_what_is_cached(context, subscribe, groups, seed):
 
 
 def test_events_that_nobody_takes_are_bounded_and_sent_again() -> None:
-    cache = PrefixCache(1000, 1)
+    cache = PrefixCache(1000, 1, model="m")
     cache.keep_events()
     for first in range(0, 90_000, 900):
         serve(cache, list(range(first, first + 900)))
@@ -209,7 +209,7 @@ def test_events_that_nobody_takes_are_bounded_and_sent_again() -> None:
 
 
 def test_events_begin_with_an_empty_cache_of_one_writer() -> None:
-    cache = PrefixCache(40, SIZE)
+    cache = PrefixCache(40, SIZE, model="m")
     with pytest.raises(RuntimeError, match="keep_events"):
         cache.take_events(1)
     serve(cache, [1] * SIZE)
@@ -220,11 +220,11 @@ def test_events_begin_with_an_empty_cache_of_one_writer() -> None:
     with pytest.raises(RuntimeError, match="already"):
         cache.keep_events()
     with pytest.raises(ValueError, match=r"^threads must be \"single_writer\""):
-        PrefixCache(40, SIZE, threads="shared").keep_events()
+        PrefixCache(40, SIZE, threads="shared", model="m").keep_events()
 
 
 def test_a_snapshot_comes_parents_first_and_in_chains() -> None:
-    cache = PrefixCache(40, SIZE)
+    cache = PrefixCache(40, SIZE, model="m")
     cache.keep_events()
     for tail in (1, 2, 3):
         serve(cache, [0] * 3 * SIZE + [tail] * 2 * SIZE)
@@ -243,7 +243,7 @@ def test_a_snapshot_comes_parents_first_and_in_chains() -> None:
 
 
 def test_replays_are_of_what_is_kept_and_for_whoever_asks_rightly(context):
-    cache = PrefixCache(400, SIZE)
+    cache = PrefixCache(400, SIZE, model="m")
     fields = config(buffer_steps=3)
     with closing(EventSockets(fields)) as sockets:
         publisher = EventPublisher(CacheEvents(cache, ("full",)), sockets, fields, model="tiny")
@@ -407,7 +407,7 @@ def test_what_is_not_installed_is_named() -> None:
 
 
 def test_tokens_and_names_are_those_of_the_prompt() -> None:
-    cache = PrefixCache(40, SIZE)
+    cache = PrefixCache(40, SIZE, model="m")
     cache.keep_events()
     prompt = list(range(3 * SIZE + 1))
     serve(cache, prompt)

@@ -28,7 +28,7 @@ def started(cache: CacheManager, name: str, length: int, salt: str | None = None
 
 
 def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
-    cache = CacheManager(9, 4)
+    cache = CacheManager(9, 4, model="m")
     cache.commit(started(cache, "a", 8), 0, 8, 99)
     cache.mark_filled(["a"], [8])
     cache.append_tokens({"a": 77})
@@ -45,7 +45,7 @@ def test_released_requests_resume_and_freed_ones_are_forgotten() -> None:
 def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
     """So the cache knows how much of a prompt may be taken, and does not find it cut off."""
     retention = Retention(interval=None)
-    cache = CacheManager(6, 4, groups=[("sliding_window", 4)], retention=retention)
+    cache = CacheManager(6, 4, groups=[("sliding_window", 4)], retention=retention, model="m")
     cache.commit(started(cache, "a", 16), 0, 16, 4)
     for upto in (4, 8, 12, 16):
         assert cache.ensure_slots([("a", upto)]) == 1
@@ -63,7 +63,7 @@ def test_with_windows_a_shorter_length_than_the_longest_need_not_hit() -> None:
 
 
 def test_fill_writes_pages_and_slots() -> None:
-    cache = CacheManager(9, 4)
+    cache = CacheManager(9, 4, model="m")
     cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.commit(started(cache, "b", 5), 0, 8, 99)
     tables = BlockTableBuffers.of_size(max_tokens=32, max_seqs=8, max_pages=8)
@@ -82,7 +82,7 @@ def test_fill_writes_pages_and_slots() -> None:
 
 def test_debugging_shows_what_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "prefixcache")
-    cache = CacheManager(9, 4)
+    cache = CacheManager(9, 4, model="m")
     cache.commit(started(cache, "a", 10), 0, 12, 99)
     cache.mark_filled(["a"], [10])
     cache.commit(started(cache, "b", 10), 8, 4, 99)

@@ -54,6 +54,13 @@ def hashes(cache: PrefixCache, **scope: Any) -> tuple[bytes, ...]:
     return tuple(found.to_bytes(index) for index in range(len(found)))
 
 
+def test_a_cache_without_a_model_warns_where_it_is_made() -> None:
+    with pytest.warns(UserWarning, match="model=") as warned:
+        PrefixCache(9, BLOCK)
+    assert [one.filename for one in warned] == [__file__]
+
+
+@pytest.mark.filterwarnings("ignore:the cache has no model")
 def test_every_field_of_the_root_separates_equal_tokens() -> None:
     chains = [hashes(PrefixCache(9, BLOCK, **made), **scope) for made, scope in SCOPES]
     again = [hashes(PrefixCache(9, BLOCK, **made), **scope) for made, scope in SCOPES]
@@ -63,7 +70,7 @@ def test_every_field_of_the_root_separates_equal_tokens() -> None:
 
 
 def test_every_version_of_the_weights_has_hashes_of_its_own() -> None:
-    cache = PrefixCache(9, BLOCK)
+    cache = PrefixCache(9, BLOCK, model="m")
     chains = [hashes(cache)]
     for _ in range(3):
         cache.new_weight_version()
@@ -74,7 +81,7 @@ def test_every_version_of_the_weights_has_hashes_of_its_own() -> None:
 
 
 def test_a_name_of_weights_that_comes_back_brings_nothing_back() -> None:
-    cache = PrefixCache(9, BLOCK, weights="tag:a")
+    cache = PrefixCache(9, BLOCK, weights="tag:a", model="m")
     first = hashes(cache)
     before, waiting = cache.new_sequence(TOKENS), cache.new_sequence(TOKENS)
     cache.commit_prefix_plan(before, 0, 12)
@@ -97,13 +104,13 @@ def test_a_name_of_weights_that_comes_back_brings_nothing_back() -> None:
 @pytest.mark.parametrize("name", ["", "3", "tag", "tag:", ":a", "Tag:a"])
 def test_a_name_of_weights_is_no_count(name: str) -> None:
     with pytest.raises(ValueError, match="weights must be a kind, a colon and a name"):
-        PrefixCache(9, BLOCK, weights=name)
+        PrefixCache(9, BLOCK, weights=name, model="m")
     with pytest.raises(ValueError, match="weights must be"):
-        PrefixCache(9, BLOCK).new_weight_version(name)
+        PrefixCache(9, BLOCK, model="m").new_weight_version(name)
 
 
 def test_hashes_of_old_weights_find_nothing_and_publish_nothing() -> None:
-    cache = PrefixCache(9, BLOCK)
+    cache = PrefixCache(9, BLOCK, model="m")
     old, running = cache.compute_block_hashes(TOKENS), cache.new_sequence(TOKENS)
     cache.commit_prefix_plan(running, 0, 12)
     cache.mark_blocks_filled([running], [4])
@@ -119,7 +126,7 @@ def test_no_block_is_ever_held_under_two_scopes(turn: int, seed: int) -> None:
     """Random prompts of few tokens under four scopes, in a pool too small for all."""
     pick = random.Random(seed)
     scopes: list[dict[str, Any]] = [{}, {"cache_salt": ""}, {"cache_salt": "x"}, {"lora": "x"}]
-    cache = PrefixCache(25, BLOCK)
+    cache = PrefixCache(25, BLOCK, model="m")
     held: list[tuple[int, CoreSequence]] = []
     shared = 0
     for _ in range(300):

@@ -44,7 +44,7 @@ def opened(folder: Path, wanted: FileLayout | None = None, most: int | None = No
 
 
 def cache_in(file: KeptFile, weights: str = "blake3:a") -> tuple[PrefixCache, tuple[int, int]]:
-    cache = PrefixCache(_NUM_BLOCKS, 16, weights=weights, retention_budget=0.3)
+    cache = PrefixCache(_NUM_BLOCKS, 16, weights=weights, retention_budget=0.3, model="m")
     return cache, cache.keep_in(file.core)
 
 
@@ -265,7 +265,9 @@ def test_pins_of_an_earlier_life_follow_the_rules_of_this_one(folder, prompt, re
     del cache
     file.close()
     windows = [("sliding_window", 64)]
-    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a", groups=windows, retention=retention)
+    manager = CacheManager(
+        _NUM_BLOCKS, 16, weights="blake3:a", groups=windows, retention=retention, model="m"
+    )
     manager.keep_in(opened(folder))
     assert manager.stats()["pinned_blocks"] == pinned
 
@@ -302,11 +304,11 @@ def test_keeping_is_once_and_before_the_first_use(folder, prompt):
     cache, _ = cache_in(file)
     with pytest.raises(RuntimeError):
         cache.keep_in(file.core)
-    used = PrefixCache(_NUM_BLOCKS, 16)
+    used = PrefixCache(_NUM_BLOCKS, 16, model="m")
     used.commit_prefix_plan(used.new_sequence(prompt), 0, 16)
     with pytest.raises(RuntimeError):
         used.keep_in(file.core)
-    shared = PrefixCache(_NUM_BLOCKS, 16, threads="shared")
+    shared = PrefixCache(_NUM_BLOCKS, 16, threads="shared", model="m")
     with pytest.raises(ValueError, match="single_writer"):
         shared.keep_in(file.core)
 

@@ -66,8 +66,8 @@ def test_layers_of_one_kind_are_one_group(windows: tuple[int | None, ...], group
 
 
 def test_one_full_group_has_the_hashes_of_a_cache_without_groups() -> None:
-    cache = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds)
-    assert cache.root_hash == PrefixCache(2, 16).root_hash()
+    cache = CacheManager(2, 16, groups=kv_layout(model_of((), 3)).kinds, model="m")
+    assert cache.root_hash == PrefixCache(2, 16, model="m").root_hash()
 
 
 layers = st.lists(st.sampled_from([None, None, 1, 16, 512]), min_size=1, max_size=40).map(tuple)
@@ -258,7 +258,7 @@ def test_the_longest_sequence_is_the_last_that_the_pool_holds(
     windows: tuple[int | None, ...], num_blocks: int
 ) -> None:
     groups = kv_layout(model_of(windows)).kinds
-    cache = CacheManager(2, 4, groups=groups)
+    cache = CacheManager(2, 4, groups=groups, model="m")
     fits = [n for n in range(1, 201) if cache.most_blocks(n, 8) <= num_blocks - 1]
     assert fits == [*range(1, len(fits) + 1)], "what is shorter fits too"
     assert fitting_tokens(num_blocks, 4, groups, chunk=8, most=200) == len(fits)

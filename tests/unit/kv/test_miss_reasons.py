@@ -278,13 +278,13 @@ def test_a_loss_that_nobody_could_take_note_of_is_still_one() -> None:
     """Too many at once for the log: only the history knows that the block was there."""
     room = Room()
     room.send(PROMPT)
-    room.cache.take_losses(1000)
+    room.cache.take_evictions(1000)
     for other in others(8):
         request = make_request(str(other), other, max_tokens=1)
         room.engine.add_request(request)
         while room.engine.has_work():
             room.engine.step()
-    room.cache.take_losses(1000)
+    room.cache.take_evictions(1000)
     found = room.explain(PROMPT)
     assert found.miss.reason == "evicted"
     assert found.miss.detail is not None

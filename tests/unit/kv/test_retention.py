@@ -146,7 +146,7 @@ class Serving:
 
     def __init__(self, retention: Retention | None = None, num_blocks: int = 401) -> None:
         groups = ("full", ("sliding_window", 9))
-        self.cache = CacheManager(num_blocks, 4, groups=groups, retention=retention)
+        self.cache = CacheManager(num_blocks, 4, groups=groups, retention=retention, model="m")
         self._names = map(str, range(10**6))
 
     def stat(self, name: str) -> int:
@@ -247,7 +247,7 @@ def test_who_may_not_write_pins_nothing() -> None:
 def test_without_windows_or_the_flag_nothing_is_pinned() -> None:
     for groups, retention in ((("full",), PINS), (("full", ("sliding_window", 9)), None)):
         serving = Serving()
-        serving.cache = CacheManager(401, 4, groups=groups, retention=retention)
+        serving.cache = CacheManager(401, 4, groups=groups, retention=retention, model="m")
         serving.serve(own(1))
         assert serving.stat("pins") == 0
         assert serving.cache.stats()["cached_blocks"] >= 25

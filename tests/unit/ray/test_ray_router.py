@@ -48,7 +48,7 @@ from prefixcache.ray_serve.router import PrefixRequestRouter
 from prefixcache.types.request import Request
 
 DEPLOYMENT = DeploymentID("replicas", "app")
-ROOT = PrefixCache(4, 4).root_hash().hex()
+ROOT = PrefixCache(4, 4, model="m").root_hash().hex()
 PROMPT = range(100, 141)
 LOCAL = {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:2"}
 PUBLIC = {"endpoint": "tcp://10.1.2.3:1", "replay_endpoint": "tcp://10.1.2.3:2"}
@@ -331,7 +331,9 @@ async def test_events_tell_without_a_probe(router: PrefixRequestRouter, readers:
 async def test_replicas_of_unlike_processors_are_found_by_hashes_of_their_own(router, readers):
     """Each names its blocks under its own root, and a new one may have a root of its own."""
     replicas = update(router, *(with_events(name, 8, arithmetic=name) for name in "abc"))
-    roots = {name: PrefixCache(4, 4, arithmetic=name).root_hash().hex() for name in "abc"}
+    roots = {
+        name: PrefixCache(4, 4, arithmetic=name, model="m").root_hash().hex() for name in "abc"
+    }
     of = job(root={name: roots[name] for name in "ab"})
     await tell(router, readers, "a", stored(of, 2, "a"))
     await tell(router, readers, "b", stored(of, 5, "b"))

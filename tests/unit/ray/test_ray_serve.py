@@ -56,7 +56,7 @@ from prefixcache.ray_serve.known_caches import KnownCaches
 from prefixcache.ray_serve.replicas.commands import CommandClient, Commands
 from prefixcache.ray_serve.replicas.replica_set import merged_metrics
 
-ROOT = PrefixCache(4, 4).root_hash()
+ROOT = PrefixCache(4, 4, model="m").root_hash()
 STATE = ReplicaState(number=3, common="a", roots={"float32": ROOT.hex()})
 
 Play = Callable[[RoutedJob], AsyncIterator[Chunk]]
@@ -168,7 +168,7 @@ async def test_outputs_come_as_the_replica_sends_them() -> None:
 async def test_a_job_carries_the_hashes_of_its_prompts() -> None:
     handle = Handle(_answers)
     await _all(_answer(handle))
-    expected = PrefixCache(4, 4).compute_block_hashes(range(9))
+    expected = PrefixCache(4, 4, model="m").compute_block_hashes(range(9))
     assert handle.jobs[0].short_hashes()["float32"].tolist() == expected.short().tolist()
     last = [int.from_bytes(expected.to_bytes(index)[-8:], "big") for index in range(2)]
     assert expected.short().tolist() == last
@@ -368,7 +368,7 @@ async def test_commands_are_those_of_a_control() -> None:
 def test_hashes_made_elsewhere_are_those_of_the_cache() -> None:
     for salt in (None, "salt"):
         for size in (0, 3, 4, 35, 263, 2060):
-            cache, tokens = PrefixCache(4, 4), np.arange(size)
+            cache, tokens = PrefixCache(4, 4, model="m"), np.arange(size)
             made = BlockHashes.compute(tokens, ROOT, 4, cache_salt=salt)
             sent = BlockHashes.from_state(made.state())
             known = cache.new_sequence(tokens, cache_salt=salt, hashes=sent)
@@ -379,7 +379,7 @@ def test_hashes_made_elsewhere_are_those_of_the_cache() -> None:
 
 
 def test_hashes_under_other_weights_are_not_taken() -> None:
-    cache, tokens = PrefixCache(4, 4), np.arange(35)
+    cache, tokens = PrefixCache(4, 4, model="m"), np.arange(35)
     others = BlockHashes.compute(tokens, bytes(32), 4)
     shorter = BlockHashes.compute(tokens[:9], ROOT, 4)
     expected = cache.new_sequence(tokens).block_hashes()

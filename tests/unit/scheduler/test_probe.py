@@ -74,7 +74,7 @@ async def test_a_probe_changes_nothing(serve: Callable[..., AsyncEngine]) -> Non
 
 async def test_without_a_cache_nothing_is_seen(serve: Callable[..., AsyncEngine]) -> None:
     for enabled, expected in ((True, 8), (False, 0)):
-        cache = CacheManager(65, 4)
+        cache = CacheManager(65, 4, model="m")
         scheduler = Scheduler(
             fake_engine.SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
             cache,

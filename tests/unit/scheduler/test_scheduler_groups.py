@@ -76,7 +76,7 @@ def test_what_fits_is_counted_by_group() -> None:
 
 
 def test_a_request_may_need_the_whole_pool_and_not_a_block_more() -> None:
-    need = CacheManager(9, 4, groups=HYBRID).most_blocks(60 + 3, 8)
+    need = CacheManager(9, 4, groups=HYBRID, model="m").most_blocks(60 + 3, 8)
     bench = windowed(num_blocks=1 + need)
     bench.add("a", prompt_of(60))
     bench.run()

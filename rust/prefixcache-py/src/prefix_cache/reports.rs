@@ -83,16 +83,16 @@ impl PrefixCache {
         Ok(self.0.reader()?.store().listen(capacity.0, &or_empty(gap_bounds))?)
     }
 
-    /// Take up to `max_losses` evictions out of the log, the oldest first, as arrays. Any thread.
-    fn take_losses<'py>(
+    /// Take up to `max_evictions` evictions out of the log, the oldest first, as arrays. Any thread.
+    fn take_evictions<'py>(
         &self,
         py: Python<'py>,
-        max_losses: Number<names::MaxEvictions>,
+        max_evictions: Number<names::MaxEvictions>,
     ) -> Result<Bound<'py, PyDict>> {
-        let (core, most) = (self.0.reader()?, max_losses.0);
+        let core = self.0.reader()?;
         let evictions = py.detach(|| {
             let mut evictions = Vec::new();
-            core.store().take_evictions(most, &mut evictions);
+            core.store().take_evictions(max_evictions.0, &mut evictions);
             evictions
         });
         evictions::arrays(py, &evictions)
@@ -100,8 +100,23 @@ impl PrefixCache {
 
     /// How many evictions the log had no room for. Any thread.
     #[getter]
-    fn missed_losses(&self) -> Result<u64> {
+    fn missed_evictions(&self) -> Result<u64> {
         Ok(self.0.reader()?.store().missed_evictions())
+    }
+
+    /// `take_evictions`, by its first name.
+    fn take_losses<'py>(
+        &self,
+        py: Python<'py>,
+        max_losses: Number<names::OldMaxEvictions>,
+    ) -> Result<Bound<'py, PyDict>> {
+        self.take_evictions(py, Number::new(max_losses.0))
+    }
+
+    /// `missed_evictions`, by its first name.
+    #[getter]
+    fn missed_losses(&self) -> Result<u64> {
+        self.missed_evictions()
     }
 
     /// How many gaps between uses lie up to each bound, above the last, and their sum in seconds.

@@ -11,15 +11,13 @@
 
 use std::ops::Range;
 
+use prefixcache_cpu::lanes::vectors;
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
 
 use crate::Plan;
 
 /// The most tokens that an output is made of.
 pub const MAX_TAPS: usize = 8;
-
-/// Numbers that a task should have, so that waking a thread pays.
-const TASK_NUMBERS: usize = 16_384;
 
 /// A convolution over the last tokens, each channel on its own.
 #[derive(Clone, Copy)]
@@ -62,16 +60,10 @@ pub fn short_conv<E: Element>(
     let kept = cache.width() / channels;
     assert_eq!(cache.width(), kept * channels, "width of the cache");
     assert!(kept >= (taps - 1).min(plan.block_size()) && kept > 0, "kept tokens");
-    let chunk = (TASK_NUMBERS / channels).max(1);
-    let each_chunk = |work: &(dyn Fn(Range<usize>) + Sync)| {
-        team.run(rows.div_ceil(chunk), |task| {
-            work(task * chunk..((task + 1) * chunk).min(rows));
-        });
-    };
     let inputs = &*bcx;
-    each_chunk(&|rows| form.run(Inputs { bcx: inputs, rows }));
+    team.run_rows(rows, channels, |rows| form.run(Inputs { bcx: inputs, rows }));
     let (bcx, before) = (bcx.read(), cache.read());
-    each_chunk(&|rows| {
+    team.run_rows(rows, channels, |rows| {
         form.run(Outputs { plan, conv, before, bcx, out, rows });
     });
     keep(plan, slots, kept, bcx.columns(0..channels), cache);
@@ -197,10 +189,4 @@ fn load<E: Element, L: Lanes>(lanes: L, numbers: &[E], at: usize, count: usize) 
     let from = numbers[at..at + count].as_ptr();
     // SAFETY: as many stand there.
     unsafe { E::load_some(lanes, from, count) }
-}
-
-/// Starts of the vectors of `width` numbers, and how many numbers each really has.
-#[inline(always)]
-fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..width).step_by(L::LANES).map(move |at| (at, (width - at).min(L::LANES)))
 }

@@ -627,8 +627,7 @@ fn update<L: Lanes, const N: usize>(
 /// x / (1 + e^-x)
 #[inline(always)]
 fn silu<L: Lanes>(lanes: L, x: L::V) -> L::V {
-    let e = lanes.exp(lanes.sub(lanes.splat(0.0), x));
-    lanes.div(x, lanes.add(lanes.splat(1.0), e))
+    lanes.times_sigmoid(x, lanes.sub(lanes.splat(0.0), x))
 }
 
 /// ln(1 + e^x)

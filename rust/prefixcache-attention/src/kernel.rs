@@ -3,6 +3,7 @@
 use std::array::from_fn;
 use std::ops::Range;
 
+use prefixcache_cpu::memory::prefetch;
 use prefixcache_cpu::tile::{TileWork, dot_tile, heights, run_tile, widths};
 use prefixcache_cpu::{Bf16, Form, Kernel, Lanes, OutOfMemory, Rows, RowsMut, Team};
 
@@ -342,12 +343,12 @@ struct Fetch {
 impl Fetch {
     /// Asks for the next share, as far as there are lines.
     #[inline(always)]
-    fn next<L: Lanes>(&mut self, lanes: L) {
+    fn next(&mut self) {
         for _ in 0..self.share {
             if self.group == self.groups.len() {
                 return;
             }
-            lanes.prefetch(self.groups[self.group].wrapping_byte_add(self.at));
+            prefetch(self.groups[self.group].wrapping_byte_add(self.at));
             self.at += CACHE_LINE;
             if self.at >= self.bytes {
                 (self.group, self.at) = (self.group + 1, 0);
@@ -421,7 +422,7 @@ impl<E: KvElement, L: Lanes> TileWork for Scores<'_, '_, E, L> {
         // SAFETY: the groups up to `column + W * LANES` hold keys that a row sees.
         let mut keys: [_; W] = from_fn(|c| unsafe { panels.key_vector(column + c * L::LANES) });
         for _ in (0..dims / E::PER_WORD).step_by(DEPTH) {
-            fetch.next(lanes);
+            fetch.next();
             // SAFETY: a head holds `dims / PER_WORD` words, a multiple of DEPTH; a group of keys has as
             // many lines of 16 words, of which a vector starts inside and ends inside.
             unsafe {
@@ -478,7 +479,7 @@ impl<E: KvElement, L: Lanes> TileWork for Sums<'_, '_, E, L> {
         for (group, first) in (0..depth).step_by(lines).enumerate() {
             let rows = from_fn(|r| probabilities[r * TILE + first..(r + 1) * TILE].as_ptr());
             let depth = lines.min(depth - first);
-            fetch.next(lanes);
+            fetch.next();
             // SAFETY: a row of probabilities holds TILE words, at least `first + depth`; the
             // group's values have `depth` lines of `dims` words, and W vectors from `column`
             // stay inside a line.

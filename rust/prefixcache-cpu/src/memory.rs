@@ -1,4 +1,4 @@
-//! Memory whose size a caller chose: too much of it is an error, never the end of the process.
+//! Memory whose size a caller chose: too much of it is an error, never the end of the process. Memory that is fetched before it is read.
 
 /// There is not as much memory as was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -12,6 +12,18 @@ pub fn filled<T: Copy>(value: T, rows: usize, width: usize) -> Result<Vec<T>, Ou
     all.try_reserve_exact(len).map_err(|_| OutOfMemory)?;
     all.resize(len, value);
     Ok(all)
+}
+
+/// Says that the cache line of an address, which may be any, is read soon.
+#[inline(always)]
+pub fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 has the instruction, and it never fails.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::io;
 use std::mem;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,6 +31,9 @@ const SPINS_BEFORE_YIELD: u32 = 500;
 
 /// An offer that takes longer was taken: the machine is busy.
 const TAKEN: Duration = Duration::from_micros(50);
+
+/// Numbers that a task should have, so that waking a thread pays.
+const TASK_NUMBERS: usize = 16_384;
 
 /// The most threads of a team.
 pub const MAX_THREADS: usize = 1024;
@@ -157,6 +161,16 @@ impl Team {
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
+    }
+
+    /// As [`Team::run`], for tasks of up to `chunk` neighbours of `0..count`.
+    pub fn run_chunks(&self, count: usize, chunk: usize, task: impl Fn(Range<usize>) + Sync) {
+        self.run(count.div_ceil(chunk), |i| task(i * chunk..((i + 1) * chunk).min(count)));
+    }
+
+    /// As [`Team::run_chunks`], for rows of `width` numbers: a task has as many as waking a thread pays for.
+    pub fn run_rows(&self, rows: usize, width: usize, task: impl Fn(Range<usize>) + Sync) {
+        self.run_chunks(rows, (TASK_NUMBERS / width.max(1)).max(1), task);
     }
 
     /// As [`Team::run`], for tasks that can fail; the error of one that did. All are run.

@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 
+use prefixcache_cpu::lanes::vectors;
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows, RowsMut, Team};
-
-/// Numbers that a task should have, so that waking a thread pays.
-const TASK_NUMBERS: usize = 16_384;
 
 /// x / sqrt(mean(x^2) + eps) * (weight + offset), for each `group` numbers of a row.
 ///
@@ -45,7 +43,7 @@ pub fn rms_norm<E: Element, O: Element>(
     if let Some(residual) = &residual {
         assert_eq!(residual.shape(), out.shape(), "residual");
     }
-    each_row(form, team, x, out, &NormedRow { norm, residual });
+    each_row(form, team, width, out, &NormedRow { norm, x, residual });
 }
 
 /// The function between the two halves of a gated layer.
@@ -81,7 +79,7 @@ pub fn gated<E: Element>(
 ) {
     let width = gate.width() * out.width();
     assert_eq!(x.shape(), (out.rows(), width), "shape of x");
-    each_row(form, team, x, out, &Gated { gate });
+    each_row(form, team, width, out, &Gated { gate, x });
 }
 
 /// x / (1 + e^-gate), number by number: x times the sigmoid of its gate.
@@ -97,7 +95,7 @@ pub fn open<E: Element>(
 ) {
     assert_eq!(gates.shape(), x.shape(), "shape of gates");
     assert_eq!(x.shape(), out.shape(), "shape of out");
-    each_row(form, team, x, out, &Opened { gates });
+    each_row(form, team, x.width(), out, &Opened { gates, x });
 }
 
 /// Turns the first numbers of each head of a row by the row's angles: halves (x, y) of them become
@@ -121,59 +119,51 @@ pub fn rotate<E: Element>(
     assert_eq!(cos.rows(), x.rows(), "rows of cos");
     assert!(2 * cos.width() <= head, "width of cos");
     assert!(x.width().is_multiple_of(head), "width of x");
-    each_row(form, team, x, out, &Rotate { cos, sin, head });
+    each_row(form, team, x.width(), out, &Rotate { cos, sin, head, x });
 }
 
 /// What a layer makes of one row.
-pub(crate) trait RowWork<E, O = E>: Sync {
-    /// Writes `out` from `x`, row `row` of both.
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [O]);
+pub(crate) trait RowWork<O: Element>: Sync {
+    /// Whether numbers of bfloat16 are read or written.
+    const HAS_BF16: bool = O::PER_WORD > 1;
+
+    /// Writes row `row` of `out`.
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [O]);
 }
 
-pub(crate) fn each_row<E: Element, O: Element>(
+/// Writes all rows of `out`, each of which is made of `width` numbers.
+pub(crate) fn each_row<O: Element>(
     form: Form,
     team: &Team,
-    x: Rows<'_, E>,
+    width: usize,
     out: &RowsMut<'_, O>,
-    work: &impl RowWork<E, O>,
+    work: &impl RowWork<O>,
 ) {
-    if x.width() == 0 {
-        return;
+    if out.width() > 0 {
+        team.run_rows(out.rows(), width, |rows| form.run(Chunk { work, out, rows }));
     }
-    let chunk = (TASK_NUMBERS / x.width()).max(1);
-    team.run(x.rows().div_ceil(chunk), |task| {
-        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
-        form.run(Chunk { work, x, out, rows });
-    });
 }
 
 /// The rows of one task.
-struct Chunk<'a, E, O, W> {
+struct Chunk<'a, O, W> {
     work: &'a W,
-    x: Rows<'a, E>,
     out: &'a RowsMut<'a, O>,
     rows: Range<usize>,
 }
 
-impl<E: Element, O: Element, W: RowWork<E, O>> Kernel for Chunk<'_, E, O, W> {
+impl<O: Element, W: RowWork<O>> Kernel for Chunk<'_, O, W> {
     type Output = ();
 
-    const HAS_BF16: bool = E::PER_WORD > 1 || O::PER_WORD > 1;
+    const HAS_BF16: bool = W::HAS_BF16;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         for row in self.rows {
             // SAFETY: a row belongs to one task.
             let out = unsafe { self.out.part(row, 0, self.out.width()) };
-            self.work.run(lanes, row, self.x.row(row), out);
+            self.work.run(lanes, row, out);
         }
     }
-}
-
-/// Starts of the vectors of `width` numbers, and how many numbers each really has.
-#[inline(always)]
-pub(crate) fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..width).step_by(L::LANES).map(move |at| (at, (width - at).min(L::LANES)))
 }
 
 /// Adds rows to those of x, where there are some, then multiplies each number, in place.
@@ -190,43 +180,27 @@ pub fn add_and_scale<E: Element>(
     x: &mut RowsMut<'_, E>,
 ) {
     assert!(more.is_none_or(|more| more.shape() == x.shape()), "shape");
-    let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
-    let x = &*x;
-    team.run(x.rows().div_ceil(chunk), |task| {
-        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
-        form.run(Scaled { more, factor, x, rows });
-    });
+    each_row(form, team, x.width(), x, &Scaled { more, factor });
 }
 
-/// The rows of one task.
 struct Scaled<'a, E> {
     more: Option<Rows<'a, E>>,
     factor: f32,
-    x: &'a RowsMut<'a, E>,
-    rows: Range<usize>,
 }
 
-impl<E: Element> Kernel for Scaled<'_, E> {
-    type Output = ();
-
-    const HAS_BF16: bool = E::PER_WORD > 1;
-
+impl<E: Element> RowWork<E> for Scaled<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &mut [E]) {
         let factor = lanes.splat(self.factor);
-        for row in self.rows {
-            // SAFETY: a row belongs to one task.
-            let x = unsafe { self.x.part(row, 0, self.x.width()) };
-            if let Some(more) = &self.more {
-                add(lanes, more.row(row), x);
-            }
-            for (at, count) in vectors::<L>(x.len()) {
-                let to = x[at..].as_mut_ptr();
-                // SAFETY: `count` numbers stand at `at`.
-                unsafe {
-                    let y = lanes.mul(E::load_some(lanes, to, count), factor);
-                    E::store_some(lanes, to, y, count);
-                }
+        if let Some(more) = &self.more {
+            add(lanes, more.row(row), x);
+        }
+        for (at, count) in vectors::<L>(x.len()) {
+            let to = x[at..].as_mut_ptr();
+            // SAFETY: `count` numbers stand at `at`.
+            unsafe {
+                let y = lanes.mul(E::load_some(lanes, to, count), factor);
+                E::store_some(lanes, to, y, count);
             }
         }
     }
@@ -234,41 +208,24 @@ impl<E: Element> Kernel for Scaled<'_, E> {
 
 /// Replaces each number x by `cap * tanh(x / cap)`, in place.
 pub fn softcap(form: Form, team: &Team, cap: f32, x: &mut RowsMut<'_, f32>) {
-    if x.width() == 0 {
-        return;
-    }
-    let chunk = (TASK_NUMBERS / x.width()).max(1);
-    let x = &*x;
-    team.run(x.rows().div_ceil(chunk), |task| {
-        let rows = task * chunk..((task + 1) * chunk).min(x.rows());
-        form.run(Capped { cap, x, rows });
-    });
+    each_row(form, team, x.width(), x, &Capped { cap });
 }
 
-/// The rows of one task.
-struct Capped<'a> {
+struct Capped {
     cap: f32,
-    x: &'a RowsMut<'a, f32>,
-    rows: Range<usize>,
 }
 
-impl Kernel for Capped<'_> {
-    type Output = ();
-
+impl RowWork<f32> for Capped {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
+    fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &mut [f32]) {
         let cap = lanes.splat(self.cap);
-        for row in self.rows {
-            // SAFETY: a row belongs to one task.
-            let x = unsafe { self.x.part(row, 0, self.x.width()) };
-            for (at, count) in vectors::<L>(x.len()) {
-                let to = x[at..].as_mut_ptr();
-                // SAFETY: `count` numbers stand at `at`.
-                unsafe {
-                    let scaled = lanes.div(f32::load_some(lanes, to, count), cap);
-                    let y = lanes.mul(cap, lanes.tanh(scaled));
-                    f32::store_some(lanes, to, y, count);
-                }
+        for (at, count) in vectors::<L>(x.len()) {
+            let to = x[at..].as_mut_ptr();
+            // SAFETY: `count` numbers stand at `at`.
+            unsafe {
+                let scaled = lanes.div(f32::load_some(lanes, to, count), cap);
+                let y = lanes.mul(cap, lanes.tanh(scaled));
+                f32::store_some(lanes, to, y, count);
             }
         }
     }
@@ -276,14 +233,17 @@ impl Kernel for Capped<'_> {
 
 struct NormedRow<'a, E, O> {
     norm: RmsNorm<'a, E>,
+    x: Rows<'a, E>,
     residual: Option<Rows<'a, O>>,
 }
 
-impl<E: Element, O: Element> RowWork<E, O> for NormedRow<'_, E, O> {
+impl<E: Element, O: Element> RowWork<O> for NormedRow<'_, E, O> {
+    const HAS_BF16: bool = E::PER_WORD > 1 || O::PER_WORD > 1;
+
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [O]) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [O]) {
         let RmsNorm { weight, group, .. } = self.norm;
-        let groups = x.chunks_exact(group).zip(out.chunks_exact_mut(group));
+        let groups = self.x.row(row).chunks_exact(group).zip(out.chunks_exact_mut(group));
         for ((x, out), weight) in groups.zip(weight.chunks_exact(group).cycle()) {
             self.norm.run_group(lanes, x, weight, out);
         }
@@ -336,13 +296,15 @@ fn add<E: Element, L: Lanes>(lanes: L, row: &[E], out: &mut [E]) {
     }
 }
 
-struct Gated {
+struct Gated<'a, E> {
     gate: Gate,
+    x: Rows<'a, E>,
 }
 
-impl<E: Element> RowWork<E> for Gated {
+impl<E: Element> RowWork<E> for Gated<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, _row: usize, x: &[E], out: &mut [E]) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [E]) {
+        let x = self.x.row(row);
         let (gates, values) = (&x[..out.len()], &x[x.len() - out.len()..]);
         self.gate.pass(lanes, gates, values, out);
     }
@@ -430,29 +392,24 @@ fn opened<L: Lanes>(lanes: L, gate: Gate, x: L::V) -> L::V {
             lanes.mul(cubic, x)
         }
     };
-    times_sigmoid(lanes, x, minus_t)
-}
-
-/// x / (1 + e^-t)
-#[inline(always)]
-pub(crate) fn times_sigmoid<L: Lanes>(lanes: L, x: L::V, minus_t: L::V) -> L::V {
-    lanes.div(x, lanes.add(lanes.splat(1.0), lanes.exp(minus_t)))
+    lanes.times_sigmoid(x, minus_t)
 }
 
 struct Opened<'a, E> {
     gates: Rows<'a, E>,
+    x: Rows<'a, E>,
 }
 
 impl<E: Element> RowWork<E> for Opened<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
-        let gates = self.gates.row(row);
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [E]) {
+        let (gates, x) = (self.gates.row(row), self.x.row(row));
         for (at, count) in vectors::<L>(out.len()) {
             // SAFETY: `count` numbers stand at `at` in each of the three, which are equally long.
             unsafe {
                 let gate = E::load_some(lanes, gates[at..].as_ptr(), count);
                 let x = E::load_some(lanes, x[at..].as_ptr(), count);
-                let y = times_sigmoid(lanes, x, lanes.sub(lanes.splat(0.0), gate));
+                let y = lanes.times_sigmoid(x, lanes.sub(lanes.splat(0.0), gate));
                 E::store_some(lanes, out[at..].as_mut_ptr(), y, count);
             }
         }
@@ -473,17 +430,18 @@ fn clamped_swiglu<L: Lanes>(lanes: L, gate: L::V, value: L::V) -> L::V {
     lanes.mul(opened, lanes.add(value, lanes.splat(1.0)))
 }
 
-struct Rotate<'a> {
+struct Rotate<'a, E> {
     cos: Rows<'a, f32>,
     sin: Rows<'a, f32>,
     head: usize,
+    x: Rows<'a, E>,
 }
 
-impl<E: Element> RowWork<E> for Rotate<'_> {
+impl<E: Element> RowWork<E> for Rotate<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, row: usize, x: &[E], out: &mut [E]) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [E]) {
         let (cos, sin) = (self.cos.row(row), self.sin.row(row));
-        let heads = x.chunks_exact(self.head).zip(out.chunks_exact_mut(self.head));
+        let heads = self.x.row(row).chunks_exact(self.head).zip(out.chunks_exact_mut(self.head));
         for (head, out) in heads {
             let (turned, copied) = head.split_at(2 * cos.len());
             let (out, rest) = out.split_at_mut(turned.len());

@@ -3,28 +3,24 @@
 use std::arch::x86_64::*;
 
 use super::ByteLanes;
+use crate::lanes;
 
 /// Proof that the processor has AVX2, FMA and F16C, and AVX-VNNI where `VNNI` says so.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Avx2<const VNNI: bool>(());
 
-fn has_avx2() -> bool {
-    is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c")
-}
-
 impl Avx2<false> {
     /// The proof, where the processor has the instructions.
     pub fn detect() -> Option<Self> {
-        has_avx2().then_some(Self(()))
+        lanes::avx2::Avx2::detect().map(|_| Self(()))
     }
 }
 
 impl Avx2<true> {
     /// The proof, where the processor has the instructions.
     pub fn detect_vnni() -> Option<Self> {
-        (has_avx2() && is_x86_feature_detected!("avxvnni")).then_some(Self(()))
+        let found = lanes::avx2::Avx2::detect().filter(|_| is_x86_feature_detected!("avxvnni"));
+        found.map(|_| Self(()))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::ByteLanes;
+use crate::lanes::avx512::Avx512;
 
 /// Proof that the processor has AVX-512 (F, BW, DQ, VL, VNNI).
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -11,15 +12,8 @@ pub struct Avx512Vnni(());
 impl Avx512Vnni {
     /// The proof, where the processor has the instructions.
     pub fn detect() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c")
-            && is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512vnni");
-        found.then_some(Self(()))
+        let found = Avx512::detect().filter(|_| is_x86_feature_detected!("avx512vnni"));
+        found.map(|_| Self(()))
     }
 }
 

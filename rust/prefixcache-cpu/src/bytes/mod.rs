@@ -82,18 +82,6 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// They are writable.
     unsafe fn store(self, to: *mut f32, v: Self::F);
 
-    /// Asks the processor to bring the cache line of this address nearer; it need not be readable.
-    #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: every x86-64 processor has the instruction, and it faults nowhere.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = at;
-    }
-
     /// a + b, modulo 2^32.
     fn add(self, a: Self::I, b: Self::I) -> Self::I;
     /// a - b, modulo 2^32.

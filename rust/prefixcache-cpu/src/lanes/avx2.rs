@@ -186,11 +186,8 @@ impl Lanes for Avx2 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         }
         unsafe fn store_bf16(self, to: *mut Bf16, v: __m256) {
-            let bits = _mm256_castps_si256(v);
-            let upper = _mm256_srli_epi32::<16>(bits);
-            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
+            let upper = _mm256_srli_epi32::<16>(_mm256_castps_si256(v));
+            let rounded = _mm256_srli_epi32::<16>(rounded_up(v));
             let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
             let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
             let words = _mm256_blendv_epi8(rounded, quiet, nan);

@@ -199,11 +199,8 @@ impl Lanes for Avx512 {
 
     operations! {
         unsafe fn store_bf16(self, to: *mut Bf16, v: __m512) {
-            let bits = _mm512_castps_si512(v);
-            let upper = _mm512_srli_epi32::<16>(bits);
-            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let upper = _mm512_srli_epi32::<16>(_mm512_castps_si512(v));
+            let rounded = _mm512_srli_epi32::<16>(rounded_up(v));
             let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
             let words = _mm512_mask_blend_epi32(nan, rounded, quiet);

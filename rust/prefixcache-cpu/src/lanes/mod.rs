@@ -154,18 +154,6 @@ pub trait Lanes: Copy + Send + Sync {
         v
     }
 
-    /// Says that the cache line of an address, which may be any, is read soon.
-    #[inline(always)]
-    fn prefetch<T>(self, address: *const T) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: every x86-64 has the instruction, and it never fails.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = address;
-    }
-
     /// The numbers that `BITS` (2 to 6, or 8) bits of each word are, from bit `at` on; `at + BITS` is at most 32.
     fn field<const BITS: u32, const SIGNED: bool>(self, words: Self::V, at: u32) -> Self::V;
 
@@ -314,6 +302,12 @@ pub trait Lanes: Copy + Send + Sync {
         self.select_less(x, lowest, self.splat(0.0), y)
     }
 
+    /// x / (1 + e^-t)
+    #[inline(always)]
+    fn times_sigmoid(self, x: Self::V, minus_t: Self::V) -> Self::V {
+        self.div(x, self.add(self.splat(1.0), self.exp(minus_t)))
+    }
+
     /// tanh(x) as 1 - 2 / (e^2x + 1).
     #[inline(always)]
     fn tanh(self, x: Self::V) -> Self::V {
@@ -321,6 +315,12 @@ pub trait Lanes: Copy + Send + Sync {
         let e = self.exp(self.add(x, x));
         self.sub(one, self.div(self.splat(2.0), self.add(e, one)))
     }
+}
+
+/// Starts of the vectors of `width` numbers, and how many numbers each really has.
+#[inline(always)]
+pub fn vectors<L: Lanes>(width: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..width).step_by(L::LANES).map(move |at| (at, (width - at).min(L::LANES)))
 }
 
 #[cfg(test)]

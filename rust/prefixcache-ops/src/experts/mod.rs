@@ -11,13 +11,12 @@
 
 mod route;
 
-use std::ops::Range;
-
+use prefixcache_cpu::lanes::vectors;
 use prefixcache_cpu::memory::{OutOfMemory, filled};
 use prefixcache_cpu::{Element, Form, Lanes, Rows, RowsMut, Team};
 
 use crate::linear::PackedLinear;
-use crate::rowwise::{Gate, RowWork, each_row, gated, times_sigmoid, vectors};
+use crate::rowwise::{Gate, RowWork, each_row, gated};
 
 use route::Routes;
 pub use route::{Router, Scores};
@@ -167,7 +166,7 @@ impl<E: Element> Experts<'_, E> {
             weights: shared.weight.map(|_| &scratch.shared_weights[..rows]),
         });
         let work = WeightedSum { routes: &routes, down: down.read(), shared, residual };
-        each_row(form, team, x, out, &work);
+        each_row(form, team, hidden, out, &work);
         Ok(())
     }
 
@@ -201,9 +200,7 @@ fn rows_mut<T>(numbers: &mut [T], rows: usize, width: usize) -> RowsMut<'_, T> {
 
 /// Copies the rows with these numbers.
 fn gather<E: Element>(team: &Team, x: Rows<'_, E>, numbers: &[usize], out: &RowsMut<'_, E>) {
-    team.run(numbers.len().div_ceil(GATHERED_ROWS), |task| {
-        let first = task * GATHERED_ROWS;
-        let rows: Range<usize> = first..(first + GATHERED_ROWS).min(numbers.len());
+    team.run_chunks(numbers.len(), GATHERED_ROWS, |rows| {
         for row in rows {
             // SAFETY: a row belongs to one task.
             let to = unsafe { out.part(row, 0, out.width()) };
@@ -228,7 +225,7 @@ struct WeightedSum<'a, E> {
 
 impl<E: Element> RowWork<E> for WeightedSum<'_, E> {
     #[inline(always)]
-    fn run<L: Lanes>(&self, lanes: L, row: usize, _x: &[E], out: &mut [E]) {
+    fn run<L: Lanes>(&self, lanes: L, row: usize, out: &mut [E]) {
         let chosen = self.routes.of_row(row);
         for (at, count) in vectors::<L>(out.len()) {
             let mut sum = lanes.splat(0.0);
@@ -244,7 +241,7 @@ impl<E: Element> RowWork<E> for WeightedSum<'_, E> {
                 let made = unsafe { f32::load_some(lanes, made, count) };
                 let weighed = match weights {
                     None => made,
-                    Some(logits) => times_sigmoid(lanes, made, lanes.splat(-logits[row])),
+                    Some(logits) => lanes.times_sigmoid(made, lanes.splat(-logits[row])),
                 };
                 sum = lanes.add(sum, weighed);
             }
@@ -302,8 +299,7 @@ mod tests {
         if has_fault {
             routes.rotate(rows);
         }
-        let x = vec![0.0_f32; rows * WIDTH];
-        let mut out = x.clone();
+        let mut out = vec![0.0_f32; rows * WIDTH];
         let work = WeightedSum {
             routes: &routes,
             down: Rows::new(&made, WIDTH),
@@ -311,7 +307,7 @@ mod tests {
             residual: None,
         };
         let out_rows = RowsMut::new(&mut out, WIDTH);
-        each_row(form, &team, Rows::new(&x, WIDTH), &out_rows, &work);
+        each_row(form, &team, WIDTH, &out_rows, &work);
         out
     }
 

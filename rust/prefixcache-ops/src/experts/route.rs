@@ -134,8 +134,8 @@ impl Routes {
         let mut weights = filled(0.0, rows, top_k)?;
         let (to, weights_to) =
             (RowsMut::new(&mut chosen, top_k), RowsMut::new(&mut weights, top_k));
-        team.run(rows.div_ceil(TASK_ROWS), |task| {
-            for row in task * TASK_ROWS..((task + 1) * TASK_ROWS).min(rows) {
+        team.run_chunks(rows, TASK_ROWS, |rows| {
+            for row in rows {
                 // SAFETY: a row belongs to one task.
                 let (chosen, weights) =
                     unsafe { (to.part(row, 0, top_k), weights_to.part(row, 0, top_k)) };

@@ -6,9 +6,6 @@ use prefixcache_cpu::{ByteForm, ByteKernel, ByteLanes, Element, Rows, Team};
 /// Numbers that share a scale.
 pub const BLOCK: usize = 32;
 
-/// Numbers that a task should have, so that waking a thread pays.
-const TASK_NUMBERS: usize = 16_384;
-
 /// Adding it to a number below 2^22 rounds that to an integer, ties to even, in the lowest bits.
 const ROUND: f32 = 12_582_912.0;
 
@@ -110,11 +107,7 @@ impl QuantizedRows {
         let mut blocks = Vec::new();
         blocks.try_reserve_exact(count).map_err(|_| OutOfMemory)?;
         let to = Destination(blocks.as_mut_ptr());
-        let chunk = (TASK_NUMBERS / x.width().max(1)).max(1);
-        team.run(x.rows().div_ceil(chunk), |task| {
-            let first = task * chunk;
-            form.run(Quantize { x, rows: first..(first + chunk).min(x.rows()), stride, to: &to });
-        });
+        team.run_rows(x.rows(), x.width(), |rows| form.run(Quantize { x, rows, stride, to: &to }));
         // SAFETY: the tasks have written the blocks of every row, `count` in all.
         unsafe { blocks.set_len(count) };
         Ok(Self { blocks, blocks_per_row, stride })

@@ -86,11 +86,7 @@ impl Layout {
 
     /// Bytes before the blocks of a unit: scales and minimums.
     pub const fn header(self) -> usize {
-        match self.scales {
-            Scales::PowerOfTwo => TILE,
-            Scales::Minimum | Scales::GroupMinimum | Scales::SixteenMinimums => 4 * TILE,
-            _ => 2 * TILE,
-        }
+        TILE * self.scales.block_bytes()
     }
 
     /// Bytes of the codes of 32 steps.
@@ -100,12 +96,7 @@ impl Layout {
 
     /// Bytes of 32 steps: codes and factors.
     pub const fn block(self) -> usize {
-        self.codes()
-            + match self.scales {
-                Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
-                Scales::Group => TILE,
-                Scales::GroupMinimum | Scales::Sixteens | Scales::SixteenMinimums => 2 * TILE,
-            }
+        self.codes() + TILE * self.scales.group_bytes()
     }
 
     /// Bytes of a unit.
@@ -272,20 +263,10 @@ fn write_block(format: Format, unit: &mut [u8], column: usize, block: &[u8]) {
     for (group, to) in groups.enumerate() {
         let (packed, factors) = to.split_at_mut(layout.codes());
         write_codes(layout.bits, packed, column, format.codes(block, group));
-        let pair = match layout.scales {
-            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => continue,
-            Scales::Group => {
-                factors[column] = scales.factors[group].cast_unsigned();
-                continue;
-            }
-            Scales::GroupMinimum => [scales.factors[group].cast_unsigned(), scales.minimums[group]],
-            Scales::Sixteens => {
-                [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
-            }
-            Scales::SixteenMinimums => [2 * group, 2 * group + 1]
-                .map(|i| scales.factors[i].cast_unsigned() | scales.minimums[i] << 4),
-        };
-        (factors[column], factors[TILE + column]) = pair.into();
+        let bytes = scales.of_group(layout.scales, group);
+        for (factors, byte) in factors.chunks_exact_mut(TILE).zip(bytes) {
+            factors[column] = byte;
+        }
     }
 }
 

@@ -82,6 +82,24 @@ impl Scales {
     pub(crate) const fn have_minimums(self) -> bool {
         matches!(self, Self::Minimum | Self::GroupMinimum | Self::SixteenMinimums)
     }
+
+    /// Bytes that are kept of a block's own scale and minimum.
+    pub(crate) const fn block_bytes(self) -> usize {
+        match self {
+            Self::PowerOfTwo => 1,
+            _ if self.have_minimums() => 4,
+            _ => 2,
+        }
+    }
+
+    /// Bytes that are kept of the scales and minimums of a group of 32.
+    pub(crate) const fn group_bytes(self) -> usize {
+        match self {
+            Self::Plain | Self::PowerOfTwo | Self::Minimum => 0,
+            Self::Group => 1,
+            Self::GroupMinimum | Self::Sixteens | Self::SixteenMinimums => 2,
+        }
+    }
 }
 
 /// What a format is.
@@ -105,21 +123,10 @@ static E2M1: CodeTable = CodeTable::new([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3,
 
 impl Format {
     /// All formats.
-    pub const ALL: [Self; 13] = [
-        Self::Q4_0,
-        Self::Q4_1,
-        Self::Q5_0,
-        Self::Q5_1,
-        Self::Q8_0,
-        Self::Q4K,
-        Self::Q5K,
-        Self::Q6K,
-        Self::Q2K,
-        Self::Q3K,
-        Self::IQ4NL,
-        Self::IQ4XS,
-        Self::MXFP4,
-    ];
+    pub const ALL: [Self; 13] = {
+        use Format::*;
+        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K, Q2K, Q3K, IQ4NL, IQ4XS, MXFP4]
+    };
 
     /// Whether most files are made of it. For these more kernels are compiled, where one for any number
     /// of rows would be slower.
@@ -321,6 +328,21 @@ impl BlockScales {
             _ => {}
         }
         scales
+    }
+
+    /// What is kept of a group: the first [`Scales::group_bytes`] of these.
+    #[inline(always)]
+    pub(crate) fn of_group(&self, scales: Scales, group: usize) -> [u8; 2] {
+        let Self { factors, minimums, .. } = self;
+        match scales {
+            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => [0; 2],
+            Scales::Group | Scales::GroupMinimum => {
+                [factors[group].cast_unsigned(), minimums[group]]
+            }
+            Scales::Sixteens | Scales::SixteenMinimums => {
+                [2 * group, 2 * group + 1].map(|i| factors[i].cast_unsigned() | minimums[i] << 4)
+            }
+        }
     }
 
     /// What `d` stands for.

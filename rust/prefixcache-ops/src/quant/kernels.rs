@@ -1,7 +1,11 @@
 //! What the kernels of either order of columns share.
 
-use prefixcache_cpu::Lanes;
+use std::marker::PhantomData;
 
+use prefixcache_cpu::{Element, Lanes};
+
+use super::blocks::Scales;
+use super::layout::{Layout, table};
 use crate::panel::{PANEL, TaskRows};
 
 /// Bytes that are asked for before they are dequantized: that takes so much computation that
@@ -26,6 +30,32 @@ pub(super) trait TakeLines<L: Lanes, const C: usize> {
     unsafe fn take(&mut self, line: usize, words: [L::V; C]);
 }
 
+/// Sums of `H` rows and `C` vectors.
+pub(super) struct Multiply<L: Lanes, E, const H: usize, const C: usize> {
+    pub(super) lanes: L,
+    /// The words of the group.
+    pub(super) rows: [*const u32; H],
+    pub(super) sums: [[L::V; C]; H],
+    pub(super) element: PhantomData<E>,
+}
+
+impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
+    for Multiply<L, E, H, C>
+{
+    #[inline(always)]
+    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
+        // By references: to iterate over arrays themselves keeps the sums in memory.
+        for r in 0..H {
+            // SAFETY: the row has this word, as the caller vouches.
+            let x = unsafe { self.rows[r].add(line).read_unaligned() };
+            let x = self.lanes.splat_word(x);
+            for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
+                *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
+            }
+        }
+    }
+}
+
 /// Stores lines in the dequantized panel.
 pub(super) struct Store<L> {
     pub(super) lanes: L,
@@ -46,6 +76,26 @@ impl<L: Lanes, const C: usize> TakeLines<L, C> for Store<L> {
     }
 }
 
+/// Evaluates an expression with a constant for the bits of a field.
+macro_rules! with_field {
+    ($bits:expr, $BITS:ident => $body:expr) => {
+        with_field!($bits, $BITS, $body, 2 3 4 5 6)
+    };
+    ($bits:expr, $BITS:ident, $body:expr, $($bit:literal)*) => {
+        match $bits {
+            $($bit => {
+                const $BITS: u32 = $bit;
+                $body
+            })*
+            _ => {
+                const $BITS: u32 = 8;
+                $body
+            }
+        }
+    };
+}
+pub(super) use with_field;
+
 /// Repeats for each pair of numbers of a group, known to the compiler.
 macro_rules! for_pairs {
     ($pair:ident => $body:block) => {
@@ -60,12 +110,93 @@ macro_rules! for_pairs {
 }
 pub(super) use for_pairs;
 
+/// The numbers that codes are, from bit `at` on of the words at `from`; the bits that follow stand `line` words on.
+///
+/// # Safety
+/// A vector is readable at both, as far as it has such bits.
+#[inline(always)]
+pub(super) unsafe fn numbers<F: Layout, L: Lanes>(
+    lanes: L,
+    from: *const u32,
+    line: usize,
+    mut at: u32,
+    signed: bool,
+) -> L::V {
+    // SAFETY: the caller's promise.
+    let mut words = unsafe { lanes.load(from.cast()) };
+    if at + F::BITS > 32 {
+        // SAFETY: as above.
+        let next = unsafe { lanes.load(from.add(line).cast()) };
+        words = lanes.join(words, next, at);
+        at = 0;
+    }
+    if F::TABLE.is_some() {
+        return lanes.lookup(table::<F>(), words, at);
+    }
+    with_field!(F::BITS, BITS => match signed {
+        true => lanes.field::<BITS, true>(words, at),
+        false => lanes.field::<BITS, false>(words, at),
+    })
+}
+
+/// The scales of a vector of columns, and what is added to products where the format has minimums: of the first 16 of the
+/// depth, and of the others. `header` and `group` are where those of `width` columns start.
+///
+/// # Safety
+/// The columns from `column` on are there, a vector of them.
+#[inline(always)]
+pub(super) unsafe fn scales<F: Layout, L: Lanes>(
+    lanes: L,
+    header: *const u8,
+    group: *const u8,
+    width: usize,
+    column: usize,
+) -> [[L::V; 2]; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let half =
+            |start: usize| lanes.load_f16(header.add(start * width).cast::<u16>().add(column));
+        let byte = |start: usize| group.add(start * width + column);
+        let d = match F::SCALES {
+            Scales::PowerOfTwo => lanes.load_e8m0(header.add(column)),
+            _ => half(0),
+        };
+        let none = [lanes.splat(0.0); 2];
+        match F::SCALES {
+            Scales::Plain | Scales::PowerOfTwo => [[d; 2], none],
+            Scales::Group => [[lanes.mul(d, lanes.load_i8(byte(0).cast())); 2], none],
+            Scales::Minimum => [[d; 2], [half(2); 2]],
+            Scales::GroupMinimum => {
+                let scale = lanes.mul(d, lanes.load_u8(byte(0)));
+                let offset = lanes.mul(half(2), lanes.load_u8(byte(1)));
+                [[scale; 2], [offset; 2]]
+            }
+            Scales::Sixteens => {
+                let [first, second] =
+                    [lanes.load_i8(byte(0).cast()), lanes.load_i8(byte(1).cast())];
+                [[lanes.mul(d, first), lanes.mul(d, second)], none]
+            }
+            Scales::SixteenMinimums => {
+                let minimum = half(2);
+                let [mut scales, mut offsets] = [[d; 2]; 2];
+                // A closure is not inlined here, and then runs without the form's instructions.
+                for sixteen in 0..2 {
+                    let (scale, factor) = nibbles(lanes, byte(sixteen));
+                    scales[sixteen] = lanes.mul(d, scale);
+                    offsets[sixteen] = lanes.mul(minimum, factor);
+                }
+                [scales, offsets]
+            }
+        }
+    }
+}
+
 /// The lower and the upper four bits of bytes, as numbers.
 ///
 /// # Safety
 /// `LANES` bytes are readable.
 #[inline(always)]
-pub(super) unsafe fn nibbles<L: Lanes>(lanes: L, from: *const u8) -> (L::V, L::V) {
+unsafe fn nibbles<L: Lanes>(lanes: L, from: *const u8) -> (L::V, L::V) {
     // Adding it rounds to an integer.
     const ROUND: f32 = 12_582_912.0;
     // SAFETY: the caller's promise.

@@ -28,17 +28,9 @@ pub(super) trait Layout: OfFormat {
         _ => GROUP,
     };
     /// Bytes of a column's own scales in a block.
-    const HEADER: usize = match Self::SCALES {
-        Scales::PowerOfTwo => 1,
-        Scales::Plain | Scales::Group | Scales::Sixteens => 2,
-        Scales::Minimum | Scales::GroupMinimum | Scales::SixteenMinimums => 4,
-    };
+    const HEADER: usize = Self::SCALES.block_bytes();
     /// Bytes of a column's scales in a group.
-    const GROUP_HEADER: usize = match Self::SCALES {
-        Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => 0,
-        Scales::Group => 1,
-        Scales::GroupMinimum | Scales::Sixteens | Scales::SixteenMinimums => 2,
-    };
+    const GROUP_HEADER: usize = Self::SCALES.group_bytes();
     /// Bytes of a column in a group.
     const GROUP_BYTES: usize = Self::GROUP_HEADER + GROUP * Self::BITS as usize / 8;
     /// Groups of a block.
@@ -89,20 +81,10 @@ pub(super) fn pack_scales<F: Layout>(
     }
     for group in 0..F::GROUPS {
         let at = F::group_at(width, group).1 + column;
-        let pair = match F::SCALES {
-            Scales::Plain | Scales::PowerOfTwo | Scales::Minimum => return,
-            Scales::Group => {
-                to[at] = scales.factors[group].cast_unsigned();
-                continue;
-            }
-            Scales::GroupMinimum => [scales.factors[group].cast_unsigned(), scales.minimums[group]],
-            Scales::Sixteens => {
-                [2 * group, 2 * group + 1].map(|i| scales.factors[i].cast_unsigned())
-            }
-            Scales::SixteenMinimums => [2 * group, 2 * group + 1]
-                .map(|i| scales.factors[i].cast_unsigned() | scales.minimums[i] << 4),
-        };
-        (to[at], to[at + width]) = pair.into();
+        let bytes = scales.of_group(F::SCALES, group);
+        for (i, &byte) in bytes[..F::GROUP_HEADER].iter().enumerate() {
+            to[at + i * width] = byte;
+        }
     }
 }
 

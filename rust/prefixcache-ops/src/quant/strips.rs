@@ -14,13 +14,14 @@ mod one;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use prefixcache_cpu::memory::prefetch;
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
 
 use one::{One, has_one};
 
-use super::blocks::{BlockScales, Format, GROUP, Scales};
-use super::kernels::{AHEAD, Product, Store, TakeLines, for_pairs, nibbles};
-use super::layout::{CodeAt, Layout, codes_at, pack_scales, table};
+use super::blocks::{BlockScales, Format, GROUP};
+use super::kernels::{self, AHEAD, Multiply, Product, Store, TakeLines, for_pairs, numbers};
+use super::layout::{CodeAt, Layout, codes_at, pack_scales};
 use crate::panel::{Line, PANEL, Sums};
 
 /// Columns of a strip.
@@ -141,39 +142,16 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
         for c in 0..C {
             let column = column + c * L::LANES;
             // SAFETY: inside the headers of these columns.
-            unsafe {
-                let half = |start: usize| {
-                    let halves = strip.add(header + start * width).cast::<u16>();
-                    lanes.load_f16(halves.add(column))
+            let [of_halves, added] = unsafe {
+                let (header, group) = (strip.add(header), strip.add(at));
+                kernels::scales::<F, L>(lanes, header, group, width, column)
+            };
+            for half in 0..2 {
+                scales[half][c] = of_halves[half];
+                offsets[half][c] = match F::SCALES.have_minimums() {
+                    true => added[half],
+                    false => lanes.mul(of_halves[half], zero),
                 };
-                let byte = |start: usize| strip.add(at + start * width + column);
-                let d = match F::SCALES {
-                    Scales::PowerOfTwo => lanes.load_e8m0(strip.add(header + column)),
-                    _ => half(0),
-                };
-                for sixteen in 0..2 {
-                    let (scale, offset) = match F::SCALES {
-                        Scales::Plain | Scales::PowerOfTwo => (d, lanes.mul(d, zero)),
-                        Scales::Group => {
-                            let scale = lanes.mul(d, lanes.load_i8(byte(0).cast()));
-                            (scale, lanes.mul(scale, zero))
-                        }
-                        Scales::Minimum => (d, half(2)),
-                        Scales::GroupMinimum => (
-                            lanes.mul(d, lanes.load_u8(byte(0))),
-                            lanes.mul(half(2), lanes.load_u8(byte(1))),
-                        ),
-                        Scales::Sixteens => {
-                            let scale = lanes.mul(d, lanes.load_i8(byte(sixteen).cast()));
-                            (scale, lanes.mul(scale, zero))
-                        }
-                        Scales::SixteenMinimums => {
-                            let (scale, minimum) = nibbles(lanes, byte(sixteen));
-                            (lanes.mul(d, scale), lanes.mul(half(2), minimum))
-                        }
-                    };
-                    (scales[sixteen][c], offsets[sixteen][c]) = (scale, offset);
-                }
             }
         }
         // SAFETY: inside the group.
@@ -237,54 +215,12 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
             code_at::<F>(strip_width::<L>(), c * L::LANES, depth);
         let word = first * F::BITS as usize / 32 * line + word;
         if at < F::BITS {
-            lanes.prefetch(self.codes.wrapping_byte_add(AHEAD).wrapping_add(word));
+            prefetch(self.codes.wrapping_byte_add(AHEAD).wrapping_add(word));
         }
         // SAFETY: the stream has this code, so the words with its bits.
-        let mut words = unsafe { lanes.load(self.codes.add(word).cast()) };
-        let mut from = at;
-        if at + F::BITS > 32 {
-            // SAFETY: as above.
-            let next = unsafe { lanes.load(self.codes.add(word + line).cast()) };
-            words = lanes.join(words, next, at);
-            from = 0;
-        }
-        let code = match F::BITS {
-            4 if F::TABLE.is_some() => lanes.lookup(table::<F>(), words, from),
-            2 => lanes.field::<2, false>(words, from),
-            3 => lanes.field::<3, false>(words, from),
-            4 => lanes.field::<4, false>(words, from),
-            5 => lanes.field::<5, false>(words, from),
-            6 => lanes.field::<6, false>(words, from),
-            _ => lanes.field::<8, false>(words, from),
-        };
+        let code = unsafe { numbers::<F, L>(lanes, self.codes.add(word), line, at, false) };
         let half = depth / 16;
         lanes.mul_add(code, self.scales[half][c], self.offsets[half][c])
-    }
-}
-
-/// Sums of `H` rows and `C` vectors.
-struct Multiply<L: Lanes, E, const H: usize, const C: usize> {
-    lanes: L,
-    /// The words of the group.
-    rows: [*const u32; H],
-    sums: [[L::V; C]; H],
-    element: PhantomData<E>,
-}
-
-impl<L: Lanes, E: Element, const H: usize, const C: usize> TakeLines<L, C>
-    for Multiply<L, E, H, C>
-{
-    #[inline(always)]
-    unsafe fn take(&mut self, line: usize, words: [L::V; C]) {
-        // By references: to iterate over arrays themselves keeps the sums in memory.
-        for r in 0..H {
-            // SAFETY: the row has this word, as the caller vouches.
-            let x = unsafe { self.rows[r].add(line).read_unaligned() };
-            let x = self.lanes.splat_word(x);
-            for (sum, &words) in self.sums[r].iter_mut().zip(&words) {
-                *sum = self.lanes.in_register(E::dot(self.lanes, *sum, words, x));
-            }
-        }
     }
 }
 
@@ -384,7 +320,7 @@ impl<E: Element> Product<'_, E> {
         };
         for group in 0..self.inputs / GROUP {
             if column.is_multiple_of(strip_width::<L>()) {
-                prefetch::<F, L>(lanes, strip, group);
+                prefetch_group::<F, L>(strip, group);
             }
             // SAFETY: the strip has the group, the rows its words.
             unsafe {
@@ -410,13 +346,13 @@ fn strip_of<F: Layout, L: Lanes>(panel: *const u8, inputs: usize, column: usize)
 /// alone to keep enough cache lines on their way. Codes are asked for word by word: all at once they would fill what
 /// the first cache has for lines on their way, and the loads of this group would wait.
 #[inline(always)]
-fn prefetch<F: Layout, L: Lanes>(lanes: L, strip: *const u8, group: usize) {
+fn prefetch_group<F: Layout, L: Lanes>(strip: *const u8, group: usize) {
     let width = const { strip_width::<L>() };
     let (header, at) = F::group_at(width, group);
     let start = if F::GROUPS == 1 { header } else { at };
     let bytes = codes_at::<F>(width, group) - start;
     for line in 0..bytes.div_ceil(CACHE_LINE) {
-        lanes.prefetch(strip.wrapping_add(start + AHEAD + line * CACHE_LINE));
+        prefetch(strip.wrapping_add(start + AHEAD + line * CACHE_LINE));
     }
 }
 
@@ -444,7 +380,7 @@ impl<E: Element, F: Layout> Kernel for Dequantize<'_, E, F> {
             for column in (0..PANEL).step_by(L::LANES) {
                 let strip = strip_of::<F, L>(self.panel, self.inputs, column);
                 if column.is_multiple_of(strip_width::<L>()) {
-                    prefetch::<F, L>(lanes, strip, group);
+                    prefetch_group::<F, L>(strip, group);
                 }
                 // SAFETY: the strip has the group, and `lines` are its lines, of 64 columns.
                 unsafe {

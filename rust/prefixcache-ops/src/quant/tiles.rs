@@ -8,11 +8,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use prefixcache_cpu::memory::prefetch;
 use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
 
 use super::blocks::{BlockScales, Format, GROUP, Scales};
-use super::kernels::{AHEAD, Product, Store, TakeLines, for_pairs, nibbles};
-use super::layout::{CodeAt, Layout, codes_at, pack_scales, table};
+use super::kernels::{self, AHEAD, Multiply, Product, Store, TakeLines, for_pairs, numbers};
+use super::layout::{CodeAt, Layout, codes_at, pack_scales};
 use crate::panel::{Line, PANEL, Sums};
 
 /// Columns of a tile.
@@ -144,25 +145,6 @@ impl<E: Element> Product<'_, E> {
     }
 }
 
-/// Multiplies them with `H` rows.
-struct Multiply<L: Lanes, E, const H: usize> {
-    lanes: L,
-    rows: [*const u32; H],
-    sums: [L::V; H],
-    element: PhantomData<E>,
-}
-
-impl<L: Lanes, E: Element, const H: usize> TakeLines<L, 1> for Multiply<L, E, H> {
-    #[inline(always)]
-    unsafe fn take(&mut self, line: usize, [words]: [L::V; 1]) {
-        for (sum, row) in self.sums.iter_mut().zip(self.rows) {
-            // SAFETY: the row has this word, as the caller vouches.
-            let x = self.lanes.splat_word(unsafe { row.add(line).read_unaligned() });
-            *sum = E::dot(self.lanes, *sum, words, x);
-        }
-    }
-}
-
 /// A vector's columns of a group of the depth.
 struct Columns<L: Lanes, F> {
     lanes: L,
@@ -170,8 +152,8 @@ struct Columns<L: Lanes, F> {
     codes: [*const u32; 2],
     /// What their numbers are multiplied by: for the first 16 of the depth, and the others.
     scales: [[L::V; 2]; 2],
-    /// What is added, if anything, in the same order.
-    offsets: Option<[[L::V; 2]; 2]>,
+    /// What is added where the format has minimums, in the same order.
+    offsets: [[L::V; 2]; 2],
     layout: PhantomData<F>,
 }
 
@@ -186,50 +168,21 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         // SAFETY: inside the headers and the tile of these columns.
         unsafe {
             let (header, group) = (panel.add(header), panel.add(at));
-            let half = |start: usize| lanes.load_f16(header.add(start).cast::<u16>().add(column));
-            let byte = |start: usize| group.add(start + column);
-            let twice = |v| <[L::V; 2]>::from(lanes.twice(v));
-            let d = match F::SCALES {
-                Scales::PowerOfTwo => lanes.load_e8m0(header.add(column)),
-                _ => half(0),
-            };
-            let (scales, offsets) = match F::SCALES {
-                Scales::Plain | Scales::PowerOfTwo => ([twice(d); 2], None),
-                Scales::Group => {
-                    let scale = lanes.mul(d, lanes.load_i8(byte(0).cast()));
-                    ([twice(scale); 2], None)
-                }
-                Scales::Minimum => ([twice(d); 2], Some([twice(half(2 * PANEL)); 2])),
-                Scales::GroupMinimum => {
-                    let scale = lanes.mul(d, lanes.load_u8(byte(0)));
-                    let offset = lanes.mul(half(2 * PANEL), lanes.load_u8(byte(PANEL)));
-                    ([twice(scale); 2], Some([twice(offset); 2]))
-                }
-                Scales::Sixteens => {
-                    let scale = |at| twice(lanes.mul(d, lanes.load_i8(byte(at).cast())));
-                    ([scale(0), scale(PANEL)], None)
-                }
-                Scales::SixteenMinimums => {
-                    let minimum = half(2 * PANEL);
-                    let [mut scales, mut offsets] = [[[d; 2]; 2]; 2];
-                    // A closure is not inlined here, and then runs without the form's instructions.
-                    for sixteen in 0..2 {
-                        let (scale, factor) = nibbles(lanes, byte(sixteen * PANEL));
-                        scales[sixteen] = twice(lanes.mul(d, scale));
-                        offsets[sixteen] = twice(lanes.mul(minimum, factor));
-                    }
-                    (scales, Some(offsets))
-                }
-            };
+            let [of_halves, added] = kernels::scales::<F, L>(lanes, header, group, PANEL, column);
+            let [mut scales, mut offsets] = [[of_halves; 2]; 2];
+            for half in 0..2 {
+                scales[half] = lanes.twice(of_halves[half]).into();
+                offsets[half] = lanes.twice(added[half]).into();
+            }
             let tile = column / TILE * TILE * F::BITS as usize;
             let tile = group.add(F::GROUP_HEADER * PANEL).cast::<u32>().add(tile);
             let (scales_at, scale_bytes) = match F::GROUPS {
                 1 => (header, F::HEADER),
                 _ => (group, F::GROUP_HEADER),
             };
-            lanes.prefetch(scales_at.wrapping_add(AHEAD + column * scale_bytes));
+            prefetch(scales_at.wrapping_add(AHEAD + column * scale_bytes));
             for line in 0..F::BITS as usize {
-                lanes.prefetch(tile.wrapping_add(line * TILE + AHEAD / size_of::<u32>()));
+                prefetch(tile.wrapping_add(line * TILE + AHEAD / size_of::<u32>()));
             }
             Self {
                 lanes,
@@ -297,31 +250,14 @@ impl<L: Lanes, F: Layout> Columns<L, F> {
         let bit = F::BITS as usize * code;
         let (word, at) = (bit / 32 * TILE, (bit % 32) as u32);
         let word = 2 * first * F::BITS as usize / 32 * TILE + word;
+        let from = self.codes[VECTOR].wrapping_add(word);
         // SAFETY: the stream has this code, so the words with its bits.
-        let mut words = unsafe { self.lanes.load(self.codes[VECTOR].add(word).cast()) };
-        let mut from = at;
-        if at + F::BITS > 32 {
-            // SAFETY: as above.
-            let next = unsafe { self.lanes.load(self.codes[VECTOR].add(word + TILE).cast()) };
-            words = self.lanes.join(words, next, at);
-            from = 0;
-        }
-        let number = match (F::BITS, F::SIGNED) {
-            (4, _) if F::TABLE.is_some() => self.lanes.lookup(table::<F>(), words, from),
-            (2, _) => self.lanes.field::<2, false>(words, from),
-            (3, _) => self.lanes.field::<3, true>(words, from),
-            (4, true) => self.lanes.field::<4, true>(words, from),
-            (4, false) => self.lanes.field::<4, false>(words, from),
-            (5, true) => self.lanes.field::<5, true>(words, from),
-            (5, false) => self.lanes.field::<5, false>(words, from),
-            (6, _) => self.lanes.field::<6, true>(words, from),
-            _ => self.lanes.field::<8, true>(words, from),
-        };
+        let number = unsafe { numbers::<F, L>(self.lanes, from, TILE, at, F::SIGNED) };
         let sixteen = code / 16;
         let scale = self.scales[sixteen][VECTOR];
-        match self.offsets {
-            Some(offsets) => self.lanes.mul_add(number, scale, offsets[sixteen][VECTOR]),
-            None => self.lanes.mul(number, scale),
+        match F::SCALES.have_minimums() {
+            true => self.lanes.mul_add(number, scale, self.offsets[sixteen][VECTOR]),
+            false => self.lanes.mul(number, scale),
         }
     }
 }
@@ -379,14 +315,14 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
             for column in (0..product.used).step_by(L::LANES) {
                 // SAFETY: `sums` has 64 columns, the rows the words of the group, the panel the group.
                 unsafe {
-                    let mut multiply = Multiply::<L, E, H> {
+                    let mut multiply = Multiply::<L, E, H, 1> {
                         lanes,
                         rows,
-                        sums: sums.each_ref().map(|sums| lanes.load(sums.as_ptr().add(column))),
+                        sums: sums.each_ref().map(|sums| [lanes.load(sums.as_ptr().add(column))]),
                         element: PhantomData,
                     };
                     dequantize::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
-                    for (to, sum) in sums.iter_mut().zip(multiply.sums) {
+                    for (to, [sum]) in sums.iter_mut().zip(multiply.sums) {
                         lanes.store(to.as_mut_ptr().add(column), sum);
                     }
                 }

@@ -1,6 +1,7 @@
 //! A few rows, whose sums stay in registers.
 
 use prefixcache_cpu::ByteLanes;
+use prefixcache_cpu::memory::prefetch;
 
 use super::codes::{dot, four_steps};
 use super::panel::{LINE, Packed, Panel};
@@ -56,7 +57,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         let unit = d * self.width + group * W * L::LANES / TILE;
         let at = self.units.wrapping_add(unit * layout.unit() + b * bytes + ahead);
         for line in 0..bytes.div_ceil(LINE) {
-            self.lanes.prefetch(at.wrapping_add(line * LINE));
+            prefetch(at.wrapping_add(line * LINE));
         }
     }
 

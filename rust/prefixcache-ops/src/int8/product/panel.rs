@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 
 use prefixcache_cpu::ByteLanes;
+use prefixcache_cpu::memory::prefetch;
 
 use crate::int8::tiles::{Int8Weight, Layout, TILE};
 use crate::quant::formats::OfFormat;
@@ -53,7 +54,7 @@ impl<P: Packed, L: ByteLanes> Panel<P, L> {
         let share = const { P::LAYOUT.unit() / P::LAYOUT.blocks };
         for line in 0..share.div_ceil(LINE) {
             let ahead = NEXT + b * share + line * LINE;
-            self.lanes.prefetch(unit.wrapping_add(ahead));
+            prefetch(unit.wrapping_add(ahead));
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use std::marker::PhantomData;
 
+use prefixcache_cpu::memory::prefetch;
 use prefixcache_cpu::{Element, Kernel, Lanes};
 
-use super::{Columns, Few, prefetch, strip_of, strip_width};
+use super::{Columns, Few, prefetch_group, strip_of, strip_width};
 use crate::panel::Sums;
 use crate::quant::blocks::{Format, GROUP, Scales};
-use crate::quant::kernels::{AHEAD, Product, for_pairs};
+use crate::quant::kernels::{AHEAD, Product, for_pairs, with_field};
 use crate::quant::layout::Layout;
 
 /// Whether one row is multiplied without most shifts: see [`PLACES`]. It is not faster for the other formats, nor where
@@ -17,25 +18,6 @@ pub(super) const fn has_one(format: Format) -> bool {
 }
 const fn has_places<F: Layout, L: Lanes>() -> bool {
     L::LANES == 8 || !matches!(F::BITS, 4 | 5)
-}
-
-/// Evaluates an expression with a constant for the bits of a field.
-macro_rules! with_field {
-    ($bits:expr, $BITS:ident => $body:expr) => {
-        with_field!($bits, $BITS, $body, 2 3 4 5 6)
-    };
-    ($bits:expr, $BITS:ident, $body:expr, $($bit:literal)*) => {
-        match $bits {
-            $($bit => {
-                const $BITS: u32 = $bit;
-                $body
-            })*
-            _ => {
-                const $BITS: u32 = 8;
-                $body
-            }
-        }
-    };
 }
 
 /// Places of a word that codes are taken from without a shift: the lowest bits, those above them, and so on. A code
@@ -128,7 +110,7 @@ impl<L: Lanes, F: Layout> Columns<L, F, 4> {
             let word = (first * F::BITS as usize + bit) / 32 * strip_width::<L>();
             for (c, to) in shifted.words.iter_mut().enumerate() {
                 let at = self.codes.wrapping_add(word + c * L::LANES);
-                lanes.prefetch(at.wrapping_byte_add(AHEAD));
+                prefetch(at.wrapping_byte_add(AHEAD));
                 // SAFETY: the stream has these words.
                 *to = lanes.in_register(unsafe { lanes.load(at.cast()) });
             }
@@ -179,7 +161,7 @@ impl<E: Element, F: Layout> Kernel for One<'_, E, F> {
             let mut scales = [[sums; PLACES]; 2];
             let column = start % strip_width::<L>();
             for group in 0..inputs / GROUP {
-                prefetch::<F, L>(lanes, strip, group);
+                prefetch_group::<F, L>(strip, group);
                 // SAFETY: the strip has the group, and the row its numbers.
                 unsafe {
                     let columns = Columns::<L, F, 4>::new(lanes, strip, group, column);

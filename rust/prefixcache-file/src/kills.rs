@@ -249,10 +249,8 @@ impl Process {
     }
 
     fn hit(&mut self, random: &mut Random) {
-        let number = self.published[random.below(self.published.len().max(1) as u64) as usize..]
-            .first()
-            .copied();
-        let Some(number) = number else { return };
+        let at = random.below(self.published.len().max(1) as u64) as usize;
+        let Some(&number) = self.published.get(at) else { return };
         if let Some(block) = self.take_hit(number) {
             self.held.push(vec![block]);
         }

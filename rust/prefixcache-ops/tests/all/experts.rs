@@ -175,9 +175,7 @@ fn forward<E: Element>(
 fn dense<E: Element>(linear: &PackedLinear<E>, bias_seed: u64) -> (Vec<Vec<f64>>, Vec<f64>) {
     let team = Team::new(1).expect("threads");
     let ids: Vec<usize> = (0..linear.outputs()).collect();
-    let mut numbers = vec![E::from_f32(0.0); linear.outputs() * linear.inputs()];
-    let out = RowsMut::new(&mut numbers, linear.inputs());
-    linear.read_rows(&team, &ids, &out);
+    let numbers = crate::read(linear, &team, &ids);
     let wide = |row: &[E]| row.iter().map(|x| f64::from(x.to_f32())).collect();
     let rows = numbers.chunks_exact(linear.inputs()).map(wide).collect();
     (rows, wide(&noise::<E>(bias_seed, linear.outputs())))

@@ -175,7 +175,7 @@ impl<'a, E: Element> Outputs<'a, E> {
             *input = if back <= own {
                 &self.bcx.row(row - back)[..channels]
             } else {
-                let (page, offset) = self.plan.place_of(sequence, position - back);
+                let (page, offset) = self.plan.place(sequence, position - back);
                 &self.before.row(page)[offset % kept * channels..][..channels]
             };
         }

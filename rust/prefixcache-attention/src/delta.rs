@@ -365,7 +365,7 @@ impl<E: Element, O: Element> HeadRun<'_, E, O> {
     /// Reads the state after the token at a position.
     fn read(&self, position: usize, state: &mut [f32]) {
         for (kept, StatePart { plan, pages }, at) in self.runs() {
-            let (page, _) = plan.place_of(self.run.sequence, position);
+            let (page, _) = plan.place(self.run.sequence, position);
             // SAFETY: pages that are written are of one sequence, and a head's numbers of them of one task.
             let numbers = unsafe { pages.shared_part(page, at, kept.len()) };
             state[kept].copy_from_slice(numbers);
@@ -375,7 +375,7 @@ impl<E: Element, O: Element> HeadRun<'_, E, O> {
     /// Writes the state after the token at a position of the step.
     fn keep(&self, position: usize, state: &[f32]) {
         for (kept, StatePart { plan, pages }, at) in self.runs() {
-            let (page, _) = plan.place_of(self.run.sequence, position);
+            let (page, _) = plan.place(self.run.sequence, position);
             if page == NO_PAGE {
                 continue;
             }

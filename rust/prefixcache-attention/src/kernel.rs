@@ -182,7 +182,7 @@ impl<E: KvElement> QueryRun<'_, E> {
     #[inline(always)]
     fn numbers(&self, position: usize, count: usize) -> (*const E, *const E) {
         let (dims, kv_heads) = (self.attention.head_dim, self.attention.kv_heads);
-        let (page, offset) = self.plan.place(self.task, position);
+        let (page, offset) = self.plan.place(self.task.sequence, position);
         let (page, size) = (self.cache.row(page), self.plan.block_size());
         let part = |head| &page[(head * size + offset) * dims..][..count * dims];
         let (keys, values) = (part(self.kv_head), part(self.kv_head + kv_heads));

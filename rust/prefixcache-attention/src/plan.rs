@@ -98,7 +98,8 @@ pub(crate) struct Run {
 /// A run of one sequence's queries.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
-    sequence: usize,
+    /// Its number.
+    pub(crate) sequence: usize,
     /// Rows of the query matrix.
     pub(crate) queries: Range<usize>,
     /// Position of the first of them.
@@ -224,15 +225,9 @@ impl Plan {
         &self.tasks
     }
 
-    /// The page, and the token's number in it, of a position of the task's sequence.
+    /// The page, and the token's number in it, of a position of a sequence.
     #[inline(always)]
-    pub(crate) fn place(&self, task: &Task, position: usize) -> (usize, usize) {
-        self.place_of(task.sequence, position)
-    }
-
-    /// [`Self::place`] of a sequence by its number.
-    #[inline(always)]
-    pub(crate) fn place_of(&self, sequence: usize, position: usize) -> (usize, usize) {
+    pub(crate) fn place(&self, sequence: usize, position: usize) -> (usize, usize) {
         let sequence = &self.sequences[sequence];
         let pages = &self.pages[sequence.pages.clone()];
         (pages[position / self.block_size - sequence.first_page], position % self.block_size)
@@ -379,7 +374,7 @@ mod tests {
         assert_eq!(starts, [(0, 14), (1, 15)]);
         let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
         assert_eq!(
-            [14, 15, 16].map(|position| plan.place(task, position)),
+            [14, 15, 16].map(|position| plan.place(task.sequence, position)),
             [(4, 14), (4, 15), (1, 0)]
         );
     }
@@ -415,7 +410,7 @@ mod tests {
         let plan = Plan::new(tables, 5, 16, &attention(Some(14))).expect("good tables");
         let task = plan.tasks.iter().find(|t| t.sequence == 0).expect("a task");
         assert_eq!(task.start, 46);
-        assert_eq!([32, 48].map(|position| plan.place(task, position)), [(4, 0), (1, 0)]);
+        assert_eq!([32, 48].map(|position| plan.place(task.sequence, position)), [(4, 0), (1, 0)]);
         let wider = Plan::new(tables, 5, 16, &attention(Some(15)));
         assert_eq!(wider.expect_err("a lie"), PlanError::LeftOut(0, 2, 31));
     }

@@ -59,25 +59,11 @@ impl<const VNNI: bool> ByteLanes for Avx2<VNNI> {
         fn shift_down<const N: u32>(self, a: __m256i) -> __m256i {
             _mm256_srl_epi32(a, _mm_cvtsi32_si128(N as i32))
         }
-        fn dot_codes(self, acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
-            if VNNI {
-                return self.dot_bytes(acc, codes, x);
+        fn dot(self, acc: __m256i, bytes: __m256i, x: __m256i) -> __m256i {
+            if !VNNI {
+                unreachable!("the form has pairs");
             }
-            // Two products of a code up to 63 and a signed byte are within 16 bits: nothing saturates.
-            let pairs = _mm256_maddubs_epi16(codes, x);
-            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
-        }
-        fn dot_bytes(self, acc: __m256i, bytes: __m256i, x: __m256i) -> __m256i {
-            if VNNI {
-                return _mm256_dpbusd_avx_epi32(acc, bytes, x);
-            }
-            // Even and odd bytes as 16 bits each, since `maddubs` would saturate.
-            let low = _mm256_set1_epi16(0xff);
-            let even_x = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x));
-            let even = _mm256_madd_epi16(_mm256_and_si256(bytes, low), even_x);
-            let odd_x = _mm256_srai_epi16::<8>(x);
-            let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(bytes), odd_x);
-            _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
+            _mm256_dpbusd_avx_epi32(acc, bytes, x)
         }
     }
 

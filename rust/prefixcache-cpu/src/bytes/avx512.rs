@@ -60,10 +60,7 @@ impl ByteLanes for Avx512Vnni {
         fn mul(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi32(a, b) }
         fn and(self, a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
         fn or(self, a: __m512i, b: __m512i) -> __m512i { _mm512_or_si512(a, b) }
-        fn dot_codes(self, acc: __m512i, codes: __m512i, x: __m512i) -> __m512i {
-            _mm512_dpbusd_epi32(acc, codes, x)
-        }
-        fn dot_bytes(self, acc: __m512i, bytes: __m512i, x: __m512i) -> __m512i {
+        fn dot(self, acc: __m512i, bytes: __m512i, x: __m512i) -> __m512i {
             _mm512_dpbusd_epi32(acc, bytes, x)
         }
         fn pair(self, low: __m512i, high: __m512i) -> __m512i {

@@ -99,10 +99,10 @@ pub trait ByteLanes: Copy + Send + Sync {
     /// Each lane's 32 bits moved down by `N`, zeros first.
     fn shift_down<const N: u32>(self, a: Self::I) -> Self::I;
 
-    /// acc + the products of four unsigned bytes of `codes`, at most 63, and four signed ones of `x`.
-    fn dot_codes(self, acc: Self::I, codes: Self::I, x: Self::I) -> Self::I;
-    /// The same for any unsigned bytes.
-    fn dot_bytes(self, acc: Self::I, bytes: Self::I, x: Self::I) -> Self::I;
+    /// acc + the products of four unsigned bytes and four signed ones of `x`. With [`Self::DOT_OF_FOUR`] alone.
+    fn dot(self, _acc: Self::I, _bytes: Self::I, _x: Self::I) -> Self::I {
+        unreachable!("the form has pairs")
+    }
 
     /// The products of four unsigned bytes of `codes`, at most 128, and four signed ones of `x`, above -128: two sums
     /// a lane, of 16 bits. This and the next four are for forms without [`Self::DOT_OF_FOUR`].

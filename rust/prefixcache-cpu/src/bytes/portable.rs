@@ -34,15 +34,6 @@ impl ByteLanes for Portable {
         }
         fn shift_up<const N: u32>(self, a: I) -> I { a.map(|word| word << N) }
         fn shift_down<const N: u32>(self, a: I) -> I { a.map(|word| (word as u32 >> N) as i32) }
-        fn dot_codes(self, acc: I, codes: I, x: I) -> I { self.dot_bytes(acc, codes, x) }
-        fn dot_bytes(self, acc: I, bytes: I, x: I) -> I {
-            each(|i| {
-                let (bytes, x) = (bytes[i].to_le_bytes(), x[i].to_le_bytes());
-                (0..4).fold(acc[i], |sum, k| {
-                    sum.wrapping_add(i32::from(bytes[k]) * i32::from(x[k] as i8))
-                })
-            })
-        }
         fn less_128(self, bytes: I) -> I { bytes.map(|word| word ^ 0x8080_8080_u32.cast_signed()) }
         fn add_pairs(self, a: I, b: I) -> I {
             each(|i| halves(a[i].wrapping_add(b[i]), (a[i] >> 16).wrapping_add(b[i] >> 16)))

@@ -146,35 +146,9 @@ impl Lanes for Avx2 {
             let high = _mm256_sllv_epi32(high, _mm256_set1_epi32(32 - at as i32));
             _mm256_castsi256_ps(_mm256_or_si256(low, high))
         }
-        fn twice(self, v: __m256) -> (__m256, __m256) {
-            let (low, high) = (
-                _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3),
-                _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7),
-            );
-            (
-                _mm256_permutevar8x32_ps(v, low),
-                _mm256_permutevar8x32_ps(v, high),
-            )
-        }
-        fn round_pairs(self, a: __m256, b: __m256) -> __m256 {
-            let rounded = |v| _mm256_srli_epi32::<16>(rounded_up(v));
-            // It packs each half of `a` next to that of `b`.
-            let packed = _mm256_packus_epi32(rounded(a), rounded(b));
-            _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(packed))
-        }
         fn zip_rounded(self, even: __m256, odd: __m256) -> __m256 {
             let low = _mm256_srli_epi32::<16>(rounded_up(even));
             _mm256_castsi256_ps(_mm256_blend_epi16::<0b1010_1010>(low, rounded_up(odd)))
-        }
-        fn unzip(self, a: __m256, b: __m256) -> (__m256, __m256) {
-            // It shuffles each half of `a` next to that of `b`.
-            let in_order = |v| {
-                let v = _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(v));
-                _mm256_castpd_ps(v)
-            };
-            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
-            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
-            (in_order(even), in_order(odd))
         }
     }
 

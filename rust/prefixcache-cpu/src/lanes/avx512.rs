@@ -75,23 +75,6 @@ macro_rules! common {
                 let high = _mm512_sllv_epi32(high, _mm512_set1_epi32(32 - at as i32));
                 _mm512_castsi512_ps(_mm512_or_si512(low, high))
             }
-            fn twice(self, v: __m512) -> (__m512, __m512) {
-                let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-                let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
-                (
-                    _mm512_permutexvar_ps(low, v),
-                    _mm512_permutexvar_ps(high, v),
-                )
-            }
-            fn unzip(self, a: __m512, b: __m512) -> (__m512, __m512) {
-                let even =
-                    _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-                let odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-                (
-                    _mm512_permutex2var_ps(a, even, b),
-                    _mm512_permutex2var_ps(a, odd, b),
-                )
-            }
         }
 
         operations! {
@@ -180,11 +163,6 @@ impl Lanes for Avx512 {
             let low = _mm512_srli_epi32::<16>(rounded_up(even));
             _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, low, rounded_up(odd)))
         }
-        fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
-            let rounded = |v| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded_up(v)));
-            let (a, b) = (_mm512_castsi256_si512(rounded(a)), rounded(b));
-            _mm512_castsi512_ps(_mm512_inserti64x4::<1>(a, b))
-        }
     }
 
     arithmetic! {
@@ -214,6 +192,14 @@ impl Lanes for Avx512Bf16 {
     const DOT_IN_REGISTERS: bool = true;
 
     operations! {
+        fn twice(self, v: __m512) -> (__m512, __m512) {
+            let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+            let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+            (
+                _mm512_permutexvar_ps(low, v),
+                _mm512_permutexvar_ps(high, v),
+            )
+        }
         fn round_pairs(self, a: __m512, b: __m512) -> __m512 {
             std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(b, a))
         }

@@ -105,10 +105,7 @@ impl Layout {
     }
 }
 
-/// Bits that the numbers of a table take, and what makes all of them positive: [`ByteLanes::dots`] counts
-/// codes of eight bits less 128.
-///
-/// [`ByteLanes::dots`]: prefixcache_cpu::ByteLanes::dots
+/// Bits that the numbers of a table take, and what makes all of them positive: codes of eight bits are counted less 128.
 const fn dot_of(codes: &[i8; 16]) -> (usize, i32) {
     let (mut least, mut most, mut i) = (0, 0, 0);
     while i < codes.len() {

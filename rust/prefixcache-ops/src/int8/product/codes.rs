@@ -113,15 +113,6 @@ const fn table<P: Packed, L: ByteLanes>() -> Option<[u8; 16]> {
     table
 }
 
-#[inline(always)]
-pub(super) fn dot<P: Packed, L: ByteLanes>(lanes: L, acc: L::I, codes: L::I, x: L::I) -> L::I {
-    if const { P::LAYOUT.dot_bits } == 8 {
-        lanes.dot_bytes(acc, codes, x)
-    } else {
-        lanes.dot_codes(acc, codes, x)
-    }
-}
-
 /// The products of codes and x in pairs.
 #[inline(always)]
 pub(super) fn products<P: Packed, L: ByteLanes>(

@@ -3,7 +3,7 @@
 use prefixcache_cpu::ByteLanes;
 use prefixcache_cpu::memory::prefetch;
 
-use super::codes::{dot, four_steps};
+use super::codes::four_steps;
 use super::panel::{LINE, Packed, Panel};
 use super::scaling::{Factors, Scaling, half_factors, header_of};
 use crate::int8::activations::{ActivationBlock, QuantizedRows};
@@ -188,9 +188,9 @@ unsafe fn code_sums<P: Packed, L: ByteLanes, const H: usize, const W: usize>(
                         lanes.splat(x.add(g).read_unaligned()),
                         lanes.splat(x.add(4 + g).read_unaligned()),
                     );
-                    first[r][j] = dot::<P, L>(lanes, first[r][j], low, x_low);
+                    first[r][j] = lanes.dot(first[r][j], low, x_low);
                     let to = if halves { &mut second } else { &mut first };
-                    to[r][j] = dot::<P, L>(lanes, to[r][j], upper, x_upper);
+                    to[r][j] = lanes.dot(to[r][j], upper, x_upper);
                 }
             }
         }

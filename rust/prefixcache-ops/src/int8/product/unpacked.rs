@@ -2,7 +2,7 @@
 
 use prefixcache_cpu::ByteLanes;
 
-use super::codes::{dot, four_steps, most_pairs, products_of};
+use super::codes::{four_steps, most_pairs, products_of};
 use super::panel::{Packed, Panel};
 use super::scaling::{Factors, Scaling, headers};
 use crate::int8::activations::{ActivationBlock, QuantizedRows};
@@ -116,7 +116,7 @@ unsafe fn dots<P: Packed, L: ByteLanes>(
         // SAFETY: the caller vouches for the words.
         let x = lanes.splat(unsafe { x.add(i).read_unaligned() });
         if const { L::DOT_OF_FOUR } {
-            sum = dot::<P, L>(lanes, sum, codes_of_four, x);
+            sum = lanes.dot(sum, codes_of_four, x);
             continue;
         }
         let more = products_of::<P, L>(lanes, codes_of_four, x);

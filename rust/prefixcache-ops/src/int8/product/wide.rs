@@ -2,7 +2,6 @@
 
 use prefixcache_cpu::ByteLanes;
 
-use super::codes::dot;
 use super::panel::{Packed, Panel};
 use super::scaling::{Factors, header_of};
 use super::unpacked::Unpacked;
@@ -161,7 +160,7 @@ impl<P: Packed, L: ByteLanes> WideBlock<P, L> {
                 // SAFETY: a block begins with its codes, which are eight words.
                 let x = lanes.splat(unsafe { row.cast::<i32>().add(word).read_unaligned() });
                 for (sum, &codes) in sums.iter_mut().zip(&codes) {
-                    *sum = dot::<P, L>(lanes, *sum, codes, x);
+                    *sum = lanes.dot(*sum, codes, x);
                 }
             }
             word += 1;

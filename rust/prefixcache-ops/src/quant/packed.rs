@@ -147,33 +147,30 @@ impl PackedBlocks {
 
     /// Not generic, so that crates which use it need not compile the kernels of all formats again.
     fn multiply_f32(&self, form: Form, panel: usize, rows: TaskRows<'_, f32>, sums: &mut [Sums]) {
-        self.multiply(form, panel, rows, sums);
+        let product = self.product(form, panel, rows);
+        with_format!(self.format, F => product.multiply_strips::<F>(form, sums));
     }
 
     /// Not generic for the same reason.
     fn multiply_bf16(&self, form: Form, panel: usize, rows: TaskRows<'_, Bf16>, sums: &mut [Sums]) {
-        self.multiply(form, panel, rows, sums);
+        let product = self.product(form, panel, rows);
+        with_format!(self.format, F => product.multiply_tiles::<F>(form, sums));
     }
 
-    fn multiply<E: Element>(
-        &self,
+    fn product<'a, E: Element>(
+        &'a self,
         form: Form,
         panel: usize,
-        rows: TaskRows<'_, E>,
-        sums: &mut [Sums],
-    ) {
+        rows: TaskRows<'a, E>,
+    ) -> Product<'a, E> {
         assert_eq!(self.order, Order::of::<E>(form), "laid out for another form");
         assert_eq!(rows.x.width(), self.inputs, "width of x");
-        let product = Product {
+        Product {
             panel: self.panel(panel).as_ptr().cast(),
             inputs: self.inputs,
             used: PANEL.min(self.outputs - panel * PANEL),
             rows,
-        };
-        with_format!(self.format, F => match self.order {
-            Order::Tiles => product.multiply_tiles::<F>(form, sums),
-            Order::Strips(_) => product.multiply_strips::<F>(form, sums),
-        });
+        }
     }
 
     /// Writes a part of a panel as the lines of words that a dense panel has: the numbers of the depth from

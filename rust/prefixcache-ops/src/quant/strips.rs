@@ -225,25 +225,25 @@ impl<L: Lanes, F: Layout, const C: usize> Columns<L, F, C> {
 }
 
 /// A panel times the rows of a task, `H` of them and `C` vectors of columns of eight at a time.
-struct Few<'a, E, F, const H: usize, const C: usize> {
-    product: &'a Product<'a, E>,
+struct Few<'a, F, const H: usize, const C: usize> {
+    product: &'a Product<'a, f32>,
     sums: &'a mut [Sums],
     layout: PhantomData<F>,
 }
 
-impl<E: Element> Product<'_, E> {
+impl Product<'_, f32> {
     /// Writes the sums of the panel, which is laid out in strips, and its rows.
     pub(super) fn multiply_strips<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
         // As many sums as there are registers for, with the scales of the columns.
         match sums.len() {
             0 => {}
             1 if const { has_one(F::FORMAT) } => {
-                form.run(One::<_, F> { product: self, sums: &mut sums[0], layout: PhantomData })
+                form.run(One::<F> { product: self, sums: &mut sums[0], layout: PhantomData })
             }
-            1 => form.run(Few::<_, F, 1, 4>::new(self, sums)),
-            2 if const { F::FORMAT.is_common() } => form.run(Few::<_, F, 2, 2>::new(self, sums)),
+            1 => form.run(Few::<F, 1, 4>::new(self, sums)),
+            2 if const { F::FORMAT.is_common() } => form.run(Few::<F, 2, 2>::new(self, sums)),
             5..=6 if const { F::FORMAT.is_common() } => {
-                form.run(Few::<_, F, 6, 1>::new(self, sums));
+                form.run(Few::<F, 6, 1>::new(self, sums));
             }
             7.. => {
                 let (four, others) = sums.split_at_mut(4);
@@ -252,26 +252,26 @@ impl<E: Element> Product<'_, E> {
                 rows.first += four.len();
                 Product { rows, ..*self }.multiply_strips::<F>(form, others);
             }
-            _ => form.run(Few::<_, F, 4, 2>::new(self, sums)),
+            _ => form.run(Few::<F, 4, 2>::new(self, sums)),
         }
     }
 }
 
-impl<'a, E, F, const H: usize, const C: usize> Few<'a, E, F, H, C> {
-    fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
+impl<'a, F, const H: usize, const C: usize> Few<'a, F, H, C> {
+    fn new(product: &'a Product<'a, f32>, sums: &'a mut [Sums]) -> Self {
         Self { product, sums, layout: PhantomData }
     }
 }
 
-impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E, F, H, C> {
+impl<F: Layout, const H: usize, const C: usize> Kernel for Few<'_, F, H, C> {
     type Output = ();
 
-    const HAS_BF16: bool = E::PER_WORD > 1;
+    const HAS_BF16: bool = false;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
-            // Not compiled for the forms and types that it is not run with.
+        if const { !L::LANE_IS_COLUMN } {
+            // Not compiled for the forms that it is not run with.
             unreachable!("laid out for another form");
         }
         // There are twice as many registers of vectors that are twice as wide.
@@ -283,7 +283,7 @@ impl<E: Element, F: Layout, const H: usize, const C: usize> Kernel for Few<'_, E
     }
 }
 
-impl<E: Element, F: Layout, const H: usize, const N: usize> Few<'_, E, F, H, N> {
+impl<F: Layout, const H: usize, const N: usize> Few<'_, F, H, N> {
     /// Writes the sums, those of `C` vectors at a time.
     #[inline(always)]
     fn multiply<L: Lanes, const C: usize>(self, lanes: L) {
@@ -301,7 +301,7 @@ impl<E: Element, F: Layout, const H: usize, const N: usize> Few<'_, E, F, H, N> 
     }
 }
 
-impl<E: Element> Product<'_, E> {
+impl Product<'_, f32> {
     /// The sums of `H` rows and `C` vectors from `column` on. Rows that there are not, of `count`, are the
     /// last one, computed for nothing.
     #[inline(always)]
@@ -312,7 +312,7 @@ impl<E: Element> Product<'_, E> {
         count: usize,
     ) -> [[L::V; C]; H] {
         let strip = strip_of::<F, L>(self.panel, self.inputs, column);
-        let mut multiply = Multiply::<L, E, H, C> {
+        let mut multiply = Multiply::<L, f32, H, C> {
             lanes,
             rows: std::array::from_fn(|r| self.rows.words(r.min(count - 1), 0)),
             sums: [[lanes.splat(0.0); C]; H],
@@ -325,9 +325,9 @@ impl<E: Element> Product<'_, E> {
             // SAFETY: the strip has the group, the rows its words.
             unsafe {
                 Columns::<L, F, C>::new(lanes, strip, group, column % strip_width::<L>())
-                    .each_line::<E>(&mut multiply);
+                    .each_line::<f32>(&mut multiply);
                 for row in &mut multiply.rows {
-                    *row = row.add(GROUP / E::PER_WORD);
+                    *row = row.add(GROUP);
                 }
             }
         }

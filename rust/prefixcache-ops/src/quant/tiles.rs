@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use prefixcache_cpu::memory::prefetch;
-use prefixcache_cpu::{Element, Form, Kernel, Lanes, Rows};
+use prefixcache_cpu::{Bf16, Element, Form, Kernel, Lanes, Rows};
 
 use super::blocks::{BlockScales, Format, GROUP, Scales};
 use super::kernels::{self, AHEAD, Multiply, Product, Store, TakeLines, for_pairs, numbers};
@@ -130,17 +130,17 @@ pub(super) fn code_at<F: Layout>(column: usize, depth: usize) -> CodeAt {
     }
 }
 
-impl<E: Element> Product<'_, E> {
+impl Product<'_, Bf16> {
     /// Writes the sums of the panel, which is laid out in tiles, and its rows.
     pub(super) fn multiply_tiles<F: Layout>(&self, form: Form, sums: &mut [Sums]) {
         match sums.len() {
             0 => {}
-            1 => form.run(Few::<_, F, 1>::new(self, sums)),
+            1 => form.run(Few::<F, 1>::new(self, sums)),
             2 if const { max_few(F::FORMAT) == 2 || F::FORMAT.is_common() } => {
-                form.run(Few::<_, F, 2>::new(self, sums));
+                form.run(Few::<F, 2>::new(self, sums));
             }
             _ if const { max_few(F::FORMAT) == 2 } => unreachable!("too many rows"),
-            _ => form.run(Few::<_, F, MAX_FEW>::new(self, sums)),
+            _ => form.run(Few::<F, MAX_FEW>::new(self, sums)),
         }
     }
 }
@@ -285,25 +285,25 @@ unsafe fn dequantize<E: Element, F: Layout, L: Lanes>(
 }
 
 /// At most `H` rows, multiplied as the blocks are dequantized.
-struct Few<'a, E, F, const H: usize> {
-    product: &'a Product<'a, E>,
+struct Few<'a, F, const H: usize> {
+    product: &'a Product<'a, Bf16>,
     sums: &'a mut [Sums],
     layout: PhantomData<F>,
 }
 
-impl<'a, E, F, const H: usize> Few<'a, E, F, H> {
-    fn new(product: &'a Product<'a, E>, sums: &'a mut [Sums]) -> Self {
+impl<'a, F, const H: usize> Few<'a, F, H> {
+    fn new(product: &'a Product<'a, Bf16>, sums: &'a mut [Sums]) -> Self {
         Self { product, sums, layout: PhantomData }
     }
 }
 
-impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
+impl<F: Layout, const H: usize> Kernel for Few<'_, F, H> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if const { !L::DOT_IN_REGISTERS || E::PER_WORD == 1 } {
-            // Not compiled for the forms and types that it is not run with.
+        if const { !L::DOT_IN_REGISTERS } {
+            // Not compiled for the forms that it is not run with.
             unreachable!("the form dequantizes all panels");
         }
         let product = self.product;
@@ -315,13 +315,13 @@ impl<E: Element, F: Layout, const H: usize> Kernel for Few<'_, E, F, H> {
             for column in (0..product.used).step_by(L::LANES) {
                 // SAFETY: `sums` has 64 columns, the rows the words of the group, the panel the group.
                 unsafe {
-                    let mut multiply = Multiply::<L, E, H, 1> {
+                    let mut multiply = Multiply::<L, Bf16, H, 1> {
                         lanes,
                         rows,
                         sums: sums.each_ref().map(|sums| [lanes.load(sums.as_ptr().add(column))]),
                         element: PhantomData,
                     };
-                    dequantize::<E, F, L>(lanes, product.panel, group, column, &mut multiply);
+                    dequantize::<Bf16, F, L>(lanes, product.panel, group, column, &mut multiply);
                     for (to, [sum]) in sums.iter_mut().zip(multiply.sums) {
                         lanes.store(to.as_mut_ptr().add(column), sum);
                     }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use prefixcache_cpu::memory::prefetch;
-use prefixcache_cpu::{Element, Kernel, Lanes};
+use prefixcache_cpu::{Kernel, Lanes};
 
 use super::{Columns, Few, prefetch_group, strip_of, strip_width};
 use crate::panel::Sums;
@@ -133,25 +133,24 @@ impl<L: Lanes, F: Layout> Columns<L, F, 4> {
 }
 
 /// A panel times one row.
-pub(super) struct One<'a, E, F> {
-    pub(super) product: &'a Product<'a, E>,
+pub(super) struct One<'a, F> {
+    pub(super) product: &'a Product<'a, f32>,
     pub(super) sums: &'a mut Sums,
     pub(super) layout: PhantomData<F>,
 }
 
-impl<E: Element, F: Layout> Kernel for One<'_, E, F> {
+impl<F: Layout> Kernel for One<'_, F> {
     type Output = ();
 
-    const HAS_BF16: bool = E::PER_WORD > 1;
+    const HAS_BF16: bool = false;
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        if const { !L::LANE_IS_COLUMN || E::PER_WORD != 1 } {
+        if const { !L::LANE_IS_COLUMN } {
             unreachable!("laid out for another form");
         }
         if const { !has_places::<F, L>() } {
-            return Few::<_, F, 1, 4>::new(self.product, std::slice::from_mut(self.sums))
-                .run(lanes);
+            return Few::<F, 1, 4>::new(self.product, std::slice::from_mut(self.sums)).run(lanes);
         }
         let Product { panel, inputs, used, rows } = self.product;
         for start in (0..*used).step_by(4 * L::LANES) {

@@ -41,7 +41,7 @@ impl Wait {
     }
 }
 
-/// One block in so many is in the sample of a pool.
+/// Of how many blocks of a pool one is in the sample.
 pub(super) fn one_in(max_blocks: usize) -> u64 {
     (max_blocks * POOLS / SLOTS).next_power_of_two() as u64
 }

@@ -8,8 +8,12 @@ must still hold every block that it reads, and never more than `most_blocks` pro
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
+import json
 import mmap
+import os
+import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -731,6 +735,67 @@ def test_crowds_behind_windows_notice_what_they_are_for(monkeypatch, break_it, g
     with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - one of the two
         crowd_behind_windows(groups, ahead=True)
         crowd_behind_windows(groups, ahead=False)
+
+
+PLANS = Path(__file__).parents[1] / "snapshots/plans.json"
+BUSY = Setup(33, 6, 70, 64)
+SNAPSHOT_SETUPS = {
+    "plain": BUSY,
+    "chunks": replace(BUSY, max_num_batched_tokens=14, chunk_seed=5),
+    "ahead": replace(BUSY, ahead=True, num_blocks=17),
+    "drafts": replace(BUSY, draft_seed=3),
+    "hits first": replace(BUSY, max_queue_delay=4),
+    "new weights": replace(BUSY, new_weights_at=(6,), clears_at=(9,), fails_at=(12,)),
+    "no sharing": replace(BUSY, share_in_flight=False, enable_prefix_caching=False),
+    "windows": replace(BUSY, num_blocks=49, groups=HYBRID, max_num_batched_tokens=20),
+    "resizes": replace(BUSY, resizes=((4, 9), (9, 30))),
+}
+
+
+def recorded_work() -> list[Arrival]:
+    """Always the same random requests, most of which share a prefix and come together."""
+    draw = random.Random(7)
+    return [
+        Arrival(
+            step=draw.choice([0, 0, 0, 3, draw.randrange(20)]),
+            prompt=(*STEMS[number // 18][: draw.randint(9, 36)], draw.randrange(97)),
+            max_tokens=draw.randint(1, 24),
+            priority=draw.choice([0, 0, 0, 1, -1]),
+            cache=CacheOptions(read=draw.random() < 0.9, write_upto=draw.choice([None, None, 16])),
+            prompt_logprobs=draw.choice([None, None, None, 0]),
+            abort_at=draw.choice([None, None, None, 9]),
+        )
+        for number in range(24)
+    ]
+
+
+def digest_of_plans(run: Run) -> str:
+    plans = [
+        (
+            [(s.request_id, s.start, s.num_tokens, s.sampling is None) for s in plan.sequences],
+            plan.token_ids.tolist(),
+            [(row, len(inputs)) for row, inputs in plan.drafts],
+        )
+        for plan in run.runner.plans
+    ]
+    return hashlib.sha256(repr(plans).encode()).hexdigest()
+
+
+def test_plans_are_those_of_the_snapshot() -> None:
+    """A change that is to change no decision of the scheduler changes no plan.
+
+    Where it is to, run this with PREFIXCACHE_WRITE_SNAPSHOTS=1.
+    """
+    runs = {name: Run(setup) for name, setup in SNAPSHOT_SETUPS.items()}
+    for run in runs.values():
+        run.drive(recorded_work())
+        run.check_end()
+    assert all(preemptions(runs[name].engine) for name in ("plain", "ahead", "drafts", "windows"))
+    assert counter(runs["plain"].engine, "in_flight_waits") >= 3
+    plans = {name: digest_of_plans(run) for name, run in runs.items()}
+    if os.environ.get("PREFIXCACHE_WRITE_SNAPSHOTS"):
+        PLANS.write_text(json.dumps(plans, indent=2) + "\n")
+    assert plans == json.loads(PLANS.read_text())
 
 
 def preemptions(engine: Engine) -> float:

@@ -92,7 +92,7 @@ class CacheAwareQueue(WaitingQueue):
         lines = [line for line in lines if line.order()[:2] == lines[0].order()[:2]]
         overdue = self._clock() - self._max_delay
         for line in lines[:WINDOW]:
-            for state in line.first(max(1, WINDOW // len(lines))):
+            for _, state in line.entries[: max(1, WINDOW // len(lines))]:
                 yield state
                 if _has_run(state) or (state.waits_since or 0) <= overdue:
                     return

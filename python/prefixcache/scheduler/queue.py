@@ -9,53 +9,33 @@ nothing but those turns counts. `cache_aware.py` lets hits change the order with
 from __future__ import annotations
 
 import bisect
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from prefixcache.scheduler.state import Order, RequestState
 
+_Key = tuple[int, str | None]
+"""Priority and client."""
 
+
+@dataclass(slots=True)
 class Line:
-    """Waiting requests of one client and one priority, by place; new ones start from `round` on.
+    """Waiting requests of one client and one priority; new ones start from `round` on.
 
-    A sorted list: newcomers nearly always go to its end, and among 10,000 an insertion or a removal
-    elsewhere moves 80 KB of pointers, which takes less time than keeping a heap.
+    A list that is sorted by their places: newcomers nearly always go to its end, and among 10,000
+    an insertion or a removal elsewhere moves 80 KB of pointers, which takes less time than keeping
+    a heap. No two have one place.
     """
 
-    def __init__(self, round: int) -> None:  # noqa: A002
-        self.round = round
-        self._entries: list[tuple[Order, str]] = []
-        self._waiting: dict[str, tuple[Order, RequestState]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def push(self, state: RequestState, place: Order) -> None:
-        """Lets the request wait; nobody else there has its place."""
-        self._waiting[state.request_id] = (place, state)
-        entry = (place, state.request_id)
-        if self._entries and entry < self._entries[-1]:
-            bisect.insort(self._entries, entry)
-        else:
-            self._entries.append(entry)
-
-    def head(self) -> RequestState:
-        """The first of the waiting, of which there is one."""
-        return self._waiting[self._entries[0][1]][1]
-
-    def first(self, most: int) -> Iterator[RequestState]:
-        """The first of the waiting, in order."""
-        return (self._waiting[request_id][1] for _, request_id in islice(self._entries, most))
-
-    def remove(self, request_id: str) -> None:
-        """Takes the request out, which waits here."""
-        place, _ = self._waiting.pop(request_id)
-        del self._entries[bisect.bisect_left(self._entries, (place, request_id))]
+    round: int
+    entries: list[tuple[Order, RequestState]] = field(default_factory=list)
 
     def order(self) -> tuple[int, int, float, int]:
         """Sorts lines; a request that has started before keeps the round that it had."""
-        priority, began, _, arrival, serial = self._entries[0][0]
+        priority, began, _, arrival, serial = self.entries[0][0]
         return (priority, min(began, self.round), arrival, serial)
 
 
@@ -67,54 +47,53 @@ class WaitingQueue:
 
     def __init__(self, is_held: Callable[[str | None], bool] | None = None) -> None:
         self._is_held = is_held
-        self._lines: dict[tuple[int, str | None], Line] = {}
-        self._line_of: dict[str, tuple[int, str | None]] = {}
+        self._lines: dict[_Key, Line] = {}
+        self._places: dict[str, tuple[_Key, Order]] = {}
         self._num_lines: Counter[int] = Counter()  # of each priority
         self._rounds: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self._places)
 
     def clear(self) -> None:
         """Forgets who waits, and all rounds."""
         self._lines.clear()
-        self._line_of.clear()
+        self._places.clear()
         self.forget_hits()
         self.forget_rounds()
 
     def push(self, state: RequestState) -> None:
         """Lets the request wait."""
         priority = state.request.priority
-        key = (priority, state.request.client)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = Line(1 + self._rounds[priority])
+        key, place = (priority, state.request.client), self._place(state)
+        if key not in self._lines:
+            self._lines[key] = Line(1 + self._rounds[priority])
             self._num_lines[priority] += 1
-        line.push(state, self._place(state))
-        self._line_of[state.request_id] = key
+        bisect.insort(self._lines[key].entries, (place, state), key=itemgetter(0))
+        self._places[state.request_id] = (key, place)
 
     def head(self) -> RequestState | None:
         """The request to start next, or None."""
         first = min(self._open_lines(), key=Line.order, default=None)
-        return None if first is None else first.head()
+        return None if first is None else first.entries[0][1]
 
     def take(self, state: RequestState) -> None:
         """Takes out what `head` returned; its round has come."""
-        priority, _ = key = self._line_of[state.request_id]
-        line = self._lines[key]
-        if not state.has_round:
-            state.round = max(line.round, self._rounds[priority])
-            line.round = state.round + (self._num_lines[priority] > 1)
+        priority, client = state.request.priority, state.request.client
+        if state.round == sys.maxsize:
+            line = self._lines[priority, client]
+            line.round = state.round = max(line.round, self._rounds[priority])
+            if self._num_lines[priority] > 1:
+                line.round += 1
         self._rounds[priority] = max(self._rounds[priority], state.round)
-        self._remove(state.request_id, key)
+        self._remove(state.request_id)
 
     def remove(self, request_id: str) -> bool:
         """Takes one request out, wherever it stands; tells whether it was waiting."""
-        key = self._line_of.get(request_id)
-        if key is None:
-            return False
-        self._remove(request_id, key)
-        return True
+        waited = request_id in self._places
+        if waited:
+            self._remove(request_id)
+        return waited
 
     def forget_hits(self) -> None:
         """Called when a step begins and when a request has started: hits may be others now."""
@@ -134,10 +113,10 @@ class WaitingQueue:
             return list(self._lines.values())
         return [line for key, line in self._lines.items() if not self._is_held(key[1])]
 
-    def _remove(self, request_id: str, key: tuple[int, str | None]) -> None:
-        del self._line_of[request_id]
-        line = self._lines[key]
-        line.remove(request_id)
-        if not line:
+    def _remove(self, request_id: str) -> None:
+        key, place = self._places.pop(request_id)
+        entries = self._lines[key].entries
+        del entries[bisect.bisect_left(entries, place, key=itemgetter(0))]
+        if not entries:
             del self._lines[key]
             self._num_lines[key[0]] -= 1

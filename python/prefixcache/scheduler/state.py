@@ -39,107 +39,72 @@ class RequestProgress:
     max_tokens: int
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
     """A request in the scheduler: its tokens, and which of them are computed.
 
-    `end_token_ids` are the ids that end the answer; they may not be sampled before `min_tokens`.
-    Those of `suppressed` never may, or not as the first of the answer.
-    `num_tokens` counts the prompt and what was generated, up to `max_num_tokens`. What a planned
-    step computes and samples counts from its planning on: a token is pending until the step's
-    outputs are known. `turn` is the round in which its job lets the request start, `round` that of
-    its client, once it has come. `waits_since` is when it first waited, by the clock of a queue
-    that asks for it. `matcher` keeps the answer to its grammar; with `computes_once` a token is not
-    computed before it is known what may follow, as none can be computed again.
-
-    Blocks of the first `write_limit` tokens, a multiple of the block size, are published. It took
-    its blocks after `num_resets` of the cache, and a later one lets it publish no more. While it
-    `is_loading` its next blocks come from a disk; `num_disk_tokens` of its hits did. With
-    `skips_disk` its next start does without.
+    What a planned step computes and samples counts from its planning on: a token is pending until
+    the step's outputs are known.
     """
 
-    __slots__ = (
-        "_computes_once",
-        "_num_written_tokens",
-        "_sampled_row",
-        "_sampling",
-        "_serial",
-        "end_token_ids",
-        "first_wait_step",
-        "has_ended",
-        "hit_staleness",
-        "is_loading",
-        "matcher",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_disk_tokens",
-        "num_prompt_logprobs",
-        "num_published_tokens",
-        "num_resets",
-        "num_slots",
-        "num_tokens",
-        "num_window_missed_tokens",
-        "request",
-        "request_id",
-        "round",
-        "skips_disk",
-        "suppressed",
-        "tokens",
-        "turn",
-        "waits_since",
-        "write_limit",
-    )
+    request: Request
+    _: dataclasses.KW_ONLY
+    serial: int
+    seed: dataclasses.InitVar[int]
+    max_num_tokens: int
+    """Of the prompt and what is generated."""
+    end_token_ids: tuple[int, ...] = ()
+    """End the answer; they may not be sampled before `min_tokens`."""
+    suppressed: SuppressedTokens = NOTHING_SUPPRESSED
+    matcher: AnswerMatcher | None = None
+    """Keeps the answer to its grammar."""
+    write_limit: int = sys.maxsize
+    """Blocks of the first tokens up to there are published, a multiple of the block size."""
+    computes_once: bool = False
+    """No token is computed before it is known what may follow, as none can be computed again."""
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        seed: int,
-        serial: int,
-        max_num_tokens: int,
-        end_token_ids: tuple[int, ...] = (),
-        suppressed: SuppressedTokens = NOTHING_SUPPRESSED,
-        matcher: AnswerMatcher | None = None,
-        write_limit: int = sys.maxsize,
-        computes_once: bool = False,
-    ) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self.max_num_tokens = max_num_tokens
-        self.has_ended = False
-        self.turn = 0
-        self.round = sys.maxsize
-        self.waits_since: float | None = None
-        self.end_token_ids = end_token_ids
-        self.suppressed = suppressed
-        self.matcher = matcher
-        self.num_cached_tokens: int | None = None
-        self.first_wait_step: int | None = None
+    request_id: str = dataclasses.field(init=False)
+    tokens: TokenBuffer = dataclasses.field(init=False)
+    turn: int = 0
+    """The round in which its job lets the request start."""
+    round: int = sys.maxsize
+    """That of its client, once it has come; until then it is behind those of earlier ones."""
+    waits_since: float | None = None
+    """When it first waited, by the clock of a queue that asks for it."""
+    first_wait_step: int | None = None
+    has_ended: bool = False
+    is_loading: bool = False
+    """Its next blocks come from a disk."""
+    skips_disk: bool = False
+    """Its next start does without the disk."""
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_published_tokens: int = 0
+    num_slots: int = 0
+    num_prompt_logprobs: int = 0
+    num_cached_tokens: int | None = None
+    num_disk_tokens: int = 0
+    """Hits that came from a disk."""
+    num_window_missed_tokens: int = 0
+    num_resets: int = 0
+    """Of the cache when it got its blocks: after a later one it publishes no more."""
+    hit_staleness: int = 0
+    _num_written_tokens: int = 0
+    _sampled_row: int = 0
+    _sampling: SamplingInput = dataclasses.field(init=False)
+
+    def __post_init__(self, seed: int) -> None:
+        self.request_id = self.request.request_id
+        self.tokens = TokenBuffer(self.request.prompt_token_ids)
         self.num_prompt_logprobs = self.request.params.num_unscored or 0
-        self.num_resets = 0
-        self.hit_staleness = 0
-        self.is_loading = self.skips_disk = False
-        self.num_disk_tokens = 0
-        self.num_window_missed_tokens = 0
-        self._num_written_tokens = 0
-        self.write_limit = write_limit
-        self.tokens = TokenBuffer(request.prompt_token_ids)
-        self._computes_once = computes_once
-        self._sampled_row = 0
-        self._serial = serial
-        self._sampling = SamplingInput(params=request.params, seed=seed, tokens=self.tokens)
+        self._sampling = SamplingInput(params=self.request.params, seed=seed, tokens=self.tokens)
         self.restart()
 
     @property
     def order(self) -> Order:
         """Sorts requests: lower priority value first, then earlier round, turn and arrival."""
         request = self.request
-        return (request.priority, self.round, self.turn, request.arrival_time, self._serial)
-
-    @property
-    def has_round(self) -> bool:
-        """Whether its round has come: it is behind all of earlier ones, wherever it waits."""
-        return self.round < sys.maxsize
+        return (request.priority, self.round, self.turn, request.arrival_time, self.serial)
 
     def progress(self) -> RequestProgress:
         """How far it is. From any thread: during a step, numbers may differ by that step."""
@@ -179,7 +144,7 @@ class RequestState:
             return False
         if self.num_tokens > len(self.tokens):
             return True
-        return not self.matcher.is_known if self._computes_once else self.matcher.is_held
+        return not self.matcher.is_known if self.computes_once else self.matcher.is_held
 
     @property
     def may_be_drafted(self) -> bool:
@@ -241,14 +206,12 @@ class RequestState:
 
     def after_drafts(self, drafts: Sequence[int]) -> list[SamplingInput]:
         """How to sample after each of some guesses at what follows the tokens, all known."""
-        known = self.tokens.with_drafts(drafts)
-        banned = [self._banned_after(len(tokens)) for tokens in known]
-        masks = (
-            [None] * len(known)
-            if self.matcher is None
-            else self.matcher.draft_masks(drafts, banned)
-        )
-        return [self._sampling_input(*one) for one in zip(known, banned, masks, strict=True)]
+        texts = self.tokens.with_drafts(drafts)
+        banned = [self._banned_after(len(tokens)) for tokens in texts]
+        masks: Sequence[TokenMask | None] = [None] * len(texts)
+        if self.matcher is not None:
+            masks = self.matcher.draft_masks(drafts, banned)
+        return list(map(self._sampling_input, texts, banned, masks))
 
     def plan(self, count: int, sampled_row: int, num_drafts: int = 0) -> ScheduledSequence:
         """The next `count` tokens to compute, which count as computed from here on.
@@ -303,7 +266,7 @@ class RequestState:
 
     def _next_input(self) -> SamplingInput:
         banned = self._banned_after(self.num_tokens)
-        if self.matcher is not None and self._computes_once:
+        if self.matcher is not None and self.computes_once:
             self.matcher.wait()  # Where the answer was held, it is known.
         mask = None if self.matcher is None else self.matcher.mask(banned)
         return self._sampling_input(self.tokens, banned, mask)

@@ -389,7 +389,7 @@ def _waits_again(state: RequestState, running: set[str]) -> bool:
 
 
 def _queued(bench: Bench) -> set[str]:
-    return set(bench.scheduler._waiting._line_of)
+    return set(bench.scheduler._waiting._places)
 
 
 def _overdue(bench: Bench, started: set[int], since: float, work: list[Coming]) -> list[int]:

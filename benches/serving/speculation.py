@@ -39,7 +39,9 @@ from prefixcache.config.engine_config import DEFAULT_MODEL, EngineConfig
 from prefixcache.engine.build import build
 from prefixcache.models.hub import resolve_model
 from prefixcache.runner.cpu.sampler import Sampler
+from prefixcache.scheduler.budget import Chunk
 from prefixcache.scheduler.drafts import Drafter
+from prefixcache.scheduler.null_objects import NoDrafts
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.tools.bench.machine import usable_cores, write_record
 from prefixcache.types.request import Request
@@ -142,7 +144,7 @@ class Bench:
 
     def run(self, turns: Sequence[Turn], drafter: Drafter | None, longest: int) -> Measured:
         """Answers the turns, all at a time."""
-        self._engine._scheduler.drafter = drafter  # noqa: SLF001
+        self._engine._scheduler.drafter = drafter or NoDrafts()  # noqa: SLF001
         found = Measured()
         fresh = {self._add(turn, longest) for turn in turns}
         while self._engine.has_unfinished():
@@ -340,10 +342,11 @@ def decode(drafter: Drafter, turn: Turn, name: str) -> Iterator[tuple[int, int]]
         place, state.num_tokens = place + count, len(known)
         if place == len(turn.answer):
             break
-        guesses = drafter.propose([state], 1, 64, lambda _, wanted: wanted).get(name, ())
-        count = 1 + num_right(guesses, turn.answer[place:])
+        chunk = Chunk(state, 1, is_decode=True)
+        drafter.propose([chunk], 64, lambda _, wanted: wanted)
+        count = 1 + num_right(chunk.drafts, turn.answer[place:])
         drafter.observe({name: count - 1})
-        yield count, len(guesses)
+        yield count, len(chunk.drafts)
     drafter.end(state)
 
 

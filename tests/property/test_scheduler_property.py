@@ -38,6 +38,7 @@ from prefixcache.kv.cache_manager import CacheManager, GroupKind
 from prefixcache.kv.kv_folder import KeptFile
 from prefixcache.kv.retention import Retention
 from prefixcache.runner.cpu import kv_memory
+from prefixcache.scheduler.publishing import Publisher
 from prefixcache.scheduler.scheduler import Scheduler
 from prefixcache.scheduler.state import RequestState
 from prefixcache.types.request import CacheOptions, Request
@@ -609,14 +610,14 @@ def test_a_crowd_survives_steps_that_fail() -> None:
 
 
 def _publish_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    _go_by_what_is_planned(monkeypatch, "_publish")
+    _go_by_what_is_planned(monkeypatch, "publish")
 
 
 def _go_by_what_is_planned(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Gives a method of the scheduler what is planned of each request, not what is computed."""
-    method = getattr(Scheduler, name)
+    """Gives a method of the publisher what is planned of each request, not what is computed."""
+    method = getattr(Publisher, name)
     monkeypatch.setattr(
-        Scheduler,
+        Publisher,
         name,
         lambda self, computed: method(
             self, [(state, state.num_computed_tokens) for state, _ in computed]
@@ -708,7 +709,7 @@ def test_crowds_behind_windows_share_and_are_preempted(groups, ahead):
 
 
 def _drop_while_a_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    _go_by_what_is_planned(monkeypatch, "_drop_unneeded")
+    _go_by_what_is_planned(monkeypatch, "drop_unneeded")
 
 
 def _drop_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

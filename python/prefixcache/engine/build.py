@@ -150,7 +150,7 @@ def build(
         names = ", ".join(model.generation.not_obeyed)
         logger.warning("generation_config.json has fields that are not obeyed: %s.", names)
     _log_choices(config, scheduler, spec, kv)
-    _log_retention(config.cache, retention, cache, kv.layout, scheduler.max_num_tokens)
+    _log_retention(config.cache, retention, cache, kv.layout, scheduler.limits.max_num_tokens_now)
     return BuiltEngine(
         engine=engine,
         tokenizer=tokenizer,
@@ -310,7 +310,7 @@ def _log_choices(config: EngineConfig, scheduler: Scheduler, spec: ModelSpec, kv
         _describe_groups(kv.layout),
         "on" if scheduler.admission.enabled else "off",
         config.cache.eviction_policy,
-        scheduler.max_num_tokens,
+        scheduler.limits.max_num_tokens_now,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
     )

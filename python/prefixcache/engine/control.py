@@ -150,7 +150,7 @@ class Control:
             hits=counter.hits,
             queried_tokens=counter.queried_tokens,
             hit_tokens=counter.hit_tokens,
-            disk_cached_tokens=0 if scheduler.loads is None else scheduler.loads.counts().tokens,
+            disk_cached_tokens=scheduler.loads.num_tokens,
             recent_queries=counter.num_recent,
             recent_hit_ratio=counter.recent_ratio,
             window_missed_tokens=scheduler.admission.num_window_missed_tokens,

@@ -108,7 +108,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and answer, with the cache's size of now."""
-        return self._scheduler.max_num_tokens
+        return self._scheduler.limits.max_num_tokens_now
 
     @property
     def jobs(self) -> Jobs:
@@ -123,7 +123,7 @@ class Engine:
         """
         self.state.raise_if_sleeping()
         self.rules.check(request, checked)
-        self._scheduler.check(request)
+        self._scheduler.limits.check(request)
 
     def probe(self, request: Request) -> int:
         """Tokens of the prompt in leading full blocks that are cached now. From any thread.
@@ -166,7 +166,7 @@ class Engine:
         self.state.raise_if_sleeping()
         if not is_checked:
             self.rules.check(request)
-        self._scheduler.check(request)
+        self._scheduler.limits.check(request)
         if request.request_id in self._answers:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is in use.", param="request_id"
@@ -246,8 +246,8 @@ class Engine:
             pool=None if self._pool is None else self._pool.gauges(core["blocks_in_use"]),
             file=self._cache.file_counts,
             disk=None if self._cache.disk is None else self._cache.disk.counts(),
-            loads=None if scheduler.loads is None else scheduler.loads.counts(),
-            drafts=None if scheduler.drafter is None else scheduler.drafter.counts(),
+            loads=scheduler.loads.counts(),
+            drafts=scheduler.drafter.counts(),
             weights=self.state.weights_info,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -255,7 +255,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_queried_tokens=scheduler.admission.counter.queried_tokens,
             num_hit_tokens=scheduler.admission.counter.hit_tokens,
-            num_in_flight_waits=scheduler.num_in_flight_waits,
+            num_in_flight_waits=scheduler.sharing.num_waits,
             num_window_missed_tokens=scheduler.admission.num_window_missed_tokens,
             num_below_threshold=dict(scheduler.admission.num_below_threshold),
             num_stale_tokens=dict(scheduler.admission.num_stale_tokens),

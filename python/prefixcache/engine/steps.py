@@ -84,9 +84,9 @@ class Steps:
         return outputs
 
     def _may_stay(self) -> bool:
-        """Guesses follow known tokens: with a drafter no step may."""
+        """Whether the oldest step may stay in flight: with guesses none may."""
         is_last = len(self._steps) == 1 and self._scheduler.has_unfinished()
-        if not is_last or self._scheduler.drafter is not None:
+        if not (is_last and self._scheduler.drafter.allows_ahead):
             return False
         step = self._steps[0].in_flight
         return step is not None and not step.is_known

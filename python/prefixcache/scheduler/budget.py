@@ -1,7 +1,11 @@
-"""What one step may compute: a number of tokens, and on some devices a time."""
+"""What one step may compute, a number of tokens and on some devices a time; its chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import Load, StepTimeModel
 
 MIN_CHUNK = 8
@@ -9,6 +13,21 @@ MIN_CHUNK = 8
 
 TIMES_LONGER_ALONE = 8
 """How much longer a step may take while no answer waits: short chunks make a prompt slower."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next `count` tokens of a request, and guesses at those after them."""
+
+    state: RequestState
+    count: int
+    is_decode: bool = False
+    drafts: Sequence[int] = ()
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.state.num_computed_tokens + self.count + len(self.drafts)
 
 
 class StepBudget:
@@ -54,9 +73,7 @@ class StepBudget:
 
     def chunk(self, start: int, wanted: int) -> int:
         """What `take_chunk` would take."""
-        return self._within_time(start, min(wanted, self._tokens_left))
-
-    def _within_time(self, start: int, wanted: int) -> int:
+        wanted = min(wanted, self._tokens_left)
         if self._times is None:
             return wanted
         least = min(wanted, 1 if self._has_chunk else MIN_CHUNK)
@@ -67,5 +84,24 @@ class StepBudget:
         return max(least, most)
 
     def _take(self, start: int, count: int) -> None:
-        self._load = self._load.plus(start, count)
+        if self._times is not None:
+            self._load = self._load.plus(start, count)
         self._tokens_left -= count
+
+
+def running_chunks(states: Iterable[RequestState], budget: StepBudget) -> list[Chunk]:
+    """Decodes first, then prompts in order, as far as the budget goes."""
+    decodes: list[RequestState] = []
+    prefills: list[RequestState] = []
+    for state in states:
+        if not (state.is_full or state.is_held or state.is_loading):
+            (decodes if state.decodes else prefills).append(state)
+    chunks = [Chunk(state, 1, is_decode=True) for state in decodes[: budget.room]]
+    for chunk in chunks:
+        budget.add_decode(chunk.state.num_computed_tokens)
+    for state in prefills:
+        if budget.is_spent:
+            break
+        count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
+        chunks.append(Chunk(state, count))
+    return chunks

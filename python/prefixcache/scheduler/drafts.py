@@ -18,9 +18,11 @@ import numpy as np
 
 from prefixcache._core import DraftIndex, DraftStream
 from prefixcache.metrics import DraftCounts
+from prefixcache.scheduler.budget import Chunk
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import RowTimes
 from prefixcache.types.request import Request
+from prefixcache.types.step_plan import StepPlan
 
 _LEAST_GAIN = 1.02
 """How many times the tokens a second must grow, so that noise in the times decides nothing."""
@@ -102,6 +104,9 @@ class Drafter:
     With `shares` they come from other requests of the same scope too. `rows` learns what rows cost.
     """
 
+    allows_ahead = False
+    """Whether a step may be planned while its predecessor runs: guesses follow known tokens."""
+
     def __init__(self, index: DraftIndex, rows: RowTimes, *, shares: bool, most: int) -> None:
         self._index = index
         self.rows = rows
@@ -116,25 +121,21 @@ class Drafter:
         self._num_accepted = self._num_drafted.copy()
 
     def propose(
-        self,
-        states: Sequence[RequestState],
-        num_rows: int,
-        room: int,
-        take_slots: Callable[[RequestState, int], int],
-    ) -> dict[str, list[int]]:
-        """Guesses for requests that decode, at most `room` tokens, by request id.
+        self, chunks: Sequence[Chunk], room: int, allocate: Callable[[RequestState, int], int]
+    ) -> None:
+        """Lets the decodes of a step compute guesses too, at most `room` tokens.
 
-        The step has `num_rows` tokens without them. `take_slots` says for how many of a number of
-        guesses a request has slots.
+        `allocate` says for how many of a number of guesses a request has slots.
         """
-        drafts = [draft for state in states if room and (draft := self._draft(state, room))]
-        self._share_out(drafts, num_rows, room)
-        self._planned = {}
+        decodes = (chunk.state for chunk in chunks if chunk.is_decode and room)
+        drafts = [draft for state in decodes if (draft := self._draft(state, room))]
+        self._share_out(drafts, sum(chunk.count for chunk in chunks), room)
         for draft in drafts:
-            draft.count = draft.count and take_slots(draft.state, draft.count)
-            if draft.count:
-                self._planned[draft.state.request_id] = draft
-        return {name: draft.tokens[: draft.count] for name, draft in self._planned.items()}
+            draft.count = draft.count and allocate(draft.state, draft.count)
+        self._planned = {draft.state.request_id: draft for draft in drafts if draft.count}
+        for chunk in chunks:
+            if (draft := self._planned.get(chunk.state.request_id)) is not None:
+                chunk.drafts = draft.tokens[: draft.count]
 
     def observe(self, accepted: Mapping[str, int]) -> None:
         """Learns how many guesses of each request of a step were right."""
@@ -157,6 +158,10 @@ class Drafter:
             self._unproven.earn(earned)
         of_kind.earn(earned)
         self._texts[draft.state.request_id].record.add(tried, num_accepted)
+
+    def observe_time(self, plan: StepPlan, seconds: float) -> None:
+        """Learns how long a completed step took."""
+        self.rows.observe(plan, seconds)
 
     def forget(self, state: RequestState) -> None:
         """The answer restarts, or failed to."""

@@ -17,17 +17,23 @@ longer than `max_wait_steps` in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from prefixcache.kv.cache_manager import CacheManager
+from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 
 
 class InFlight:
-    """Who computes which block next, and who waits for it."""
+    """Who computes which block next, and who waits for it, to go back to the queue then.
 
-    def __init__(self, cache: CacheManager, *, max_wait_steps: int) -> None:
+    With `windows` running requests keep those that the next one in the queue needs.
+    """
+
+    def __init__(
+        self, cache: CacheManager, queue: WaitingQueue, *, max_wait_steps: int, windows: bool
+    ) -> None:
         self._cache = cache
+        self._queue = queue
+        self._windows = windows
         self._block_size = cache.block_size
         self._max_wait_steps = max_wait_steps
         self._next_hash: dict[str, bytes] = {}
@@ -59,23 +65,39 @@ class InFlight:
         self._waiters.setdefault(block_hash, {})[state.request_id] = state
         return True
 
-    def foresee(self, state: RequestState) -> None:
-        """Lets running requests keep windows for one that could not ask whether to wait."""
-        for producer in self._next_hash:
-            self._cache.keep_for(producer, state.request_id)
+    def foresee(self) -> None:
+        """Lets running requests keep windows for the next in order, which could not ask yet."""
+        state = self._queue.head() if self._windows else None
+        if state is not None and state.request.cache.read:
+            for producer in self._next_hash:
+                self._cache.keep_for(producer, state.request_id)
 
-    def advance(self, state: RequestState) -> list[RequestState]:
-        """A running request started or published: what it computes next. Returns who may go on."""
-        woken = self.withdraw(state.request_id)
+    def advance(self, state: RequestState) -> None:
+        """A running request started or published: others may go on, and wait for what is next."""
+        woken = self._withdraw(state.request_id)
         if state.publishes_more and state.num_tokens - state.num_published_tokens > 1:
             index = state.num_published_tokens // self._block_size
             block_hash = self._cache.block_hash(state.request_id, index)
             if block_hash is not None:
                 self._next_hash[state.request_id] = block_hash
                 self._producers[block_hash] = state.request_id
-        return woken
+        self._wake(woken)
 
-    def withdraw(self, request_id: str) -> list[RequestState]:
+    def leave(self, request_id: str) -> bool:
+        """The request neither waits nor computes for others any more; tells whether it waited."""
+        self._wake(self._withdraw(request_id))
+        return any(waiters.pop(request_id, None) for waiters in self._waiters.values())
+
+    def next_step(self) -> None:
+        """Counts a step. Those who have waited long enough go on."""
+        self._step += 1
+        waiting = (state for waiters in self._waiters.values() for state in waiters.values())
+        overdue = list(filter(self._is_overdue, waiting))
+        for state in overdue:
+            self.leave(state.request_id)
+        self._wake(overdue)
+
+    def _withdraw(self, request_id: str) -> list[RequestState]:
         """The request computes nothing more for others. Returns who may go on."""
         block_hash = self._next_hash.pop(request_id, None)
         if block_hash is None or self._producers.get(block_hash) != request_id:
@@ -83,21 +105,9 @@ class InFlight:
         del self._producers[block_hash]
         return list(self._waiters.pop(block_hash, {}).values())
 
-    def forget(self, request_id: str) -> bool:
-        """Takes a waiting request out; tells whether it waited."""
-        return any(waiters.pop(request_id, None) for waiters in self._waiters.values())
-
-    def next_step(self) -> list[RequestState]:
-        """Counts a step. Returns those who have waited long enough."""
-        self._step += 1
-        overdue = list(self._overdue())
-        for state in overdue:
-            self.forget(state.request_id)
-        return overdue
-
-    def _overdue(self) -> Iterator[RequestState]:
-        for waiters in self._waiters.values():
-            yield from filter(self._is_overdue, waiters.values())
+    def _wake(self, states: list[RequestState]) -> None:
+        for state in states:
+            self._queue.push(state)
 
     def _is_overdue(self, state: RequestState) -> bool:
         first = state.first_wait_step

@@ -9,6 +9,7 @@ still cached when they start, however little memory there is.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -36,11 +37,12 @@ class Jobs:
 
     `queue_length` counts the jobs that wait; one with more than `batch_size` waiting requests
     counts once for every `batch_size` of them. `waiting` is the same for each client that has any,
-    and `running` are its requests that have started.
+    and `running` are its requests that have started, up to `max_running`.
     """
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, max_running: int | None = None) -> None:
         self._batch_size = batch_size
+        self._max_running = sys.maxsize if max_running is None else max_running
         self.clear()
 
     def clear(self) -> None:
@@ -70,6 +72,10 @@ class Jobs:
             group.num_left = GROUP_TURN
         group.num_left -= 1
         return group.turn
+
+    def has_most_running(self, client: str | None) -> bool:
+        """Whether as many requests of a client run as may."""
+        return client is not None and self.running[client] >= self._max_running
 
     def _next_turn(self, request: Request, job: _Job) -> int:
         job.last_turn = 1 + max(job.last_turn, self._rounds[_line(request)])

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefixcache.kv.cache_manager import CacheManager, MissingBlocks
+from prefixcache.kv.cache_manager import CacheManager
 from prefixcache.kv.tiers.disk_tier import DiskTier, Load
 from prefixcache.metrics import LoadCounts
+from prefixcache.scheduler.queue import WaitingQueue
 from prefixcache.scheduler.state import RequestState
 from prefixcache.scheduler.step_time import StepTimeModel
+from prefixcache.types.step_plan import StepPlan
 
 _LEAST_SECONDS = 0.05
 """What any load may take: shorter times are the clock's and the threads'."""
@@ -32,8 +34,9 @@ _MOST_SECONDS = 30.0
 class Reads:
     """Requests that wait until the blocks of a kept file that they hit were read."""
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, queue: WaitingQueue) -> None:
         self._cache = cache
+        self._queue = queue
         self._waiting: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -46,13 +49,12 @@ class Reads:
             self._waiting[state.request_id] = state
         return must
 
-    def take_done(self) -> list[RequestState]:
-        """Those that may ask again: all that was to be read was."""
-        if not self._waiting or self._cache.num_reads:
-            return []
-        done = list(self._waiting.values())
-        self._waiting.clear()
-        return done
+    def requeue(self) -> None:
+        """Lets the requests start once all that was to be read was."""
+        if self._waiting and not self._cache.num_reads:
+            for state in self._waiting.values():
+                self._queue.push(state)
+            self._waiting.clear()
 
     def forget(self, request_id: str) -> bool:
         """Takes a waiting request out; tells whether it waited."""
@@ -76,6 +78,7 @@ class LoadPlan:
     0 seconds where that is not known. `is_sooner` says whether the load is predicted to be.
     """
 
+    loads: Loads
     upto: int
     computing: float
     is_sooner: bool
@@ -90,18 +93,19 @@ class _Loading:
     begun: float
     deadline: float
     counts: bool
+    """As hits: a request that returns had its hits before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A request that need wait no longer: blocks below `upto` tokens are there, of a `whole` hit.
+    """A request that need wait no longer: blocks below `upto` tokens are there.
 
-    Without windows a part of a hit is one too.
+    They are no hit (`is_hit`) where some are lacking that windows need.
     """
 
     state: RequestState
     upto: int
-    is_whole: bool
+    is_hit: bool
 
 
 class Loads:
@@ -119,85 +123,101 @@ class Loads:
         self._disk = disk
         self._chunk = chunk
         self._clock = clock
+        self._parts_are_hits = not cache.has_windows
         self._loading: dict[str, _Loading] = {}
         self.times = StepTimeModel()
-        self._num_started = self._num_refused = self._num_late = self._num_tokens = 0
+        self.num_tokens = 0
+        self._num_started = self._num_refused = self._num_late = 0
+
+    def observe_time(self, plan: StepPlan, seconds: float) -> None:
+        """Learns how long a completed step took."""
+        self.times.observe(plan, seconds)
 
     def plan(self, state: RequestState, hits: int, most: int) -> LoadPlan | None:
         """What the disk adds to `hits`, up to `most` tokens; None where that is nothing."""
-        if state.skips_disk:
+        if state.skips_disk or hits >= most:
             return None
         upto, num_blocks = self._cache.count_with_disk(state.request_id, most)
         if upto <= hits:
             return None
         computing = self.times.seconds(hits, upto - hits, self._chunk)
-        is_sooner = not 0 < computing <= self._disk.seconds(num_blocks)
-        return LoadPlan(upto, computing, is_sooner)
+        is_sooner = computing == 0 or computing > self._disk.seconds(num_blocks)
+        return LoadPlan(self, upto, computing, is_sooner)
 
     def note_refused(self) -> None:
         """A request computes what would have been loaded too late."""
         self._disk.note_refused()
         self._num_refused += 1
 
-    def begin(
-        self, state: RequestState, plan: LoadPlan, missing: MissingBlocks, *, counts: bool
-    ) -> None:
-        """Loads the blocks that a request lacks, which was started as the plan says.
+    def begin(self, state: RequestState, plan: LoadPlan, num_tokens: int, chunk: int) -> bool:
+        """Starts the request as the plan says and loads what it lacks; false if blocks are lacking.
 
-        What is loaded counts as its hits if it `counts`: one that returns had its hits before.
+        It gets slots for `num_tokens` after its hit, `chunk` of which are computed at once.
         """
+        missing = self._cache.commit_missing(state.request_id, plan.upto, num_tokens, chunk)
+        if missing is None:
+            return False
         load = self._disk.load(missing.blocks, missing.keys)
         now, most = self._clock(), _MOST_SECONDS
         if plan.computing:
             most = max(_LEAST_SECONDS, plan.computing)
-        loading = _Loading(state, load, plan.upto, missing.places, now, now + most, counts)
-        self._loading[state.request_id] = loading
+        self._loading[state.request_id] = _Loading(
+            state=state,
+            load=load,
+            upto=plan.upto,
+            places=missing.places,
+            begun=now,
+            deadline=now + most,
+            counts=state.num_cached_tokens is None,
+        )
         self._num_started += 1
         state.is_loading = True
+        return True
 
-    def take_done(self) -> list[Loaded]:
+    def collect(self) -> list[Loaded]:
         """What was loaded for the requests that need wait no longer."""
         now = self._clock()
-        late = [one for one in self._loading.values() if now > one.deadline]
-        for one in late:
-            one.load.cancel()
-            self._disk.note_late(len(one.load.blocks), now - one.begun)
+        late = [loading for loading in self._loading.values() if now > loading.deadline]
+        for loading in late:
+            loading.load.cancel()
+            self._disk.note_late(len(loading.load.blocks), now - loading.begun)
         self._num_late += len(late)
-        done = [one for one in self._loading.values() if one.load.is_done]
-        return [self._take(one) for one in done]
+        done = [loading for loading in self._loading.values() if loading.load.is_done]
+        return [self._finish(loading) for loading in done]
 
-    def _take(self, one: _Loading) -> Loaded:
-        state, upto = self._end(one), one.upto
-        is_whole = one.load.num_loaded == len(one.places)
-        if not is_whole:
-            upto = one.places[one.load.num_loaded] * self._cache.block_size
-        if is_whole or not self._cache.has_windows:
+    def _finish(self, loading: _Loading) -> Loaded:
+        state, upto = loading.state, loading.upto
+        self._forget(state)
+        is_complete = loading.load.num_loaded == len(loading.places)
+        if not is_complete:
+            upto = loading.places[loading.load.num_loaded] * self._cache.block_size
+        is_hit = is_complete or self._parts_are_hits
+        if is_hit:
             tokens = upto - state.num_computed_tokens
-            self._num_tokens += tokens
-            if one.counts:
+            self.num_tokens += tokens
+            if loading.counts:
                 state.num_disk_tokens = tokens
                 state.num_cached_tokens = (state.num_cached_tokens or 0) + tokens
-        return Loaded(state, upto, is_whole)
+        return Loaded(state, upto, is_hit)
 
     def cancel(self, state: RequestState) -> None:
         """Nothing writes to the request's blocks any more."""
-        if (one := self._loading.get(state.request_id)) is not None:
-            one.load.cancel()
-            self._end(one)
+        if (loading := self._loading.get(state.request_id)) is not None:
+            loading.load.cancel()
+            self._forget(state)
 
-    def _end(self, one: _Loading) -> RequestState:
-        del self._loading[one.state.request_id]
-        one.state.is_loading = False
-        return one.state
+    def _forget(self, state: RequestState) -> None:
+        del self._loading[state.request_id]
+        state.is_loading = False
 
     def clear(self) -> None:
         """Ends all loads."""
-        for one in list(self._loading.values()):
-            self.cancel(one.state)
+        for loading in list(self._loading.values()):
+            self.cancel(loading.state)
 
     def wait(self, seconds: float) -> bool:
         """Waits until a load is done, at most so long; false where there is none."""
-        loads = [one.load for one in self._loading.values()]
+        loads = [loading.load for loading in self._loading.values()]
         if loads:
             self._disk.wait(loads, seconds)
         return bool(loads)
@@ -208,5 +228,5 @@ class Loads:
             started=self._num_started,
             refused=self._num_refused,
             late=self._num_late,
-            tokens=self._num_tokens,
+            tokens=self.num_tokens,
         )

@@ -10,7 +10,7 @@ import torch
 
 from prefixcache.exceptions import OutOfMemoryError
 from prefixcache.runner.cuda.model_memory import TorchModelMemory
-from prefixcache.scheduler.hit_counter import HitCounter
+from prefixcache.scheduler.admission import HitCounter
 
 
 class Parts:

@@ -125,7 +125,7 @@ def test_a_waiter_is_judged_when_its_wait_ends() -> None:
     bench.add("a", prompt_of(32))
     bench.add("b", [*prompt_of(32), 1, 2], cache=CacheOptions(hit_threshold=0.9))
     bench.run()
-    assert bench.scheduler.num_in_flight_waits == 1
+    assert bench.scheduler.sharing.num_waits == 1
     assert len(bench.answers["b"]) == 4
 
 

@@ -60,7 +60,7 @@ def test_a_crowd_computes_its_prefix_once(groups: Groups, budget: int) -> None:
     )
     names = crowd(bench, 8)
     assert run_counting(bench) == 32 + 8 * 5 + 8 * 3
-    assert budget == 8 or bench.scheduler.num_in_flight_waits == 7
+    assert budget == 8 or bench.scheduler.sharing.num_waits == 7
     for i, name in enumerate(names):
         assert bench.answers[name] == answer_alone(own(i), 4)
 
@@ -118,7 +118,7 @@ def test_a_waiter_can_be_aborted(groups: Groups) -> None:
 
 def test_nobody_waits_past_the_limit(groups: Groups) -> None:
     bench = Bench(groups=groups, share_in_flight=True, max_wait_steps=3)
-    bench.scheduler._publish = lambda computed: None
+    bench.scheduler._publisher.publish = lambda computed: None
     crowd(bench, 2)
     planned = [set(counts(bench.step())) for _ in range(4)]
     assert planned == [{"r0"}] * 3 + [{"r0", "r1"}]
@@ -129,12 +129,13 @@ def test_nobody_waits_past_the_limit(groups: Groups) -> None:
 def test_a_preempted_owner_wakes_its_waiters(groups: Groups) -> None:
     bench = Bench(groups=groups, num_blocks=129, share_in_flight=True)
     names = crowd(bench, 3)
-    publish, bench.scheduler._publish = bench.scheduler._publish, lambda computed: None
+    publisher = bench.scheduler._publisher
+    publish, publisher.publish = publisher.publish, lambda computed: None
     bench.step()
-    assert len(bench.scheduler._in_flight) == 2
+    assert len(bench.scheduler.sharing) == 2
     bench.scheduler.requeue_running()
-    assert len(bench.scheduler._in_flight) == 0
-    bench.scheduler._publish = publish
+    assert len(bench.scheduler.sharing) == 0
+    publisher.publish = publish
     bench.run()
     for i, name in enumerate(names):
         assert bench.answers[name] == answer_alone(own(i), 4)
@@ -162,7 +163,7 @@ def test_who_cannot_read_the_blocks_does_not_wait(groups: Groups, options: Cache
     bench.add("a", own(0))
     bench.add("b", own(1), cache=options)
     assert set(counts(bench.step())) == {"a", "b"}
-    assert bench.scheduler.num_in_flight_waits == 0
+    assert bench.scheduler.sharing.num_waits == 0
 
 
 def test_nobody_waits_for_blocks_that_are_not_published(groups: Groups) -> None:

@@ -389,7 +389,7 @@ def _waits_again(state: RequestState, running: set[str]) -> bool:
 
 
 def _queued(bench: Bench) -> set[str]:
-    return set(bench.scheduler._waiting._places)
+    return set(bench.scheduler._queue._places)
 
 
 def _overdue(bench: Bench, started: set[int], since: float, work: list[Coming]) -> list[int]:
@@ -409,7 +409,7 @@ def test_who_is_woken_goes_back_behind_one_that_nobody_may_pass() -> None:
     bench.add("large", prompt_of(24, 50), max_tokens=1)  # no room next to the owner
     bench.add("waiter", [*prompt_of(32, 1), 5], max_tokens=1)
     bench.step()
-    assert bench.scheduler.num_in_flight_waits == 1
+    assert bench.scheduler.sharing.num_waits == 1
     clock.now += 1
     assert starts(bench) == ["owner", "large", "waiter"]
 
@@ -419,6 +419,6 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     for number in range(8):
         bench.add(str(number), [*prompt_of(32, 1), 50 + number], max_tokens=1)
     bench.step()
-    assert bench.scheduler.num_in_flight_waits == 7
+    assert bench.scheduler.sharing.num_waits == 7
     bench.run()
     assert bench.scheduler.admission.counter.hit_tokens == 7 * 32

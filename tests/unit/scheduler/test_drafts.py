@@ -33,8 +33,9 @@ from prefixcache.runner.cpu.model import CpuModel, StepKernels
 from prefixcache.runner.cuda import batch
 from prefixcache.runner.cuda.ops.linear import TorchLinear
 from prefixcache.scheduler import drafts as drafts_module
+from prefixcache.scheduler.budget import Chunk
 from prefixcache.scheduler.drafts import Drafter
-from prefixcache.scheduler.scheduler import Scheduler
+from prefixcache.scheduler.publishing import Publisher
 from prefixcache.scheduler.step_time import RowTimes, StepTimeModel
 from prefixcache.types.request import CacheOptions, Request, RequestOutput
 from prefixcache.types.step_plan import ScheduledSequence, SequenceOutput, StepPlan
@@ -273,7 +274,7 @@ def rows_of(right_of_ten: int, steps: int = 5000) -> tuple[int, int, int]:
     state = guessed_state("a")
     accepted = refused = 0
     for _ in range(steps):
-        drafted = len(drafter.propose([state], 1, 63, lambda _, wanted: wanted).get("a", ()))
+        drafted = len(proposed(drafter, [state]))
         right = drafted if source.next_is_right else 0
         accepted, refused = accepted + right, refused + drafted - right
         drafter.observe({"a": right})
@@ -309,7 +310,7 @@ def test_what_can_be_guessed_often_enough_is() -> None:
 
 def test_a_step_without_guesses_says_nothing_of_those_before() -> None:
     drafter = Drafter(Guesses(10), RowTimes(), shares=False, most=MOST_DRAFTS)
-    assert drafter.propose([guessed_state("a")], 1, 63, lambda _, wanted: wanted)
+    assert proposed(drafter, [guessed_state("a")])
     for _ in range(3):
         drafter.observe({"a": 1})
     counts = drafter.counts()
@@ -335,8 +336,13 @@ def test_guesses_go_by_what_a_row_costs_in_this_step(num_seqs, a_row, guesses) -
     assert longer == pytest.approx(1 + 7 * a_row / (1 + a_row * num_seqs), rel=0.15)
     drafter = Drafter(Guesses(10), rows, shares=False, most=MOST_DRAFTS)
     states = [guessed_state(f"{number}") for number in range(num_seqs)]
-    found = drafter.propose(states, num_seqs, 63, lambda _, wanted: wanted)
-    assert sum(map(len, found.values())) == guesses
+    assert len(proposed(drafter, states)) == guesses
+
+
+def proposed(drafter: Drafter, states: list[Any]) -> list[int]:
+    chunks = [Chunk(state, 1, is_decode=True) for state in states]
+    drafter.propose(chunks, 63, lambda _, wanted: wanted)
+    return [token for chunk in chunks for token in chunk.drafts]
 
 
 def guessed_state(name: str) -> Any:
@@ -539,12 +545,12 @@ def test_the_comparison_notices_what_it_is_for(
 
 def _publish_the_last_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot holds what was computed for a refused guess, or nothing."""
-    publish = Scheduler._publish
+    publish = Publisher.publish
 
-    def too_far(self: Scheduler, filled: Any) -> None:
+    def too_far(self: Publisher, filled: Any) -> None:
         publish(self, [(state, len(state.tokens)) for state, _ in filled])
 
-    monkeypatch.setattr(Scheduler, "_publish", too_far)
+    monkeypatch.setattr(Publisher, "publish", too_far)
 
 
 def _publish_what_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,14 +561,14 @@ def _publish_what_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _name_a_block_by_the_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    append = Scheduler._append_accepted
+    append = Publisher.append_accepted
 
-    def wrongly(self: Scheduler, sampled: dict[str, list[int]]) -> None:
+    def wrongly(self: Publisher, sampled: dict[str, list[int]]) -> None:
         for name, tokens in sampled.items():
             sampled[name] = [(token + 1) % VOCAB_SIZE for token in tokens[:-1]] + tokens[-1:]
         append(self, sampled)
 
-    monkeypatch.setattr(Scheduler, "_append_accepted", wrongly)
+    monkeypatch.setattr(Publisher, "append_accepted", wrongly)
 
 
 @pytest.mark.parametrize(

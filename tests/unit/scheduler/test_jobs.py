@@ -156,7 +156,7 @@ def test_who_waits_for_anothers_blocks_is_counted_as_waiting() -> None:
     bench.add("a", prompt_of(32))
     bench.add("b", prompt_of(32))
     bench.step()
-    assert (bench.scheduler.num_in_flight_waits, bench.scheduler.jobs.queue_length) == (1, 1)
+    assert (bench.scheduler.sharing.num_waits, bench.scheduler.jobs.queue_length) == (1, 1)
     bench.run()
     assert bench.scheduler.jobs.queue_length == 0
 

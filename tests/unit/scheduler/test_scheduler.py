@@ -236,8 +236,8 @@ def test_a_prompt_of_the_whole_context_leaves_no_room_for_an_answer() -> None:
         request_id="a", prompt_token_ids=prompt_of(32), params=SamplingParams(max_tokens=None)
     )
     with pytest.raises(RequestTooLargeError, match="context length is 32"):
-        bench.scheduler.check(request)
-    bench.scheduler.check(dataclasses.replace(request, prompt_token_ids=prompt_of(31)))
+        bench.scheduler.limits.check(request)
+    bench.scheduler.limits.check(dataclasses.replace(request, prompt_token_ids=prompt_of(31)))
 
 
 def test_a_request_that_cannot_start_although_alone_ends_and_the_next_one_runs() -> None:

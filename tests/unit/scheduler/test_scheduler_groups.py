@@ -128,7 +128,7 @@ def test_nobody_waits_for_a_block_that_it_has_to_compute_itself(groups):
     for name in "abc":
         bench.add(name, prompt_of(16), max_tokens=1)
     assert counts(bench.step()) == {"a": 4, "b": 4, "c": 4}
-    assert bench.scheduler.num_in_flight_waits == 0
+    assert bench.scheduler.sharing.num_waits == 0
 
 
 def test_without_windows_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

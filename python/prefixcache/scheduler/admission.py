@@ -151,7 +151,7 @@ class Admission:
     def start(self, state: RequestState, budget: StepBudget) -> AdmissionResult:
         """Takes blocks for the request; on any result but `STARTED` it holds none.
 
-        `budget`, which is not spent, is what the step may compute.
+        `budget`, which has room, is what the step may compute.
         """
         most = self._hits.most(state)
         matched = self._hits.matched(state, most)

@@ -46,11 +46,6 @@ class StepBudget:
         self._is_out_of_time = False
 
     @property
-    def is_spent(self) -> bool:
-        """Whether no token of a prompt may be added."""
-        return not self.room
-
-    @property
     def room(self) -> int:
         """Tokens that may still be added."""
         return 0 if self._is_out_of_time else self._tokens_left
@@ -63,7 +58,7 @@ class StepBudget:
     def take_chunk(self, start: int, wanted: int) -> int:
         """Takes the next tokens of a prompt, at least one; returns how many of those `wanted`.
 
-        Must not be spent.
+        There must be room.
         """
         count = self.chunk(start, wanted)
         self._is_out_of_time = count < min(wanted, self._tokens_left)
@@ -100,7 +95,7 @@ def running_chunks(states: Iterable[RequestState], budget: StepBudget) -> list[C
     for chunk in chunks:
         budget.add_decode(chunk.state.num_computed_tokens)
     for state in prefills:
-        if budget.is_spent:
+        if not budget.room:
             break
         count = budget.take_chunk(state.num_computed_tokens, state.num_remaining)
         chunks.append(Chunk(state, count))

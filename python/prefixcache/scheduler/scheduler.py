@@ -364,7 +364,7 @@ class Scheduler:
 
     def _start_waiting(self, chunks: list[Chunk], budget: StepBudget) -> None:
         self._queue.forget_hits()
-        while not budget.is_spent and len(self._running) < self._max_num_seqs:
+        while budget.room and len(self._running) < self._max_num_seqs:
             state = self._queue.head()
             if state is None:
                 return

@@ -40,9 +40,8 @@ class Load(NamedTuple):
         return Load(self.tokens + count, self.pairs + pairs)
 
 
-class _Sample(NamedTuple):
-    load: Load
-    seconds: float
+_Sample = tuple[Load, float]
+"""What a step computed, and the seconds that it took."""
 
 
 class StepTimeModel:
@@ -66,7 +65,7 @@ class StepTimeModel:
             load = load.plus(sequence.start, sequence.num_tokens)
         is_decode = load.tokens == len(plan.sequences)
         samples = self._decodes if is_decode else self._prefills
-        samples.append(_Sample(load, max(seconds, _SHORTEST)))
+        samples.append((load, max(seconds, _SHORTEST)))
         self._fitted = None
 
     def most_tokens(
@@ -152,8 +151,8 @@ class _Fit(NamedTuple):
         samples = [*decodes, *prefills]
         if not samples:
             return cls(0.0, 0.0, 0.0, 0.0, Load())
-        loads = np.array([(1.0, *sample.load) for sample in samples])
-        seconds = np.array([sample.seconds for sample in samples])
+        loads = np.array([(1.0, *load) for load, _ in samples])
+        seconds = np.array([duration for _, duration in samples])
         # Errors count as shares of a step of that load, not of the time it happened to take: that
         # would trust the fastest steps most.
         weights = np.array([*_weights(len(decodes)), *_weights(len(prefills))])

@@ -293,4 +293,4 @@ def test_the_budget_of_tokens_holds_too() -> None:
     budget.add_decode(5)
     assert budget.take_chunk(0, 12) == 12
     assert budget.take_chunk(0, 12) == 7
-    assert budget.is_spent
+    assert not budget.room

@@ -28,7 +28,7 @@ from record import Part, Row, append_row
 from shapes import SHAPES
 from system import Setup, System, mixed_batch, random_model, random_prompts, reference_attention
 
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.kv.specs import KVGroup
 from prefixcache.runner.cuda.attention.base import AttentionGroup, AttentionSpec, kv_shape_nhd
 from prefixcache.runner.cuda.attention.registry import AttentionOptions, make_attention

@@ -44,9 +44,9 @@ from rich.table import Table
 from prefixcache.config.engine_config import DEFAULT_MODEL
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.models.conversion import dequantize_folder
+from prefixcache.models.decoder.shapes import EMBEDDING, OWN_EMBEDDING
 from prefixcache.models.gguf.index import read_index
 from prefixcache.models.hub import resolve_model
-from prefixcache.models.parameters import EMBEDDING, OWN_EMBEDDING
 from prefixcache.text.tokenization.tokenizer import Tokenizer
 from prefixcache.tools.bench.machine import usable_cores, write_record
 from prefixcache.tools.bench.prompts import SOURCE_TEXT

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.runner.cuda.ops import activation, norm, rope
 from prefixcache.runner.cuda.sampling.sampler import greedy_token_ids
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefixcache.config.checked import Checked, Count, PositiveFloat, PositiveInt, adapters
 from prefixcache.config.families import FAMILIES
-from prefixcache.config.family import RopeKind
 from prefixcache.config.generation_fields import not_obeyed
 from prefixcache.config.hf_config import (
-    HFConfig,
     read_fields,
     read_hf_config,
     supported_architecture,
     token_ids,
 )
 from prefixcache.config.hf_fields import FULL, SLIDING, NumLayers, TokenId
-from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError, UnsupportedModelError
+from prefixcache.config.rope_config import RopeConfig, rope_of
+from prefixcache.exceptions import ConfigError, FieldError, ModelLoadError
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "squared_relu"]
 
@@ -29,60 +28,6 @@ _MAX_TAPS = 8
 # Heads of the kernel of states are multiples of this, and as many of Mamba-2 are computed together.
 _HEAD_STEP = 16
 _MAMBA_RUN = 8
-
-# How fields of a rope are called in a config.json; the others have one name.
-_HF_ROPE_NAMES = {
-    "theta": "rope_theta",
-    "kind": "rope_type",
-    "original_max_position": "original_max_position_embeddings",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig(Checked):
-    """Rotary position embedding: base frequency and how it is scaled to longer contexts.
-
-    Scaling kinds and field names are those of Hugging Face's `rope_parameters`. Fields that a kind
-    does not use stay at their defaults. `original_max_position` is in tokens; None of
-    `attention_factor` lets YaRN derive it from `factor` and the two `mscale` values, LongRoPE from
-    `factor`. LongRoPE divides a pair's frequency by its `short_factor`, or by its `long_factor`
-    where there are no short ones: `ModelConfig.for_length` leaves those of one kind. Of a head the
-    first `partial_rotary_factor` are turned; of a proportional one all, but the slowest pairs by
-    nothing.
-    """
-
-    theta: PositiveFloat = 10_000.0
-    kind: RopeKind = "default"
-    factor: PositiveFloat = 1.0
-    original_max_position: Count = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    short_factor: tuple[PositiveFloat, ...] = ()
-    long_factor: tuple[PositiveFloat, ...] = ()
-    partial_rotary_factor: PositiveFloat = 1.0
-
-    def rotated_of(self, head_dim: int) -> int:
-        """Numbers of a head that are turned: the first ones."""
-        if self.kind == "proportional":
-            return head_dim
-        return int(head_dim * self.partial_rotary_factor)
-
-    def check_together(self) -> None:
-        """Raises `FieldError`."""
-        if self.kind in ("llama3", "yarn", "longrope") and not self.original_max_position:
-            raise FieldError("original_max_position", f"is needed for rope {self.kind}.")
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise FieldError(
-                "high_freq_factor",
-                f"({self.high_freq_factor}) of the rope must exceed low_freq_factor "
-                f"({self.low_freq_factor}).",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,7 +419,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     hf = read_hf_config(source)
-    given = hf.fields
+    given, family = hf.fields, FAMILIES[hf.architecture]
+    ropes = {layers: rope_of(values, family, given) for layers, values in hf.ropes.items()}
     sizes = {"intermediate_size": given.intermediate_size, "rms_norm_eps": given.rms_norm_eps}
     flags: dict[str, Any] = sizes | hf.flags
     parts = {"experts": ExpertsConfig, "delta": DeltaConfig, "mamba": MambaConfig}
@@ -488,8 +434,8 @@ def _from_hf(source: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelC
         num_kv_heads=given.num_key_value_heads,
         head_dim=given.head_dim,
         max_position_embeddings=given.max_position_embeddings,
-        rope=_rope(hf, FULL),
-        local_rope=_rope(hf, SLIDING) if SLIDING in hf.ropes else None,
+        rope=ropes[FULL],
+        local_rope=ropes.get(SLIDING),
         layer_windows=hf.layer_windows if any(hf.layer_windows) else (),
         tie_word_embeddings=given.tie_word_embeddings,
         checkpoint_dtype=hf.checkpoint_dtype,
@@ -528,23 +474,3 @@ def _with_active_windows(config: ModelConfig, said: int | None) -> ModelConfig:
     if window < context or config.local_rope is not None:
         return config
     return replace(config, layer_windows=())
-
-
-def _rope(hf: HFConfig, layers: str) -> RopeConfig:
-    values = hf.ropes[layers]
-    rotated = values.get("partial_rotary_factor", 1.0)
-    may_be_partial = FAMILIES[hf.architecture].rotates_partly
-    if rotated != 1.0 and not may_be_partial and values["rope_type"] != "proportional":
-        raise UnsupportedModelError(
-            f"partial_rotary_factor {rotated} is not supported. Supported: 1.0."
-        )
-    names = {one.name: _HF_ROPE_NAMES.get(one.name, one.name) for one in fields(RopeConfig)}
-    known = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
-    if known.get("kind") == "longrope":
-        # Without a factor it is that of the contexts.
-        if known.get("factor") is None:
-            known["factor"] = hf.fields.max_position_embeddings / known["original_max_position"]
-        known |= {name: tuple(known[name]) for name in ("short_factor", "long_factor")}
-    else:
-        known = {k: v for k, v in known.items() if k not in ("short_factor", "long_factor")}
-    return RopeConfig(**known)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prefixcache.config.engine_config import DType
 from prefixcache.config.model_config import ModelConfig
+from prefixcache.models.decoder.shape_of import decoder_shape
 from prefixcache.models.names import TensorNames
-from prefixcache.models.parameters import DecoderShape
 from prefixcache.models.replaceable import ModelT
 from prefixcache.models.weights import check_folder, load_folder
 
@@ -24,7 +24,7 @@ def check_weights(config: ModelConfig, folder: Path) -> TensorNames:
     Raises `ModelLoadError` otherwise, from the files' headers alone: before any memory is taken.
     """
     names = TensorNames(config)
-    check_folder(DecoderShape.of(config).shapes(), folder, names)
+    check_folder(decoder_shape(config).shapes(), folder, names)
     return names
 
 

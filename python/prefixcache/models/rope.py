@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 
 Angles: TypeAlias = npt.NDArray[np.floating[Any]]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from prefixcache.config.model_config import ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import KVGroup
+from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.loader import load_model
-from prefixcache.models.parameters import LinearShape
 from prefixcache.runner.cuda.attention.base import AttentionBatch, AttentionGroup, AttentionSpec
 from prefixcache.runner.cuda.attention.flashinfer import (
     FlashInferAttention,

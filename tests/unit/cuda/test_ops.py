@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prefixcache._core import Cpu
-from prefixcache.config.model_config import RopeConfig
-from prefixcache.models.parameters import LinearShape
+from prefixcache.config.rope_config import RopeConfig
+from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.rope import inverse_frequencies
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear
 from prefixcache.runner.cuda.decoder_model import Builder

@@ -17,7 +17,7 @@ _BACKEND = """
 import torch
 from prefixcache.runner.cuda.attention import flashinfer
 from prefixcache.runner.cuda.attention.base import AttentionSpec
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.runner.cuda.ops import rope, triton_kernels
 from reference import flashinfer_reference
 from reference.paged_attention import SlowSequence, batch_of
@@ -60,7 +60,7 @@ print("checked")
 
 _CHECK = """
 import torch
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.runner.cuda.ops import activation, norm, rope, triton_kernels as fused
 from reference.flashinfer_reference import append_paged_kv_cache
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from prefixcache.config.engine_config import Attention, CacheConfig, EngineConfig, SchedulerConfig
 from prefixcache.config.generation_fields import NOT_OBEYED, OBEYED, WITHOUT_EFFECT
-from prefixcache.config.model_config import GenerationDefaults, ModelConfig, RopeConfig
+from prefixcache.config.model_config import GenerationDefaults, ModelConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.exceptions import ConfigError, ModelLoadError, UnsupportedModelError
 from prefixcache.runner.cuda.attention.registry import attention_names
 from prefixcache.text.grammar.vocabulary import tokens_that_end

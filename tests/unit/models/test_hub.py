@@ -17,7 +17,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from prefixcache.config.engine_config import DEFAULT_MODEL
-from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
+from prefixcache.config.model_config import ExpertsConfig, ModelConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.exceptions import ModelLoadError, UnsupportedModelError
 from prefixcache.models import hub
 from prefixcache.models.hub import WheelModel, cache_home, is_downloaded, resolve_model

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from prefixcache.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from prefixcache.config.model_config import ExpertsConfig, ModelConfig, RopeConfig
+from prefixcache.config.model_config import ExpertsConfig, ModelConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.engine.build import build
 from prefixcache.exceptions import UnsupportedModelError
 from prefixcache.models.loader import choose_dtype

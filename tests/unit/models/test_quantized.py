@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from prefixcache._core import Cpu
 from prefixcache.models import quantized as quantized_module
 from prefixcache.models.arrays import BFLOAT16, DTYPES, FLOAT32
-from prefixcache.models.parameters import LinearShape
+from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.quantized import QUANT_FORMATS, QuantizedTensor, quant_block_size, row_bytes
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType
 from prefixcache.runner.cuda.decoder_model import Builder

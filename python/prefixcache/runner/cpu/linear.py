@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prefixcache._core import Cpu, PackedLinear
 from prefixcache.config.engine_config import Activations
 from prefixcache.models.arrays import DTYPES, Array, dense, new_array
-from prefixcache.models.parameters import LinearShape
+from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.models.quantized import QuantFormat, QuantizedTensor
 
 KernelDType = Literal["bfloat16", "float32"]

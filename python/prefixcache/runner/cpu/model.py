@@ -56,13 +56,13 @@ from prefixcache.config.model_config import DeltaConfig, ModelConfig
 from prefixcache.exceptions import ConfigError
 from prefixcache.kv.specs import STATE_BYTES, KVGroup, KVLayout, layer_places
 from prefixcache.models.arrays import DTYPES, Array, new_array
-from prefixcache.models.names import TensorNames
-from prefixcache.models.parameters import (
+from prefixcache.models.decoder.parameters import Parameters
+from prefixcache.models.decoder.shape_of import decoder_shape
+from prefixcache.models.decoder.shapes import (
     EMBEDDING,
     OWN_EMBEDDING,
     AttentionShape,
     ConvShape,
-    DecoderShape,
     DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
@@ -71,10 +71,10 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
-    Parameters,
     StateShape,
     VectorShape,
 )
+from prefixcache.models.names import TensorNames
 from prefixcache.models.weights import Slot
 from prefixcache.runner.cpu.kv_memory import KVMemory
 from prefixcache.runner.cpu.linear import CpuEmbedding, CpuLinear, KernelDType, address
@@ -122,7 +122,7 @@ class CpuModel:
         self._activations: Activations = activations
         self._parts: list[CpuLinear | CpuEmbedding] = []
         self._packed: dict[str, Callable[[], tuple[PackedLinear, int] | None]] = {}
-        shape = DecoderShape.of(config)
+        shape = decoder_shape(config)
         eps = config.stream_eps
         layers = [self._layer(layer) for layer in shape.layers]
         self._stack = DecoderStack(cpu, dtype, config.hidden_size, eps, layers)

@@ -1,4 +1,4 @@
-"""The decoder of every supported family on torch, by the shapes of `models/parameters.py`.
+"""The decoder of every supported family on torch, by the shapes of `models/decoder/shapes.py`.
 
 Letters of shapes: T tokens in the step, E hidden size, F intermediate size, H query heads, K
 key-value heads, D head size, R rows whose logits are wanted, V vocabulary.
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from prefixcache.config.model_config import Activation, MambaConfig, ModelConfig
 from prefixcache.models.arrays import Array
-from prefixcache.models.names import TensorNames
-from prefixcache.models.parameters import (
+from prefixcache.models.decoder.parameters import Parameters
+from prefixcache.models.decoder.shape_of import decoder_shape
+from prefixcache.models.decoder.shapes import (
     EMBEDDING,
     OWN_EMBEDDING,
     AttentionShape,
     ConvShape,
-    DecoderShape,
     DenseAndExpertsShape,
     DenseShape,
     ExpertsShape,
@@ -29,9 +29,9 @@ from prefixcache.models.parameters import (
     NormShape,
     OwnInputShape,
     OwnInputsShape,
-    Parameters,
     StateShape,
 )
+from prefixcache.models.names import TensorNames
 from prefixcache.runner.cuda.attention.base import AttentionSpec
 from prefixcache.runner.cuda.attention.grouped import GroupedAttention, Rotation
 from prefixcache.runner.cuda.ops.arrays import dtype_name, tensor_of
@@ -413,7 +413,7 @@ class DecoderModel:
         self.device = ops.device
         self._builder = Builder(ops)
         self._rms_norm = _norm_of(config, ops)
-        shape = DecoderShape.of(config)
+        shape = decoder_shape(config)
         self._layers = [
             DecoderLayer(config, i, layer, self._builder) for i, layer in enumerate(shape.layers)
         ]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefixcache.config.model_config import DeltaConfig, MambaConfig
-from prefixcache.models.parameters import StateWeights
+from prefixcache.models.decoder.parameters import StateWeights
 
 _LENGTH_EPS = 1e-6
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixcache.config.model_config import RopeConfig
+from prefixcache.config.rope_config import RopeConfig
 from prefixcache.models.rope import Rotation
 from prefixcache.runner.cuda.ops.cuda import fused_kernels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefixcache.models.parameters import LinearShape
+from prefixcache.models.decoder.shapes import LinearShape
 from prefixcache.runner.cuda.ops import activation, norm, rope
 from prefixcache.runner.cuda.ops.linear import TorchLinear
 

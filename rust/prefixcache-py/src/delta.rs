@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 use crate::arguments::{Number, One, Real, Value, or, whole_numbers};
 use crate::cpu::{Matrix, numbers_at, numbers_if_given};
 use crate::errors::{Result, ensure};
-use crate::layer::parts;
 use crate::linear::{LayerElement, PackedLinear};
 use crate::names;
+use crate::parts::parts;
 
 parts! {
     /// The gated delta rule, or Mamba-2, of a layer on the CPU: its linears, and float32 at these addresses.

@@ -32,6 +32,7 @@ mod kv_file;
 mod layer;
 mod linear;
 mod names;
+mod parts;
 mod prefix_cache;
 mod recording;
 mod replay;

@@ -275,7 +275,7 @@ def test_publishing_goes_on_after_a_failure_and_readers_begin_again(context, cap
         (gauge,) = next(iter(publisher.families())).samples
         return bool(gauge.value)
 
-    cache = PrefixCache(40, SIZE)
+    cache = PrefixCache(40, SIZE, model="m")
     with published(cache) as publisher:
         with mock.patch.object(EventSockets, "replay_requests", side_effect=OSError("no")) as asked:
             wait_until(lambda: asked.call_count > 3)

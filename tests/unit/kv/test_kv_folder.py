@@ -145,7 +145,7 @@ def test_what_a_commit_may_read_itself_is_bounded(folder):
     """4 MiB, as docs/guides/restart.md says."""
     file = opened(folder)
     assert file.commit_blocks * 2 * _BLOCK_BYTES == 4 << 20
-    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a")
+    manager = CacheManager(_NUM_BLOCKS, 16, weights="blake3:a", model="m")
     manager.keep_in(file)
     core, file.core = mock.Mock(), mock.Mock(num_asked=3)
     with (

@@ -135,12 +135,12 @@ class EngineState:
 
 
 @contextmanager
-def blaming(param: str) -> Generator[None, None, None]:
+def blaming(param: str, prefix: str = "") -> Generator[None, None, None]:
     """Weights that do not fit are the caller's mistake, in the argument `param`."""
     try:
         yield
     except ModelLoadError as error:
-        raise InvalidRequestError(str(error), param=param) from error
+        raise InvalidRequestError(f"{prefix}{error}", param=param) from error
 
 
 def check_choice(name: str, value: object, literal: object) -> None:

@@ -50,12 +50,12 @@ class Steps:
         self._metrics = metrics
         self._clock = clock
         self._steps = scheduler.steps_in_flight
-        self._host_time = _HostTime()
+        self._host_since = 0.0
         self.last_read = clock()
 
     def begin(self) -> None:
         """What the host does from here on counts as time of the next step that is read."""
-        self._host_time.begin()
+        self._host_since = time.perf_counter()
 
     def submit(self, plan: StepPlan) -> None:
         """Submits the step that was scheduled last."""
@@ -64,7 +64,7 @@ class Steps:
         step.since = self._clock()
         try:
             self._cache.fill(plan, self._runner.block_tables)
-            with self._host_time.paused():
+            with self._in_runner():
                 step.in_flight = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 - the steps before are read first
             step.error = error
@@ -98,7 +98,7 @@ class Steps:
         try:
             if step.error is not None:
                 raise step.error
-            with self._host_time.paused():
+            with self._in_runner():
                 results = self._runner.results(step.in_flight).outputs
         except Exception as error:  # whatever the model raised, the others can be served
             logger.exception("A step failed; its requests end.", extra=SHOWS_ERROR)
@@ -106,8 +106,18 @@ class Steps:
         self._observe_time(plan, step.since)
         outputs = self._outputs(plan, results)
         self._metrics.iteration_tokens.observe(plan.num_tokens)
-        self._metrics.step_overhead.observe(self._host_time.lap())
+        before, self._host_since = self._host_since, time.perf_counter()
+        self._metrics.step_overhead.observe(self._host_since - before)
         return outputs
+
+    @contextmanager
+    def _in_runner(self) -> Generator[None, None, None]:
+        """What is done meanwhile is no time of the host."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._host_since += time.perf_counter() - begun
 
     def _observe_time(self, plan: StepPlan, since: float) -> None:
         """A step submitted ahead begins when the one before it ends."""
@@ -269,28 +279,3 @@ class InFlightRequests:
             self._cache.disk.nudge()
         if self._pool is not None:
             self._pool.note_release()
-
-
-class _HostTime:
-    """What steps take apart from the runner's own work, in seconds."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Starts from zero."""
-        self._since = time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Generator[None, None, None]:
-        """Leaves out what is done meanwhile."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since += time.perf_counter() - begun
-
-    def lap(self) -> float:
-        """The time since `begin` or the last lap."""
-        last, self._since = self._since, time.perf_counter()
-        return self._since - last

@@ -290,7 +290,7 @@ class WeightUpdates:
 
 
 def _check_all_named(weights: ModelWeights, names: Iterable[str], *, full: bool) -> None:
-    """Raises `ModelLoadError` when one lacks of those that must come, which may be none."""
+    """Raises `ModelLoadError` when a weight is missing that must come: with `full` all must."""
     if full or not weights.complete:
         weights.check_all_named(list(names))
 

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from prefixcache.config.checked import shown
+from prefixcache.engine.commands import blaming
 from prefixcache.engine.weight_versions import check_tag
 from prefixcache.engine.weights.staged import StagedTensors, as_chunk
-from prefixcache.exceptions import InvalidRequestError, ModelLoadError, wrong
+from prefixcache.exceptions import wrong
 from prefixcache.models.arrays import given_array
 from prefixcache.types.modes import InFlightMode
 
@@ -85,7 +86,7 @@ class WeightsPush:
 
     def add_pieces(self, update_id: str, pieces: Iterable[bytes | memoryview]) -> int:
         """`add` for the bytes of a file of safetensors, piece by piece."""
-        with self._open(update_id) as staged, _blaming("chunk"):
+        with self._open(update_id) as staged, blaming("chunk", prefix="chunk: "):
             return staged.add(pieces)
 
     def add_shared(self, update_id: str, shm_name: str) -> int:
@@ -209,7 +210,7 @@ def weights_digest(chunks: Chunk | Iterable[Chunk]) -> str:
     staged = StagedTensors(lambda _: None, 1 << 62)
     try:
         for chunk in _listed(chunks):
-            with _blaming("chunk"):
+            with blaming("chunk", prefix="chunk: "):
                 staged.add(_pieces(chunk))
         return staged.digest()
     finally:
@@ -225,7 +226,7 @@ def _listed(chunks: Chunk | Iterable[Chunk]) -> Iterable[Chunk]:
 
 def _pieces(chunk: Chunk) -> list[bytes | memoryview]:
     if isinstance(chunk, Mapping):
-        with _blaming("chunk"):
+        with blaming("chunk", prefix="chunk: "):
             return as_chunk({name: given_array(name, one) for name, one in chunk.items()})
     return [memoryview(chunk)]
 
@@ -250,14 +251,6 @@ def _shared_pieces(path: str) -> Iterator[bytes]:
         os.unlink(path)
         while piece := file.read(_READ_AT_ONCE):
             yield piece
-
-
-@contextmanager
-def _blaming(param: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except ModelLoadError as error:
-        raise InvalidRequestError(f"{param}: {error}", param=param) from error
 
 
 __all__ = ["DEFAULT_TIMEOUT", "Chunk", "WeightsPush", "weights_digest"]

@@ -24,7 +24,7 @@ from prefixcache.config.engine_config import EngineConfig
 from prefixcache.engine.async_engine import AsyncEngine
 from prefixcache.engine.build import build
 from prefixcache.engine.control import Control
-from prefixcache.engine.engine import Engine
+from prefixcache.engine.steps import InFlightRequests
 from prefixcache.exceptions import EngineHaltedError
 from prefixcache.kv.specs import GroupKind
 from prefixcache.types.modes import InFlightMode
@@ -162,11 +162,13 @@ def _skip_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "restart_all", lambda self: None)
+    monkeypatch.setattr(InFlightRequests, "restart_all", lambda self: None)
 
 
 def _keep_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "restart_all", Engine.requeue_all)
+    monkeypatch.setattr(
+        InFlightRequests, "restart_all", lambda requests: requests.interrupt("recompute")
+    )
 
 
 def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +187,7 @@ def test_the_hammer_notices_what_it_is_for(monkeypatch, break_it):
 
 
 def test_the_hammer_notices_steps_that_run_on_under_new_weights(monkeypatch):
-    monkeypatch.setattr(Engine, "drain", lambda self: None)
+    monkeypatch.setattr(InFlightRequests, "drain", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):
         SteppedHammer(0, ahead=True).run(400)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from prefixcache import LLM, SamplingParams
 from prefixcache.llm import GenerationResult
-from support.tiny_models import is_greedy
+from support.tiny_models import is_greedy, load_model
 
 Checkpoint = Callable[..., Path]
 
@@ -42,7 +41,7 @@ def answers(results: list[GenerationResult]) -> list[list[int]]:
 )
 def test_greedy_answers_equal_those_of_transformers(tiny_checkpoint, architecture):
     folder = tiny_checkpoint(architecture)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder)
     prompts = branching_prompts(4)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     results = make_llm(folder).generate(prompts, params, use_tqdm=False)
@@ -53,7 +52,7 @@ def test_greedy_answers_equal_those_of_transformers(tiny_checkpoint, architectur
 
 def test_prompt_logprobs_equal_those_of_transformers(tiny_checkpoint: Checkpoint) -> None:
     folder = tiny_checkpoint()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder)
     prompt = branching_prompts(1, seed=5)[0] + [*range(20, 90)]
     llm = make_llm(folder, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)

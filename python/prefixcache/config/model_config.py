@@ -32,31 +32,29 @@ _MAMBA_RUN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(Checked):
-    """The experts of a layer: `count` gated MLPs of `intermediate_size`, `top_k` of them a token.
-
-    A token's experts are those of the highest scores, which are the softmax of the router's logits,
-    or the sigmoid of each; with `selection_bias` a number of each expert is added before they are
-    compared. With `renormalise` they are divided by their sum plus `added_to_sum` before they weigh
-    what the experts make, times `scale`. All tokens go through a shared MLP of `shared_size` too,
-    where that is not 0; with `shared_weight` it is weighed by the sigmoid of a linear of its own.
-    `router_bias` says whether the router has a bias, `mlp_bias` of `ModelConfig` whether experts
-    have one. `dense_layers` have one MLP in place of experts. With `next_to_mlp` layers have both:
-    each reads the stream through a norm of its own, and its result is normalised before they are
-    added; the router has a norm too, and each expert a scale of its weights.
-    """
+    """The experts of a layer: `count` gated MLPs, of which each token goes through `top_k`."""
 
     count: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
+    # A token's experts have the highest scores: the softmax of the router's logits, or the sigmoid
+    # of each. A number of each expert may be added before scores are compared.
     scores: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False
+    # Whether scores are divided by their sum plus `added_to_sum` before they weigh what the experts
+    # make, times `scale`.
     renormalise: bool = False
     added_to_sum: float = 0.0
     scale: PositiveFloat = 1.0
+    # Whether the router has a bias; `mlp_bias` of `ModelConfig` says whether experts have.
     router_bias: bool = False
+    # Of an MLP that all tokens go through too, and whether the sigmoid of a linear weighs it.
     shared_size: Count = 0
     shared_weight: bool = False
+    # Those with one MLP in place of experts.
     dense_layers: tuple[Count, ...] = ()
+    # Whether layers have both: each reads the stream through a norm of its own, and its result is
+    # normalised before they are added; the router has a norm too, and each expert a scale.
     next_to_mlp: bool = False
 
     def check_together(self) -> None:
@@ -176,41 +174,12 @@ class GenerationDefaults(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Checked):
-    """The shape of a decoder of the Llama family, and the flags in which its members differ.
-
-    `qkv_bias`, `output_bias` and `mlp_bias` say which linears carry a bias, `qk_norm` whether each
-    query and key head is RMS-normalised before rotation; with `whole_qk_norms` all queries of a
-    token are at once, and all keys. With `sinks` each head has one more score, without a value;
-    with `output_gate` what heads make is multiplied by the sigmoid of gates, which come with the
-    queries. Layers have one MLP, or `experts` where they are given. `layer_windows` has an entry
-    for each layer: how many of the last tokens a token sees, itself among them, or None for all;
-    with no entries every layer sees all. Layers with a window rotate by `local_rope` where it is
-    given, all others by `rope`, but `unrotated_layers` do not. Norms multiply by their weight plus
-    `norm_offset`; with `sandwich_norms` what attention and MLP add is normalised too, and without
-    `input_norms` what they read is not.
-    `embedding_scale` multiplies embeddings, rounded to their type; `attention_scale` the dot
-    products of queries and keys, None for `head_dim ** -0.5`. Products x become
-    `attention_softcap` * tanh(x / `attention_softcap`), where it is given. Queries are scaled by
-    1 + `query_growth` * ln(1 + position // the rope's `original_max_position`). What layers add to
-    the residual stream is multiplied by `residual_scale`, logits are divided by `logits_divisor`.
-    Layers without a window have `full_kv_heads` and heads of `full_head_dim` where these are given,
-    and with `keys_as_values` no projection of values: these are keys before norm and rotation. With
-    `value_norms` each head of values is normalised. The last `num_kv_readers` layers have no
-    keys and values: they read those of the last layer before them with the same window, and their
-    MLP has `reader_intermediate_size` where it is given.
-    Each layer takes `own_input_size` numbers of a token from a table of `own_input_vocab_size`
-    tokens, where there are some; with `layer_scales` it multiplies the stream by a number in the
-    end. Logits x become `logits_softcap` * tanh(x / `logits_softcap`), where it is given.
-    `conv_layers` have a short convolution over the last `conv_taps` tokens in the place of
-    attention, with biases where `conv_bias` says so; entries of windows say nothing of them, nor of
-    those that `delta` or `mamba` names, of which there is one at most. `bare_layers` have no MLP.
-    An MLP of the activation "squared_relu" has no gates.
-    `checkpoint_dtype` is the type the weights were saved in, None when the checkpoint does not say.
-    """
+    """The shape of a decoder of the Llama family, and the flags in which its members differ."""
 
     architecture: str
     vocab_size: PositiveInt
     hidden_size: PositiveInt
+    # Of the one MLP that layers have where there are no experts.
     intermediate_size: PositiveInt
     num_layers: NumLayers
     num_heads: PositiveInt
@@ -219,44 +188,72 @@ class ModelConfig(Checked):
     max_position_embeddings: PositiveInt
     rms_norm_eps: PositiveFloat = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
+    # Which linears carry a bias.
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    # Whether each query and key head is RMS-normalised before rotation. With `whole_qk_norms` all
+    # queries of a token are at once, and all keys.
     qk_norm: bool = False
+    # Of each layer, how many of the last tokens a token sees, itself among them, or None for all;
+    # with no entries every layer sees all. Of layers without attention they say nothing.
     layer_windows: tuple[PositiveInt | None, ...] = ()
+    # What layers with a window rotate by, where it is not `rope`.
     local_rope: RopeConfig | None = None
     unrotated_layers: tuple[Count, ...] = ()
+    # Those with a short convolution over the last `conv_taps` tokens in the place of attention.
     conv_layers: tuple[Count, ...] = ()
     conv_taps: Count = 0
     conv_bias: bool = False
+    # A recurrence in the place of attention: one of them at most.
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    # Those without an MLP.
     bare_layers: tuple[Count, ...] = ()
+    # Norms multiply by their weight plus this.
     norm_offset: float = 0.0
+    # Whether what attention and MLP add is normalised, and what they read.
     sandwich_norms: bool = False
     input_norms: bool = True
+    # An MLP of "squared_relu" has no gates.
     activation: Activation = "silu"
+    # What embeddings are multiplied by, rounded to their type.
     embedding_scale: PositiveFloat = 1.0
+    # What dot products of queries and keys are multiplied by, None for `head_dim ** -0.5`. Products
+    # x become `attention_softcap` * tanh(x / `attention_softcap`), where it is given.
     attention_scale: PositiveFloat | None = None
     attention_softcap: PositiveFloat | None = None
+    # Queries are scaled by 1 + this * ln(1 + position // the rope's `original_max_position`).
     query_growth: float = 0.0
     whole_qk_norms: bool = False
+    # Whether each head has one more score, without a value.
     sinks: bool = False
+    # Whether what heads make is multiplied by the sigmoid of gates, which come with the queries.
     output_gate: bool = False
     experts: ExpertsConfig | None = None
+    # Of layers without a window, where they differ.
     full_kv_heads: PositiveInt | None = None
     full_head_dim: PositiveInt | None = None
+    # Whether values are the keys before norm and rotation in layers without a window.
     keys_as_values: bool = False
+    # Whether each head of values is normalised.
     value_norms: bool = False
+    # That many last layers read the keys and values of the last layer before them with the same
+    # window; their MLP may have another size.
     num_kv_readers: Count = 0
     reader_intermediate_size: PositiveInt | None = None
+    # Numbers of a token that each layer has of its own, from a table of that many tokens.
     own_input_size: Count = 0
     own_input_vocab_size: Count = 0
+    # Whether each layer multiplies the stream by a number in the end.
     layer_scales: bool = False
+    # Logits x become `logits_softcap` * tanh(x / `logits_softcap`), where it is given.
     logits_softcap: PositiveFloat | None = None
+    # What layers add to the stream is multiplied by this.
     residual_scale: PositiveFloat = 1.0
     logits_divisor: PositiveFloat = 1.0
     tie_word_embeddings: bool = False
+    # The type that the weights were saved in, None where the checkpoint does not say.
     checkpoint_dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +166,10 @@ def _keep_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        InFlightRequests, "restart_all", lambda requests: requests.interrupt("recompute")
-    )
+    def requeue(requests: InFlightRequests, request_ids: Sequence[str]) -> None:
+        requests.interrupt("recompute")
+
+    monkeypatch.setattr(InFlightRequests, "_restart", requeue)
 
 
 def _sleep_without_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:

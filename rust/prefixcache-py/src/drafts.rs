@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use prefixcache_drafts::{Index, SizeError, Source, Stream};
+use prefixcache_serving::drafts::{Index, SizeError, Source, Stream};
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError};
 use pyo3::prelude::*;
 

@@ -1,6 +1,6 @@
 //! The Python function `parse_json`.
 
-use prefixcache_text::json::{Limits, Refusal, Value, parse};
+use prefixcache_serving::text::json::{Limits, Refusal, Value, parse};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString};

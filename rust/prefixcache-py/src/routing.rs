@@ -3,9 +3,9 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use numpy::{IntoPyArray, PyArray1};
-use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights, identity};
-use prefixcache_routing::index::{IndexError, ReplicaIndex as Index};
-use prefixcache_routing::replica::ReplicaId;
+use prefixcache_serving::routing::choice::{Chooser, InvalidWeight, Prompt, Weights, identity};
+use prefixcache_serving::routing::index::{IndexError, ReplicaIndex as Index};
+use prefixcache_serving::routing::replica::ReplicaId;
 use pyo3::prelude::*;
 
 use crate::arguments::{Array, Number, One, or};

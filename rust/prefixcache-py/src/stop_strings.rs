@@ -1,6 +1,6 @@
 //! The Python classes `StopStrings` and `StopStream`.
 
-use prefixcache_text::stops::{Place, StopStrings as Automaton};
+use prefixcache_serving::text::stops::{Place, StopStrings as Automaton};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;

@@ -15,7 +15,7 @@ use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread
 use prefixcache_replay::history::History;
 use prefixcache_replay::server::PrefillTime;
 use prefixcache_replay::trace::{Reader, Request};
-use prefixcache_routing::choice::Weights;
+use prefixcache_serving::routing::choice::Weights;
 use serde::Serialize;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");

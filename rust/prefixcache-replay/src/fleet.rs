@@ -7,10 +7,10 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use prefixcache_core::error::CacheError;
-use prefixcache_routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
-use prefixcache_routing::index::{IndexError, ReplicaIndex};
-use prefixcache_routing::mix::mix;
-use prefixcache_routing::replica::ReplicaId;
+use prefixcache_serving::routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
+use prefixcache_serving::routing::index::{IndexError, ReplicaIndex};
+use prefixcache_serving::mix::mix;
+use prefixcache_serving::routing::replica::ReplicaId;
 use thiserror::Error;
 
 use crate::cache::{Cache, CacheConfig, ConfigError, Waiting};

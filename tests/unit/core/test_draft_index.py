@@ -1,4 +1,4 @@
-"""The index of drafts as Python sees it; `rust/prefixcache-drafts` tests what it finds."""
+"""The index of drafts as Python sees it; `rust/prefixcache-serving` tests what it finds."""
 
 from __future__ import annotations
 

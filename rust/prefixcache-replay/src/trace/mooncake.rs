@@ -1,6 +1,6 @@
 //! Lines of a Mooncake file: one object of JSON a request.
 
-use prefixcache_routing::mix::mix;
+use prefixcache_serving::mix::mix;
 use serde::Deserialize;
 
 use super::{BlockKey, Fault, Form, Request, check_tokens};

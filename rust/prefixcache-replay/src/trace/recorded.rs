@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use prefixcache_routing::mix::mix;
+use prefixcache_serving::mix::mix;
 
 use super::{BlockKey, Fault, Request, TraceError, check_tokens};
 use crate::recording::{Added, Event, Events, Line, hint_of, parse_names};

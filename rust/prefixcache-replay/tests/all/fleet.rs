@@ -3,7 +3,7 @@
 use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
 use prefixcache_replay::server::{Admission, PrefillTime, Server};
 use prefixcache_replay::trace::Request;
-use prefixcache_routing::choice::Weights;
+use prefixcache_serving::routing::choice::Weights;
 use proptest::prelude::*;
 
 use crate::common::{BLOCK_SIZE, lru, prompts, replay, simulate, trace_of};

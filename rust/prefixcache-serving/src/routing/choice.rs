@@ -17,7 +17,7 @@ use std::ops::RangeInclusive;
 use thiserror::Error;
 
 use crate::mix::mix;
-use crate::replica::ReplicaId;
+use super::replica::ReplicaId;
 
 /// A growth of recent work beyond which it is scaled down, far from what a float loses.
 const MAX_GROWTH: f64 = 1e60;

@@ -4,8 +4,8 @@ use std::collections::TryReserveError;
 
 use thiserror::Error;
 
-use crate::grams::{Grams, ORDERS, PLACE_BITS, Rolling, Scope};
-use crate::ring::{PAGE, PageRef, Place, Ring};
+use super::grams::{Grams, ORDERS, PLACE_BITS, Rolling, Scope};
+use super::ring::{PAGE, PageRef, Place, Ring};
 
 /// The fewest tokens that must have been said before, one after the other.
 pub const MIN_MATCH: usize = ORDERS[0];

@@ -8,7 +8,6 @@
 //! Memory is fixed at the start: 4 bytes a token for the text, 12 for the hashes, 1 for the page. Text is evicted by
 //! the page, the least recently used first. Each call does bounded work for each token whatever the text is.
 //! One thread calls an index: the one that schedules steps. So nothing here waits.
-#![warn(missing_docs)]
 
 mod grams;
 mod index;

@@ -1,7 +1,7 @@
 //! The choice against its costs as they are written down, and what follows from them.
 
-use prefixcache_routing::choice::{Chooser, Prompt, Weights};
-use prefixcache_routing::replica::ReplicaId;
+use prefixcache_serving::routing::choice::{Chooser, Prompt, Weights};
+use prefixcache_serving::routing::replica::ReplicaId;
 use proptest::prelude::*;
 
 const WEIGHTS: Weights = Weights {

@@ -8,6 +8,8 @@
 use std::collections::TryReserveError;
 use std::hash::{BuildHasher, RandomState};
 
+use crate::mix::mix;
+
 /// Who may read a text: a hash of 122 bits.
 pub(crate) type Scope = u128;
 
@@ -28,13 +30,6 @@ fn mul(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     let sum = (product as u64 & PRIME) + (product >> 61) as u64;
     if sum >= PRIME { sum - PRIME } else { sum }
-}
-
-/// The finalizer of SplitMix64.
-fn mix(mut word: u64) -> u64 {
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
 }
 
 /// Hashes of the last tokens of a text, one for each of [`ORDERS`].

@@ -1,6 +1,6 @@
 //! Drafts against a search through all texts, token by token.
 
-use prefixcache_drafts::{
+use prefixcache_serving::drafts::{
     Draft, Index, MAX_DRAFT, MAX_MATCH, MAX_TOKENS, MIN_MATCH, PAGE, SizeError, Source, Stream,
 };
 use proptest::prelude::*;

@@ -1,4 +1,7 @@
 //! The tests of what the crate offers, as one program, which is linked once.
 
 mod choice;
+mod drafts;
 mod index;
+mod json;
+mod stops;

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use prefixcache_routing::index::{IndexError, MAX_REPLICAS, ReplicaIndex};
-use prefixcache_routing::replica::ReplicaId;
+use prefixcache_serving::routing::index::{IndexError, MAX_REPLICAS, ReplicaIndex};
+use prefixcache_serving::routing::replica::ReplicaId;
 use proptest::prelude::*;
 
 const MAX_BLOCKS: usize = 6;

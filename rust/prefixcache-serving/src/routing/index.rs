@@ -15,8 +15,8 @@ use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
 use thiserror::Error;
 
 use crate::mix::mix;
-use crate::replica::ReplicaId;
-use crate::sets::{EMPTY, SetId, Sets, Slot};
+use super::replica::ReplicaId;
+use super::sets::{EMPTY, SetId, Sets, Slot};
 
 /// The most replicas of an index. Each takes two slots; the others serve for those that were cleared.
 pub const MAX_REPLICAS: usize = 8192;

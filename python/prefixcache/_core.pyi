@@ -1498,8 +1498,9 @@ class ReplicaIndex:
 
     A block is an unsigned 64-bit hash of its content and of all before it; hashes are an array of
     uint64, contiguous and aligned. A replica is a number from 0; that of a removed one is given
-    again. ValueError for a replica that is not in the index. Memory is bounded: about 25 bytes for
-    each different block, and two bytes a replica for each different set of replicas.
+    again. ValueError for a replica that is not in the index; RuntimeError once a call has panicked.
+    Memory is bounded: about 25 bytes for each different block, and two bytes a replica for each
+    different set of replicas.
     """
 
     def __new__(cls, max_blocks: int) -> ReplicaIndex:

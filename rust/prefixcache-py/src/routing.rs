@@ -1,15 +1,14 @@
 //! The Python classes `ReplicaIndex` and `ReplicaChooser`.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use numpy::{IntoPyArray, PyArray1};
 use prefixcache_serving::routing::choice::{Chooser, InvalidWeight, Prompt, Weights, identity};
+use prefixcache_serving::routing::in_turn::InTurn;
 use prefixcache_serving::routing::index::{IndexError, ReplicaIndex as Index};
 use prefixcache_serving::routing::replica::ReplicaId;
 use pyo3::prelude::*;
 
 use crate::arguments::{Array, Number, One, or};
-use crate::errors::{Failure, Result, ensure, out_of_range};
+use crate::errors::{Failure, Result, ensure, out_of_range, panicked};
 use crate::names::{self, Name};
 
 /// Blocks of one call after which another call may come in between.
@@ -30,24 +29,27 @@ impl From<InvalidWeight> for Failure {
 type Replica = Number<names::Replica, u16>;
 type Hashes<'py> = Array<'py, names::Hashes, u64>;
 
-/// A value that calls use one after the other.
-struct InTurn<T>(Mutex<T>);
+/// What threads use in turn, and its name in errors.
+struct Shared<T> {
+    value: InTurn<T>,
+    name: &'static str,
+}
 
-impl<T: Send> InTurn<T> {
-    /// The value, once no other call uses it. Only for threads that are detached from the interpreter: one that
-    /// waits attached would keep all others waiting.
-    fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl<T: Send> Shared<T> {
+    fn new(name: &'static str, value: T) -> Self {
+        Self { value: InTurn::new(value), name }
     }
 
-    fn with<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut T) -> R + Send) -> R {
-        py.detach(|| work(&mut self.lock()))
+    /// Does `work` once no other call uses the value, detached from the interpreter: one that waits attached would
+    /// keep all other threads waiting. Fails after a call that panicked.
+    fn with<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut T) -> R + Send) -> Result<R> {
+        py.detach(|| self.value.with(work)).map_err(|_| panicked(self.name))
     }
 }
 
 /// Which blocks each replica has cached.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct ReplicaIndex(InTurn<Index>);
+pub struct ReplicaIndex(Shared<Index>);
 
 impl ReplicaIndex {
     /// Does `work` with some of the blocks after the other, and adds up what it returns.
@@ -58,14 +60,12 @@ impl ReplicaIndex {
         work: impl Fn(&mut Index, &[u64]) -> Result<usize, IndexError> + Sync,
     ) -> Result<usize> {
         let hashes = hashes.read()?.slice()?.to_vec();
-        let first = &hashes[..hashes.len().min(BLOCKS_AT_ONCE)];
-        py.detach(|| {
-            let mut sum = work(&mut self.0.lock(), first)?;
-            for part in hashes[first.len()..].chunks(BLOCKS_AT_ONCE) {
-                sum += work(&mut self.0.lock(), part)?;
-            }
-            Ok(sum)
-        })
+        let (first, rest) = hashes.split_at(hashes.len().min(BLOCKS_AT_ONCE));
+        let mut sum = self.0.with(py, |index| work(index, first))??;
+        for part in rest.chunks(BLOCKS_AT_ONCE) {
+            sum += self.0.with(py, |index| work(index, part))??;
+        }
+        Ok(sum)
     }
 }
 
@@ -73,19 +73,19 @@ impl ReplicaIndex {
 impl ReplicaIndex {
     #[new]
     fn new(max_blocks: Number<names::MaxBlocks>) -> Self {
-        Self(InTurn(Mutex::new(Index::new(max_blocks.0))))
+        Self(Shared::new("index", Index::new(max_blocks.0)))
     }
 
     fn add_replica(&self, py: Python<'_>) -> Result<u16> {
-        Ok(self.0.with(py, Index::add_replica)?.0)
+        Ok(self.0.with(py, Index::add_replica)??.0)
     }
 
     fn remove_replica(&self, py: Python<'_>, replica: Replica) -> Result<()> {
-        Ok(self.0.with(py, |index| index.remove_replica(ReplicaId(replica.0)))?)
+        Ok(self.0.with(py, |index| index.remove_replica(ReplicaId(replica.0)))??)
     }
 
     fn clear(&self, py: Python<'_>, replica: Replica) -> Result<()> {
-        Ok(self.0.with(py, |index| index.clear(ReplicaId(replica.0)))?)
+        Ok(self.0.with(py, |index| index.clear(ReplicaId(replica.0)))??)
     }
 
     fn stored(&self, py: Python<'_>, replica: Replica, hashes: Hashes<'_>) -> Result<usize> {
@@ -116,19 +116,19 @@ impl ReplicaIndex {
             let mut hits = Vec::new();
             index.hits(&hashes, &mut hits);
             hits
-        });
+        })?;
         Ok(hits.into_pyarray(py))
     }
 
     #[getter]
-    fn num_blocks(&self, py: Python<'_>) -> usize {
+    fn num_blocks(&self, py: Python<'_>) -> Result<usize> {
         self.0.with(py, |index| index.num_blocks())
     }
 }
 
 /// Chooses replicas by what they have cached and have to do.
 #[pyclass(frozen, module = "prefixcache._core")]
-pub struct ReplicaChooser(InTurn<Chooser>);
+pub struct ReplicaChooser(Shared<Chooser>);
 
 #[pymethods]
 impl ReplicaChooser {
@@ -150,15 +150,15 @@ impl ReplicaChooser {
             affinity: affinity.0,
         };
         let seed = or(seed, 0) as u64;
-        Ok(Self(InTurn(Mutex::new(Chooser::new(weights, seed)?))))
+        Ok(Self(Shared::new("chooser", Chooser::new(weights, seed)?)))
     }
 
-    fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) {
-        self.0.with(py, |chooser| chooser.add_replica(ReplicaId(replica.0), name));
+    fn add_replica(&self, py: Python<'_>, replica: Replica, name: &str) -> Result<()> {
+        self.0.with(py, |chooser| chooser.add_replica(ReplicaId(replica.0), name))
     }
 
-    fn remove_replica(&self, py: Python<'_>, replica: Replica) {
-        self.0.with(py, |chooser| chooser.remove_replica(ReplicaId(replica.0)));
+    fn remove_replica(&self, py: Python<'_>, replica: Replica) -> Result<()> {
+        self.0.with(py, |chooser| chooser.remove_replica(ReplicaId(replica.0)))
     }
 
     #[pyo3(signature = (hit_tokens, prompt_tokens, loads, *, key=None, most=None))]
@@ -186,11 +186,16 @@ impl ReplicaChooser {
             key: key.map(identity),
         };
         let most = or(most, usize::MAX);
-        let chosen = self.0.with(py, |chooser| chooser.choose(&prompt, most));
+        let chosen = self.0.with(py, |chooser| chooser.choose(&prompt, most))?;
         Ok(chosen.iter().map(|id| id.0).collect())
     }
 
-    fn note(&self, py: Python<'_>, replica: Replica, num_tokens: Number<names::NumTokens>) {
-        self.0.with(py, |chooser| chooser.note(ReplicaId(replica.0), num_tokens.0));
+    fn note(
+        &self,
+        py: Python<'_>,
+        replica: Replica,
+        num_tokens: Number<names::NumTokens>,
+    ) -> Result<()> {
+        self.0.with(py, |chooser| chooser.note(ReplicaId(replica.0), num_tokens.0))
     }
 }

@@ -15,8 +15,7 @@ fn message(text: &[u8]) -> String {
 fn every_kind_of_value_is_read() {
     let text = br#"{"a": [1, -2.5e1, 18446744073709551616], "b": "x\u00e4\n"}"#;
     let array = vec![Value::Int(1), Value::Float(-25.0), Value::BigInt("18446744073709551616")];
-    let expected =
-        vec![("a".into(), Value::Array(array)), ("b".into(), Value::Str("xä\n".into()))];
+    let expected = vec![("a".into(), Value::Array(array)), ("b".into(), Value::Str("xä\n".into()))];
     assert_eq!(parse(text, LIMITS), Ok(Value::Object(expected)));
     assert_eq!(parse(b" null ", LIMITS), Ok(Value::Null));
     assert_eq!(parse(b"false", LIMITS), Ok(Value::Bool(false)));

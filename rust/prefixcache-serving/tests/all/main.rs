@@ -2,6 +2,7 @@
 
 mod choice;
 mod drafts;
+mod in_turn;
 mod index;
 mod json;
 mod stops;

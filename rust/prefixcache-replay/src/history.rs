@@ -3,7 +3,9 @@
 //! both prompts, so uses are kept as ranges.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::BuildHasherDefault;
+
+use prefixcache_serving::mix::{Mixed, mix};
 
 use crate::optimum::{self, Hits, Prompt, Reuse};
 use crate::trace::{BlockKey, Request};
@@ -13,7 +15,8 @@ use crate::trace::{BlockKey, Request};
 pub struct History {
     block_size: usize,
     caches_answers: bool,
-    last_use: HashMap<BlockKey, u32, BuildHasherDefault<KeyHasher>>,
+    /// By the mixed keys, which are numbers in a row or hashes.
+    last_use: HashMap<u64, u32, BuildHasherDefault<Mixed>>,
     prompts: Vec<Prompt>,
     reuses: Vec<Reuse>,
     input_tokens: u64,
@@ -49,7 +52,7 @@ impl History {
         let first = self.reuses.len();
         let mut known = 0;
         for (depth, &key) in blocks.iter().enumerate() {
-            let Some(last) = self.last_use.insert(key, number) else {
+            let Some(last) = self.last_use.insert(mix(key), number) else {
                 continue;
             };
             known = depth + 1;
@@ -97,24 +100,5 @@ impl History {
         reuses.sort_by_key(|reuse| reuse.last);
         let hits = |&size: &usize| optimum::hits(&self.prompts, &reuses, size, self.block_size);
         sizes.iter().map(hits).collect()
-    }
-}
-
-/// Spreads keys, which are numbers in a row or hashes.
-#[derive(Default)]
-struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("keys are words");
-    }
-
-    fn write_u64(&mut self, key: u64) {
-        let spread = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = spread ^ (spread >> 32);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }

@@ -16,8 +16,8 @@ use std::ops::RangeInclusive;
 
 use thiserror::Error;
 
-use crate::mix::mix;
 use super::replica::ReplicaId;
+use crate::mix::mix;
 
 /// A growth of recent work beyond which it is scaled down, far from what a float loses.
 const MAX_GROWTH: f64 = 1e60;

@@ -10,13 +10,13 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault};
 
 use thiserror::Error;
 
-use crate::mix::mix;
 use super::replica::ReplicaId;
 use super::sets::{EMPTY, SetId, Sets, Slot};
+use crate::mix::{Mixed, mix};
 
 /// The most replicas of an index. Each takes two slots; the others serve for those that were cleared.
 pub const MAX_REPLICAS: usize = 8192;
@@ -38,24 +38,6 @@ pub enum IndexError {
     /// The index has [`MAX_REPLICAS`].
     #[error("an index takes up to {MAX_REPLICAS} replicas")]
     TooMany,
-}
-
-/// The keys are mixed already.
-#[derive(Default)]
-struct Mixed(u64);
-
-impl Hasher for Mixed {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("a key is one u64")
-    }
-
-    fn write_u64(&mut self, key: u64) {
-        self.0 = key;
-    }
 }
 
 type Shard = HashMap<u64, SetId, BuildHasherDefault<Mixed>>;

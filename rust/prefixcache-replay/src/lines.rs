@@ -11,6 +11,9 @@ use thiserror::Error;
 /// The most bytes of a line: more is taken for an error in the file.
 const MAX_LINE: usize = 1 << 26;
 
+/// The most tokens of one request: more is taken for an error in the file.
+const MAX_TOKENS: u64 = 1 << 26;
+
 /// What is wrong with a trace.
 #[derive(Debug, Error)]
 pub enum TraceError {
@@ -108,15 +111,13 @@ fn unpack(file: File, bytes: &BytesRead) -> io::Result<Box<dyn BufRead + Send>> 
 }
 
 impl Lines {
-    pub(crate) fn new(file: &str, source: Box<dyn BufRead + Send>) -> Self {
-        Self { file: file.into(), source, line: String::new(), number: 0, is_unread: false }
-    }
-
     /// The lines of a file, whose reads are counted in `bytes`.
     pub(crate) fn open(path: &Path, bytes: &BytesRead) -> Result<Self, TraceError> {
         let file = path.display().to_string();
         match File::open(path).and_then(|file| unpack(file, bytes)) {
-            Ok(source) => Ok(Self::new(&file, source)),
+            Ok(source) => {
+                Ok(Self { file, source, line: String::new(), number: 0, is_unread: false })
+            }
             Err(source) => Err(TraceError::Unreadable { file, line: 1, source }),
         }
     }
@@ -166,4 +167,13 @@ impl Lines {
     pub(crate) fn line(&self) -> &str {
         self.line.trim_end_matches(['\n', '\r'])
     }
+}
+
+/// A count of tokens, if any request can have that many.
+pub(crate) fn check_tokens(field: &'static str, tokens: u64) -> Result<usize, Fault> {
+    if tokens <= MAX_TOKENS {
+        return Ok(tokens as usize);
+    }
+    let reason = format!("must be at most {MAX_TOKENS} tokens, not {tokens}");
+    Err(Fault::new(field, reason))
 }

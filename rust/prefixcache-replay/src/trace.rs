@@ -17,19 +17,15 @@ mod mooncake;
 mod ptt;
 mod recorded;
 
-use std::io::BufRead;
 use std::path::Path;
 
 use prefixcache_core::hints::Hint;
 
 pub use crate::lines::TraceError;
-use crate::lines::{BytesRead, Fault, Lines};
+use crate::lines::{BytesRead, Fault, Lines, check_tokens};
 use crate::recording::Events;
 use mooncake::Mooncake;
 use recorded::Recorded;
-
-/// The most tokens of one request: more is taken for an error in the file.
-const MAX_TOKENS: u64 = 1 << 26;
 
 /// A full block of a prompt or answer. Blocks of a trace are the same where content and all before it are.
 pub type BlockKey = u64;
@@ -88,29 +84,10 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens a file of any form.
+    /// Opens a file of any form, which its first line tells.
     pub fn open(path: &Path) -> Result<Self, TraceError> {
         let bytes = BytesRead::default();
-        let lines = Lines::open(path, &bytes)?;
-        Self::begin(&path.display().to_string(), Some(path), lines, bytes)
-    }
-
-    /// Reads unpacked lines of any form, of what errors call `file`.
-    pub fn from_lines(
-        file: &str,
-        lines: impl BufRead + Send + 'static,
-    ) -> Result<Self, TraceError> {
-        let lines = Lines::new(file, Box::new(lines));
-        Self::begin(file, None, lines, BytesRead::default())
-    }
-
-    /// Reads the first line, which tells the form.
-    fn begin(
-        file: &str,
-        path: Option<&Path>,
-        mut lines: Lines,
-        bytes: BytesRead,
-    ) -> Result<Self, TraceError> {
+        let mut lines = Lines::open(path, &bytes)?;
         if !lines.advance()? {
             let fault = Fault::new("header", "is missing: the file is empty");
             return Err(lines.invalid(fault));
@@ -135,7 +112,7 @@ impl Reader {
         Ok(Self {
             bytes,
             source,
-            name: name.unwrap_or_else(|| file.into()),
+            name: name.unwrap_or_else(|| path.display().to_string()),
             block_size,
             last_ms: 0,
         })
@@ -198,13 +175,4 @@ fn check_order(time_ms: u64, last_ms: &mut u64) -> Result<(), Fault> {
     }
     *last_ms = time_ms;
     Ok(())
-}
-
-/// A count of tokens, if any request can have that many.
-fn check_tokens(field: &'static str, tokens: u64) -> Result<usize, Fault> {
-    if tokens <= MAX_TOKENS {
-        return Ok(tokens as usize);
-    }
-    let reason = format!("must be at most {MAX_TOKENS} tokens, not {tokens}");
-    Err(Fault::new(field, reason))
 }

@@ -315,8 +315,8 @@ pub(crate) fn hint_of(&(start, end, priority, seconds): &RecordedHint) -> Result
 
 /// The lines of a recording, the first part's first: whoever reads one part goes on with the next.
 pub(crate) struct Events {
-    /// The first part; none where the lines do not come of a file.
-    path: Option<PathBuf>,
+    /// The first part.
+    path: PathBuf,
     bytes: BytesRead,
     header: Header,
     lines: Lines,
@@ -328,17 +328,13 @@ impl Events {
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
         let bytes = BytesRead::default();
         let lines = open_part(path, &bytes)?;
-        Self::begin(Some(path), lines, bytes)
+        Self::begin(path, lines, bytes)
     }
 
     /// Begins with lines of which the first has been read, and whose file reads are counted in `bytes`.
-    pub(crate) fn begin(
-        path: Option<&Path>,
-        lines: Lines,
-        bytes: BytesRead,
-    ) -> Result<Self, TraceError> {
+    pub(crate) fn begin(path: &Path, lines: Lines, bytes: BytesRead) -> Result<Self, TraceError> {
         let header = read_header(&lines, None, 0)?;
-        Ok(Self { path: path.map(Path::to_owned), bytes, header, lines, time: 0 })
+        Ok(Self { path: path.to_owned(), bytes, header, lines, time: 0 })
     }
 
     /// What the first line of the part says of the cache.
@@ -372,11 +368,8 @@ impl Events {
 
     /// Goes on with the next part, after a line that says there is one.
     pub(crate) fn open_next(&mut self) -> Result<(), TraceError> {
-        let Some(path) = &self.path else {
-            return Ok(());
-        };
         let part = self.header.part + 1;
-        let mut name = path.as_os_str().to_owned();
+        let mut name = self.path.as_os_str().to_owned();
         name.push(format!(".{part}"));
         self.lines = open_part(Path::new(&name), &self.bytes)?;
         self.header = read_header(&self.lines, Some(&self.header.recording), part)?;

@@ -17,10 +17,7 @@ use super::events::{
     Added, Counters, Event, Events, Header, RecordedHint, Started, Windows, hint_of,
 };
 use super::names;
-use crate::lines::{Fault, TraceError};
-
-/// The most tokens of a request: more is taken for an error in the file.
-const MAX_TOKENS: usize = 1 << 26;
+use crate::lines::{Fault, TraceError, check_tokens};
 
 /// Tokens before a prompt's last one of which a model with states keeps no snapshot, as `kv/retention.py` has it.
 const EARLY_TOKENS: usize = 8;
@@ -295,9 +292,7 @@ impl Cache {
 
     fn add(&mut self, added: &Added<'_>) -> Result<(), Stop> {
         let &Added { id, tokens, hashed, .. } = added;
-        if tokens > MAX_TOKENS {
-            return invalid("tokens", format!("must be at most {MAX_TOKENS}, not {tokens}"));
-        }
+        check_tokens("tokens", tokens as u64)?;
         let blocks = names::parse(added.names)?;
         let wanted = if hashed { tokens / self.block_size } else { 0 };
         if blocks.len() != wanted {

@@ -1,32 +1,51 @@
 //! Small traces, and runs of them.
 
 use std::collections::{HashMap, HashSet};
+use std::env::temp_dir;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::cache::{CacheConfig, Outcome};
 use prefixcache_replay::history::History;
 use prefixcache_replay::replay::Simulation;
 use prefixcache_replay::server::Server;
-use prefixcache_replay::trace::{Reader, Request};
+use prefixcache_replay::trace::{Reader, Request, TraceError};
 use proptest::prelude::*;
 
 /// Tokens in a block of the small traces.
 pub const BLOCK_SIZE: usize = 512;
 
+/// A reader of a file of this text. Its name ends in `text`.
+pub fn reader(text: &str) -> Result<Reader, TraceError> {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    // Relaxed: the numbers differ, and nothing else is read by them.
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let path = temp_dir().join(format!("prefixcache-{}-{number}-text", std::process::id()));
+    fs::write(&path, text).unwrap();
+    let reader = Reader::open(&path);
+    fs::remove_file(&path).unwrap();
+    reader
+}
+
 /// Prompts as lists of symbols: two that begin alike share the blocks of what they have in common.
 pub fn trace_of(prompts: &[Vec<u8>]) -> Vec<Request> {
-    let lines = prompts.iter().enumerate().map(|(time, prompt)| {
-        let ids: Vec<String> = prompt.iter().map(u8::to_string).collect();
+    let key = |prefix: &[u8]| {
+        let mut hasher = DefaultHasher::new();
+        prefix.hash(&mut hasher);
+        hasher.finish()
+    };
+    let requests = prompts.iter().zip(0..).map(|(prompt, time_ms)| Request {
+        time_ms,
         // One token more than the blocks hold: it is computed in any case, so that every block can hit.
-        let (length, ids) = (prompt.len() * BLOCK_SIZE + 1, ids.join(","));
-        let comma = if prompt.is_empty() { "" } else { "," };
-        format!(
-            r#"{{"timestamp": {time}, "input_length": {length}, "output_length": 1, "hash_ids": [{ids}{comma}999]}}"#
-        )
+        input_tokens: prompt.len() * BLOCK_SIZE + 1,
+        output_tokens: 1,
+        blocks: (1..=prompt.len()).map(|length| key(&prompt[..length])).collect(),
+        num_prompt_blocks: prompt.len(),
+        ..Request::default()
     });
-    let text: Vec<String> = lines.collect();
-    let reader = Reader::from_lines("prompts", std::io::Cursor::new(text.join("\n"))).unwrap();
-    reader.collect::<Result<_, _>>().unwrap()
+    requests.collect()
 }
 
 /// Up to `requests` prompts of up to `length` blocks, which share much.

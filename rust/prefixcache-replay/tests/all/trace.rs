@@ -6,12 +6,12 @@ use std::io::Write;
 use flate2::{Compression, write::GzEncoder};
 use prefixcache_replay::trace::{Reader, Request, TraceError};
 
-use crate::common::RECORDING;
+use crate::common::{RECORDING, reader};
 
 const HEADER: &str = "#PTT1 name=small block=4 cols=..";
 
 fn try_read(text: &str) -> Result<Vec<Request>, TraceError> {
-    Reader::from_lines("text", std::io::Cursor::new(text.to_owned()))?.collect()
+    reader(text)?.collect()
 }
 
 fn read(text: &str) -> Vec<Request> {
@@ -29,7 +29,7 @@ fn prompts(requests: &[Request]) -> Vec<&[u64]> {
 #[test]
 fn a_prompt_is_the_path_to_its_fork_and_its_new_blocks() {
     let text = format!("{HEADER}\n0,9,5,-1,0,-1,2,1,1\n7,16,0,3,1,2,1,3,0\n8,3,1,3,0,-1,0,-1,0");
-    let reader = Reader::from_lines("text", std::io::Cursor::new(text.clone())).unwrap();
+    let reader = reader(&text).unwrap();
     assert_eq!((reader.name(), reader.block_size()), ("small", 4));
     let requests = read(&text);
     assert_eq!(prompts(&requests), [&[0_u64, 1] as &[u64], &[0, 1, 2, 3], &[]]);

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
-use prefixcache_core::evictions::{EvictedBlock, Eviction};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
 use prefixcache_core::sequence::retention::Retention;
@@ -143,7 +142,6 @@ pub struct Cache {
     cache: PrefixCache<Writer>,
     /// What is said of every prompt, whatever the trace says.
     hints: Vec<Hint>,
-    num_blocks: usize,
     /// The most blocks of a request.
     most_blocks: usize,
     snapshots: Option<Snapshots>,
@@ -183,7 +181,6 @@ impl Cache {
         Ok(Self {
             cache: PrefixCache::new(hashing, pool)?.with_hints(1.0)?,
             hints: config.hints.clone(),
-            num_blocks,
             most_blocks: num_blocks.saturating_sub(of_states),
             snapshots: config.snapshots.filter(has_groups).map(|(rule, _)| rule),
             block_size,
@@ -334,22 +331,10 @@ impl Cache {
         Ok(sequence.num_tokens())
     }
 
-    /// Keeps evicted blocks for [`Self::take_evicted`] from now on: those of one request at least.
-    pub fn listen(&self) -> Result<(), ListenError> {
-        let capacity = (self.num_blocks + 1).next_power_of_two();
-        self.cache.store().listen(capacity, &[])
-    }
-
-    /// The blocks that nobody has any more, as KV events name them, since the last call.
-    pub fn take_evicted(&self, evicted: &mut Vec<u64>) {
-        let mut evictions = Vec::new();
-        self.cache.store().take_evictions(usize::MAX, &mut evictions);
-        let last = evictions.iter().filter_map(|eviction| match eviction {
-            Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(hash.short()),
-            Eviction::Block(_) | Eviction::Everything => None,
-        });
-        evicted.clear();
-        evicted.extend(last);
+    /// The pool.
+    #[must_use]
+    pub fn store(&self) -> &Writer {
+        self.cache.store()
     }
 
     /// What the requests so far found.

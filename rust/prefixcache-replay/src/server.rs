@@ -24,7 +24,9 @@ pub struct PrefillTime {
 }
 
 impl PrefillTime {
-    pub(crate) fn ms(self, tokens: usize) -> f64 {
+    /// Milliseconds of a prompt of which `tokens` are computed.
+    #[must_use]
+    pub fn ms(self, tokens: usize) -> f64 {
         self.ms_per_request + self.ms_per_token * tokens as f64
     }
 }

@@ -1,12 +1,15 @@
 //! Servers behind a router, against one server.
 
-use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
+#[path = "../../benches/replicas/fleet.rs"]
+mod replicas;
+
 use prefixcache_replay::server::{Admission, PrefillTime, Server};
 use prefixcache_replay::trace::Request;
 use prefixcache_serving::routing::choice::Weights;
 use proptest::prelude::*;
+use replicas::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
 
-use crate::common::{BLOCK_SIZE, lru, prompts, replay, simulate, trace_of};
+use crate::common::{BLOCK_SIZE, history, lru, prompts, replay, simulate, trace_of};
 
 fn run(
     requests: &[Request],
@@ -71,6 +74,8 @@ proptest! {
         let fleet = run(&requests, num_replicas, 200, 0.0, prefix(0.0));
         let one = replay(&requests, &lru(200), BLOCK_SIZE);
         prop_assert_eq!(fleet.hit_tokens, one.hit_tokens);
+        let blocks = history(&requests, BLOCK_SIZE).num_unique_blocks();
+        prop_assert_eq!(fleet.index_blocks, blocks);
     }
 
     #[test]

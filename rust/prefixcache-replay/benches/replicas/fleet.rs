@@ -4,19 +4,20 @@
 //! from what the cache reports: evicted blocks as the prompt that takes their place begins, stored ones as it ends.
 
 use std::collections::VecDeque;
+use std::error::Error;
 use std::time::{Duration, Instant};
 
-use prefixcache_core::error::CacheError;
-use prefixcache_serving::routing::choice::{Chooser, InvalidWeight, Prompt, Weights};
-use prefixcache_serving::routing::index::{IndexError, ReplicaIndex};
+use prefixcache_core::evictions::{EvictedBlock, Eviction};
+use prefixcache_replay::cache::{Cache, CacheConfig, Waiting};
+use prefixcache_replay::quantiles::Quantiles;
+use prefixcache_replay::server::PrefillTime;
+use prefixcache_replay::trace::Request;
 use prefixcache_serving::mix::mix;
+use prefixcache_serving::routing::choice::{Chooser, Prompt, Weights};
+use prefixcache_serving::routing::index::ReplicaIndex;
 use prefixcache_serving::routing::replica::ReplicaId;
-use thiserror::Error;
 
-use crate::cache::{Cache, CacheConfig, ConfigError, Waiting};
-use crate::quantiles::Quantiles;
-use crate::server::PrefillTime;
-use crate::trace::Request;
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// Which server gets a request.
 #[derive(Clone, Copy, Debug)]
@@ -44,23 +45,6 @@ pub struct FleetConfig {
     pub seed: u64,
 }
 
-/// Why a fleet could not be made or run.
-#[derive(Debug, Error)]
-pub enum FleetError {
-    /// A cache could not be made.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// A cache refused a call.
-    #[error(transparent)]
-    Cache(#[from] CacheError),
-    /// The router refused a weight.
-    #[error(transparent)]
-    Weight(#[from] InvalidWeight),
-    /// There are too many replicas.
-    #[error(transparent)]
-    Index(#[from] IndexError),
-}
-
 /// What became of the requests, and what routing them took.
 #[derive(Clone, Debug, Default)]
 pub struct FleetOutcome {
@@ -80,16 +64,7 @@ pub struct FleetOutcome {
     pub index_blocks: usize,
 }
 
-impl FleetOutcome {
-    /// The share of all prompts' tokens that hit, from 0 to 1.
-    #[must_use]
-    pub fn hit_rate(&self) -> f64 {
-        self.hit_tokens as f64 / self.input_tokens.max(1) as f64
-    }
-}
-
 /// The most of a server over the mean of all; 1 is even.
-#[must_use]
 pub fn spread(loads: &[u64]) -> f64 {
     let most = loads.iter().max().copied().unwrap_or(0) as f64;
     let sum: u64 = loads.iter().sum();
@@ -99,7 +74,7 @@ pub fn spread(loads: &[u64]) -> f64 {
 /// A request that was sent to a server.
 struct Job {
     arrival_ms: f64,
-    waiting: Waiting,
+    input_tokens: usize,
     hashes: Vec<u64>,
     expected: Expected,
 }
@@ -114,16 +89,15 @@ struct Expected {
 
 /// A prompt that is being computed.
 struct Running {
+    job: Job,
     end_ms: f64,
-    hashes: Vec<u64>,
     /// Blocks that hit.
     num_hits: usize,
-    expected: Expected,
 }
 
 struct Server {
     cache: Cache,
-    queue: VecDeque<Job>,
+    queue: VecDeque<(Job, Waiting)>,
     running: Option<Running>,
     free_at: f64,
     computed_tokens: u64,
@@ -131,9 +105,10 @@ struct Server {
 }
 
 impl Server {
-    fn new(config: &CacheConfig, block_size: usize) -> Result<Self, ConfigError> {
+    fn new(config: &CacheConfig, block_size: usize) -> Result<Self> {
         let cache = Cache::new(config, block_size)?;
-        cache.listen()?;
+        // Room for the evictions of one request at least.
+        cache.store().listen((config.num_blocks + 1).next_power_of_two(), &[])?;
         Ok(Self {
             cache,
             queue: VecDeque::new(),
@@ -153,30 +128,32 @@ impl Server {
 
     /// Starts the next prompt, unless one is in flight or none waits. Returns the tokens that hit and the TTFT in
     /// milliseconds.
-    fn start(
-        &mut self,
-        prefill: PrefillTime,
-        block_size: usize,
-    ) -> Result<Option<(usize, f64)>, CacheError> {
+    fn start(&mut self, prefill: PrefillTime, block_size: usize) -> Result<Option<(usize, f64)>> {
         if self.running.is_some() {
             return Ok(None);
         }
-        let Some(job) = self.queue.pop_front() else {
+        let Some((job, waiting)) = self.queue.pop_front() else {
             return Ok(None);
         };
         let start_ms = self.free_at.max(job.arrival_ms);
-        let input_tokens = job.waiting.input_tokens;
-        let hit = self.cache.run(job.waiting, Duration::from_secs_f64(start_ms / 1e3))?;
-        let computed = input_tokens - hit;
+        let hit = self.cache.run(waiting, Duration::from_secs_f64(start_ms / 1e3))?;
+        let computed = job.input_tokens - hit;
         self.computed_tokens += computed as u64;
         let end_ms = start_ms + prefill.ms(computed);
-        self.running = Some(Running {
-            end_ms,
-            hashes: job.hashes,
-            num_hits: hit / block_size,
-            expected: job.expected,
+        let ttft_ms = end_ms - job.arrival_ms;
+        self.running = Some(Running { job, end_ms, num_hits: hit / block_size });
+        Ok(Some((hit, ttft_ms)))
+    }
+
+    /// The blocks that it lost since the last call, as KV events name them.
+    fn take_evicted(&self) -> Vec<u64> {
+        let mut evictions = Vec::new();
+        self.cache.store().take_evictions(usize::MAX, &mut evictions);
+        let last = evictions.iter().filter_map(|eviction| match eviction {
+            Eviction::Block(EvictedBlock { hash, is_last: true, .. }) => Some(hash.short()),
+            Eviction::Block(_) | Eviction::Everything => None,
         });
-        Ok(Some((hit, end_ms - job.arrival_ms)))
+        last.collect()
     }
 }
 
@@ -190,7 +167,7 @@ struct Knowledge {
 }
 
 impl Knowledge {
-    fn new(config: &FleetConfig, weights: Weights) -> Result<Self, FleetError> {
+    fn new(config: &FleetConfig, weights: Weights) -> Result<Self> {
         let mut index = ReplicaIndex::new(config.cache.num_blocks);
         let mut chooser = Chooser::new(weights, config.seed)?;
         for number in 0..config.num_replicas {
@@ -204,7 +181,7 @@ impl Knowledge {
         hashes: &[u64],
         num_tokens: usize,
         block_size: usize,
-    ) -> Result<(ReplicaId, Expected), IndexError> {
+    ) -> Result<(ReplicaId, Expected)> {
         self.index.hits(hashes, &mut self.hits);
         for hits in &mut self.hits {
             *hits *= block_size as u32;
@@ -220,15 +197,11 @@ impl Knowledge {
         Ok((id, Expected { tokens, start }))
     }
 
-    fn evicted(&mut self, server: usize, hashes: &[u64]) -> Result<(), IndexError> {
-        self.index.removed(ReplicaId(server as u16), hashes)
-    }
-
-    fn ended(&mut self, server: usize, running: &Running) -> Result<(), IndexError> {
+    fn ended(&mut self, server: usize, Running { job, num_hits, .. }: &Running) -> Result<()> {
         let id = ReplicaId(server as u16);
-        self.loads[server] -= running.expected.tokens as f64;
-        self.index.stored(id, &running.hashes[running.num_hits..])?;
-        self.index.settled(id, &running.hashes[running.expected.start..])
+        self.loads[server] -= job.expected.tokens as f64;
+        self.index.stored(id, &job.hashes[*num_hits..])?;
+        Ok(self.index.settled(id, &job.hashes[job.expected.start..])?)
     }
 }
 
@@ -241,32 +214,30 @@ pub struct Fleet {
     knowledge: Option<Knowledge>,
     block_size: usize,
     num_requests: u64,
-    evicted: Vec<u64>,
     outcome: FleetOutcome,
 }
 
 impl Fleet {
     /// Servers without content, for traces of this block size.
-    pub fn new(config: FleetConfig, block_size: usize) -> Result<Self, FleetError> {
+    pub fn new(config: FleetConfig, block_size: usize) -> Result<Self> {
         let servers = (0..config.num_replicas).map(|_| Server::new(&config.cache, block_size));
         let knowledge = match config.policy {
             Policy::Prefix(weights) => Some(Knowledge::new(&config, weights)?),
             Policy::RoundRobin | Policy::PowerOfTwo => None,
         };
         Ok(Self {
-            servers: servers.collect::<Result<_, _>>()?,
+            servers: servers.collect::<Result<_>>()?,
             in_flight: vec![0; config.num_replicas],
             config,
             knowledge,
             block_size,
             num_requests: 0,
-            evicted: Vec::new(),
             outcome: FleetOutcome::default(),
         })
     }
 
     /// Sends a request to a server as it arrives.
-    pub fn push(&mut self, request: &Request) -> Result<(), FleetError> {
+    pub fn push(&mut self, request: &Request) -> Result<()> {
         let now_ms = request.time_ms as f64;
         self.run_until(now_ms)?;
         // All caches hash alike, and a prepared request is of one cache.
@@ -276,12 +247,14 @@ impl Fleet {
         self.in_flight[server] += 1;
         self.servers[server].requests += 1;
         let waiting = self.servers[server].cache.prepare(request)?;
-        self.servers[server].queue.push_back(Job { arrival_ms: now_ms, waiting, hashes, expected });
-        self.outcome.input_tokens += request.input_tokens as u64;
+        let input_tokens = request.input_tokens;
+        let job = Job { arrival_ms: now_ms, input_tokens, hashes, expected };
+        self.servers[server].queue.push_back((job, waiting));
+        self.outcome.input_tokens += input_tokens as u64;
         self.run_server(server, now_ms)
     }
 
-    fn choose(&mut self, hashes: &[u64], tokens: usize) -> Result<(usize, Expected), IndexError> {
+    fn choose(&mut self, hashes: &[u64], tokens: usize) -> Result<(usize, Expected)> {
         let Some(knowledge) = &mut self.knowledge else {
             return Ok((self.choose_blindly(), Expected { tokens, start: 0 }));
         };
@@ -303,11 +276,11 @@ impl Fleet {
     }
 
     /// Runs all servers up to a time.
-    fn run_until(&mut self, now_ms: f64) -> Result<(), FleetError> {
+    fn run_until(&mut self, now_ms: f64) -> Result<()> {
         (0..self.servers.len()).try_for_each(|server| self.run_server(server, now_ms))
     }
 
-    fn run_server(&mut self, server: usize, now_ms: f64) -> Result<(), FleetError> {
+    fn run_server(&mut self, server: usize, now_ms: f64) -> Result<()> {
         loop {
             if let Some(ended) = self.servers[server].end(now_ms) {
                 self.note_end(server, &ended)?;
@@ -319,17 +292,17 @@ impl Fleet {
         }
     }
 
-    fn note_start(&mut self, server: usize, hit: usize, ttft_ms: f64) -> Result<(), IndexError> {
+    fn note_start(&mut self, server: usize, hit: usize, ttft_ms: f64) -> Result<()> {
         self.outcome.hit_tokens += hit as u64;
         self.outcome.ttft_us.push((ttft_ms * 1e3) as u64);
-        self.servers[server].cache.take_evicted(&mut self.evicted);
+        let evicted = self.servers[server].take_evicted();
         if let Some(knowledge) = &mut self.knowledge {
-            knowledge.evicted(server, &self.evicted)?;
+            knowledge.index.removed(ReplicaId(server as u16), &evicted)?;
         }
         Ok(())
     }
 
-    fn note_end(&mut self, server: usize, ended: &Running) -> Result<(), IndexError> {
+    fn note_end(&mut self, server: usize, ended: &Running) -> Result<()> {
         self.in_flight[server] -= 1;
         if let Some(knowledge) = &mut self.knowledge {
             knowledge.ended(server, ended)?;
@@ -338,7 +311,7 @@ impl Fleet {
     }
 
     /// Runs all that waits, and tells what became of the requests.
-    pub fn finish(mut self) -> Result<FleetOutcome, FleetError> {
+    pub fn finish(mut self) -> Result<FleetOutcome> {
         self.run_until(f64::INFINITY)?;
         let index = self.knowledge.as_ref().map(|knowledge| &knowledge.index);
         Ok(FleetOutcome {

@@ -6,17 +6,20 @@
 //! a fleet which hits what one server with all the memory hits is busy for a share of the time, `busy=0.1` by default;
 //! `balance=0.2` and the like change the weights of the choice, and a policy's first word runs it alone.
 
+mod fleet;
+
 use std::error::Error;
 use std::path::PathBuf;
 
 use prefixcache_core::EvictionPolicy;
 use prefixcache_replay::cache::{Cache, CacheConfig, Outcome};
-use prefixcache_replay::fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
 use prefixcache_replay::history::History;
 use prefixcache_replay::server::PrefillTime;
 use prefixcache_replay::trace::{Reader, Request};
 use prefixcache_serving::routing::choice::Weights;
 use serde::Serialize;
+
+use fleet::{Fleet, FleetConfig, FleetOutcome, Policy, spread};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/traces");
 const TRACES: [Trace; 3] = [
@@ -135,7 +138,7 @@ fn one_server(load: &Load, replicas: usize) -> Result<FleetOutcome, Box<dyn Erro
     })
 }
 
-fn fleet(
+fn run_fleet(
     load: &Load,
     replicas: usize,
     policy: Policy,
@@ -152,7 +155,7 @@ fn fleet(
     for request in &load.requests {
         fleet.push(request)?;
     }
-    Ok(fleet.finish()?)
+    fleet.finish()
 }
 
 fn row<'a>(
@@ -172,7 +175,7 @@ fn row<'a>(
         busy,
         requests: load.requests.len(),
         blocks_a_replica: load.blocks_a_replica,
-        hit_percent: 100.0 * outcome.hit_rate(),
+        hit_percent: 100.0 * outcome.hit_tokens as f64 / outcome.input_tokens.max(1) as f64,
         computed_tokens: outcome.computed_tokens.iter().sum(),
         spread_of_tokens: spread(&outcome.computed_tokens),
         spread_of_requests: spread(&outcome.requests),
@@ -237,7 +240,7 @@ fn run(trace: Trace, replicas: usize, words: &[String]) -> Result<(), Box<dyn Er
     let any_named = policies.iter().any(|(policy, _)| is_named(policy));
     for (policy, of) in policies {
         if !any_named || is_named(policy) {
-            let outcome = fleet(&load, replicas, of, ms_per_token)?;
+            let outcome = run_fleet(&load, replicas, of, ms_per_token)?;
             print_row(&row(&load, policy, replicas, busy, &outcome), as_json)?;
         }
     }

@@ -255,8 +255,8 @@ bench-replicas: setup-dev          ## three replicas under Ray Serve: hit rates 
 bench-fleet: setup-dev             ## 64 and 1,024 simulated replicas: hit rates by router
 	$(BIN)/python benches/core/recorded.py fleet $(ARGS)
 
-bench-eviction:                    ## public traces: hit rates of eviction policies (ARGS="taubench --as-json")
-	cargo bench --package prefixcache-replay --bench eviction -- $(ARGS)
+bench-eviction: setup-dev          ## public traces: hit rates of eviction policies (ARGS="taubench")
+	$(BIN)/python benches/core/policies.py $(ARGS)
 
 bench-gpu-dry: setup-dev           ## what runs on a GPU, with a tiny model on the CPU
 	$(BIN)/python benches/gpu/run.py --dry-run --device cpu --record target/gpu-dry

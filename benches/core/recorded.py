@@ -1,6 +1,5 @@
 """Runs a bench of Rust and records its rows.
 
-    python benches/core/recorded.py policies    # eviction policies on public traces
     python benches/core/recorded.py fleet       # routers over 64 and 1,024 simulated replicas
     python benches/core/recorded.py evictions   # what an eviction costs, by the number of blocks
 
@@ -17,7 +16,6 @@ from pathlib import Path
 from prefixcache.tools.bench.machine import write_record
 
 COMMANDS = {
-    "policies": "cargo bench --package prefixcache-replay --bench eviction -- --as-json",
     "fleet": "cargo bench --package prefixcache-replay --bench replicas -- --as-json",
     "evictions": "cargo bench --package prefixcache-oracle --bench latency -- --evictions-as-json",
 }

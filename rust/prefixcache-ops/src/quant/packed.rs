@@ -1,6 +1,7 @@
 //! Blocks laid out for the kernels, and their products.
 //!
-//! A form multiplies them either in [`tiles`] or in [`strips`] of columns; both have the same [layout](super::layout).
+//! A form multiplies them either in tiles (`tiles.rs`) or in strips (`strips.rs`) of columns; both have the same layout
+//! (`layout.rs`).
 
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -148,11 +148,10 @@ fn each_row<T: Send + Sync>(
     work: impl Fn(usize) -> T + Sync,
 ) -> Vec<T> {
     let results: Vec<OnceLock<T>> = (0..rows).map(|_| OnceLock::new()).collect();
-    team.run(rows.div_ceil(chunk), |task| {
-        let first = task * chunk;
-        for (row, result) in (first..).zip(results[first..].iter().take(chunk)) {
+    team.run_chunks(rows, chunk, |rows| {
+        for row in rows {
             // The row belongs to this task: nothing is there before.
-            let _ = result.set(work(row));
+            let _ = results[row].set(work(row));
         }
     });
     let results = results.into_iter();

@@ -48,7 +48,7 @@ impl MultiPool {
     /// allocation meanwhile may count on all others.
     fn give_up_next(&self, cause: Cause) -> bool {
         let mut inside = self.credits.enter();
-        self.begin_registrations();
+        self.set_time_of_batch();
         let credits = self.credits.take_some(1);
         let mut ids = Vec::new();
         let mut taking = Taking { out: &mut ids, end: credits, cause };

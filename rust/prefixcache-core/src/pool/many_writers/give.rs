@@ -267,9 +267,9 @@ impl MultiPool {
         let wanted = if planted(Fault::GreedyDemotion) { usize::MAX } else { 1 };
         let credits = self.credits.take_some(wanted);
         let mut ids = Vec::new();
-        let take = |id, place| Some(self.block(id).transition_to_unpinned(place));
+        let unpin = |id, place| Some(self.block(id).transition_to_unpinned(place));
         let ring = self.ring(Class::PINNED);
-        ring.take_oldest(self.records.blocks(), credits.min(1), take, &mut ids);
+        ring.take_oldest(self.records.blocks(), credits.min(1), unpin, &mut ids);
         // No credit stands for a leaving block.
         let above = ids.iter().filter(|&&id| self.is_above(id)).count();
         self.size.count_held_above(above as i64);

@@ -26,7 +26,10 @@ use crate::id::BlockId;
 use crate::policy::{Rank, ReuseQueue};
 use crate::records::Content;
 use crate::store::{Move, Moves, Plan};
-use crate::sync::{Fault, planted};
+use crate::sync::{Fault, planted, prefetch};
+
+/// Blocks that are moved together.
+const BATCH: usize = 64;
 
 impl MultiPool {
     /// Begins up to `most` moves of a shrink to `num_blocks`.
@@ -47,12 +50,18 @@ impl MultiPool {
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };
-        self.begin_registrations();
+        self.set_time_of_batch();
         // No other thread evicts during a shrink.
         let evictions = self.counters.evictions.get();
         self.move_end(num_blocks);
         self.plan(&mut moves.plan);
-        while moves.in_flight.len() < most && self.add_move(moves) {}
+        while moves.in_flight.len() < most {
+            let wanted = BATCH.min(most - moves.in_flight.len());
+            // Fewer than asked for: blocks below are left that go before some of the batch alstep.
+            if self.add_moves(wanted, moves) < wanted && self.add_moves(1, moves) == 0 {
+                break;
+            }
+        }
         let lost = self.counters.evictions.get() - evictions;
         self.counters.lost_to_resize.add(lost);
         if planted(Fault::MoveEarly) {
@@ -74,7 +83,10 @@ impl MultiPool {
             let queued = lines.flat_map(|ring| ring.walk(self.records.blocks()));
             let leaving = queued.map(|(_, id)| id).filter(|&id| self.is_leaving(id));
             plan.leaving = leaving.collect();
-            plan.leaving.sort_by_cached_key(|&id| self.order(id));
+            if self.reuse.is_some() {
+                // Of queues the order is not that of their lines.
+                plan.leaving.sort_by_cached_key(|&id| self.order(id));
+            }
         }
     }
 
@@ -91,27 +103,30 @@ impl MultiPool {
         })
     }
 
-    /// Adds the move of the last block that is leaving to the first below, if that goes before it; whether it does.
-    fn add_move(&self, moves: &mut Moves) -> bool {
+    /// Adds up to `wanted` moves, of the last of those that are leaving to the first below which go before all
+    /// of them; how many.
+    fn add_moves(&self, wanted: usize, moves: &mut Moves) -> usize {
         let leaving = &mut moves.plan.leaving;
         // One that came back is on the list that is made next.
-        let in_line = |&id: &BlockId| self.order(id).is_some() && self.is_leaving(id);
-        let Some(from) = std::iter::from_fn(|| leaving.pop()).find(in_line) else {
-            return false;
+        let in_line = |&id: &BlockId| self.block(id).state().place().is_some();
+        let still = |id: &BlockId| in_line(id) && self.is_leaving(*id);
+        let from: Vec<_> =
+            std::iter::from_fn(|| leaving.pop()).filter(still).take(wanted).collect();
+        let Some(&last) = from.last() else {
+            return 0;
         };
-        let credits = self.credits.take_some(1);
-        let mut out = Vec::new();
-        let mut taking = Taking { out: &mut out, end: credits, cause: Cause::Resized };
-        let goes_before = |id| self.order(id) < self.order(from);
+        let credits = self.credits.take_some(from.len());
+        let mut to = Vec::with_capacity(credits);
+        let mut taking = Taking { out: &mut to, end: credits, cause: Cause::Resized };
+        let goes_before = |id| self.order(id) < self.order(last);
         while taking.left() > 0 && self.take_next(&mut taking, goes_before) {}
-        self.credits.give(credits - out.len());
-        let Some(&to) = out.first() else {
-            leaving.push(from);
-            return false;
-        };
-        let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
-        moves.in_flight.push(Move { from, to, key, epoch });
-        true
+        self.credits.give(credits - to.len());
+        moves.in_flight.extend(from.iter().zip(&to).map(|(&from, &to)| {
+            let (key, epoch) = (self.block(from).key(), self.block(from).epoch());
+            Move { from, to, key, epoch }
+        }));
+        leaving.extend(from[to.len()..].iter().rev());
+        to.len()
     }
 
     /// Whether the block is leaving with content of this epoch.
@@ -125,12 +140,15 @@ impl MultiPool {
             return Err(ResizeError::Busy);
         };
         let (mut moved, mut failed) = (0, Vec::new());
-        for step in &moves.in_flight {
-            if planted(Fault::MoveEarly) || self.can_finish(step) {
-                self.carry(step);
-                moved += 1;
-            } else {
-                failed.push(step.to);
+        for batch in moves.in_flight.chunks(BATCH) {
+            batch.iter().for_each(|step| self.prefetch_move(step));
+            for step in batch {
+                if planted(Fault::MoveEarly) || self.can_finish(step) {
+                    self.carry(step);
+                    moved += 1;
+                } else {
+                    failed.push(step.to);
+                }
             }
         }
         moves.in_flight.clear();
@@ -142,6 +160,13 @@ impl MultiPool {
         drop(resizing);
         self.give_back_all(&failed);
         Ok(moved)
+    }
+
+    fn prefetch_move(&self, step: &Move) {
+        let spot = self.records.index.spot(&Content::from(&step.key), step.epoch);
+        self.records.index.prefetch(spot);
+        prefetch(self.block(step.from));
+        prefetch(self.block(step.to));
     }
 
     /// Whether what was copied is what the block still holds, in line, and the other one is still to get it.

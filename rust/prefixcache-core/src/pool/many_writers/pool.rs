@@ -213,9 +213,13 @@ impl MultiPool {
         stale.chain(self.stack.walk(blocks)).chain(queued).collect()
     }
 
+    pub(super) fn begin_registrations(&self) {
+        self.set_time_of_batch();
+    }
+
     /// A call begins that registers, hits, gives back or loses content: the log goes by this time.
     #[inline]
-    pub(super) fn begin_registrations(&self) {
+    pub(super) fn set_time_of_batch(&self) {
         if let Some(log) = self.eviction_log.get() {
             log.set_time(&self.clock);
         }

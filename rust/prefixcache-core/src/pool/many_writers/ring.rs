@@ -197,7 +197,7 @@ impl Ring {
     fn slot(&self, ticket: Ticket) -> Slot {
         // Acquire: with the word comes the state that was published before it.
         match Self::unpack(self.word(ticket).load(Acquire)) {
-            (found, _) if found != ticket => Slot::Pending,
+            (at, _) if at != ticket => Slot::Pending,
             (_, BlockId::NULL) => Slot::Empty,
             (_, block) => Slot::Names(block),
         }
@@ -280,13 +280,13 @@ impl Ring {
         VacatedSlots { ring: self, segment: 0, count: 0, total: 0 }
     }
 
-    /// Takes up to `max` blocks from the front, by `take`, which may end this by None, and appends them to
+    /// Takes up to `max` blocks from the front, by `leave`, which may end this by None, and appends them to
     /// `out`.
     pub(super) fn take_oldest(
         &self,
         blocks: &[Block],
         max: usize,
-        take: impl Fn(BlockId, Place) -> Option<Transition>,
+        leave: impl Fn(BlockId, Place) -> Option<Transition>,
         out: &mut Vec<BlockId>,
     ) {
         let mut vacated = self.vacated_slots();
@@ -299,7 +299,7 @@ impl Ring {
             let Slot::Names(block) = slot else {
                 return true;
             };
-            let step = take(block, self.place(ticket));
+            let step = leave(block, self.place(ticket));
             if step == Some(Transition::Done) {
                 vacated.add(self, ticket);
                 out.push(block);

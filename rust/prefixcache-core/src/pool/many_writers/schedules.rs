@@ -22,8 +22,8 @@ const REQUESTS: usize = 6;
 
 /// Schedules for each test, or PREFIXCACHE_SCHEDULES of them.
 fn schedules() -> usize {
-    let asked = std::env::var("PREFIXCACHE_SCHEDULES").ok();
-    asked.and_then(|asked| asked.parse().ok()).unwrap_or(1500)
+    let number = std::env::var("PREFIXCACHE_SCHEDULES").ok();
+    number.and_then(|number| number.parse().ok()).unwrap_or(1500)
 }
 
 fn key(content: u64) -> BlockKey {
@@ -105,9 +105,9 @@ impl World {
         let before = self.reserved.fetch_add(2, Ordering::SeqCst);
         let mut moves = Moves::default();
         if before + 2 < SHRUNK as u64 && pool.begin_moves(SHRUNK, 2, &mut moves).is_ok() {
-            for one in &moves.in_flight {
-                let kv = self.memory[one.from.index()].load(Ordering::SeqCst);
-                self.memory[one.to.index()].store(kv, Ordering::SeqCst);
+            for step in &moves.in_flight {
+                let kv = self.memory[step.from.index()].load(Ordering::SeqCst);
+                self.memory[step.to.index()].store(kv, Ordering::SeqCst);
             }
             while pool.finish_moves(&mut moves).is_err() {
                 thread::yield_now();

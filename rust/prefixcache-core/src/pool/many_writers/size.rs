@@ -88,7 +88,7 @@ impl MultiPool {
         let Some(resizing) = self.credits.begin_resize() else {
             return Err(ResizeError::Busy);
         };
-        self.begin_registrations();
+        self.set_time_of_batch();
         let before = self.records.num_blocks();
         if num_blocks >= before {
             self.records.set_num_blocks(num_blocks);

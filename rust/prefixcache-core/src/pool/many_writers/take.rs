@@ -39,7 +39,7 @@ impl MultiPool {
         num_new: usize,
         out: &mut Vec<BlockId>,
     ) -> Result<usize, Exhausted> {
-        self.begin_registrations();
+        self.set_time_of_batch();
         let first = out.len();
         let free_hits = self.find_hits(keys.clone(), out);
         let credits = if planted(Fault::CreditsForMisses) { keys.len() } else { free_hits };
@@ -282,7 +282,7 @@ impl MultiPool {
         if taking.left() == 0 {
             return;
         }
-        let take = |id: BlockId, place: Place| -> Option<Transition> {
+        let evict = |id: BlockId, place: Place| -> Option<Transition> {
             let block = self.block(id);
             if !wanted(id) {
                 // A vacant slot ends nothing: its block may stand elsewhere by now.
@@ -297,7 +297,7 @@ impl MultiPool {
             }
             Some(step)
         };
-        self.ring(class).take_oldest(self.records.blocks(), taking.left(), take, taking.out);
+        self.ring(class).take_oldest(self.records.blocks(), taking.left(), evict, taking.out);
         let evicted = self.evict_all(&taking.out[first..], taking.cause, |_| class);
         self.counters.evictions.add(evicted);
     }

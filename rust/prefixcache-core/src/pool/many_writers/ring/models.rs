@@ -81,8 +81,8 @@ impl Line {
     fn evict(&self, count: usize) -> Vec<BlockId> {
         let mut out = Vec::new();
         let count = self.credits.take_some(count);
-        let take = |id: BlockId, place| Some(self.blocks[id.index()].transition_to_evicted(place));
-        self.ring.take_oldest(&self.blocks, count, take, &mut out);
+        let evict = |id: BlockId, place| Some(self.blocks[id.index()].transition_to_evicted(place));
+        self.ring.take_oldest(&self.blocks, count, evict, &mut out);
         self.credits.give(count - out.len());
         out
     }

@@ -141,8 +141,7 @@ class Drafter:
         """Learns how many guesses of each request of a step were right."""
         planned, self._planned = self._planned, {}
         for request_id, count in accepted.items():
-            draft = planned.get(request_id)
-            if draft is not None:
+            if (draft := planned.get(request_id)) is not None:
                 self._learn(draft, count)
 
     def _learn(self, draft: _Draft, num_accepted: int) -> None:

@@ -96,18 +96,6 @@ class _Loading:
     """As hits: a request that returns had its hits before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A request that need wait no longer: blocks below `upto` tokens are there.
-
-    They are no hit (`is_hit`) where some are lacking that windows need.
-    """
-
-    state: RequestState
-    upto: int
-    is_hit: bool
-
-
 class Loads:
     """The loads of one scheduler; `times` learns how long computing takes."""
 
@@ -174,8 +162,11 @@ class Loads:
         state.is_loading = True
         return True
 
-    def collect(self) -> list[Loaded]:
-        """What was loaded for the requests that need wait no longer."""
+    def collect(self) -> list[tuple[RequestState, int]]:
+        """The requests that need wait no longer, and up to which token their blocks are there.
+
+        A request that needs others too, for its windows, is to start again: it `skips_disk`.
+        """
         now = self._clock()
         late = [loading for loading in self._loading.values() if now > loading.deadline]
         for loading in late:
@@ -185,20 +176,20 @@ class Loads:
         done = [loading for loading in self._loading.values() if loading.load.is_done]
         return [self._finish(loading) for loading in done]
 
-    def _finish(self, loading: _Loading) -> Loaded:
+    def _finish(self, loading: _Loading) -> tuple[RequestState, int]:
         state, upto = loading.state, loading.upto
         self._forget(state)
         is_complete = loading.load.num_loaded == len(loading.places)
         if not is_complete:
             upto = loading.places[loading.load.num_loaded] * self._cache.block_size
-        is_hit = is_complete or self._parts_are_hits
-        if is_hit:
+        state.skips_disk = not (is_complete or self._parts_are_hits)
+        if not state.skips_disk:
             tokens = upto - state.num_computed_tokens
             self.num_tokens += tokens
             if loading.counts:
                 state.num_disk_tokens = tokens
                 state.num_cached_tokens = (state.num_cached_tokens or 0) + tokens
-        return Loaded(state, upto, is_hit)
+        return state, upto
 
     def cancel(self, state: RequestState) -> None:
         """Nothing writes to the request's blocks any more."""

@@ -33,7 +33,7 @@ from prefixcache.scheduler.drafts import Drafter
 from prefixcache.scheduler.in_flight import InFlight
 from prefixcache.scheduler.jobs import Jobs
 from prefixcache.scheduler.limits import Limits
-from prefixcache.scheduler.loading import Loaded, Loads, Reads
+from prefixcache.scheduler.loading import Loads, Reads
 from prefixcache.scheduler.null_objects import NoDrafts, NoLoads, NoSharing
 from prefixcache.scheduler.publishing import Publisher
 from prefixcache.scheduler.queue import WaitingQueue
@@ -194,8 +194,8 @@ class Scheduler:
         self._cache.demote_expired()
         self.sharing.next_step()
         self._reads.requeue()
-        for loaded in self.loads.collect():
-            self._resume(loaded)
+        for state, upto in self.loads.collect():
+            self._resume(state, upto)
         preempted_before = self.num_preemptions
         budget = StepBudget(self._max_num_batched_tokens, self._max_step_seconds, self._step_times)
         chunks = self._allocate(running_chunks(self._running, budget))
@@ -320,18 +320,17 @@ class Scheduler:
         """How far a request is that has not ended."""
         return self._states[request_id]
 
-    def _resume(self, loaded: Loaded) -> None:
+    def _resume(self, state: RequestState, loaded: int) -> None:
         """The request goes on behind what was loaded, or starts again without the disk."""
-        state, upto = loaded.state, min(loaded.upto, loaded.state.write_limit)
+        upto = min(loaded, state.write_limit)
         if upto > state.num_published_tokens:
             self._cache.mark_filled([state.request_id], [upto])
             state.num_published_tokens = upto
-        if loaded.is_hit:
-            state.num_computed_tokens = loaded.upto
-            self.sharing.advance(state)
-        else:
-            state.skips_disk = True
+        if state.skips_disk:
             self._requeue(state)
+        else:
+            state.num_computed_tokens = loaded
+            self.sharing.advance(state)
 
     def _allocate(self, chunks: list[Chunk]) -> list[Chunk] | None:
         """The chunks that have slots for their tokens, after as many preemptions as it takes.

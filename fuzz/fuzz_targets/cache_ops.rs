@@ -4,9 +4,10 @@
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::groups::{GroupSpec, Groups};
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::PoolConfig;
 use prefixcache_oracle::cache_calls::{Call, ROOM, assert_same_as_plain};
+use prefixcache_oracle::pools::Tested;
 
 fuzz_target!(|input: (u8, Vec<Call>)| {
     let (choice, calls) = input;
@@ -22,13 +23,12 @@ fuzz_target!(|input: (u8, Vec<Call>)| {
     let num_blocks = 8 + usize::from(choice >> 3) * 3;
     let config = PoolConfig::new(num_blocks).with_max_blocks(num_blocks + ROOM);
     if choice & 1 == 0 {
-        run::<Shared>(&groups, config, &calls);
+        run::<MultiWriter>(&groups, config, &calls);
     } else {
-        run::<SingleWriter>(&groups, config, &calls);
+        run::<Writer>(&groups, config, &calls);
     }
 });
 
-fn run<M: Mode>(groups: &Groups, config: PoolConfig, calls: &[Call]) {
-    let pool = Writer::<M>::with_ring_capacity(config, 512).unwrap();
-    assert_same_as_plain(groups, config, pool, calls, |_, _| {});
+fn run<P: Tested>(groups: &Groups, config: PoolConfig, calls: &[Call]) {
+    assert_same_as_plain(groups, config, P::build(config), calls, |_, _| {});
 }

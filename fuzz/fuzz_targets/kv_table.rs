@@ -12,7 +12,7 @@ use prefixcache_core::Writer;
 use prefixcache_core::backing::BlockTokens;
 use prefixcache_core::events::ShortHash;
 use prefixcache_core::id::{BlockHash, BlockId, GroupId};
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig};
 use prefixcache_file::{KvFile, Layout, describe};
 
 const NUM_BLOCKS: usize = 8;

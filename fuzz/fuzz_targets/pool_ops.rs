@@ -8,30 +8,26 @@
 
 use libfuzzer_sys::fuzz_target;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
+use prefixcache_oracle::pools::Tested;
 
-const LONG_RING: usize = 256;
 const SHORT_RING: usize = 8;
 
 fuzz_target!(|input: (u8, Vec<[u8; 3]>)| {
     let (choice, steps) = input;
-    if choice & 1 == 0 {
-        run::<Shared>(choice, &steps)
-    } else {
-        run::<SingleWriter>(choice, &steps)
-    }
+    if choice & 1 == 0 { run::<MultiWriter>(choice, &steps) } else { run::<Writer>(choice, &steps) }
 });
 
-fn run<M: Mode>(choice: u8, steps: &[[u8; 3]]) {
+fn run<P: Tested>(choice: u8, steps: &[[u8; 3]]) {
     let order = if choice & 2 == 0 { FreeOrder::UnhashedFirst } else { FreeOrder::Append };
     let policy = if choice & 8 == 0 { EvictionPolicy::Lru } else { EvictionPolicy::ReuseQueue };
     let config = config(4 + usize::from(choice >> 3) * 2, order, policy);
-    let pool = |ring| Writer::<M>::with_ring_capacity(config, ring).unwrap();
     if choice & 4 == 0 {
-        assert_same_as_plain(config, &mut pool(LONG_RING), steps);
+        assert_same_as_plain(config, &mut P::build(config), steps);
     } else {
-        assert_conserves(&mut pool(SHORT_RING), steps);
+        let short_rings = MultiWriter::with_ring_capacity(config, SHORT_RING);
+        assert_conserves(&mut short_rings.unwrap(), steps);
     }
 }

@@ -20,15 +20,15 @@ use crate::error::{
     Argument, Broken, CacheError, InvalidArgument, ListenError, Misuse, ResizeError, SequenceFault,
     require,
 };
+use crate::events::EventReader;
 use crate::groups::GroupSpec;
 use crate::hash::{self, Extras, HashConfig, PrefixHashes, Scope};
 use crate::hints::Owner;
 use crate::id::{BlockHash, GroupId};
 use crate::policy::NameBlocks;
-use crate::pool::{AnyReader, AnyWriter, Mode, MultiWriter, Reader, Writer};
 use crate::retention::{self, HintStats, RetentionTable};
 use crate::sequence::{BlockHashes, Home, Sequence};
-use crate::store::{BlockKey, BlockStore, Lookup, Moves};
+use crate::store::{BlockKey, BlockStore, Lookup, Moves, WithReaders, sealed};
 use crate::sync::{Arc, Ordering};
 use crate::weights::{self, WeightsName};
 
@@ -67,74 +67,19 @@ impl<S> PrefixCache<S> {
         let home = Arc::clone(&self.home);
         PrefixCache { store, home, hints: None }
     }
+
+    /// The cache over a pool that stands for its own.
+    pub(crate) fn map_store<T>(self, store: impl FnOnce(S) -> T) -> PrefixCache<T> {
+        let Self { store: own, home, hints } = self;
+        PrefixCache { store: store(own), home, hints }
+    }
 }
 
-impl<M: Mode> PrefixCache<Writer<M>> {
+impl<S: WithReaders> PrefixCache<S> {
     /// The cache to count hits in, for other threads.
     #[must_use]
-    pub fn reader(&self) -> PrefixCache<Reader<M>> {
+    pub fn reader(&self) -> PrefixCache<S::Reader> {
         self.over(self.store.reader())
-    }
-}
-
-impl PrefixCache<AnyWriter> {
-    /// The cache to count hits in, for other threads.
-    #[must_use]
-    pub fn reader(&self) -> PrefixCache<AnyReader> {
-        self.over(self.store.reader())
-    }
-
-    /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
-    /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
-    ///
-    /// A priority ends where its hint was not kept or its TTL has ended meanwhile, where its owner has raised more than
-    /// today's share, what was used longest ago first, and all of them in a cache that does not look at hints.
-    ///
-    /// Once, before the cache's first use, and for one writer. All or nothing.
-    pub fn keep_in(
-        &mut self,
-        store: Arc<dyn BackingStore>,
-        kept: &[KeptBlock],
-    ) -> Result<usize, ListenError> {
-        kept.iter().try_for_each(|one| self.check_group(one.key.group))?;
-        let is_durable = weights::is_of_content(&self.weights_name());
-        let AnyWriter::One(writer) = &mut self.store else {
-            let reason = "must be single_writer for a cache that is kept in a file";
-            return Err(InvalidArgument::new("threads", reason).into());
-        };
-        if !is_durable {
-            store.cleared();
-        }
-        let mut kept = if is_durable { kept.to_vec() } else { Vec::new() };
-        let most = self.hints.as_ref().map(|hints| hints.budget(writer.num_blocks()));
-        retention::end_kept(&mut kept, most);
-        let restored = writer.keep_in(store, &kept)?;
-        if let Some(hints) = &mut self.hints {
-            hints.adopt(writer, &kept);
-        }
-        writer.set_durable(is_durable);
-        Ok(restored)
-    }
-
-    /// Whether a hit of the first `hit_tokens` needs more than `most` blocks of another process that were not
-    /// compared with their checksums yet. They are read on another thread then: who commits later need not do it.
-    pub fn reads_first(
-        &self,
-        sequence: &mut Sequence,
-        hit_tokens: usize,
-        most: usize,
-    ) -> Result<bool, CacheError> {
-        let AnyWriter::One(writer) = &self.store else {
-            return Ok(false);
-        };
-        let keys = self.needed_keys(self.asked_hashes(sequence, hit_tokens)?);
-        Ok(writer.reads_first(keys.into_iter(), most))
-    }
-}
-
-impl From<PrefixCache<MultiWriter>> for PrefixCache<AnyWriter> {
-    fn from(cache: PrefixCache<MultiWriter>) -> Self {
-        Self { store: AnyWriter::Many(cache.store), home: cache.home, hints: None }
     }
 }
 
@@ -229,21 +174,6 @@ impl<S: Lookup> PrefixCache<S> {
         }
     }
 
-    /// Checks every invariant of the pool, which must be at rest.
-    pub fn validate(&self) -> Result<(), Broken> {
-        self.store.validate()
-    }
-
-    /// Checks that blocks count the holds of these sequences and moves, which are all that there are, and no
-    /// more: one count a block. All must be of this cache.
-    pub fn validate_holds(&self, sequences: &[&Sequence], moves: &Moves) -> Result<(), Broken> {
-        let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
-        let tables = holding.flat_map(|holding| &holding.tables);
-        let held = tables.flat_map(|table| table.held(0..table.blocks.len()));
-        let moving = moves.in_flight.iter().map(|one| one.to);
-        self.store.validate_holds(held.chain(moving))
-    }
-
     /// Fails unless this cache made all of these `sequences`.
     pub fn check_made_here(&self, sequences: &[impl Borrow<Sequence>]) -> Result<(), CacheError> {
         let mut all = sequences.iter().enumerate();
@@ -263,9 +193,9 @@ impl<S: Lookup> PrefixCache<S> {
         Err(fault(argument, SequenceFault::OtherCache))
     }
 
-    fn check_committed(&self, sequences: &[&mut Sequence]) -> Result<(), CacheError> {
+    fn check_committed(&self, sequences: &[impl Borrow<Sequence>]) -> Result<(), CacheError> {
         self.check_made_here(sequences)?;
-        let idle = sequences.iter().position(|sequence| !sequence.is_committed());
+        let idle = sequences.iter().position(|sequence| !sequence.borrow().is_committed());
         idle.map_or(Ok(()), |index| {
             let argument = Argument::element("sequences", index);
             Err(fault(argument, SequenceFault::NotCommitted))
@@ -273,35 +203,71 @@ impl<S: Lookup> PrefixCache<S> {
     }
 }
 
-impl<S: BlockStore> PrefixCache<S> {
-    /// A cache over an unused pool.
-    pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
-        hash_config.check()?;
-        let home = Arc::new(Home::new(hash_config, None));
-        Ok(Self { store, home, hints: None })
-    }
+/// What a cache begins with.
+#[derive(Debug)]
+pub struct CacheBuilder {
+    hash_config: HashConfig,
+    weights: Option<WeightsName>,
+    budget: Option<f64>,
+}
 
-    /// This cache, before its first use, with a name for the weights that it begins with.
+impl CacheBuilder {
+    /// A cache that hashes by this configuration, names its weights by their version and does not look at hints.
     #[must_use]
-    pub fn with_weights(self, name: WeightsName) -> Self {
-        let home = Home::new(self.home.config.clone(), Some(name));
-        Self { home: Arc::new(home), ..self }
+    pub fn new(hash_config: HashConfig) -> Self {
+        Self { hash_config, weights: None, budget: None }
     }
 
-    /// This cache with retention hints, which may raise up to this `share` of the pool, from 0 to 1, for each
-    /// owner.
-    ///
-    /// They need one writer. Without this call hints are not looked at.
-    pub fn with_hints(self, share: f64) -> Result<Self, InvalidArgument> {
-        let is_alone = self.store.is_at_rest();
-        require(is_alone, "hints", || "need a pool that one thread writes to")?;
-        let hints = Some(Box::new(RetentionTable::new(share)?));
-        Ok(Self { hints, ..self })
+    /// With a name for the weights that it begins with.
+    #[must_use]
+    pub fn weights(self, name: WeightsName) -> Self {
+        Self { weights: Some(name), ..self }
     }
 
-    /// The pool below, to change.
-    pub fn store_mut(&mut self) -> &mut S {
+    /// With retention hints, which may raise up to this share of the pool, from 0 to 1, for each owner. They need one
+    /// writer.
+    #[must_use]
+    pub fn hints(self, budget: f64) -> Self {
+        Self { budget: Some(budget), ..self }
+    }
+
+    /// The cache over an unused pool. Fails where one of these is out of its range, or the pool has several writers
+    /// and there are hints.
+    pub fn build<S: BlockStore>(self, store: S) -> Result<PrefixCache<S>, InvalidArgument> {
+        self.hash_config.check()?;
+        let allows_hints = self.budget.is_none() || store.is_at_rest();
+        require(allows_hints, "hints", || "need a pool that one thread writes to")?;
+        let hints = self.budget.map(RetentionTable::new).transpose()?.map(Box::new);
+        let home = Arc::new(Home::new(self.hash_config, self.weights));
+        Ok(PrefixCache { store, home, hints })
+    }
+}
+
+impl<S: BlockStore> sealed::Inner for PrefixCache<S> {
+    type Inner = S;
+
+    fn inner_mut(&mut self) -> &mut S {
         &mut self.store
+    }
+}
+
+impl<S: BlockStore> PrefixCache<S> {
+    /// A cache over an unused pool, as [`CacheBuilder::build`] makes it of its defaults.
+    pub fn new(hash_config: HashConfig, store: S) -> Result<Self, InvalidArgument> {
+        CacheBuilder::new(hash_config).build(store)
+    }
+
+    /// Reports to the reader, from now on, blocks that can be found and cannot any more. What another process has kept
+    /// comes first. Once in a cache's life, before anything else is cached, and for one writer.
+    pub fn keep_events(&mut self) -> Result<EventReader, ListenError> {
+        let block_size = self.block_size();
+        let writer = self.store.one_writer_mut().ok_or_else(|| {
+            InvalidArgument::new(
+                "threads",
+                "must be \"single_writer\": the changes of several writers have no order",
+            )
+        })?;
+        writer.keep_events(block_size)
     }
 
     /// Forgets everything cached, in constant time. Sequences keep their blocks and publish no more.
@@ -339,6 +305,68 @@ impl<S: BlockStore> PrefixCache<S> {
         }
         self.store.set_durable(false);
         self.home.change_weights(name)
+    }
+
+    /// Checks every invariant of the pool, which must be at rest.
+    pub fn validate(&self) -> Result<(), Broken> {
+        self.store.validate()
+    }
+
+    /// Checks that blocks count the holds of these sequences and moves, which are all that there are, and no
+    /// more: one count a block. All must be of this cache.
+    pub fn validate_holds(&self, sequences: &[&Sequence], moves: &Moves) -> Result<(), Broken> {
+        let holding = sequences.iter().filter_map(|one| one.holding.as_ref());
+        let tables = holding.flat_map(|holding| &holding.tables);
+        let held = tables.flat_map(|table| table.held(0..table.blocks.len()));
+        let moving = moves.in_flight.iter().map(|one| one.to);
+        self.store.validate_holds(held.chain(moving))
+    }
+
+    /// Restores what `store` has kept of another process, in the order of eviction, and lets it keep what is
+    /// published from now on, while the weights are named by their content. Returns how many blocks were restored.
+    ///
+    /// A priority ends where its hint was not kept or its TTL has ended meanwhile, where its owner has raised more than
+    /// today's share, what was used longest ago first, and all of them in a cache that does not look at hints.
+    ///
+    /// Once, before the cache's first use, and for one writer. All or nothing.
+    pub fn keep_in(
+        &mut self,
+        store: Arc<dyn BackingStore>,
+        kept: &[KeptBlock],
+    ) -> Result<usize, ListenError> {
+        kept.iter().try_for_each(|block| self.check_group(block.key.group))?;
+        let is_durable = weights::is_of_content(&self.weights_name());
+        let Some(writer) = self.store.one_writer_mut() else {
+            let reason = "must be single_writer for a cache that is kept in a file";
+            return Err(InvalidArgument::new("threads", reason).into());
+        };
+        if !is_durable {
+            store.cleared();
+        }
+        let mut kept = if is_durable { kept.to_vec() } else { Vec::new() };
+        let most = self.hints.as_ref().map(|hints| hints.budget(writer.num_blocks()));
+        retention::end_kept(&mut kept, most);
+        let restored = writer.keep_in(store, &kept)?;
+        if let Some(hints) = &mut self.hints {
+            hints.adopt(writer, &kept);
+        }
+        writer.set_durable(is_durable);
+        Ok(restored)
+    }
+
+    /// Whether a hit of the first `hit_tokens` needs more than `most` blocks of another process that were not
+    /// compared with their checksums yet. They are read on another thread then: who commits later need not do it.
+    pub fn reads_first(
+        &self,
+        sequence: &mut Sequence,
+        hit_tokens: usize,
+        most: usize,
+    ) -> Result<bool, CacheError> {
+        let Some(writer) = self.store.one_writer() else {
+            return Ok(false);
+        };
+        let keys = self.needed_keys(self.asked_hashes(sequence, hit_tokens)?);
+        Ok(writer.reads_first(keys.into_iter(), most))
     }
 
     /// Sets the number of blocks as [`BlockStore::resize`] does.

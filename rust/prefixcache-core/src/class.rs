@@ -116,6 +116,11 @@ impl ClassSet {
     }
 
     #[inline]
+    pub(crate) const fn without(self, class: Class) -> Self {
+        Self(self.0 & !(1 << class.index()))
+    }
+
+    #[inline]
     pub(crate) const fn contains(self, class: Class) -> bool {
         self.0 >> class.index() & 1 != 0
     }

@@ -8,7 +8,7 @@ pub const MAX_BLOCKS: usize = 1 << 24;
 /// A block of the KV cache.
 ///
 /// Ids run from 0; block 0 is the null block, which is never handed out (as in vLLM).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(u32);
 
 impl BlockId {

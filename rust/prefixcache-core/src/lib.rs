@@ -2,21 +2,19 @@
 #![warn(missing_docs)]
 
 pub mod backing;
-mod block;
 pub mod cache;
-#[allow(dead_code)]
 mod class;
 pub mod clock;
 pub mod error;
 pub mod events;
 pub mod evictions;
 pub mod groups;
+mod handover;
 pub mod hash;
 pub mod hints;
 pub mod id;
 pub mod policy;
 pub mod pool;
-#[allow(dead_code)]
 mod records;
 pub mod retention;
 pub mod sequence;
@@ -25,8 +23,8 @@ mod sync;
 pub mod weights;
 mod zeroed;
 
-pub use cache::PrefixCache;
 pub use cache::tables::TableBuffers;
+pub use cache::{CacheBuilder, PrefixCache};
 pub use groups::{GroupSpec, Groups};
 pub use hash::{Extras, HashConfig, Scope};
 pub use hints::band;
@@ -35,5 +33,5 @@ pub use policy::EvictionPolicy;
 pub use pool::{MultiWriter, Reader, Writer};
 pub use sequence::retention::Retention;
 pub use sequence::{BlockHashes, Sequence};
-pub use store::{BlockStore, Lookup, PoolConfig};
+pub use store::{BlockStore, Lookup, PoolConfig, WithReaders};
 pub use weights::WeightsName;

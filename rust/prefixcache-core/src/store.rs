@@ -44,6 +44,7 @@ use crate::events::{BlockTokens, EventLog};
 pub use crate::id::BlockKey;
 use crate::id::{BlockId, Epoch, MAX_BLOCKS};
 use crate::policy::{EvictionPolicy, Queue, ReuseQueue, Tick};
+use crate::pool::Writer;
 
 /// Copies of a key that are found one after the other before free ones are taken out of the index.
 pub const MAX_COPIES: usize = if cfg!(loom) { 2 } else { 32 };
@@ -139,8 +140,24 @@ pub struct Move {
 #[derive(Debug, Default)]
 pub struct Moves {
     /// Those that were begun and neither finished nor aborted.
-    pub in_flight: Vec<Move>,
+    pub(crate) in_flight: Vec<Move>,
     pub(crate) plan: Plan,
+}
+
+impl Moves {
+    /// Those that were begun and neither finished nor aborted.
+    #[must_use]
+    pub fn in_flight(&self) -> &[Move] {
+        &self.in_flight
+    }
+}
+
+impl sealed::Inner for Moves {
+    type Inner = Vec<Move>;
+
+    fn inner_mut(&mut self) -> &mut Vec<Move> {
+        &mut self.in_flight
+    }
 }
 
 /// What a pool knows of a shrink from the slice before.
@@ -250,6 +267,15 @@ pub struct StoreStats {
 pub mod sealed {
     /// Implemented by the pools of this repository alone.
     pub trait Sealed {}
+
+    /// What this repository's tests change past the promises of what is around it.
+    pub trait Inner {
+        /// What is inside.
+        type Inner;
+
+        /// It, to change.
+        fn inner_mut(&mut self) -> &mut Self::Inner;
+    }
 }
 
 /// A pool of blocks, as everybody may look at it.
@@ -261,15 +287,6 @@ pub trait Lookup: sealed::Sealed {
 
     /// The block that hits for `key`, held or free. A retired or recycled block never hits.
     fn lookup(&self, key: &BlockKey) -> Option<BlockId>;
-
-    /// [`lookup`](Self::lookup) of a key that was registered with `held`, which the caller holds: no look into the
-    /// index where that is the only copy. The null block stands for none.
-    fn lookup_held(&self, key: &BlockKey, _held: BlockId) -> Option<BlockId> {
-        self.lookup(key)
-    }
-
-    /// The key that a block with content is found by.
-    fn key_of(&self, block: BlockId) -> BlockKey;
 
     /// How many of the leading `keys` hit.
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
@@ -299,54 +316,18 @@ pub trait Lookup: sealed::Sealed {
     /// Blocks that nobody holds.
     fn num_free(&self) -> usize;
 
-    /// The band of the copy that hits for `key`, whether it is pinned or not.
-    fn band(&self, key: &BlockKey) -> Option<Band>;
-
-    /// The band of a block's content, whether it is pinned or not.
-    fn held_band(&self, block: BlockId) -> Band;
-
-    /// What was noted of a block's content.
-    fn marks(&self, block: BlockId) -> Marks;
-
-    /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
-    fn reuse_queue(&self) -> Option<&ReuseQueue>;
-
-    /// Where changes of what can be found are reported, if somebody wants to know.
-    fn event_log(&self) -> Option<&EventLog> {
-        None
-    }
-
-    /// The free line, the block to be handed out next first. For debugging and tests.
-    fn free_order(&self) -> Vec<BlockId>;
-
-    /// The blocks that hold a valid hash, lowest id first. For debugging and tests.
-    fn cached_blocks(&self) -> Vec<BlockId>;
-
     /// Lifetime counts, and blocks by state.
     fn stats(&self) -> StoreStats;
+}
 
-    /// How many hold the block. For debugging and tests.
-    fn num_holders(&self, block: BlockId) -> usize;
+/// A pool that other threads may look at while it changes.
+pub trait WithReaders: BlockStore {
+    /// The pool for other threads.
+    type Reader: Lookup;
 
-    /// Checks that each block is held as often as `holds`, all holds that there are, name it.
-    fn validate_holds(&self, holds: impl IntoIterator<Item = BlockId>) -> Result<(), Broken> {
-        let mut counts: HashMap<BlockId, usize> = HashMap::new();
-        for id in holds {
-            *counts.entry(id).or_default() += 1;
-        }
-        if let Some((id, count)) = counts.iter().find(|&(&id, &n)| self.num_holders(id) != n) {
-            let held = self.num_holders(*id);
-            return Err(Broken(format!("block {id} counts {held} holders, {count} hold it")));
-        }
-        let (held, counted) = (counts.len(), self.stats().in_use);
-        if held != counted {
-            return Err(Broken(format!("{counted} blocks are in use, {held} are held")));
-        }
-        Ok(())
-    }
-
-    /// Checks every invariant of the whole structure, which must be at rest.
-    fn validate(&self) -> Result<(), Broken>;
+    /// The pool, for another thread to look at, in parallel with those that change it.
+    #[must_use]
+    fn reader(&self) -> Self::Reader;
 }
 
 /// A pool of blocks that are handed out, counted, given back, and found again by their content, for one who
@@ -507,4 +488,69 @@ pub trait BlockStore: Lookup {
     fn set_time(&mut self, now: Duration) {
         self.clock().set(now);
     }
+
+    /// This, where it is the pool that one thread writes to.
+    fn one_writer(&self) -> Option<&Writer> {
+        None
+    }
+
+    /// The same, to change.
+    fn one_writer_mut(&mut self) -> Option<&mut Writer> {
+        None
+    }
+
+    /// [`lookup`](Lookup::lookup) of a key that was registered with `held`, which the caller holds: no look into the
+    /// index where that is the only copy. The null block stands for none.
+    fn lookup_held(&self, key: &BlockKey, _held: BlockId) -> Option<BlockId> {
+        self.lookup(key)
+    }
+
+    /// The key that a block with content is found by.
+    fn key_of(&self, block: BlockId) -> BlockKey;
+
+    /// The band of the copy that hits for `key`, whether it is pinned or not.
+    fn band(&self, key: &BlockKey) -> Option<Band>;
+
+    /// The band of a block's content, whether it is pinned or not.
+    fn held_band(&self, block: BlockId) -> Band;
+
+    /// What was noted of a block's content.
+    fn marks(&self, block: BlockId) -> Marks;
+
+    /// What the eviction policy knows, where that is [`EvictionPolicy::ReuseQueue`].
+    fn reuse_queue(&self) -> Option<&ReuseQueue>;
+
+    /// Where changes of what can be found are reported, if somebody wants to know.
+    fn event_log(&self) -> Option<&EventLog> {
+        None
+    }
+
+    /// The free line, the block to be handed out next first. For debugging and tests.
+    fn free_order(&self) -> Vec<BlockId>;
+
+    /// The blocks that hold a valid hash, lowest id first. For debugging and tests.
+    fn cached_blocks(&self) -> Vec<BlockId>;
+
+    /// How many hold the block. For debugging and tests.
+    fn num_holders(&self, block: BlockId) -> usize;
+
+    /// Checks that each block is held as often as `holds`, all holds that there are, name it.
+    fn validate_holds(&self, holds: impl IntoIterator<Item = BlockId>) -> Result<(), Broken> {
+        let mut counts: HashMap<BlockId, usize> = HashMap::new();
+        for id in holds {
+            *counts.entry(id).or_default() += 1;
+        }
+        if let Some((id, count)) = counts.iter().find(|&(&id, &n)| self.num_holders(id) != n) {
+            let held = self.num_holders(*id);
+            return Err(Broken(format!("block {id} counts {held} holders, {count} hold it")));
+        }
+        let (held, counted) = (counts.len(), self.stats().in_use);
+        if held != counted {
+            return Err(Broken(format!("{counted} blocks are in use, {held} are held")));
+        }
+        Ok(())
+    }
+
+    /// Checks every invariant of the whole structure, which must be at rest.
+    fn validate(&self) -> Result<(), Broken>;
 }

@@ -1,9 +1,5 @@
 //! The one place that names what threads share: atomics, [`Arc`], and a cell that is written once. They are the
 //! standard library's, or loom's or shuttle's when these drive the schedule. There is no lock.
-//!
-//! It also holds the two ways of changing an atomic word, [`Shared`] and [`SingleWriter`]. All words
-//! of the pool are atomics in both, so a reader may run in parallel with the writer. Of [`SingleWriter`]s there is one for
-//! each pool, which [`Writer`](crate::Writer) sees to.
 
 #[cfg(loom)]
 use loom as primitives;
@@ -14,7 +10,7 @@ use std as primitives;
 
 pub(crate) use primitives::hint::spin_loop;
 pub(crate) use primitives::sync::atomic::{
-    AtomicBool, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+    AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 pub(crate) use primitives::thread::yield_now;
 
@@ -26,15 +22,13 @@ pub(crate) use std::sync::OnceLock;
 #[cfg(any(loom, shuttle))]
 pub(crate) use once_lock::OnceLock;
 
-use Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
-
 /// The cell for model checkers, which do not see into the standard library's. What it holds is leaked.
 #[cfg(any(loom, shuttle))]
 mod once_lock {
     use core::ptr::null_mut;
 
+    use super::AtomicPtr;
     use super::Ordering::{AcqRel, Acquire};
-    use super::primitives::sync::atomic::AtomicPtr;
 
     #[derive(Debug)]
     pub(crate) struct OnceLock<T>(AtomicPtr<T>);
@@ -67,122 +61,6 @@ mod once_lock {
             self.get().expect("it was set, here or elsewhere")
         }
     }
-}
-
-/// How the words of a pool change: [`Shared`] or [`SingleWriter`].
-pub trait Mode: sealed::Words {}
-
-/// Any number of threads may change the pool: every change is one read-modify-write.
-#[derive(Clone, Copy, Debug)]
-pub struct Shared;
-
-/// One thread at a time changes the pool, any number may look up: changes are plain stores.
-#[derive(Clone, Copy, Debug)]
-pub struct SingleWriter;
-
-impl Mode for Shared {}
-impl Mode for SingleWriter {}
-
-pub(crate) mod sealed {
-    use super::{AtomicBool, AtomicU32, AtomicU64};
-
-    /// The changes that a structure of the pool makes to an atomic word.
-    ///
-    /// Each reads the word with Acquire and stores with Release. Some could do with less; one order for
-    /// all of them is easier to check, and on x86-64 it costs nothing.
-    pub trait Words: Send + Sync + 'static {
-        /// Whether several threads may change the words.
-        const SHARED: bool;
-
-        /// Stores `new` if the word is `current`; otherwise fails with what the word is.
-        fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64>;
-
-        /// Adds, wrapping around, and returns what the word was before.
-        fn fetch_add(word: &AtomicU64, amount: u64) -> u64;
-
-        /// Adds, wrapping around.
-        #[inline]
-        fn add(word: &AtomicU64, amount: u64) {
-            Self::fetch_add(word, amount);
-        }
-
-        /// Adds to a short word, wrapping around.
-        fn add_short(word: &AtomicU32, amount: u32);
-
-        /// Sets the flag; whether it was clear before.
-        fn try_set(flag: &AtomicBool) -> bool;
-
-        /// Keeps this thread's later loads from running before its earlier stores: of two threads that
-        /// each store, fence and load what the other stored, at least one sees the other's store.
-        fn fence();
-    }
-}
-
-impl sealed::Words for Shared {
-    const SHARED: bool = true;
-
-    #[inline]
-    fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
-        word.compare_exchange(current, new, AcqRel, Acquire).map(drop)
-    }
-
-    #[inline]
-    fn fetch_add(word: &AtomicU64, amount: u64) -> u64 {
-        word.fetch_add(amount, AcqRel)
-    }
-
-    #[inline]
-    fn add_short(word: &AtomicU32, amount: u32) {
-        word.fetch_add(amount, AcqRel);
-    }
-
-    #[inline]
-    fn try_set(flag: &AtomicBool) -> bool {
-        !flag.swap(true, AcqRel)
-    }
-
-    #[inline]
-    fn fence() {
-        fence(SeqCst);
-    }
-}
-
-impl sealed::Words for SingleWriter {
-    const SHARED: bool = false;
-
-    #[inline]
-    fn exchange(word: &AtomicU64, current: u64, new: u64) -> Result<(), u64> {
-        // Relaxed: this thread wrote the word last. The comparison stays because callers compare with
-        // a state that they read earlier in the same call, and may have changed since.
-        let found = word.load(Relaxed);
-        if found != current {
-            return Err(found);
-        }
-        word.store(new, Release);
-        Ok(())
-    }
-
-    #[inline]
-    fn fetch_add(word: &AtomicU64, amount: u64) -> u64 {
-        let before = word.load(Relaxed);
-        word.store(before.wrapping_add(amount), Release);
-        before
-    }
-
-    #[inline]
-    fn add_short(word: &AtomicU32, amount: u32) {
-        word.store(word.load(Relaxed).wrapping_add(amount), Release);
-    }
-
-    #[inline]
-    fn try_set(flag: &AtomicBool) -> bool {
-        let was_clear = !flag.load(Relaxed);
-        flag.store(true, Release);
-        was_clear
-    }
-
-    #[inline]
-    fn fence() {}
 }
 
 /// A value on cache lines of its own, so that writes to its neighbours do not slow its readers.
@@ -269,14 +147,16 @@ pub(crate) enum Fault {
     LeaveOnce,
     /// The class of a block in line is changed without looking whether it has other content by now.
     SkipContentCheck,
-    /// A thread takes fresh blocks without looking whether another has.
-    BlindRunStore,
     /// The turn of a slot of evictions ends before the record stands in it.
     PublishEarly,
     /// A record of a loss takes the place of one that nobody has read.
     OverwriteRecord,
     /// Who loses a copy looks for others though its own may not be erased for them yet.
     LookBeforeErased,
+    /// A thread that leaves a value does not look whether another has.
+    BlindPush,
+    /// A record keeps its number while its content changes.
+    KeepNumber,
     /// A call that ends the order of evictions along a prompt does not note it.
     KeepOrder,
 }

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue};
-use prefixcache_core::pool::{Mode, Reader, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig, Registration,
 };
+use prefixcache_oracle::pools::{Tested, Watched};
 use prefixcache_oracle::random::{Random, key};
 
 const BLOCKS: usize = 600;
@@ -30,8 +31,8 @@ fn content(document: u64, place: u64) -> u64 {
 }
 
 /// The pool, and what its blocks hold.
-struct World<M: Mode> {
-    pool: Reader<M>,
+struct World<P: Tested> {
+    pool: P::Reader,
     memory: Vec<AtomicU64>,
     stop: AtomicBool,
     hits: AtomicU64,
@@ -39,21 +40,17 @@ struct World<M: Mode> {
     moved: AtomicU64,
 }
 
-impl<M: Mode> World<M> {
+impl<P: Tested<Reader: Sync>> World<P> {
     fn new(
+        make: impl FnOnce(PoolConfig) -> P,
         free_order: FreeOrder,
-        eviction_policy: EvictionPolicy,
-        ring: Option<usize>,
-    ) -> (Self, Writer<M>) {
+        policy: EvictionPolicy,
+    ) -> (Self, P) {
         let config = PoolConfig::new(BLOCKS)
             .with_max_blocks(BLOCKS + 100)
             .with_free_order(free_order)
-            .with_eviction_policy(eviction_policy);
-        let writer = match ring {
-            Some(slots) => Writer::with_ring_capacity(config, slots),
-            None => Writer::in_mode(config),
-        };
-        let writer = writer.unwrap();
+            .with_eviction_policy(policy);
+        let writer = make(config);
         let world = Self {
             pool: writer.reader(),
             memory: (0..config.max_blocks).map(|_| AtomicU64::new(BLANK)).collect(),
@@ -67,7 +64,7 @@ impl<M: Mode> World<M> {
 
     /// A request: hits, new blocks, "computing", registering, release. With `hard`, what a scheduler
     /// does rarely too.
-    fn request(&self, pool: &mut Writer<M>, random: &mut Random, hard: bool) {
+    fn request(&self, pool: &mut P, random: &mut Random, hard: bool) {
         let document = random.below(DOCUMENTS);
         let length = 1 + random.below(LONGEST);
         let contents: Vec<u64> = (0..length).map(|place| content(document, place)).collect();
@@ -99,7 +96,7 @@ impl<M: Mode> World<M> {
     }
 
     /// A new block gets its content and is registered.
-    fn compute(&self, pool: &mut Writer<M>, block: BlockId, content: u64, epoch: Epoch) {
+    fn compute(&self, pool: &mut P, block: BlockId, content: u64, epoch: Epoch) {
         self.memory[block.index()].store(content, Ordering::Release);
         let outcome = pool.register(block, key(content), epoch).unwrap();
         assert_ne!(outcome, Registration::Already, "a new block had content");
@@ -110,7 +107,7 @@ impl<M: Mode> World<M> {
         assert_eq!(held, content, "{what}, block {block}, holds something else");
     }
 
-    fn do_something_rare(&self, pool: &mut Writer<M>, random: &mut Random, blocks: &[BlockId]) {
+    fn do_something_rare(&self, pool: &mut P, random: &mut Random, blocks: &[BlockId]) {
         match random.below(400) {
             0 => pool.clear_index(),
             1..20 => drop(pool.pin(blocks).unwrap()),
@@ -125,14 +122,14 @@ impl<M: Mode> World<M> {
     }
 
     /// A slice of a shrink. Its KV is copied as one registered content would be.
-    fn shrink(&self, pool: &mut Writer<M>, random: &mut Random) {
+    fn shrink(&self, pool: &mut P, random: &mut Random) {
         let mut moves = Moves::default();
         let num_blocks = BLOCKS - 100 + random.below(80) as usize;
         // Refused while the other thread writes, and for more blocks than there are.
         if pool.begin_moves(num_blocks, 16, &mut moves).is_err() {
             return;
         }
-        for one in &moves.in_flight {
+        for one in moves.in_flight() {
             let kv = self.memory[one.from.index()].load(Ordering::Acquire);
             self.memory[one.to.index()].store(kv, Ordering::Release);
         }
@@ -146,7 +143,7 @@ impl<M: Mode> World<M> {
     }
 
     /// Writes until it is stopped, and gives its right to write back.
-    fn write(&self, mut pool: Writer<M>, seed: u64, hard: bool) -> Writer<M> {
+    fn write(&self, mut pool: P, seed: u64, hard: bool) -> P {
         let mut random = Random(seed);
         while !self.stop.load(Ordering::Relaxed) {
             self.request(&mut pool, &mut random, hard);
@@ -168,14 +165,14 @@ impl<M: Mode> World<M> {
 
     /// Every block is counted once, whatever happens to it meanwhile.
     fn look_at_map(&self) {
-        let map = self.pool.map(8, &[]).expect("the arguments are sound");
+        let map = self.pool.map(8, &[]);
         let sizes: Vec<u32> = map.states.iter().map(|cell| cell.iter().sum()).collect();
         let blocks = sizes.iter().sum::<u32>() as usize + 1;
         assert!((BLOCKS - 100..=BLOCKS + 100).contains(&blocks), "{sizes:?}");
         assert!(sizes.iter().all(|size| sizes[0].abs_diff(*size) <= 1));
     }
 
-    fn run(&self, writers: Vec<Writer<M>>, hard: bool, duration: Duration) -> Vec<Writer<M>> {
+    fn run(&self, writers: Vec<P>, hard: bool, duration: Duration) -> Vec<P> {
         let seed = seed();
         println!("PREFIXCACHE_TEST_SEED={seed} repeats the choices, though not the threads' turns");
         std::thread::scope(|scope| {
@@ -195,8 +192,8 @@ impl<M: Mode> World<M> {
     }
 
     /// At rest nobody holds anything, and all is where it belongs.
-    fn check_rest(&self) {
-        self.pool.validate().expect("the pool is whole");
+    fn check_rest(&self, pool: &P) {
+        pool.validate().expect("the pool is whole");
         assert_eq!(self.pool.num_free(), self.pool.num_blocks() - 1, "blocks were lost");
         let stats = self.pool.stats();
         assert_eq!((stats.in_use, stats.free), (0, self.pool.num_blocks() - 1));
@@ -208,7 +205,7 @@ impl<M: Mode> World<M> {
         assert!(rounds.load(Ordering::Relaxed) > 100 && hits.load(Ordering::Relaxed) > 100);
         println!(
             "{rounds:?} requests, {hits:?} hits, {} drops, {:?} slices of shrinks",
-            self.pool.content_drops(),
+            pool.drops(),
             self.moved
         );
     }
@@ -236,11 +233,15 @@ fn drops_of_two(
     ring: Option<usize>,
     hard: bool,
 ) -> u64 {
-    let (world, mut pool) = World::<Shared>::new(free_order, eviction_policy, ring);
+    let make = |config| match ring {
+        Some(slots) => MultiWriter::with_ring_capacity(config, slots).unwrap(),
+        None => MultiWriter::shared(config).unwrap(),
+    };
+    let (world, mut pool) = World::new(make, free_order, eviction_policy);
     world.run(vec![pool.clone(), pool.clone()], hard, duration());
     pool.resize(BLOCKS).unwrap();
-    world.check_rest();
-    world.pool.content_drops()
+    world.check_rest(&pool);
+    pool.drops()
 }
 
 #[test]
@@ -251,9 +252,9 @@ fn two_writers() {
 /// One writer asks for many blocks that miss and one new one, the other for a third of the pool.
 #[test]
 fn misses_with_allocations() {
-    let pool = Writer::<Shared>::in_mode(PoolConfig::new(301)).unwrap();
+    let pool = MultiWriter::shared(PoolConfig::new(301)).unwrap();
     let stop = AtomicBool::new(false);
-    let serve = |ask: fn(&mut Writer<Shared>, &mut Vec<BlockId>)| {
+    let serve = |ask: fn(&mut MultiWriter, &mut Vec<BlockId>)| {
         let (mut pool, mut blocks) = (pool.clone(), Vec::new());
         while !stop.load(Ordering::Relaxed) {
             ask(&mut pool, &mut blocks);
@@ -310,10 +311,11 @@ fn two_writers_on_rings_that_fill_up() {
 }
 
 #[test]
-fn one_writer_in_single_writer_mode() {
+fn one_writer() {
     let (order, policy) = (FreeOrder::UnhashedFirst, EvictionPolicy::Lru);
-    let (world, pool) = World::<SingleWriter>::new(order, policy, None);
+    let (world, pool) = World::<Writer>::new(Tested::build, order, policy);
     let pool = world.run(vec![pool], true, duration()).pop();
-    pool.expect("the writer came back").resize(BLOCKS).unwrap();
-    world.check_rest();
+    let mut pool = pool.expect("the writer came back");
+    pool.resize(BLOCKS).unwrap();
+    world.check_rest(&pool);
 }

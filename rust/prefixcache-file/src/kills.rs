@@ -125,7 +125,7 @@ impl Process {
         let injected = &mut kv.table_mut().unwrap().injected;
         injected.fault = fault;
         let kept = kv.take_kept(NUM_BLOCKS, 1);
-        let mut pool = Writer::with_ring_capacity(PoolConfig::new(NUM_BLOCKS), 64).unwrap();
+        let mut pool = Writer::new(PoolConfig::new(NUM_BLOCKS)).unwrap();
         let restored = pool.keep_in(kv.store(), &kept.blocks).unwrap();
         assert_eq!(restored, kept.blocks.len());
         pool.set_durable(true);
@@ -304,7 +304,7 @@ impl Process {
         if size < self.pool.num_blocks() {
             for _ in 0..2 {
                 self.pool.begin_moves(size, 4, &mut self.moves).unwrap();
-                let pairs: Vec<store::Move> = self.moves.in_flight.clone();
+                let pairs: Vec<store::Move> = self.moves.in_flight().to_vec();
                 for one in pairs {
                     self.copy_bytes(one.from, one.to);
                 }

@@ -7,13 +7,14 @@ use std::time::Duration;
 use prefixcache_core::WeightsName;
 use prefixcache_core::backing::KeptHint;
 use prefixcache_core::band::Band;
+use prefixcache_core::cache::CacheBuilder;
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::{BlockId, GroupId};
-use prefixcache_core::pool::{AnyWriter, Writer};
-use prefixcache_core::store::{BlockKey, Lookup, Moves, PoolConfig};
+use prefixcache_core::pool::Writer;
+use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 
 use crate::KvFile;
 use crate::hint::{of_words, to_words};
@@ -26,7 +27,7 @@ const LOW: Band = Band::of(0);
 
 struct Life {
     kv: KvFile,
-    cache: PrefixCache<AnyWriter>,
+    cache: PrefixCache<Writer>,
 }
 
 /// A prompt of two blocks.
@@ -38,14 +39,14 @@ impl Life {
     /// Each owner may raise this share of 11 blocks; None: hints are not looked at.
     fn begin(file: &File, share: Option<f64>) -> Self {
         let kv = KvFile::open_without_thread(file.try_clone().unwrap(), &layout()).unwrap();
-        let pool = AnyWriter::One(Writer::new(PoolConfig::new(NUM_BLOCKS)).unwrap());
+        let pool = Writer::new(PoolConfig::new(NUM_BLOCKS)).unwrap();
         let hashing = HashConfig::new(SIZE, Groups::full(1).unwrap());
-        let cache = PrefixCache::new(hashing, pool).unwrap();
-        let cache = cache.with_weights(WeightsName::new("blake3:a").unwrap());
+        let cache = CacheBuilder::new(hashing).weights(WeightsName::new("blake3:a").unwrap());
         let cache = match share {
-            Some(share) => cache.with_hints(share).unwrap(),
+            Some(share) => cache.hints(share),
             None => cache,
         };
+        let cache = cache.build(pool).unwrap();
         let mut life = Self { kv, cache };
         life.at(0);
         let kept = life.kv.take_kept(NUM_BLOCKS, 1);

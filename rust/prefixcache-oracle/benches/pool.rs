@@ -8,9 +8,10 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::{Random, key};
 
 /// Blocks of one request: a prompt of 32k tokens.
@@ -52,31 +53,27 @@ impl Subject for Mutex<PlainPool> {
     }
 }
 
-trait Named: Mode {
-    const NAME: &'static str;
+/// A pool that no thread waits for.
+macro_rules! subject {
+    ($pool:ty, $name:literal, $make:path) => {
+        impl Subject for $pool {
+            const NAME: &'static str = $name;
+            type Pool = Self;
+            fn new(num_blocks: usize) -> Self {
+                $make(PoolConfig::new(num_blocks)).unwrap()
+            }
+            fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+                work(self)
+            }
+            fn drops(&self) -> u64 {
+                Tested::drops(self)
+            }
+        }
+    };
 }
 
-impl Named for Shared {
-    const NAME: &'static str = "shared";
-}
-
-impl Named for SingleWriter {
-    const NAME: &'static str = "single_writer";
-}
-
-impl<M: Named> Subject for Writer<M> {
-    const NAME: &'static str = M::NAME;
-    type Pool = Self;
-    fn new(num_blocks: usize) -> Self {
-        Self::in_mode(PoolConfig::new(num_blocks)).unwrap()
-    }
-    fn with<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        work(self)
-    }
-    fn drops(&self) -> u64 {
-        self.content_drops()
-    }
-}
+subject!(Writer, "one_writer", Writer::new);
+subject!(MultiWriter, "many_writers", MultiWriter::shared);
 
 /// The keys of a request's blocks, head first.
 fn keys(request: usize) -> Vec<BlockKey> {
@@ -224,7 +221,7 @@ fn shrink(pool: &mut impl BlockStore) {
     let mut moves = Moves::default();
     loop {
         pool.begin_moves(half, REQUEST, &mut moves).unwrap();
-        if moves.in_flight.is_empty() {
+        if moves.in_flight().is_empty() {
             break;
         }
         pool.finish_moves(&mut moves).unwrap();
@@ -260,9 +257,9 @@ fn all_of<S: Subject>() {
 fn main() {
     all_of::<PlainPool>();
     all_of::<Mutex<PlainPool>>();
-    all_of::<Writer<Shared>>();
-    all_of::<Writer<SingleWriter>>();
+    all_of::<MultiWriter>();
+    all_of::<Writer>();
     // The plain pool looks through its whole line for each move.
-    resize::<Writer<Shared>>();
-    resize::<Writer<SingleWriter>>();
+    resize::<MultiWriter>();
+    resize::<Writer>();
 }

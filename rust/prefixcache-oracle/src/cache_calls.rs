@@ -10,15 +10,16 @@ use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::{Extras, HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::GroupId;
-use prefixcache_core::pool::{Mode, Writer};
 use prefixcache_core::retention::RetentionTable;
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::sealed::Inner;
 use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 
 use crate::plain::PlainPool;
 use crate::plain_retention::{Hinting, PlainRetention};
+use crate::pools::Tested;
 
 /// Tokens in a block.
 pub const BLOCK_SIZE: usize = 4;
@@ -59,14 +60,16 @@ struct Driver<S, H> {
     millis: u64,
     sequences: Vec<Sequence>,
     moves: Moves,
+    /// Whether requests have hints, which need one writer.
+    has_hints: bool,
 }
 
 impl<S: BlockStore, H: Hinting> Driver<S, H> {
-    fn new(groups: &Groups, store: S, table: H) -> Self {
+    fn new(groups: &Groups, store: S, table: H, has_hints: bool) -> Self {
         let config = HashConfig::new(BLOCK_SIZE, groups.clone()).with_model("model", "", "");
         let cache = PrefixCache::new(config, store).expect("the block size is a power of two");
         let (sequences, moves) = (Vec::new(), Moves::default());
-        Self { cache, table, millis: 0, sequences, moves }
+        Self { cache, table, millis: 0, sequences, moves, has_hints }
     }
 
     fn pass(&mut self, millis: u64) {
@@ -122,7 +125,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         let new = sequence.num_tokens() - hits + more;
         let taken = self.cache.commit_in_chunks(sequence, hits, new, chunk);
         if let Ok(Some(_)) = taken {
-            self.table.note_hits(self.cache.store_mut(), sequence);
+            self.table.note_hits(self.cache.inner_mut(), sequence);
         }
         format!("{hits} {taken:?}")
     }
@@ -139,7 +142,7 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         let plan = cache.commit_in_chunks(&mut sequence, hits, len - hits, chunk);
         let mut answers = format!("{hits} {plan:?}");
         let Ok(Some(mut computed)) = plan else { return answers };
-        table.note_hits(cache.store_mut(), &sequence);
+        table.note_hits(cache.inner_mut(), &sequence);
         while computed < len {
             let upto = len.min(computed + chunk);
             let batch = &mut [&mut sequence];
@@ -164,8 +167,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
         loop {
             let finished = self.cache.finish_moves(&mut self.moves);
             let begun = self.cache.begin_moves(num_blocks, 3, &mut self.moves);
-            answers += &format!("{finished:?} {begun:?} {:?}", self.moves.in_flight);
-            if self.moves.in_flight.is_empty() {
+            answers += &format!("{finished:?} {begun:?} {:?}", self.moves.in_flight());
+            if self.moves.in_flight().is_empty() {
                 let waits = begun.is_ok() && self.cache.store().stats().held_above > 0;
                 let resized = (!waits).then(|| self.cache.resize(num_blocks));
                 return format!("{answers} {resized:?}");
@@ -204,8 +207,8 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
                 format!("{:?}", cache.mark_blocks_filled(&mut [sequence], &[upto]))
             }
             6 => {
-                let pinned = cache.pin_anchors(&[&mut *sequence]);
-                self.table.keep(cache.store_mut(), sequence);
+                let pinned = cache.pin_anchors(&[&*sequence]);
+                self.table.keep(cache.inner_mut(), sequence);
                 let outcome = cache.release(&mut [sequence]);
                 if outcome.is_ok() && b & 1 == 0 {
                     self.sequences.swap_remove(at);
@@ -229,17 +232,19 @@ impl<S: BlockStore, H: Hinting> Driver<S, H> {
             }
             9 if a & 12 == 12 => {
                 self.pass(u64::from(b >> 3) * 100);
-                let moved = self.table.demote_expired(self.cache.store_mut(), usize::from(b & 7));
+                let moved = self.table.demote_expired(self.cache.inner_mut(), usize::from(b & 7));
                 format!("{moved}")
             }
             9 if a & 4 == 4 => {
-                sequence.set_hints(hints(a, b));
+                if self.has_hints {
+                    sequence.set_hints(hints(a, b));
+                }
                 String::new()
             }
             8 if a & 3 == 1 => {
                 let most = cache.store().num_blocks() + 1;
                 let begun = cache.begin_moves(usize::from(b) % most, 4, &mut self.moves);
-                format!("{begun:?} {:?}", self.moves.in_flight)
+                format!("{begun:?} {:?}", self.moves.in_flight())
             }
             8 if a & 3 == 2 && b & 1 == 0 => format!("{:?}", cache.finish_moves(&mut self.moves)),
             8 if a & 3 == 2 => format!("{:?}", cache.abort_moves(&mut self.moves)),
@@ -310,18 +315,18 @@ fn hints(a: u8, b: u8) -> Hints {
 
 /// Makes calls to a cache over a plain pool and to one over `pool`, which has the same configuration and has not been
 /// used, and shows the second to `look` after each. Panics where they differ or where one of them is broken.
-pub fn assert_same_as_plain<M: Mode>(
+pub fn assert_same_as_plain<P: Tested>(
     groups: &Groups,
     config: PoolConfig,
-    pool: Writer<M>,
+    pool: P,
     calls: &[Call],
-    mut look: impl FnMut(&PrefixCache<Writer<M>>, &[Sequence]),
+    mut look: impl FnMut(&PrefixCache<P>, &[Sequence]),
 ) {
     let plain = PlainPool::new(config).expect("the configuration was accepted before");
     let table = PlainRetention::new(groups.clone(), BLOCK_SIZE, SHARE);
-    let mut plain = Driver::new(groups, plain, table);
+    let mut plain = Driver::new(groups, plain, table, P::HAS_HINTS);
     let table = RetentionTable::new(SHARE).expect("it is a share");
-    let mut tested = Driver::new(groups, pool, table);
+    let mut tested = Driver::new(groups, pool, table, P::HAS_HINTS);
     for &call in calls {
         assert_eq!(tested.call(call), plain.call(call), "{call:?} came to something else");
         assert_eq!(tested.view(), plain.view(), "after {call:?}");

@@ -6,12 +6,10 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::plain::PlainPool;
+use crate::pools::{Tested, Watched};
 use prefixcache_core::band::Band;
-use prefixcache_core::evictions::Eviction;
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::policy::{EvictionPolicy, Queue, ReuseQueue, Turn};
-use prefixcache_core::pool::many_writers::MultiWriter;
-use prefixcache_core::pool::{BlockMap, Mode, Writer};
 use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Moves, PoolConfig};
 
 /// Keys that a script can name.
@@ -236,7 +234,7 @@ impl Mover {
                 let mut story = format!("{:?}", pool.finish_moves(&mut self.moves));
                 loop {
                     story += &self.begin(pool, num_blocks, most + 1);
-                    if self.moves.in_flight.is_empty() {
+                    if self.moves.in_flight().is_empty() {
                         return format!("{story} {:?}", pool.resize(num_blocks));
                     }
                     story += &format!(" {:?} ", pool.finish_moves(&mut self.moves));
@@ -248,56 +246,21 @@ impl Mover {
     fn begin(&mut self, pool: &mut impl BlockStore, num_blocks: usize, most: usize) -> String {
         let outcome = pool.begin_moves(num_blocks, most, &mut self.moves);
         if outcome.is_ok() {
-            let copies = self.moves.in_flight.iter().map(|one| (one.from, one.to));
+            let copies = self.moves.in_flight().iter().map(|one| (one.from, one.to));
             self.copied.extend(copies);
         }
-        format!("{outcome:?} {:?}", self.moves.in_flight)
+        format!("{outcome:?} {:?}", self.moves.in_flight())
     }
 
     /// The blocks that content is being moved to.
     fn held(&self) -> Vec<BlockId> {
-        self.moves.in_flight.iter().map(|one| one.to).collect()
+        self.moves.in_flight().iter().map(|one| one.to).collect()
     }
 }
 
-/// A pool, and what it tells of itself beside its blocks.
-pub trait Observed: BlockStore {
-    /// Keeps a log of evictions.
-    fn listen(&self);
-
-    /// What was evicted since the last look.
-    fn take_evictions(&self) -> Vec<Eviction>;
-
-    /// A map of the pool.
-    fn map(&self, cells: usize, ages: &[Duration]) -> BlockMap;
-}
-
-macro_rules! observe {
-    ($pool:ty $(, $mode:ident)?) => {
-        impl$(<$mode: Mode>)? Observed for $pool {
-            fn listen(&self) {
-                (**self).listen(LOG, &[]).expect("nobody listens yet");
-            }
-
-            fn take_evictions(&self) -> Vec<Eviction> {
-                let mut evictions = Vec::new();
-                (**self).take_evictions(LOG, &mut evictions);
-                evictions
-            }
-
-            fn map(&self, cells: usize, ages: &[Duration]) -> BlockMap {
-                (**self).map(cells, ages).expect("the arguments are sound")
-            }
-        }
-    };
-}
-
-observe!(Writer<M>, M);
-observe!(MultiWriter);
-
 /// Runs a script on a plain pool and on `pool`, which has the same configuration and has not been
 /// used. Panics where they differ or where one of them is broken.
-pub fn assert_same_as_plain(config: PoolConfig, pool: &mut impl Observed, steps: &[Step]) {
+pub fn assert_same_as_plain<P: Tested>(config: PoolConfig, pool: &mut P, steps: &[Step]) {
     let mut plain = PlainPool::new(config).expect("the configuration was accepted before");
     let mut script = Script::default();
     let (mut mover, mut plain_mover) = (Mover::default(), Mover::default());
@@ -306,7 +269,7 @@ pub fn assert_same_as_plain(config: PoolConfig, pool: &mut impl Observed, steps:
         // A registration has the time that was set for the batch before it.
         pool.set_time(script.now());
         plain.listen();
-        pool.listen();
+        pool.reader().listen(LOG).expect("nobody listens yet");
     }
     for &step in steps {
         plain.set_time(script.now());
@@ -315,7 +278,8 @@ pub fn assert_same_as_plain(config: PoolConfig, pool: &mut impl Observed, steps:
         let (outcome, _) = script.apply(pool, &mut mover, step);
         assert_eq!(outcome, expected, "{step:?} came to something else");
         assert_same_state(&plain, pool);
-        assert_eq!(pool.take_evictions(), plain.take_evictions(), "the evictions");
+        let evictions = pool.reader().take_evictions(LOG);
+        assert_eq!(evictions, plain.take_evictions(), "the evictions");
         script.settle(step, taken);
         script.moving = mover.held();
         let sound = pool.validate_holds(script.holds());
@@ -323,8 +287,8 @@ pub fn assert_same_as_plain(config: PoolConfig, pool: &mut impl Observed, steps:
     }
 }
 
-fn assert_same_state(plain: &PlainPool, pool: &impl Observed) {
-    pool.validate().expect("the lock-free pool is whole");
+fn assert_same_state<P: Tested>(plain: &PlainPool, pool: &P) {
+    pool.validate().expect("the pool is whole");
     assert_eq!(pool.free_order(), plain.free_order(), "the free order");
     assert_eq!(pool.cached_blocks(), plain.cached_blocks(), "the cached blocks");
     assert_eq!(pool.stats(), plain.stats());
@@ -337,16 +301,17 @@ fn assert_same_state(plain: &PlainPool, pool: &impl Observed) {
 }
 
 /// Of as many cells as there are blocks, of fewer that do not divide them, and of one.
-fn assert_same_map(plain: &PlainPool, pool: &impl Observed) {
+fn assert_same_map<P: Tested>(plain: &PlainPool, pool: &P) {
     let ages = [100, 1000, 10_000].map(Duration::from_micros);
     for cells in [1000, 7, 1] {
-        assert_eq!(pool.map(cells, &ages), plain.map(cells, &ages), "the map of {cells} cells");
+        let map = pool.reader().map(cells, &ages);
+        assert_eq!(map, plain.map(cells, &ages), "the map of {cells} cells");
     }
 }
 
 /// Runs a script on a pool whose rings may be too short, so that it may forget content that a plain
 /// pool would keep. Panics where the pool is broken, a hit is wrong or a block is handed out twice.
-pub fn assert_conserves(pool: &mut impl BlockStore, steps: &[Step]) {
+pub fn assert_conserves<P: Tested>(pool: &mut P, steps: &[Step]) {
     let mut script = Script::default();
     let mut contents: HashMap<BlockId, BlockKey> = HashMap::new();
     let mut mover = Mover::default();
@@ -368,7 +333,7 @@ pub fn assert_conserves(pool: &mut impl BlockStore, steps: &[Step]) {
         }
         script.settle(step, taken);
         script.moving = mover.held();
-        pool.validate().expect("the lock-free pool is whole");
+        pool.validate().expect("the pool is whole");
         let sound = pool.validate_holds(script.holds());
         sound.expect("each block counts its holders");
     }

@@ -1,4 +1,4 @@
-//! The obvious block pool, scripts that drive it, and a cache over it, next to the lock-free one, and the obvious hashes.
+//! The obvious block pool, scripts that drive it, and a cache over it, next to the fast ones, and the obvious hashes.
 //!
 //! For tests, fuzzing and benchmarks; nothing that is shipped depends on this crate.
 
@@ -7,4 +7,5 @@ pub mod differential;
 pub mod hashes;
 pub mod plain;
 pub mod plain_retention;
+pub mod pools;
 pub mod random;

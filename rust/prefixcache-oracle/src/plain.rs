@@ -12,7 +12,7 @@ use prefixcache_core::evictions::{Cause, EvictedBlock, Eviction};
 use prefixcache_core::id::{BlockId, Epoch};
 use prefixcache_core::policy::{EvictionPolicy, Queue, Rank, ReuseQueue};
 use prefixcache_core::pool::{BlockMap, BlockState};
-use prefixcache_core::store::sealed::Sealed;
+use prefixcache_core::store::sealed::{Inner, Sealed};
 use prefixcache_core::store::{
     BlockKey, BlockStore, FreeOrder, Lookup, MAX_COPIES, Marks, Move, Moves, PoolConfig,
     Registration, StoreStats,
@@ -222,20 +222,42 @@ impl Lookup for PlainPool {
             .find(|&id| self.blocks[id.index()].content == Some((*key, self.epoch)))
     }
 
-    fn reuse_queue(&self) -> Option<&ReuseQueue> {
-        self.reuse.as_ref()
-    }
-
     fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    fn band(&self, key: &BlockKey) -> Option<Band> {
-        self.lookup(key).map(|id| self.blocks[id.index()].band)
-    }
-
     fn clock(&self) -> &Clock {
         &self.clock
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    fn num_free(&self) -> usize {
+        self.line(Tier::Blank).len + self.num_in_tiers() - self.leaving_in_line
+    }
+
+    fn stats(&self) -> StoreStats {
+        StoreStats {
+            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
+            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
+            held_above: self.num_held_above(),
+            free: self.num_free(),
+            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
+            pinned_free: self.line(Tier::Pinned).len,
+            ..self.stats
+        }
+    }
+}
+
+impl BlockStore for PlainPool {
+    fn reuse_queue(&self) -> Option<&ReuseQueue> {
+        self.reuse.as_ref()
+    }
+
+    fn band(&self, key: &BlockKey) -> Option<Band> {
+        self.lookup(key).map(|id| self.blocks[id.index()].band)
     }
 
     fn key_of(&self, block: BlockId) -> BlockKey {
@@ -251,14 +273,6 @@ impl Lookup for PlainPool {
         self.blocks[block.index()].marks
     }
 
-    fn num_blocks(&self) -> usize {
-        self.num_blocks
-    }
-
-    fn num_free(&self) -> usize {
-        self.line(Tier::Blank).len + self.num_in_tiers() - self.leaving_in_line
-    }
-
     fn free_order(&self) -> Vec<BlockId> {
         let ended = self.ended();
         let line = ended.iter().copied().chain(self.walk(Tier::Blank));
@@ -269,18 +283,6 @@ impl Lookup for PlainPool {
 
     fn cached_blocks(&self) -> Vec<BlockId> {
         self.ids().filter(|&id| self.is_cached(id)).collect()
-    }
-
-    fn stats(&self) -> StoreStats {
-        StoreStats {
-            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
-            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
-            held_above: self.num_held_above(),
-            free: self.num_free(),
-            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
-            pinned_free: self.line(Tier::Pinned).len,
-            ..self.stats
-        }
     }
 
     fn num_holders(&self, block: BlockId) -> usize {
@@ -299,9 +301,7 @@ impl Lookup for PlainPool {
             format!("{in_tiers} blocks say that they are free, {in_line} stand in line")
         })
     }
-}
 
-impl BlockStore for PlainPool {
     fn commit(
         &mut self,
         keys: impl ExactSizeIterator<Item = BlockKey> + Clone,
@@ -448,7 +448,7 @@ impl BlockStore for PlainPool {
         moves: &mut Moves,
     ) -> Result<(), ResizeError> {
         self.config.check_num_blocks(num_blocks)?;
-        if !moves.in_flight.is_empty() {
+        if !moves.in_flight().is_empty() {
             return Err(ResizeError::Moving);
         }
         if num_blocks > self.num_blocks {
@@ -460,10 +460,10 @@ impl BlockStore for PlainPool {
         }
         self.move_end(num_blocks);
         let before = self.stats.evictions;
-        while moves.in_flight.len() < most
-            && let Some(one) = self.next_move(&moves.in_flight)
+        while moves.in_flight().len() < most
+            && let Some(one) = self.next_move(moves.in_flight())
         {
-            moves.in_flight.push(one);
+            moves.inner_mut().push(one);
         }
         self.stats.lost_to_resize += self.stats.evictions - before;
         self.keep_bound();
@@ -478,7 +478,7 @@ impl BlockStore for PlainPool {
         };
         let mut failed = vec![];
         let mut moved = 0;
-        for one in moves.in_flight.drain(..) {
+        for one in moves.inner_mut().drain(..) {
             if can_finish(self, &one) {
                 self.carry(one.from, one.to);
                 moved += 1;

@@ -2,7 +2,7 @@
 
 use prefixcache_core::id::{BlockHash, BlockId, Epoch, GroupId};
 use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
-use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Registration};
+use prefixcache_core::store::{BlockKey, BlockStore, FreeOrder, Lookup, Registration, WithReaders};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

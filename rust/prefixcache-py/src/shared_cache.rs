@@ -3,14 +3,13 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use prefixcache_core::PrefixCache;
-use prefixcache_core::error::InvalidArgument;
 use prefixcache_core::events::{EventLog, EventReader, MAX_UNREAD};
 use prefixcache_core::hash::HashConfig;
 use prefixcache_core::retention::HintStats;
+use prefixcache_core::{CacheBuilder, PrefixCache};
 
 use prefixcache_core::pool::{self, AnyReader, AnyWriter, MultiWriter};
-use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
+use prefixcache_core::store::{BlockStore, Moves, PoolConfig};
 use prefixcache_core::weights::WeightsName;
 use pyo3::exceptions::PyRuntimeError;
 
@@ -65,14 +64,18 @@ impl Cache {
         threads: Threads,
         share: f64,
     ) -> Result<Self> {
+        let mut builder = CacheBuilder::new(hashing);
+        if let Some(name) = weights {
+            builder = builder.weights(name);
+        }
         let (reader, writer) = match threads {
             Threads::SingleWriter => {
                 let pool = AnyWriter::One(pool::Writer::new(pool)?);
-                let cache = cache_over(pool, hashing, weights)?.with_hints(share)?;
+                let cache = builder.hints(share).build(pool)?;
                 (cache.reader(), Writer::one("the cache", cache))
             }
             Threads::Shared => {
-                let cache = cache_over(MultiWriter::shared(pool)?, hashing, weights)?;
+                let cache = builder.build(MultiWriter::shared(pool)?)?;
                 let make = move || Core::from(cache.clone());
                 (make().reader(), Writer::many("the cache", make))
             }
@@ -152,18 +155,6 @@ impl Cache {
             writing.reclaim();
         }
     }
-}
-
-fn cache_over<S: BlockStore>(
-    pool: S,
-    hashing: HashConfig,
-    weights: Option<WeightsName>,
-) -> Result<PrefixCache<S>, InvalidArgument> {
-    let cache = PrefixCache::new(hashing, pool)?;
-    Ok(match weights {
-        Some(name) => cache.with_weights(name),
-        None => cache,
-    })
 }
 
 /// How many of the blocks of a prompt a count of its hits looks at.

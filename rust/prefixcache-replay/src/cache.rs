@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use prefixcache_core::cache::CacheBuilder;
 use prefixcache_core::error::{CacheError, InvalidArgument, ListenError, PoolError};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::id::BlockHash;
@@ -179,7 +180,7 @@ impl Cache {
         let hashing = HashConfig::new(BLOCK_SIZE, groups).with_model("trace", "", "");
         let has_groups = |&(rule, _): &(Snapshots, usize)| rule != Snapshots::Every;
         Ok(Self {
-            cache: PrefixCache::new(hashing, pool)?.with_hints(1.0)?,
+            cache: CacheBuilder::new(hashing).hints(1.0).build(pool)?,
             hints: config.hints.clone(),
             most_blocks: num_blocks.saturating_sub(of_states),
             snapshots: config.snapshots.filter(has_groups).map(|(rule, _)| rule),

@@ -1,5 +1,6 @@
 //! Dropping: giving blocks back, and what keeps their content.
 
+use std::borrow::Borrow;
 use std::cmp::Reverse;
 
 use super::committing::{NewBlocks, Taken};
@@ -10,7 +11,7 @@ use crate::id::{BlockHash, BlockId};
 use crate::policy::Queue;
 use crate::sequence::retention::{Anchors, Fate};
 use crate::sequence::{Abandoned, Holding, Sequence, Table};
-use crate::store::{BlockKey, BlockStore, Lookup, Marks};
+use crate::store::{BlockKey, BlockStore, Marks};
 
 impl<S: BlockStore> PrefixCache<S> {
     /// Gives all blocks of each sequence back, the tail first, so that it is evicted before the head. What the
@@ -44,7 +45,7 @@ impl<S: BlockStore> PrefixCache<S> {
             return;
         }
         self.store.defer_bound(true);
-        while let Some(Abandoned { holding, names }) = self.home.abandoned.pop() {
+        for Abandoned { holding, names } in self.home.abandoned.take() {
             let outcome = self.release_all(holding, &names);
             debug_assert!(outcome.is_ok(), "a hold was lost: {outcome:?}");
         }
@@ -206,11 +207,14 @@ impl<S: BlockStore> PrefixCache<S> {
     /// Pins what the sequences' anchors need, as far as it was published and is held; the end of what was
     /// published is an anchor too. To be called before the release of a request that ended well.
     /// Returns how many pins are new.
-    pub fn pin_anchors(&mut self, sequences: &[&mut Sequence]) -> Result<usize, CacheError> {
+    pub fn pin_anchors(
+        &mut self,
+        sequences: &[impl Borrow<Sequence>],
+    ) -> Result<usize, CacheError> {
         self.check_committed(sequences)?;
         let mut pinned = 0;
         let size = self.block_size();
-        for sequence in sequences {
+        for sequence in sequences.iter().map(Borrow::<Sequence>::borrow) {
             let Some(holding) = &sequence.holding else {
                 continue;
             };
@@ -284,7 +288,7 @@ impl<S: BlockStore> PrefixCache<S> {
 }
 
 /// Whether no published block of the sequence has a higher priority than the one before it in its table.
-fn falls_in_priority(store: &impl Lookup, sequence: &Sequence) -> bool {
+fn falls_in_priority(store: &impl BlockStore, sequence: &Sequence) -> bool {
     let holding = sequence.holding.iter();
     let tables = holding.flat_map(|holding| {
         let published = |table: &'_ Table| table.first..holding.num_published.max(table.first);

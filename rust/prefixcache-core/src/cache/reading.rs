@@ -252,7 +252,7 @@ mod tests {
         let key = BlockKey::new(whole.hashes()[1], GroupId::default());
         let highest = Band::all().last().unwrap();
         let block = whole.block_table(0)[1];
-        cache.store_mut().set_band(&key, block, highest);
+        cache.store.set_band(&key, block, highest);
         let _ = cache.release(&mut [&mut whole]);
     }
 }

@@ -3,13 +3,9 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::BlockPool;
-use crate::block::Block;
 use crate::error::{InvalidArgument, require};
-use crate::evictions::{EvictionLog, check_rising};
+use crate::evictions::check_rising;
 use crate::id::BlockId;
-use crate::store::Lookup;
-use crate::sync::Mode;
 
 /// The most cells of a map, and the most ages that it tells apart.
 const MAX_CELLS: usize = 1 << 16;
@@ -42,7 +38,7 @@ pub struct BlockMap {
     pub states: Vec<[u32; BlockState::COUNT]>,
     /// By the time since its last use, the blocks of each cell with content that can be hit: those up to each
     /// bound and above the one before, then those above the last. All 0 where nobody
-    /// [listens](BlockPool::listen): then no times are kept. One cell after the other.
+    /// listens to evictions: then no times are kept. One cell after the other.
     pub ages: Vec<u32>,
 }
 
@@ -90,38 +86,4 @@ pub(crate) fn check_arguments(
 fn ids_of_cell(cell: usize, cells: usize, num_blocks: usize) -> Range<u32> {
     let first = |cell: usize| 1 + (cell * num_blocks).div_ceil(cells) as u32;
     first(cell)..first(cell + 1)
-}
-
-impl<M: Mode> BlockPool<M> {
-    /// A map of the pool in up to `cells` cells. From any thread, in parallel with those that change the pool, none of which
-    /// waits: each block is counted once, as it was when it was looked at.
-    ///
-    /// Reads 64 bytes a block, but not of those that were never handed out, and 24 more where somebody listens.
-    pub fn map(&self, cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument> {
-        check_arguments(cells, age_bounds)?;
-        let fresh = self.fresh.ids();
-        let listener = self.eviction_log.get();
-        let now = self.clock.micros();
-        Ok(BlockMap::of(self.num_blocks() - 1, cells, age_bounds, |id| {
-            if fresh.contains(&id.get()) {
-                return (BlockState::Free, None);
-            }
-            let (state, has_content) = self.state_of(self.block(id));
-            let idle = |log: &EvictionLog| Duration::from_micros(log.idle(id, now));
-            (state, listener.filter(|_| has_content).map(idle))
-        }))
-    }
-
-    /// What the block is, and whether it has content that can be hit.
-    fn state_of(&self, block: &Block) -> (BlockState, bool) {
-        let state = block.state();
-        let has_content = state.is_hashed() && self.is_current(block);
-        let what = match has_content {
-            _ if state.is_held() => BlockState::Held,
-            true if state.is_pinned() => BlockState::Pinned,
-            true => BlockState::Cached,
-            false => BlockState::Free,
-        };
-        (what, has_content)
-    }
 }

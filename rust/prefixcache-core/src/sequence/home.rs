@@ -1,9 +1,8 @@
 //! What the handles of a cache and its sequences share.
 
-use crossbeam_queue::SegQueue;
-
 use super::Holding;
 use super::ends::EndsByScope;
+use crate::handover::Handover;
 use crate::hash::{self, HashConfig, Scope};
 use crate::id::BlockHash;
 use crate::policy::NameBlocks;
@@ -24,7 +23,7 @@ pub(crate) struct Home {
     /// Tokens of them that were hits.
     pub(crate) hits: AtomicU64,
     /// What sequences held when they were dropped, until the next call that takes blocks or counts free ones.
-    pub(crate) abandoned: SegQueue<Abandoned>,
+    pub(crate) abandoned: Handover<Abandoned>,
     /// Where requests go on, for snapshots of states.
     pub(crate) ends: EndsByScope,
 }
@@ -46,7 +45,7 @@ impl Home {
             pseudonyms: OnceLock::new(),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
-            abandoned: SegQueue::new(),
+            abandoned: Handover::default(),
             ends: EndsByScope::default(),
         }
     }

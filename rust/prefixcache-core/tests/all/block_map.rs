@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use prefixcache_core::band::Band;
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{BlockMap, BlockState, Mode, Shared, SingleWriter, Writer};
-use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
+use prefixcache_core::pool::{BlockMap, BlockState, MultiWriter, Writer};
+use prefixcache_core::store::{BlockKey, BlockStore, PoolConfig, WithReaders};
+use prefixcache_oracle::pools::{Tested, Watched};
 use prefixcache_oracle::random::{Random, key};
 use proptest::prelude::*;
 
@@ -76,11 +77,11 @@ impl Drop for Ending<'_> {
     }
 }
 
-fn draw_with_a_writer<M: Mode>(seed: u64, maps: usize) {
-    let mut pool = Writer::<M>::in_mode(PoolConfig::new(BLOCKS)).unwrap();
-    pool.listen(64, &[]).unwrap();
-    let steady = steady(&mut pool);
+fn draw_with_a_writer<P: Tested>(seed: u64, maps: usize) {
+    let mut pool = P::build(PoolConfig::new(BLOCKS));
     let reader = pool.reader();
+    reader.listen(64).unwrap();
+    let steady = steady(&mut pool);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| churn(&mut pool, seed, &stop));
@@ -88,7 +89,7 @@ fn draw_with_a_writer<M: Mode>(seed: u64, maps: usize) {
         let ages = [Duration::from_micros(50), Duration::from_millis(5)];
         let mut drawn = 0;
         while drawn < maps && !writer.is_finished() {
-            check(&reader.map(BLOCKS, &ages).unwrap(), &steady);
+            check(&reader.map(BLOCKS, &ages), &steady);
             drawn += 1;
         }
         drop(ending);
@@ -102,14 +103,14 @@ proptest! {
 
     #[test]
     fn what_stays_as_it_is_is_seen_so_with_a_writer(seed in any::<u64>()) {
-        draw_with_a_writer::<Shared>(seed, 200);
-        draw_with_a_writer::<SingleWriter>(seed, 200);
+        draw_with_a_writer::<MultiWriter>(seed, 200);
+        draw_with_a_writer::<Writer>(seed, 200);
     }
 }
 
 #[test]
 fn a_map_that_cannot_be_is_refused() {
-    let pool = Writer::<Shared>::in_mode(PoolConfig::new(5)).unwrap();
+    let pool = Writer::new(PoolConfig::new(5)).unwrap().reader();
     let second = Duration::from_secs(1);
     for (cells, ages, names) in [
         (0, vec![], "cells"),

@@ -9,13 +9,14 @@ use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::groups::{GroupSpec, Groups};
 use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{Lookup, Moves, PoolConfig};
+use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig};
 use prefixcache_oracle::cache_calls::{
     BLOCK_SIZE, Call, FINISH, KEEP_SNAPSHOTS, NEW_WEIGHTS, ROOM, SERVE, SERVE_IN_CHUNKS, SHRINK,
     assert_same_as_plain, ends_order,
 };
+use prefixcache_oracle::pools::Tested;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -52,11 +53,11 @@ fn check(groups: &Groups, order: Order, calls: &[Call]) {
         .with_max_blocks(24 + ROOM)
         .with_free_order(order.0)
         .with_eviction_policy(order.1);
-    let mut single = Writer::<SingleWriter>::with_ring_capacity(config, 256).unwrap();
+    let mut single = Writer::new(config).unwrap();
     let reader = single.keep_events(BLOCK_SIZE).unwrap();
     let mut follower = Follower::new(reader, BLOCK_SIZE);
     assert_same_as_plain(groups, config, single, calls, |cache, live| follower.check(cache, live));
-    let shared = Writer::<Shared>::with_ring_capacity(config, 256).unwrap();
+    let shared = MultiWriter::build(config);
     assert_same_as_plain(groups, config, shared, calls, |_, _| {});
 }
 
@@ -208,7 +209,7 @@ proptest! {
         let config = PoolConfig::new(LIFE_BLOCKS + 1)
             .with_free_order(order.0)
             .with_eviction_policy(order.1);
-        let pool = Writer::with_ring_capacity(config, 256).unwrap();
+        let pool = Writer::new(config).unwrap();
         let mut cache = PrefixCache::new(HashConfig::new(BLOCK_SIZE, groups), pool).unwrap();
         cache.set_max_cached(Some(bound));
         let mut planner = Planner { cache, live: Vec::new(), bound };
@@ -343,7 +344,7 @@ fn a_shrink_that_moves_leaves_the_bisection_on() {
     let mut moves = Moves::default();
     // The head stands in the last of three blocks, and the shrunk pool has two.
     cache.begin_moves(3, 8, &mut moves).unwrap();
-    assert_eq!(moves.in_flight.len(), 1);
+    assert_eq!(moves.in_flight().len(), 1);
     assert_eq!(cache.finish_moves(&mut moves), Ok(1));
     assert_eq!(cache.resize(3), Ok(0));
     assert!(bisects(&mut cache));

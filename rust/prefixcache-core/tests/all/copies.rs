@@ -1,9 +1,10 @@
 //! Many blocks with one content: they crowd out nothing, and the next one hits when the first is lost.
 
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
-use prefixcache_core::store::{BlockStore, Lookup, MAX_COPIES, PoolConfig, Registration};
+use prefixcache_core::pool::{MultiWriter, Writer};
+use prefixcache_core::store::{BlockStore, MAX_COPIES, PoolConfig, Registration};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::key;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -15,8 +16,8 @@ fn register(pool: &mut impl BlockStore, block: BlockId, number: u64) -> Registra
 }
 
 /// Far more copies than a chain had room for once, all held.
-fn held_copies<M: Mode>() {
-    let mut pool = Writer::<M>::in_mode(PoolConfig::new(4097)).unwrap();
+fn held_copies<P: Tested>() {
+    let mut pool = P::build(PoolConfig::new(4097));
     let copies = allocate(&mut pool, 3000);
     assert_eq!(register(&mut pool, copies[0], 0), Registration::New);
     for &copy in &copies[1..] {
@@ -28,7 +29,7 @@ fn held_copies<M: Mode>() {
         assert_eq!(pool.lookup(&key(number)), Some(block));
     }
     assert_eq!(pool.lookup(&key(0)), Some(copies[0]));
-    assert_eq!(pool.content_drops(), 0);
+    assert_eq!(pool.drops(), 0);
     assert_eq!(pool.cached_blocks().len(), 3250);
     pool.validate().unwrap();
     pool.release(&copies).unwrap();
@@ -42,20 +43,20 @@ fn held_copies<M: Mode>() {
 
 #[test]
 fn held_copies_are_all_found_and_crowd_out_nothing() {
-    held_copies::<Shared>();
-    held_copies::<SingleWriter>();
+    held_copies::<MultiWriter>();
+    held_copies::<Writer>();
 }
 
 /// A prompt that is asked for again and again leaves a copy of its last block each time.
-fn released_copies<M: Mode>() {
-    let mut pool = Writer::<M>::in_mode(PoolConfig::new(1 << 14)).unwrap();
+fn released_copies<P: Tested>() {
+    let mut pool = P::build(PoolConfig::new(1 << 14));
     for _ in 0..10_000 {
         let block = allocate(&mut pool, 1)[0];
         let _ = register(&mut pool, block, 0);
         pool.release(&[block]).unwrap();
     }
     pool.validate().unwrap();
-    assert_eq!(pool.content_drops(), 0);
+    assert_eq!(pool.drops(), 0);
     // All stand in line as cached blocks do, though few can be found.
     assert_eq!(pool.cached_blocks().len(), 10_000);
     let first = pool.lookup(&key(0));
@@ -70,8 +71,8 @@ fn released_copies<M: Mode>() {
 
 #[test]
 fn released_copies_leave_one_that_hits_to_the_end() {
-    released_copies::<Shared>();
-    released_copies::<SingleWriter>();
+    released_copies::<MultiWriter>();
+    released_copies::<Writer>();
 }
 
 #[derive(Clone, Debug)]
@@ -156,7 +157,7 @@ proptest! {
     fn all_pools_find_the_same_copy(steps in vec(step(), 1..80)) {
         let config = PoolConfig::new(4 * MAX_COPIES);
         let plain = answers(&mut PlainPool::new(config).unwrap(), &steps);
-        prop_assert_eq!(&plain, &answers(&mut Writer::<Shared>::in_mode(config).unwrap(), &steps));
-        prop_assert_eq!(&plain, &answers(&mut Writer::<SingleWriter>::in_mode(config).unwrap(), &steps));
+        prop_assert_eq!(&plain, &answers(&mut MultiWriter::build(config), &steps));
+        prop_assert_eq!(&plain, &answers(&mut Writer::build(config), &steps));
     }
 }

@@ -13,6 +13,7 @@ use prefixcache_core::pool::Writer;
 use prefixcache_core::retention::{MAX_OWNERS, RetentionTable};
 use prefixcache_core::sequence::retention::{Pins, Retention};
 use prefixcache_core::sequence::{BlockHashes, Sequence};
+use prefixcache_core::store::sealed::Inner;
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -55,7 +56,7 @@ impl Served {
 
     /// Sets the time, in seconds.
     fn at(&mut self, seconds: u64) {
-        self.cache.store_mut().set_time(Duration::from_secs(seconds));
+        self.cache.inner_mut().set_time(Duration::from_secs(seconds));
     }
 
     fn begin(&mut self, tokens: &[u32], owner: &str, hints: &[Hint]) -> Sequence {
@@ -72,7 +73,7 @@ impl Served {
         let rest = sequence.num_tokens() - hits;
         let taken = self.cache.commit_prefix_plan(sequence, hits, rest + 1).unwrap();
         assert_eq!(taken, Some(hits), "nothing is refused");
-        self.table.note_hits(self.cache.store_mut(), sequence);
+        self.table.note_hits(self.cache.inner_mut(), sequence);
     }
 
     fn end(&mut self, mut sequence: Sequence) {
@@ -81,7 +82,7 @@ impl Served {
 
     fn preempt(&mut self, sequence: &mut Sequence) {
         fill(&mut self.cache, sequence);
-        self.table.keep(self.cache.store_mut(), sequence);
+        self.table.keep(self.cache.inner_mut(), sequence);
         self.cache.release(&mut [sequence]).unwrap();
         self.cache.validate().unwrap();
     }
@@ -96,7 +97,7 @@ impl Served {
         let prompts = pools * self.cache.store().num_blocks() / BLOCKS + 1;
         for number in 0..prompts {
             self.serve(1000 + number as u32, "", &[]);
-            self.table.demote_expired(self.cache.store_mut(), 16);
+            self.table.demote_expired(self.cache.inner_mut(), 16);
         }
     }
 
@@ -109,7 +110,7 @@ impl Served {
         let hashes = self.hashes(tokens);
         let ended = hashes.as_slice().iter().skip(first).rev();
         let keys = ended.map(|&hash| BlockKey::new(hash, GroupId::new(0)));
-        self.table.end_of_owner(self.cache.store_mut(), Owner::named(owner), keys)
+        self.table.end_of_owner(self.cache.inner_mut(), Owner::named(owner), keys)
     }
 
     /// How many leading blocks of the tokens are there, looked for one by one.
@@ -212,7 +213,7 @@ fn a_range_costs_a_range_and_not_its_blocks() {
         assert_eq!((table.len(), table.num_ranges()), (entries * BLOCKS, ranges));
     }
     served.at(1000);
-    let moved = served.table.demote_expired(served.cache.store_mut(), 100);
+    let moved = served.table.demote_expired(served.cache.inner_mut(), 100);
     assert_eq!((moved, served.table.num_ranges()), (BLOCKS + 3, 0));
 }
 
@@ -227,7 +228,7 @@ fn the_table_is_bounded_whoever_asks() {
         let (tokens, owner) = (prompt(number), number.to_string());
         let mut sequence = served.begin(&tokens, &owner, &[hint(None, 100, None)]);
         fill(&mut served.cache, &mut sequence);
-        served.table.keep(served.cache.store_mut(), &sequence);
+        served.table.keep(served.cache.inner_mut(), &sequence);
         served.cache.release(&mut [&mut sequence]).unwrap();
         let most = MAX_OWNERS * 64;
         assert!(served.table.len() <= most, "{} entries", served.table.len());
@@ -262,12 +263,12 @@ fn a_slice_of_what_has_ended_leaves_prefixes() {
     let mut served = Served::new(60, 0.5);
     served.serve(1, "one", &[hint(None, 90, Some(1))]);
     served.at(5);
-    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 5);
+    assert_eq!(served.table.demote_expired(served.cache.inner_mut(), 5), 5);
     // Those of the end are as any others now.
     let prompts = 60 / BLOCKS as u32;
     (0..prompts).for_each(|number| served.serve(1000 + number, "", &[]));
     assert_eq!(served.hits(1), 3);
-    assert_eq!(served.table.demote_expired(served.cache.store_mut(), 5), 3);
+    assert_eq!(served.table.demote_expired(served.cache.inner_mut(), 5), 3);
 }
 
 #[test]
@@ -352,8 +353,8 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
     let rest = Hint { start: SIZE, ..hint(None, 65, Some(3600)) };
     served.serve(1, "one", &[head, rest]);
     served.at(4000);
-    served.table.demote_expired(served.cache.store_mut(), 256);
-    served.cache.store_mut().release_cached(1);
+    served.table.demote_expired(served.cache.inner_mut(), 256);
+    served.cache.inner_mut().release_cached(1);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 1);
     served.check_counts([prompt(1)]);
 }
@@ -362,16 +363,16 @@ fn what_ends_late_ends_in_the_order_of_its_time() {
 fn what_comes_back_is_nobodys() {
     let mut served = Served::new(40, 1.0);
     served.serve(1, "one", &[hint(Some((BLOCKS - 1) * SIZE), 95, None)]);
-    served.cache.store_mut().release_cached(2);
+    served.cache.inner_mut().release_cached(2);
     served.serve(1, "one", &[hint(None, 55, None)]);
-    served.cache.store_mut().release_cached(2);
+    served.cache.inner_mut().release_cached(2);
     served.check_counts([prompt(1)]);
     assert_eq!(served.linear_hits(&prompt(1)), BLOCKS - 2);
 
     // It counts against no share, either: the younger prompt keeps its priority.
     let mut served = Served::new(2 * BLOCKS + 2, 0.5);
     served.serve(1, "one", &[hint(None, 95, None)]);
-    served.cache.store_mut().release_cached(BLOCKS);
+    served.cache.inner_mut().release_cached(BLOCKS);
     served.serve(2, "one", &[hint(None, 95, None)]);
     assert_eq!(served.table.stats().hinted, BLOCKS);
     assert_eq!(served.table.stats().demoted, 0);
@@ -475,10 +476,10 @@ proptest! {
                     served.at(now);
                 }
                 Event::Expire(most) => {
-                    served.table.demote_expired(served.cache.store_mut(), most);
+                    served.table.demote_expired(served.cache.inner_mut(), most);
                 }
                 Event::Evict(count) => {
-                    served.cache.store_mut().release_cached(count);
+                    served.cache.inner_mut().release_cached(count);
                 }
                 Event::End(number, blocks, owner, first) => {
                     served.end_hints(&related(number, blocks), &owner.to_string(), first);
@@ -486,7 +487,7 @@ proptest! {
                 Event::Clear => served.cache.clear_cache_index(),
             }
             served.check_counts((0..6).map(|number| related(number, BLOCKS)));
-            served.table.forget_evicted(served.cache.store_mut());
+            served.table.forget_evicted(served.cache.inner_mut());
             let cached = served.cache.store().cached_blocks().len();
             prop_assert!(served.table.stats().hinted <= cached);
         }

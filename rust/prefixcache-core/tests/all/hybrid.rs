@@ -8,6 +8,7 @@ use prefixcache_core::id::GroupId;
 use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::sequence::retention::{Pins, Retention};
+use prefixcache_core::store::sealed::Inner;
 use prefixcache_core::store::{BlockKey, BlockStore, Lookup, PoolConfig};
 
 use crate::{allocate, fill};
@@ -25,7 +26,7 @@ type Cache = PrefixCache<Writer>;
 fn cache(groups: &[GroupSpec], block_size: usize, num_blocks: usize) -> Cache {
     let config = HashConfig::new(block_size, Groups::new(groups.to_vec()).unwrap());
     let pool = PoolConfig::new(num_blocks + 1);
-    let pool = Writer::with_ring_capacity(pool, 1 << 12).unwrap();
+    let pool = Writer::new(pool).unwrap();
     PrefixCache::new(config, pool).unwrap()
 }
 
@@ -117,7 +118,7 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     assert_eq!(probe(&mut cache, &tokens), 28, "a token is left to compute");
     assert_eq!(probe(&mut cache, &tokens[..13]), 12);
     // Blocks 0 to 3 of the window's group were dropped first, and are lost first.
-    let others = allocate(cache.store_mut(), 48 + 4);
+    let others = allocate(cache.inner_mut(), 48 + 4);
     assert_eq!(probe(&mut cache, &tokens), 28);
     assert_eq!(probe(&mut cache, &tokens[..25]), 24);
     assert_eq!(probe(&mut cache, &tokens[..21]), 0, "its window is gone");
@@ -129,7 +130,7 @@ fn a_hit_needs_all_of_the_full_group_and_the_window_before_its_end() {
     // A commit of fewer blocks than were counted derives a length that holds.
     assert_eq!(cache.commit_prefix_plan(&mut shorter, 20, 4), Ok(Some(0)));
     cache.release(&mut [&mut shorter]).unwrap();
-    cache.store_mut().release(&others).unwrap();
+    cache.inner_mut().release(&others).unwrap();
 }
 
 /// Where a sequence holds blocks of a group.
@@ -201,8 +202,8 @@ fn no_request_waits_for_blocks_of_snapshots() {
 /// Takes blocks until `left` cached ones are left, and gives them back without content.
 fn press(cache: &mut Cache, left: usize) {
     let count = cache.store().num_free() - left;
-    let others = allocate(cache.store_mut(), count);
-    cache.store_mut().release(&others).unwrap();
+    let others = allocate(cache.inner_mut(), count);
+    cache.inner_mut().release(&others).unwrap();
     assert_eq!(cached_blocks(cache), left);
 }
 
@@ -462,7 +463,7 @@ fn a_block_given_up_for_its_duplicate_pushes_out_no_other() {
     cache.release(&mut [first, second]).unwrap();
     cache.validate().unwrap();
     // Two blocks more fit without a loss, where the copies were.
-    allocate(cache.store_mut(), 2);
+    allocate(cache.inner_mut(), 2);
     assert_eq!((probe(&mut cache, &prompt(2, 17)), probe(&mut cache, &prompt(1, 9))), (16, 8));
 }
 
@@ -478,7 +479,7 @@ fn a_block_whose_duplicate_was_evicted_stays() {
     let duplicates = cache.mark_blocks_filled(&mut [&mut *second], &[8]).unwrap();
     cache.release(&mut [first]).unwrap();
     let own = second.block_table(0).to_vec();
-    cache.store_mut().set_max_cached(Some(0));
+    cache.inner_mut().set_max_cached(Some(0));
     for duplicate in duplicates {
         cache.replace_block(second, duplicate.group, duplicate.index).unwrap();
     }

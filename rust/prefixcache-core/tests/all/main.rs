@@ -22,9 +22,9 @@ use prefixcache_core::groups::Groups;
 use prefixcache_core::hash::HashConfig;
 use prefixcache_core::id::BlockId;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::{Mode, Writer};
 use prefixcache_core::sequence::Sequence;
 use prefixcache_core::store::{BlockStore, FreeOrder, PoolConfig, Registration};
+use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::key;
 use proptest::prelude::*;
 
@@ -44,9 +44,9 @@ fn hold(pool: &mut impl BlockStore, numbers: impl ExactSizeIterator<Item = u64>)
     blocks
 }
 
-fn cache<M: Mode>(config: PoolConfig, block_size: usize) -> PrefixCache<Writer<M>> {
+fn cache<P: Tested>(config: PoolConfig, block_size: usize) -> PrefixCache<P> {
     let hashing = HashConfig::new(block_size, Groups::full(1).unwrap());
-    PrefixCache::new(hashing, Writer::in_mode(config).unwrap()).unwrap()
+    PrefixCache::new(hashing, P::build(config)).unwrap()
 }
 
 /// Publishes all that a sequence holds.

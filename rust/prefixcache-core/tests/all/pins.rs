@@ -1,9 +1,10 @@
 //! Pins are of content, not holds: they last through hits and releases, and never past their epoch.
 
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::{BlockStore, Lookup, PoolConfig, Registration};
 use prefixcache_oracle::plain::PlainPool;
+use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::key;
 
 use crate::{allocate, hold};
@@ -41,8 +42,8 @@ macro_rules! on_each_pool {
             }
             let config = PoolConfig::new(BLOCKS + 1);
             run(&mut PlainPool::new(config).unwrap());
-            run(&mut Writer::<SingleWriter>::with_ring_capacity(config, 64).unwrap());
-            run(&mut Writer::<Shared>::with_ring_capacity(config, 64).unwrap());
+            run(&mut Writer::build(config));
+            run(&mut MultiWriter::build(config));
         }
     )*};
 }

@@ -1,10 +1,10 @@
-//! One thread: the lock-free pool in both modes against the plain one, step by step.
+//! One thread: each pool against the plain one, step by step.
 
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::many_writers::MultiWriter;
-use prefixcache_core::pool::{Mode, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::FreeOrder;
 use prefixcache_oracle::differential::{assert_conserves, assert_same_as_plain, config};
+use prefixcache_oracle::pools::Tested;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -12,25 +12,9 @@ use crate::{Order, cases, orders};
 
 const MAX_BLOCKS: usize = 40;
 
-/// Short enough to be wrapped many times in a script, and four slots a block.
-const RING: usize = 256;
-
-fn pool<M: Mode>(order: Order, ring: usize) -> Writer<M> {
-    Writer::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
-}
-
-fn compare<M: Mode>(order: Order, steps: &[[u8; 3]]) {
+fn compare<P: Tested>(order: Order, steps: &[[u8; 3]]) {
     let config = config(MAX_BLOCKS, order.0, order.1);
-    assert_same_as_plain(config, &mut pool::<M>(order, RING), steps);
-}
-
-fn many(order: Order, ring: usize) -> MultiWriter {
-    MultiWriter::with_ring_capacity(config(MAX_BLOCKS, order.0, order.1), ring).unwrap()
-}
-
-fn compare_many(order: Order, steps: &[[u8; 3]]) {
-    let config = config(MAX_BLOCKS, order.0, order.1);
-    assert_same_as_plain(config, &mut many(order, RING), steps);
+    assert_same_as_plain(config, &mut P::build(config), steps);
 }
 
 fn script() -> impl Strategy<Value = Vec<[u8; 3]>> {
@@ -42,18 +26,18 @@ proptest! {
 
     #[test]
     fn pool_of_many_writers_does_what_the_plain_one_does(order in orders(), steps in script()) {
-        compare_many(order, &steps);
-    }
-
-    #[test]
-    fn single_writer_pool_does_what_the_plain_one_does(order in orders(), steps in script()) {
-        compare::<SingleWriter>(order, &steps);
+        compare::<MultiWriter>(order, &steps);
     }
 
     #[test]
     fn pool_with_short_rings_drops_content_and_no_block(order in orders(), steps in script()) {
-        assert_conserves(&mut many(order, 8), &steps);
-        assert_conserves(&mut pool::<SingleWriter>(order, 8), &steps);
+        let config = config(MAX_BLOCKS, order.0, order.1);
+        assert_conserves(&mut MultiWriter::with_ring_capacity(config, 8).unwrap(), &steps);
+    }
+
+    #[test]
+    fn single_writer_pool_does_what_the_plain_one_does(order in orders(), steps in script()) {
+        compare::<Writer>(order, &steps);
     }
 }
 
@@ -72,6 +56,6 @@ fn a_block_that_was_not_needed_has_lost_its_queue() {
         [8, 0, 5],
     ];
     let order = (FreeOrder::UnhashedFirst, EvictionPolicy::ReuseQueue);
-    compare_many(order, &steps);
-    compare::<SingleWriter>(order, &steps);
+    compare::<MultiWriter>(order, &steps);
+    compare::<Writer>(order, &steps);
 }

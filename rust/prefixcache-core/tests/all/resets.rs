@@ -4,9 +4,10 @@
 
 use prefixcache_core::cache::PrefixCache;
 use prefixcache_core::hash::Scope;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::sequence::Sequence;
-use prefixcache_core::store::{Lookup, PoolConfig};
+use prefixcache_core::store::PoolConfig;
+use prefixcache_oracle::pools::Tested;
 
 use crate::{fill, serve};
 
@@ -17,19 +18,17 @@ fn resets() -> usize {
     asked.and_then(|asked| asked.parse().ok()).unwrap_or(20_000)
 }
 
-type Cache<M> = PrefixCache<Writer<M>>;
-
-fn cache<M: Mode>(num_blocks: usize) -> Cache<M> {
+fn cache<P: Tested>(num_blocks: usize) -> PrefixCache<P> {
     crate::cache(PoolConfig::new(num_blocks), BLOCK_SIZE)
 }
 
-fn prompt<M: Mode>(cache: &Cache<M>, number: u32, blocks: usize) -> Sequence {
+fn prompt<P: Tested>(cache: &PrefixCache<P>, number: u32, blocks: usize) -> Sequence {
     let tokens = (0..blocks * BLOCK_SIZE).map(|place| number + place as u32);
     cache.new_sequence(tokens.collect(), Scope::default(), Vec::new())
 }
 
 /// Serves a prompt and finds all of it afterwards.
-fn put<M: Mode>(cache: &mut Cache<M>, sequence: &mut Sequence) {
+fn put<P: Tested>(cache: &mut PrefixCache<P>, sequence: &mut Sequence) {
     serve(cache, sequence);
     cache.release(&mut [sequence]).unwrap();
     assert_eq!(
@@ -39,9 +38,9 @@ fn put<M: Mode>(cache: &mut Cache<M>, sequence: &mut Sequence) {
     );
 }
 
-fn check_good_as_new<M: Mode>(cache: &mut Cache<M>, hits_by_bisection: bool) {
+fn check_good_as_new<P: Tested>(cache: &mut PrefixCache<P>, hits_by_bisection: bool) {
     cache.validate().unwrap();
-    assert_eq!(cache.store().content_drops(), 0);
+    assert_eq!(cache.store().drops(), 0);
     assert_eq!(cache.store().evicts_in_order(), hits_by_bisection);
     // As long as the cache, but for a block.
     let mut long = prompt(cache, 1 << 20, cache.store().num_blocks() - 1);
@@ -49,8 +48,8 @@ fn check_good_as_new<M: Mode>(cache: &mut Cache<M>, hits_by_bisection: bool) {
     cache.validate().unwrap();
 }
 
-fn the_same_prompt_after_every_reset<M: Mode>(num_blocks: usize, by_bisection: bool) {
-    let mut cache = cache::<M>(num_blocks);
+fn the_same_prompt_after_every_reset<P: Tested>(num_blocks: usize, by_bisection: bool) {
+    let mut cache = cache::<P>(num_blocks);
     let mut same = prompt(&cache, 0, 8);
     for _ in 0..resets() {
         assert_eq!(cache.count_prefix_hits(&mut same).unwrap(), 0);
@@ -64,15 +63,15 @@ fn the_same_prompt_after_every_reset<M: Mode>(num_blocks: usize, by_bisection: b
 
 #[test]
 fn the_same_prompt_can_be_cached_after_every_reset() {
-    the_same_prompt_after_every_reset::<SingleWriter>(2048, true);
-    the_same_prompt_after_every_reset::<SingleWriter>(1 << 17, true);
-    the_same_prompt_after_every_reset::<Shared>(2048, false);
-    the_same_prompt_after_every_reset::<Shared>(1 << 17, false);
+    the_same_prompt_after_every_reset::<Writer>(2048, true);
+    the_same_prompt_after_every_reset::<Writer>(1 << 17, true);
+    the_same_prompt_after_every_reset::<MultiWriter>(2048, false);
+    the_same_prompt_after_every_reset::<MultiWriter>(1 << 17, false);
 }
 
 /// Some prompts of their own and one in a few copies, some of them served across the reset.
-fn mixed_prompts_and_resets<M: Mode>(by_bisection: bool) {
-    let mut cache = cache::<M>(2048);
+fn mixed_prompts_and_resets<P: Tested>(by_bisection: bool) {
+    let mut cache = cache::<P>(2048);
     for round in 0..resets() as u32 / 4 {
         let mut copies: Vec<Sequence> = (0..3).map(|_| prompt(&cache, 0, 5)).collect();
         for copy in &mut copies {
@@ -100,13 +99,13 @@ fn mixed_prompts_and_resets<M: Mode>(by_bisection: bool) {
 
 #[test]
 fn other_prompts_and_copies_are_cached_after_every_reset() {
-    mixed_prompts_and_resets::<SingleWriter>(true);
-    mixed_prompts_and_resets::<Shared>(false);
+    mixed_prompts_and_resets::<Writer>(true);
+    mixed_prompts_and_resets::<MultiWriter>(false);
 }
 
 /// What was full before a reset makes room for as much after it.
-fn full_pool_and_resets<M: Mode>(by_bisection: bool) {
-    let mut cache = cache::<M>(1 << 10);
+fn full_pool_and_resets<P: Tested>(by_bisection: bool) {
+    let mut cache = cache::<P>(1 << 10);
     for round in 0..resets() as u32 / 256 {
         for number in 0..8 {
             let mut sequence = prompt(&cache, (round % 3 + number) * 10_000, 120);
@@ -120,6 +119,6 @@ fn full_pool_and_resets<M: Mode>(by_bisection: bool) {
 
 #[test]
 fn a_full_pool_is_cached_again_after_every_reset() {
-    full_pool_and_resets::<SingleWriter>(true);
-    full_pool_and_resets::<Shared>(false);
+    full_pool_and_resets::<Writer>(true);
+    full_pool_and_resets::<MultiWriter>(false);
 }

@@ -4,15 +4,16 @@ use std::cell::Cell;
 
 use prefixcache_core::error::ResizeError;
 use prefixcache_core::id::BlockId;
-use prefixcache_core::pool::{Mode, Shared, SingleWriter, Writer};
+use prefixcache_core::pool::{MultiWriter, Writer};
 use prefixcache_core::store::{BlockStore, Lookup, Moves, PoolConfig, Registration};
+use prefixcache_oracle::pools::Tested;
 use prefixcache_oracle::random::key;
 
 use crate::allocate;
 
 /// A pool of two blocks, the second of which holds content 1.
-fn pool<M: Mode>() -> (Writer<M>, BlockId) {
-    let mut pool = Writer::with_ring_capacity(PoolConfig::new(3), 16).unwrap();
+fn pool<P: Tested>() -> (P, BlockId) {
+    let mut pool = P::build(PoolConfig::new(3));
     let blocks = allocate(&mut pool, 2);
     let outcome = pool.register(blocks[1], key(1), pool.epoch());
     assert_eq!(outcome, Ok(Registration::New));
@@ -20,7 +21,7 @@ fn pool<M: Mode>() -> (Writer<M>, BlockId) {
 }
 
 /// Takes holds on the block by hits until it can count no more; how many.
-fn hold_fully<M: Mode>(pool: &mut Writer<M>) -> usize {
+fn hold_fully(pool: &mut impl BlockStore) -> usize {
     let mut held = Vec::new();
     let mut holders = 0;
     while pool.commit([key(1)].into_iter(), 0, &mut held) == Ok(1) {
@@ -32,7 +33,7 @@ fn hold_fully<M: Mode>(pool: &mut Writer<M>) -> usize {
 
 #[test]
 fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
-    let (mut pool, block) = pool::<Shared>();
+    let (mut pool, block) = pool::<MultiWriter>();
     let holders = hold_fully(&mut pool);
     assert_eq!(pool.resize(2), Ok(1));
     assert_eq!(pool.lookup(&key(1)), None);
@@ -46,8 +47,8 @@ fn a_block_that_can_count_no_more_holders_leaves_the_pool() {
 /// Of blocks that are leaving no content can be given up.
 #[test]
 fn a_bound_on_cached_blocks_holds_once_blocks_are_not_leaving_any_more() {
-    fn check<M: Mode>(come_back: impl Fn(&mut Writer<M>)) {
-        let (mut pool, block) = pool::<M>();
+    fn check<P: Tested>(come_back: impl Fn(&mut P)) {
+        let (mut pool, block) = pool::<P>();
         pool.set_max_cached(Some(0));
         pool.begin_moves(2, 0, &mut Moves::default()).unwrap();
         pool.release(&[block]).unwrap();
@@ -56,14 +57,14 @@ fn a_bound_on_cached_blocks_holds_once_blocks_are_not_leaving_any_more() {
         assert_eq!(pool.cached_blocks(), []);
         pool.validate().unwrap();
     }
-    check::<SingleWriter>(|pool| pool.begin_moves(3, 0, &mut Moves::default()).unwrap());
-    check::<SingleWriter>(|pool| assert_eq!(pool.resize(3), Ok(0)));
-    check::<Shared>(|pool| assert_eq!(pool.resize(3), Ok(0)));
+    check::<Writer>(|pool| pool.begin_moves(3, 0, &mut Moves::default()).unwrap());
+    check::<Writer>(|pool| assert_eq!(pool.resize(3), Ok(0)));
+    check::<MultiWriter>(|pool| assert_eq!(pool.resize(3), Ok(0)));
 }
 
 #[test]
 fn a_block_that_can_count_no_more_holders_is_registered_again() {
-    let (mut pool, block) = pool::<SingleWriter>();
+    let (mut pool, block) = pool::<Writer>();
     hold_fully(&mut pool);
     pool.clear_index();
     let outcome = pool.register(block, key(2), pool.epoch());
@@ -75,7 +76,7 @@ fn a_block_that_can_count_no_more_holders_is_registered_again() {
 /// The keys of a commit resize the pool, as another thread might while the commit takes its blocks.
 #[test]
 fn a_resize_with_a_writer_is_refused() {
-    let (mut pool, block) = pool::<Shared>();
+    let (mut pool, block) = pool::<MultiWriter>();
     let other = pool.clone();
     let refusals = Cell::new(0);
     let keys = [1].into_iter().map(|content| {

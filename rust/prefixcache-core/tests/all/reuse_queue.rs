@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use prefixcache_core::hash::Scope;
 use prefixcache_core::policy::EvictionPolicy;
-use prefixcache_core::pool::SingleWriter;
+use prefixcache_core::pool::Writer;
+use prefixcache_core::store::sealed::Inner;
 use prefixcache_core::store::{BlockStore, PoolConfig};
 use prefixcache_oracle::random::Random;
 
@@ -69,11 +70,11 @@ fn mixture(mut parts: Vec<Next>) -> Next {
 /// Hit blocks, in percent of all.
 fn hit_rate(policy: EvictionPolicy, mut next: Next, seed: u64) -> f64 {
     let config = PoolConfig::new(NUM_BLOCKS).with_eviction_policy(policy);
-    let mut cache = cache::<SingleWriter>(config, 1);
+    let mut cache = cache::<Writer>(config, 1);
     let mut random = Random(seed);
     let (mut hits, mut asked) = (0, 0);
     for at in 0..REQUESTS {
-        cache.store_mut().set_time(Duration::from_millis(400 * at as u64));
+        cache.inner_mut().set_time(Duration::from_millis(400 * at as u64));
         let prompt = next(&mut random);
         let len = prompt.len();
         let mut sequence = cache.new_sequence(prompt, Scope::default(), vec![]);

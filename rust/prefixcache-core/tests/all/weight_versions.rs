@@ -1,9 +1,10 @@
 //! Content of older weights: who finds it, in whose chain what stands on it is published, and when it is forgotten.
 //! And hints that end before their time.
 
-use prefixcache_core::cache::PrefixCache;
+use prefixcache_core::cache::{CacheBuilder, PrefixCache};
 use prefixcache_core::error::CacheError;
-use prefixcache_core::hash::Scope;
+use prefixcache_core::groups::Groups;
+use prefixcache_core::hash::{HashConfig, Scope};
 use prefixcache_core::hints::{Hint, Hints, Owner};
 use prefixcache_core::pool::Writer;
 use prefixcache_core::sequence::Sequence;
@@ -15,8 +16,9 @@ use crate::fill;
 const SIZE: usize = 4;
 
 fn cache() -> PrefixCache<Writer> {
-    let cache = crate::cache(PoolConfig::new(33), SIZE);
-    cache.with_weights(named("tag:a")).with_hints(0.5).unwrap()
+    let hashing = HashConfig::new(SIZE, Groups::full(1).unwrap());
+    let cache = CacheBuilder::new(hashing).weights(named("tag:a")).hints(0.5);
+    cache.build(Writer::new(PoolConfig::new(33)).unwrap()).unwrap()
 }
 
 fn named(name: &str) -> WeightsName {

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
-use prefixcache_core::pool::{AnyWriter, BlockState};
+use prefixcache_core::BlockStore;
+use prefixcache_core::pool::BlockState;
 use prefixcache_core::sequence as core;
 use prefixcache_core::store::Lookup;
 use pyo3::prelude::*;
@@ -13,7 +14,7 @@ use super::PrefixCache;
 use crate::arguments::{List, Number, ids_of, or_empty};
 use crate::detach::run;
 use crate::dicts::set_fields;
-use crate::errors::{Result, out_of_range};
+use crate::errors::Result;
 use crate::events::{Event, EventSnapshot, event};
 use crate::evictions;
 use crate::exclusive::Exclusive;
@@ -128,12 +129,7 @@ impl PrefixCache {
     /// Keep a record of what can be found and cannot any more, for `take_events`. The writer's thread.
     fn keep_events(&self) -> Result<()> {
         let core = &mut *self.0.write()?;
-        let block_size = core.block_size();
-        let AnyWriter::One(pool) = core.store_mut() else {
-            let reason = "must be \"single_writer\": what several writers change has no one order";
-            return Err(out_of_range("threads", reason));
-        };
-        let reader = pool.keep_events(block_size)?;
+        let reader = core.keep_events()?;
         // The pool refuses a second event_log, so nothing stands here.
         let _ = self.0.events.set(Exclusive::new(reader));
         Ok(())

@@ -108,7 +108,7 @@ impl PrefixCache {
         let work = core.store().num_blocks();
         run(py, work, || core.begin_moves(num_blocks.0, max_moves.0, moves))?;
         let array = |side: fn(&Move) -> BlockId| {
-            let ids = moves.in_flight.iter().map(|one| side(one).get() as i32);
+            let ids = moves.in_flight().iter().map(|one| side(one).get() as i32);
             PyArray1::from_iter(py, ids)
         };
         Ok((array(|one| one.from), array(|one| one.to)))
@@ -118,14 +118,14 @@ impl PrefixCache {
     fn finish_moves(&self, py: Python<'_>) -> Result<usize> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        Ok(run(py, moves.in_flight.len(), || core.finish_moves(moves))?)
+        Ok(run(py, moves.in_flight().len(), || core.finish_moves(moves))?)
     }
 
     /// Take the slice back: content stays where it is.
     fn abort_moves(&self, py: Python<'_>) -> Result<()> {
         let core = &mut *self.0.write()?;
         let moves = &mut *self.moves()?;
-        let aborted = run(py, moves.in_flight.len(), || core.abort_moves(moves));
+        let aborted = run(py, moves.in_flight().len(), || core.abort_moves(moves));
         Ok(aborted.map_err(CacheError::from)?)
     }
 

@@ -5,6 +5,7 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
+use prefixcache_core::cache::CacheBuilder;
 use prefixcache_core::error::{CacheError, InvalidArgument, ResizeError};
 use prefixcache_core::hints::{Hints, Owner};
 use prefixcache_core::sequence::retention::{Pins, Retention};
@@ -198,9 +199,8 @@ impl Cache {
             .with_free_order(header.free_order)
             .with_eviction_policy(header.eviction_policy);
         let pool = Writer::new(pool).map_err(|error| refused(&error))?;
-        let cache = PrefixCache::new(hashing, pool);
-        let cache = cache.and_then(|cache| cache.with_hints(header.retention_budget));
-        let mut cache = cache.map_err(found)?;
+        let cache = CacheBuilder::new(hashing).hints(header.retention_budget);
+        let mut cache = cache.build(pool).map_err(found)?;
         cache.set_max_cached(header.max_cached_blocks);
         Ok(Self {
             cache,
@@ -462,7 +462,7 @@ impl Cache {
 
     fn move_cached(&mut self, blocks: usize, most: usize, moved: bool) -> Result<(), Stop> {
         self.cache.begin_moves(blocks, most, &mut self.moves)?;
-        if self.moves.in_flight.is_empty() {
+        if self.moves.in_flight().is_empty() {
             return Ok(());
         }
         if moved {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::{MultiReader, MultiWriter};
 use crate::band::Band;
+use crate::cache::PrefixCache;
 use crate::clock::Clock;
 use crate::error::{Broken, Exhausted, InvalidArgument, ListenError, Misuse, ResizeError};
 use crate::events::EventLog;
@@ -13,7 +14,7 @@ use crate::policy::{Queue, ReuseQueue};
 use crate::pool::{BlockMap, Reader, Writer};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats,
+    BlockKey, BlockStore, HintedChange, Lookup, Marks, Moves, Registration, StoreStats, WithReaders,
 };
 
 /// One of a pool's two forms.
@@ -30,17 +31,6 @@ pub type AnyWriter = Either<Writer, MultiWriter>;
 
 /// A pool of either form to look at.
 pub type AnyReader = Either<Reader, MultiReader>;
-
-impl AnyWriter {
-    /// The pool, for another thread to look at.
-    #[must_use]
-    pub fn reader(&self) -> AnyReader {
-        match self {
-            Self::One(writer) => AnyReader::One(writer.reader()),
-            Self::Many(writer) => AnyReader::Many(writer.reader()),
-        }
-    }
-}
 
 /// Methods that `$through` makes of those of the pool behind.
 macro_rules! forward {
@@ -112,22 +102,22 @@ impl<O: Lookup, M: Lookup> Lookup for Either<O, M> {
         fn lookup(key: &BlockKey) -> Option<BlockId>;
         fn count_leading(keys: impl Iterator<Item = BlockKey> + Clone) -> usize;
         fn evicts_in_order() -> bool;
-        fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
-        fn key_of(block: BlockId) -> BlockKey;
         fn clock() -> &Clock;
         fn epoch() -> Epoch;
         fn num_blocks() -> usize;
         fn num_free() -> usize;
-        fn band(key: &BlockKey) -> Option<Band>;
-        fn held_band(block: BlockId) -> Band;
-        fn marks(block: BlockId) -> Marks;
-        fn reuse_queue() -> Option<&ReuseQueue>;
-        fn event_log() -> Option<&EventLog>;
-        fn free_order() -> Vec<BlockId>;
-        fn cached_blocks() -> Vec<BlockId>;
         fn stats() -> StoreStats;
-        fn num_holders(block: BlockId) -> usize;
-        fn validate() -> Result<(), Broken>;
+    }
+}
+
+impl<O: WithReaders, M: WithReaders> WithReaders for Either<O, M> {
+    type Reader = Either<O::Reader, M::Reader>;
+
+    fn reader(&self) -> Self::Reader {
+        match self {
+            Self::One(writer) => Either::One(writer.reader()),
+            Self::Many(writer) => Either::Many(writer.reader()),
+        }
     }
 }
 
@@ -135,7 +125,24 @@ impl<O: BlockStore, M: BlockStore> BlockStore for Either<O, M> {
     changes_through!(either);
 
     forward! {
+        either, &self:
+        fn one_writer() -> Option<&Writer>;
+        fn lookup_held(key: &BlockKey, held: BlockId) -> Option<BlockId>;
+        fn key_of(block: BlockId) -> BlockKey;
+        fn band(key: &BlockKey) -> Option<Band>;
+        fn held_band(block: BlockId) -> Band;
+        fn marks(block: BlockId) -> Marks;
+        fn reuse_queue() -> Option<&ReuseQueue>;
+        fn event_log() -> Option<&EventLog>;
+        fn free_order() -> Vec<BlockId>;
+        fn cached_blocks() -> Vec<BlockId>;
+        fn num_holders(block: BlockId) -> usize;
+        fn validate() -> Result<(), Broken>;
+    }
+
+    forward! {
         either, &mut self:
+        fn one_writer_mut() -> Option<&mut Writer>;
         fn take_hinted_change() -> Option<HintedChange>;
         fn keep_tokens(block: BlockId, tokens: crate::backing::BlockTokens<'_>);
         fn keep_hint(block: BlockId, band: Band, hint: crate::backing::KeptHint);
@@ -159,5 +166,11 @@ impl AnyReader {
         pub fn reuse_gaps() -> ReuseGaps;
         /// See [`MultiPool::map`](super::MultiPool::map).
         pub fn map(cells: usize, age_bounds: &[Duration]) -> Result<BlockMap, InvalidArgument>;
+    }
+}
+
+impl From<PrefixCache<MultiWriter>> for PrefixCache<AnyWriter> {
+    fn from(cache: PrefixCache<MultiWriter>) -> Self {
+        cache.map_store(AnyWriter::Many)
     }
 }

@@ -12,7 +12,7 @@ use crate::id::{BlockId, Epoch};
 use crate::policy::{Queue, ReuseQueue};
 use crate::store::sealed::Sealed;
 use crate::store::{
-    BlockKey, BlockStore, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats,
+    BlockKey, BlockStore, Lookup, Marks, Moves, PoolConfig, Registration, StoreStats, WithReaders,
 };
 use crate::sync::Arc;
 
@@ -38,12 +38,6 @@ impl MultiWriter {
     /// releases drop content ([`MultiPool::content_drops`]).
     pub fn with_ring_capacity(config: PoolConfig, ring_capacity: usize) -> Result<Self, PoolError> {
         MultiPool::new(config, Some(ring_capacity)).map(Arc::new).map(Self)
-    }
-
-    /// The pool, for another thread to look at.
-    #[must_use]
-    pub fn reader(&self) -> MultiReader {
-        MultiReader(Arc::clone(&self.0))
     }
 }
 
@@ -71,10 +65,6 @@ impl<H: Deref<Target = MultiPool> + Sealed> Lookup for H {
         self.records.find(key)
     }
 
-    fn key_of(&self, block: BlockId) -> BlockKey {
-        self.block(block).key()
-    }
-
     fn count_leading(&self, keys: impl Iterator<Item = BlockKey> + Clone) -> usize {
         self.records.count_leading(keys)
     }
@@ -95,6 +85,33 @@ impl<H: Deref<Target = MultiPool> + Sealed> Lookup for H {
         self.credits.available()
     }
 
+    fn stats(&self) -> StoreStats {
+        MultiPool::stats(self)
+    }
+}
+
+macro_rules! behind {
+    ($handle:expr, |$pool:ident| $call:expr) => {{
+        let $pool = &*$handle.0;
+        $call
+    }};
+}
+
+impl WithReaders for MultiWriter {
+    type Reader = MultiReader;
+
+    fn reader(&self) -> MultiReader {
+        MultiReader(Arc::clone(&self.0))
+    }
+}
+
+impl BlockStore for MultiWriter {
+    changes_through!(behind);
+
+    fn key_of(&self, block: BlockId) -> BlockKey {
+        self.block(block).key()
+    }
+
     fn band(&self, key: &BlockKey) -> Option<Band> {
         self.records.find(key).map(|hit| self.held_band(hit))
     }
@@ -112,10 +129,6 @@ impl<H: Deref<Target = MultiPool> + Sealed> Lookup for H {
         ids.filter(|&id| self.records.is_cached(id)).collect()
     }
 
-    fn stats(&self) -> StoreStats {
-        MultiPool::stats(self)
-    }
-
     fn reuse_queue(&self) -> Option<&ReuseQueue> {
         self.reuse.as_ref()
     }
@@ -131,15 +144,4 @@ impl<H: Deref<Target = MultiPool> + Sealed> Lookup for H {
     fn validate(&self) -> Result<(), Broken> {
         validate(self)
     }
-}
-
-macro_rules! behind {
-    ($handle:expr, |$pool:ident| $call:expr) => {{
-        let $pool = &*$handle.0;
-        $call
-    }};
-}
-
-impl BlockStore for MultiWriter {
-    changes_through!(behind);
 }

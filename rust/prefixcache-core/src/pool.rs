@@ -1,13 +1,12 @@
 //! Pools of blocks.
 //!
-//! * [`Writer`]: one thread changes the pool, any number look at it. Plain data behind `&mut self`, an intrusive LRU
-//!   list for each class. Every engine has this one.
-//! * `many_writers`: several threads change the pool at a time, lock-free. Who has one writer need not know it.
+//! * [`Writer`]: one thread changes the pool, any number look at it (`one_writer/`). Plain data behind `&mut self`, an
+//!   intrusive LRU list for each class. Every engine has this one.
+//! * [`MultiWriter`]: several threads change the pool at a time, lock-free ([`many_writers`]). Who has one writer need
+//!   not know it.
 //!
 //! Both stand on the same records and index, which readers never wait for (`records.rs`), and follow the same rules
-//! about where a block stands (`class.rs`).
-//!
-//! It does not buy throughput ... (table)
+//! about the list that a block stands in (`class.rs`). The plain pool of `prefixcache-oracle` is their obvious form.
 
 mod counters;
 pub mod many_writers;

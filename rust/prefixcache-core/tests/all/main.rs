@@ -8,6 +8,7 @@ mod copies;
 mod follower;
 mod hints;
 mod hybrid;
+mod memory;
 mod pins;
 mod pool_scripts;
 mod prefix_hashes;

@@ -53,7 +53,7 @@ impl Size {
         self.changes.load(Acquire)
     }
 
-    /// Says that so many more blocks from the end on have a holder, or fewer.
+    /// Says that more blocks from the end on have a holder, or fewer.
     pub(super) fn count_held_above(&self, blocks: i64) {
         add(&self.held_above, blocks.cast_unsigned());
     }

@@ -338,7 +338,7 @@ class Scheduler:
         None when it would take one now: the step in flight may end requests that hold blocks.
         """
         lacking: Sequence[Chunk] = self._slots.lacking(chunks)
-        while lacking := self._slots.allocate(lacking):
+        while lacking and (lacking := self._slots.allocate(lacking)):
             if self.steps_in_flight:
                 return None
             self.num_preemptions += 1

@@ -52,7 +52,7 @@ class Slots:
         requests are preempted.
         """
         wanted = [(c.state.request_id, self._full_blocks(c.end)) for c in self.lacking([chunk])]
-        return self._cache.ensure_slots(wanted) == len(wanted)
+        return not wanted or self._cache.ensure_slots(wanted) == 1
 
     def allocate_for_drafts(self, state: RequestState, wanted: int) -> int:
         """How many of the `wanted` tokens after the next one have slots, or get them.

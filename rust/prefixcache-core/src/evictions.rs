@@ -23,6 +23,7 @@ pub use gaps::ReuseGaps;
 
 /// Why a block lost its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Cause {
     /// It was handed out for other content, as the first in the order of eviction.
     Evicted,
@@ -44,6 +45,7 @@ impl Cause {
 
 /// A block that lost its content.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub struct EvictedBlock {
     /// The hash of the content.
     pub hash: BlockHash,
@@ -62,6 +64,23 @@ pub struct EvictedBlock {
     /// Whether no other block has the content any more. When several threads evict copies at the same time,
     /// each of them may say so; at least one does.
     pub is_last: bool,
+}
+
+impl EvictedBlock {
+    /// The last block with a content, at once, without a priority or a hit.
+    #[must_use]
+    pub fn new(key: BlockKey, cause: Cause) -> Self {
+        Self {
+            hash: key.hash,
+            group: key.group,
+            cause,
+            band: Band::DEFAULT,
+            hits: 0,
+            age: Duration::ZERO,
+            idle: Duration::ZERO,
+            is_last: true,
+        }
+    }
 }
 
 /// What was evicted.

@@ -1,7 +1,7 @@
 //! What readers of a pool touch, and nothing else: the records of its blocks, the index, the epoch and the size.
 //!
 //! Both pools stand on these. A lookup loads, in a bounded number of steps, and stores nothing: it is wait-free,
-//! beside whatever a writer does, a resize included. The bound is argued in `records/index.rs`, why a lookup never
+//! next to whatever a writer does, a resize included. The bound is argued in `records/index.rs`, why a lookup never
 //! returns a block with other content in `records/record.rs`, and why it does not miss what moves in
 //! `Index::for_each_candidate`. How writers change any of this is the affair of each pool.
 

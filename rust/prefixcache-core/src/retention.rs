@@ -41,6 +41,7 @@ pub const MAX_OWNERS: usize = 4;
 
 /// Lifetime counts, and what there is now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HintStats {
     /// Content that was raised or lowered and is there, as of the table's last call.
     pub hinted: usize,

@@ -125,6 +125,7 @@ impl PoolConfig {
 
 /// Content on its way from one block to another: see [`BlockStore::begin_moves`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Move {
     /// Where it is.
     pub from: BlockId,
@@ -134,6 +135,14 @@ pub struct Move {
     pub key: BlockKey,
     /// When it was registered.
     pub epoch: Epoch,
+}
+
+impl Move {
+    /// The content of `key`, registered in `epoch`, on its way.
+    #[must_use]
+    pub const fn new(from: BlockId, to: BlockId, key: BlockKey, epoch: Epoch) -> Self {
+        Self { from, to, key, epoch }
+    }
 }
 
 /// The moves of one shrink. To be begun, finished and aborted with the same pool.
@@ -171,6 +180,7 @@ pub(crate) struct Plan {
 
 /// What happened to content with a band.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum HintedChange {
     /// The block has it no more.
     Evicted(BlockId),
@@ -228,6 +238,7 @@ pub enum Registration {
 
 /// What a pool can tell of itself. Counts are of its whole life, the rest is of now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StoreStats {
     /// Blocks that lost a valid hash because they were handed out again, given up, or left the pool.
     pub evictions: u64,

@@ -239,15 +239,14 @@ impl Lookup for PlainPool {
     }
 
     fn stats(&self) -> StoreStats {
-        StoreStats {
-            cached: self.ids().filter(|&id| self.is_cached(id)).count(),
-            in_use: self.blocks.iter().filter(|block| block.holders > 0).count(),
-            held_above: self.num_held_above(),
-            free: self.num_free(),
-            pinned: self.blocks.iter().filter(|block| block.pinned).count(),
-            pinned_free: self.line(Tier::Pinned).len,
-            ..self.stats
-        }
+        let mut stats = self.stats;
+        stats.cached = self.ids().filter(|&id| self.is_cached(id)).count();
+        stats.in_use = self.blocks.iter().filter(|block| block.holders > 0).count();
+        stats.held_above = self.num_held_above();
+        stats.free = self.num_free();
+        stats.pinned = self.blocks.iter().filter(|block| block.pinned).count();
+        stats.pinned_free = self.line(Tier::Pinned).len;
+        stats
     }
 }
 
@@ -864,7 +863,7 @@ impl PlainPool {
         }
         let to = self.hand_out_next(Cause::Resized);
         let (key, epoch) = self.blocks[from.index()].content?;
-        Some(Move { from, to, key, epoch })
+        Some(Move::new(from, to, key, epoch))
     }
 
     /// Puts a block in the place of another: in line, in its bucket, and with its content.
@@ -959,18 +958,14 @@ impl PlainPool {
             && epoch == self.epoch
         {
             let is_last = was_found && self.lookup(&key).is_none();
-            let loss = Eviction::Block(EvictedBlock {
-                hash: key.hash,
-                group: key.group,
-                cause,
-                band: if pinned { band.max(Band::of(80)) } else { band },
-                hits: life.hits,
-                age: self.clock.now() - life.born,
-                idle: self.clock.now() - life.used,
-                is_last,
-            });
+            let mut evicted = EvictedBlock::new(key, cause);
+            evicted.band = if pinned { band.max(Band::of(80)) } else { band };
+            evicted.hits = life.hits;
+            evicted.age = self.clock.now() - life.born;
+            evicted.idle = self.clock.now() - life.used;
+            evicted.is_last = is_last;
             if let Some(evictions) = &mut self.evictions {
-                evictions.push(loss);
+                evictions.push(Eviction::Block(evicted));
             }
         }
     }

@@ -373,6 +373,8 @@ impl Hinting for PlainRetention {
         let mut contents: Vec<BlockKey> = self.asked.iter().map(|one| one.key).collect();
         contents.sort_by_key(|key| (key.hash, key.group));
         contents.dedup();
-        HintStats { hinted: contents.len(), demoted: self.demoted, expired: self.expired }
+        let mut stats = HintStats::default();
+        (stats.hinted, stats.demoted, stats.expired) = (contents.len(), self.demoted, self.expired);
+        stats
     }
 }

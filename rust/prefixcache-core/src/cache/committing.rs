@@ -12,6 +12,7 @@ use crate::sync::Ordering;
 
 /// A new block in the place of one that a hit needs and the pool does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MissingBlock {
     /// What it is to hold.
     pub key: BlockKey,

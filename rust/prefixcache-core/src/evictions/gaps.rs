@@ -6,6 +6,7 @@ use crate::sync::{AtomicU64, Ordering::Relaxed};
 
 /// A histogram of the gaps between the uses of content, all hits counted, and not only those of what was evicted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ReuseGaps {
     /// Gaps up to each bound, and above the bound before it; then those above the last.
     pub counts: Vec<u64>,

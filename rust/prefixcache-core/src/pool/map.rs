@@ -33,6 +33,7 @@ impl BlockState {
 /// The blocks of a pool, but the null block, counted by cells of neighbours that are as large as each other, to
 /// within a block. With `n` blocks and `c` cells, block `b` is in cell `(b - 1) * c / n`, rounded down.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BlockMap {
     /// The blocks of each cell in each [`BlockState`], by its number.
     pub states: Vec<[u32; BlockState::COUNT]>,

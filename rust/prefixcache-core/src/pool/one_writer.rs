@@ -8,7 +8,7 @@
 //!
 //! # What each call promises
 //!
-//! * Lookups only load, in a bounded number of steps: wait-free, beside whatever the writer does.
+//! * Lookups only load, in a bounded number of steps: wait-free, next to whatever the writer does.
 //! * No call of the writer waits for another thread. `commit` is all or nothing.
 //! * Push, remove, pop and demote of a block are O(1) in the worst case, whatever the pool holds.
 //! * The order is exactly that of the oracle, `prefixcache-oracle`.

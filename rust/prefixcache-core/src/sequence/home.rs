@@ -2,10 +2,10 @@
 
 use super::Holding;
 use super::ends::EndsByScope;
-use crate::handover::Handover;
 use crate::hash::{self, HashConfig, Scope};
 use crate::id::BlockHash;
 use crate::policy::NameBlocks;
+use crate::shared_stack::SharedStack;
 use crate::sync::{Arc, AtomicU64, OnceLock, Ordering};
 use crate::weights::{CurrentWeights, Weights, WeightsName};
 
@@ -23,7 +23,7 @@ pub(crate) struct Home {
     /// Tokens of them that were hits.
     pub(crate) hits: AtomicU64,
     /// What sequences held when they were dropped, until the next call that takes blocks or counts free ones.
-    pub(crate) abandoned: Handover<Abandoned>,
+    pub(crate) abandoned: SharedStack<Abandoned>,
     /// Where requests go on, for snapshots of states.
     pub(crate) ends: EndsByScope,
 }
@@ -45,7 +45,7 @@ impl Home {
             pseudonyms: OnceLock::new(),
             queries: AtomicU64::new(0),
             hits: AtomicU64::new(0),
-            abandoned: Handover::default(),
+            abandoned: SharedStack::default(),
             ends: EndsByScope::default(),
         }
     }

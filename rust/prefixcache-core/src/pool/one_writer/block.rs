@@ -9,7 +9,7 @@ use crate::store::Marks;
 use crate::sync::{AtomicU32, Ordering::Relaxed};
 use crate::zeroed::Zeroable;
 
-/// A word that the writer alone changes. It stands beside what readers load, on the same cache line, so it is an
+/// A word that the writer alone changes. It stands next to what readers load, on the same cache line, so it is an
 /// atomic; all accesses are relaxed, plain moves, as it orders nothing.
 #[derive(Debug, Default)]
 pub(super) struct Word(AtomicU32);

@@ -30,9 +30,9 @@ pub(super) enum Change {
     Listed(BlockId, Standing),
     /// Its priority or pin is another.
     Reclassed(BlockId, Standing),
-    /// It lost content of an epoch that is over.
+    /// Its content, of an epoch that is over, is gone.
     Withdrawn(BlockId),
-    /// It lost content of this epoch.
+    /// Its content of this epoch is evicted.
     Evicted(Evicted),
     /// Content, of this band, is in another block.
     Moved { from: BlockId, to: BlockId, band: Band },
@@ -42,7 +42,7 @@ pub(super) enum Change {
     Resized(usize),
 }
 
-/// Content that a block lost.
+/// Content that is evicted.
 #[derive(Debug)]
 pub(super) struct Evicted {
     block: BlockId,
@@ -89,7 +89,7 @@ impl Writer {
         }
     }
 
-    /// Notes that a block has lost content of this epoch, after its entry is gone; `spot` is where that stood.
+    /// Notes that content of this epoch is evicted, after its entry is gone; `spot` is where that stood.
     pub(super) fn note_evicted(
         &mut self,
         block: BlockId,

@@ -12,7 +12,7 @@ use Ordering::{Acquire, Relaxed, Release};
 
 /// Values on their way to whoever takes them.
 #[derive(Debug)]
-pub(crate) struct Handover<T> {
+pub(crate) struct SharedStack<T> {
     top: AtomicPtr<Node<T>>,
 }
 
@@ -23,17 +23,17 @@ struct Node<T> {
 }
 
 // SAFETY: values move from the threads that push to the one that takes, and no reference to one is handed out.
-unsafe impl<T: Send> Send for Handover<T> {}
+unsafe impl<T: Send> Send for SharedStack<T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Handover<T> {}
+unsafe impl<T: Send> Sync for SharedStack<T> {}
 
-impl<T> Default for Handover<T> {
+impl<T> Default for SharedStack<T> {
     fn default() -> Self {
         Self { top: AtomicPtr::new(null_mut()) }
     }
 }
 
-impl<T> Handover<T> {
+impl<T> SharedStack<T> {
     /// Whether nothing waits. What another thread pushes at this moment may be overlooked.
     pub(crate) fn is_empty(&self) -> bool {
         // Relaxed: `take` acquires.
@@ -72,7 +72,7 @@ impl<T> Handover<T> {
     }
 }
 
-impl<T> Drop for Handover<T> {
+impl<T> Drop for SharedStack<T> {
     fn drop(&mut self) {
         self.take();
     }
@@ -87,11 +87,11 @@ mod models {
 
     /// Two threads leave values while a third takes what there is, and the rest at the end.
     fn pushes_with_take() {
-        let handover = Arc::new(Handover::default());
-        let pushing = [1, 2].map(|value| in_parallel(&handover, move |all| all.push(value)));
-        let mut taken = handover.take();
+        let stack = Arc::new(SharedStack::default());
+        let pushing = [1, 2].map(|value| in_parallel(&stack, move |all| all.push(value)));
+        let mut taken = stack.take();
         pushing.into_iter().for_each(|thread| thread.join().unwrap());
-        taken.extend(handover.take());
+        taken.extend(stack.take());
         taken.sort_unstable();
         assert_eq!(taken, [1, 2], "a value was lost or doubled");
     }
